@@ -1,0 +1,24 @@
+// The CPU codec for AVX2; called only where the processor has it.
+#if defined(__x86_64__)
+#include "codec_cpu.h"  // before the target is set: what it declares is shared with the other files
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+
+#define FLASH_LANES 8
+#include "codec_kernels.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace flash_allreduce {
+const Kernels& kernels_avx2(bool symmetric) { return symmetric ? kTable<true> : kTable<false>; }
+}  // namespace flash_allreduce
+#endif

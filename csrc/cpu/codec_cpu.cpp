@@ -1,0 +1,209 @@
+// The CPU operators: check the arguments, choose the instruction set, share the groups among threads.
+//
+// Groups are independent, so the threads (torch's own, torch.set_num_threads) take contiguous ranges of
+// them and every split gives the same bytes.
+#include "codec_cpu.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "../checks.h"
+
+namespace flash_allreduce {
+namespace {
+
+constexpr int64_t kGrainElements = 1 << 15;  // fewer than this are not worth another thread
+constexpr int64_t kSumElements = 4096;       // 16 KiB of float
+
+enum class Capability { kDefault, kAvx2, kAvx512 };
+
+// ATEN_CPU_CAPABILITY is torch's own variable: avx512, avx2 or default lowers the choice.
+Capability choose() {
+#if defined(__x86_64__)
+  const char* wish = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string limit = wish == nullptr ? "avx512" : wish;
+  __builtin_cpu_init();
+  if (limit == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return Capability::kAvx512;
+  }
+  if ((limit == "avx512" || limit == "avx2") && __builtin_cpu_supports("avx2")) return Capability::kAvx2;
+#endif
+  return Capability::kDefault;
+}
+
+Capability capability() {
+  static const Capability chosen = choose();
+  return chosen;
+}
+
+const CodecKernels& kernels_of(const Codec& c) {
+  const int bits = c.bits - kMinBits;
+#if defined(__x86_64__)
+  if (capability() == Capability::kAvx512 && c.group_size >= 64) {
+    return kernels_avx512(c.symmetric).of_bits[bits];
+  }
+  if (capability() != Capability::kDefault) return kernels_avx2(c.symmetric).of_bits[bits];
+#endif
+  return kernels_default(c.symmetric).of_bits[bits];
+}
+
+int element_type(const Tensor& t, const char* name) {
+  using torch::headeronly::ScalarType;
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return static_cast<int>(DType::kFloat32);
+    case ScalarType::BFloat16:
+      return static_cast<int>(DType::kBFloat16);
+    case ScalarType::Half:
+      return static_cast<int>(DType::kFloat16);
+    default:
+      STD_TORCH_CHECK(false, name, " has an unsupported dtype; expected float32, bfloat16 or float16");
+  }
+}
+
+Codec make_codec(int64_t bits, int64_t group_size, bool symmetric) {
+  check_codec(bits, group_size);
+  return {static_cast<int>(bits), static_cast<int>(group_size), symmetric};
+}
+
+int64_t row_bytes(int64_t numel, const Codec& c) {
+  return payload_bytes(numel, c.bits, c.group_size, c.symmetric);
+}
+
+// f(row, begin, end) over the groups of `rows` rows of `groups` groups.
+template <typename F>
+void for_groups(int64_t rows, int64_t groups, int group_size, const F& f) {
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / group_size);
+  torch::stable::parallel_for(0, rows * groups, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t row = begin / groups;
+      const int64_t stop = std::min(end, (row + 1) * groups);
+      f(row, begin - row * groups, stop - row * groups);
+      begin = stop;
+    }
+  });
+}
+
+void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, bool symmetric) {
+  const Codec codec = make_codec(bits, group_size, symmetric);
+  check_rows(input, "input");
+  const int type = element_type(input, "input");
+  const int64_t numel = input.size(1);
+  check_payload(payload, "payload", input.size(0), row_bytes(numel, codec));
+  const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
+  auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
+  const int64_t x_stride = input.stride(0) * (type == 0 ? 4 : 2);
+  const int64_t out_stride = payload.stride(0);
+  const auto kernel = kernels_of(codec).encode[type];
+  for_groups(input.size(0), num_groups(numel, codec.group_size), codec.group_size,
+             [&](int64_t row, int64_t begin, int64_t end) {
+               kernel(x + row * x_stride, numel, codec, out + row * out_stride, begin, end);
+             });
+}
+
+void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_size, bool symmetric) {
+  const Codec codec = make_codec(bits, group_size, symmetric);
+  check_rows(output, "output");
+  const int type = element_type(output, "output");
+  const int64_t numel = output.size(1);
+  check_payload(payload, "payload", output.size(0), row_bytes(numel, codec));
+  const auto* in = static_cast<const uint8_t*>(payload.const_data_ptr());
+  auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
+  const int64_t in_stride = payload.stride(0);
+  const int64_t y_stride = output.stride(0) * (type == 0 ? 4 : 2);
+  const auto kernel = kernels_of(codec).decode_sum[type];
+  for_groups(output.size(0), num_groups(numel, codec.group_size), codec.group_size,
+             [&](int64_t row, int64_t begin, int64_t end) {
+               kernel({in + row * in_stride, 1, 0, codec}, 1.0f, y + row * y_stride, numel, begin, end);
+             });
+}
+
+Payloads check_payloads(const Tensor& payloads, int64_t numel, const Codec& codec) {
+  check_payload(payloads, "payloads", payloads.size(0), row_bytes(numel, codec));
+  STD_TORCH_CHECK(payloads.size(0) > 0, "payloads has no rows; expected one a rank");
+  return {static_cast<const uint8_t*>(payloads.const_data_ptr()), payloads.size(0), payloads.stride(0),
+          codec};
+}
+
+void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bits, int64_t group_size,
+                bool symmetric) {
+  const Codec codec = make_codec(bits, group_size, symmetric);
+  STD_TORCH_CHECK(output.dim() == 1 && output.is_contiguous(), "output is not a contiguous vector");
+  const int type = element_type(output, "output");
+  const int64_t numel = output.size(0);
+  const Payloads in = check_payloads(payloads, numel, codec);
+  auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
+  const auto kernel = kernels_of(codec).decode_sum[type];
+  for_groups(1, num_groups(numel, codec.group_size), codec.group_size,
+             [&](int64_t, int64_t begin, int64_t end) {
+               kernel(in, static_cast<float>(factor), y, numel, begin, end);
+             });
+}
+
+void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int64_t reduce_bits,
+                       int64_t gather_bits, int64_t group_size, bool symmetric) {
+  const Codec reduce = make_codec(reduce_bits, group_size, symmetric);
+  const Codec gather = make_codec(gather_bits, group_size, symmetric);
+  STD_TORCH_CHECK(payload.dim() == 1 && payload.is_contiguous() &&
+                      payload.scalar_type() == torch::headeronly::ScalarType::Byte,
+                  "payload is not a contiguous uint8 vector");
+  const int64_t record = record_bytes(gather.bits, gather.group_size, symmetric);
+  const int64_t groups = payload.size(0) / record;
+  STD_TORCH_CHECK(payload.size(0) == groups * record, "payload has ", payload.size(0),
+                  " bytes; expected a multiple of ", record);
+  const Payloads in = check_payloads(payloads, groups * group_size, reduce);
+  auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
+  const auto sum = kernels_of(reduce).decode_sum[static_cast<int>(DType::kFloat32)];
+  const auto encode = kernels_of(gather).encode[static_cast<int>(DType::kFloat32)];
+  const int64_t in_record = record_bytes(reduce.bits, reduce.group_size, symmetric);
+  // A few groups at a time, so that the sums stay in the first-level cache. The padding of a ragged last
+  // group needs no care: a copy of the first element on every rank, its sum is a copy of the first sum.
+  const int64_t step = kSumElements / reduce.group_size;
+  for_groups(1, groups, reduce.group_size, [&](int64_t, int64_t begin, int64_t end) {
+    alignas(64) uint8_t sums[4 * kSumElements];
+    for (int64_t i = begin; i < end; i += step) {
+      const int64_t count = std::min(step, end - i);
+      const Payloads part{in.data + i * in_record, in.count, in.stride, reduce};
+      sum(part, static_cast<float>(factor), sums, count * group_size, 0, count);
+      encode(sums, count * group_size, gather, out + i * record, 0, count);
+    }
+  });
+}
+
+int64_t payload_bytes_op(int64_t numel, int64_t bits, int64_t group_size, bool symmetric) {
+  return row_bytes(numel, make_codec(bits, group_size, symmetric));
+}
+
+int64_t wire_version() { return kWireVersion; }
+
+std::string cpu_capability() {
+  switch (capability()) {
+    case Capability::kAvx512:
+      return "avx512";
+    case Capability::kAvx2:
+      return "avx2";
+    default:
+      return "default";
+  }
+}
+
+}  // namespace
+}  // namespace flash_allreduce
+
+STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CPU, m) {
+  m.impl("encode", TORCH_BOX(&flash_allreduce::encode));
+  m.impl("decode", TORCH_BOX(&flash_allreduce::decode));
+  m.impl("decode_sum", TORCH_BOX(&flash_allreduce::decode_sum));
+  m.impl("decode_sum_encode", TORCH_BOX(&flash_allreduce::decode_sum_encode));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CompositeExplicitAutograd, m) {
+  m.impl("payload_bytes", TORCH_BOX(&flash_allreduce::payload_bytes_op));
+  m.impl("wire_version", TORCH_BOX(&flash_allreduce::wire_version));
+  m.impl("cpu_capability", TORCH_BOX(&flash_allreduce::cpu_capability));
+}

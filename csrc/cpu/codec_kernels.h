@@ -1,0 +1,447 @@
+// The CPU codec, written once with the vector types of GCC and Clang and compiled once for every instruction
+// set by codec_<isa>.cpp, which sets the target and the number of lanes, then includes this file.
+//
+//   encode   a batch of up to 16 groups at a time, so that the steps that depend on one another (minimum ->
+//            zero point -> scale -> its inverse) are done for all of them at once:
+//              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group, kLanes elements at once
+//              2. lo, hi -> scale, zero point, inverse of the scale: one vector of groups
+//              3. x again, from the first-level cache -> codes -> planes
+//   decode   planes -> codes -> float, summed over the ranks in registers, in rank order -> stored
+//
+// Codes and planes meet in a block of 4 vectors, which never leaves the registers (AVX-512: 64 elements):
+//
+//   4 vectors of codes, 32 bits each   a0 a1 ... | b0 b1 ... | c0 c1 ... | d0 d1 ...
+//   one vector, a byte each            a0 b0 c0 d0  a1 b1 c1 d1 ...      shift and or
+//                                      a0 a1 ... b0 b1 ... c0 c1 ...     two permutations
+//   a plane of w bits                  8 bytes -> 8*w bits: three steps of "or with the neighbour, shifted"
+//
+// NaN is looked for in step 3, where it costs one instruction: the code of a NaN is far out of range, and so
+// is every code of a group whose scale is NaN. Only then are the groups looked at one by one.
+//
+// No function here may be visible outside its translation unit: the linker would be free to hand a copy
+// compiled for AVX-512 to a machine without it.
+
+#include "codec_cpu.h"
+
+namespace flash_allreduce {
+namespace {
+
+constexpr int kLanes = FLASH_LANES;
+using VecF = float __attribute__((vector_size(4 * kLanes)));
+using VecI = int32_t __attribute__((vector_size(4 * kLanes)));
+using VecU = uint32_t __attribute__((vector_size(4 * kLanes)));
+using VecU16 = uint16_t __attribute__((vector_size(2 * kLanes)));
+using VecB = uint8_t __attribute__((vector_size(4 * kLanes)));
+using Vec64 = uint64_t __attribute__((vector_size(4 * kLanes)));
+
+#define FLASH_INLINE static inline __attribute__((always_inline))
+
+template <typename V>
+FLASH_INLINE V load(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <typename V>
+FLASH_INLINE void store(void* p, V v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+
+template <typename To, typename From>
+FLASH_INLINE To cast(From v) {
+  static_assert(sizeof(To) == sizeof(From), "a cast keeps the bits");
+  To to;
+  __builtin_memcpy(&to, &v, sizeof to);
+  return to;
+}
+
+#if defined(__clang__)
+#define FLASH_PERMUTE(V, v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+#else
+#define FLASH_PERMUTE(V, v, ...) __builtin_shuffle(v, V{__VA_ARGS__})
+#endif
+
+// A byte matrix of [kLanes][4] to [4][kLanes] and back: inside 16 bytes, then across them.
+#define FLASH_BYTES_4X4(o) \
+  o + 0, o + 4, o + 8, o + 12, o + 1, o + 5, o + 9, o + 13, o + 2, o + 6, o + 10, o + 14, o + 3, o + 7, o + 11, o + 15
+
+#if FLASH_LANES == 16
+FLASH_INLINE VecB transpose_quads(VecB v) {
+  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16), FLASH_BYTES_4X4(32), FLASH_BYTES_4X4(48));
+}
+FLASH_INLINE VecU rows_together(VecU v) {
+  return FLASH_PERMUTE(VecU, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
+FLASH_INLINE VecU rows_apart(VecU v) { return rows_together(v); }
+template <typename V>
+FLASH_INLINE V swap8(V v) {
+  return FLASH_PERMUTE(VecU, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+template <typename V>
+FLASH_INLINE V swap4(V v) {
+  return FLASH_PERMUTE(VecU, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+}
+#elif FLASH_LANES == 8
+FLASH_INLINE VecB transpose_quads(VecB v) {
+  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16));
+}
+FLASH_INLINE VecU rows_together(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 4, 1, 5, 2, 6, 3, 7); }
+FLASH_INLINE VecU rows_apart(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 2, 4, 6, 1, 3, 5, 7); }
+template <typename V>
+FLASH_INLINE V swap4(V v) {
+  return FLASH_PERMUTE(VecU, v, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+#else
+FLASH_INLINE VecB transpose_quads(VecB v) { return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0)); }
+FLASH_INLINE VecU rows_together(VecU v) { return v; }
+FLASH_INLINE VecU rows_apart(VecU v) { return v; }
+#endif
+
+FLASH_INLINE VecF lesser(VecF a, VecF b) { return a < b ? a : b; }
+FLASH_INLINE VecF greater(VecF a, VecF b) { return a > b ? a : b; }
+
+#define FLASH_REDUCE(name, pick)                                             \
+  FLASH_INLINE float name(VecF v) {                                          \
+    FLASH_REDUCE_WIDE(pick)                                                  \
+    const float a = v[0], b = v[1], c = v[2], d = v[3];                      \
+    const VecF x = pick(VecF{a, c}, VecF{b, d});                             \
+    return pick(VecF{x[0]}, VecF{x[1]})[0];                                  \
+  }
+#if FLASH_LANES == 16
+#define FLASH_REDUCE_WIDE(pick) v = pick(v, swap8(v)); v = pick(v, swap4(v));
+#elif FLASH_LANES == 8
+#define FLASH_REDUCE_WIDE(pick) v = pick(v, swap4(v));
+#else
+#define FLASH_REDUCE_WIDE(pick)
+#endif
+FLASH_REDUCE(reduce_min, lesser)
+FLASH_REDUCE(reduce_max, greater)
+
+// ---- conversions: kLanes elements of a tensor to and from float -------------------------------------------
+
+template <DType>
+struct Element;
+
+template <>
+struct Element<DType::kFloat32> {
+  static constexpr int kBytes = 4;
+  FLASH_INLINE VecF read(const uint8_t* p) { return load<VecF>(p); }
+  FLASH_INLINE void write(uint8_t* p, VecF v) {
+    const VecU nan = VecU{} + kNaNBits;
+    store(p, v != v ? nan : cast<VecU>(v));
+  }
+};
+
+template <>
+struct Element<DType::kBFloat16> {
+  static constexpr int kBytes = 2;
+  FLASH_INLINE VecF read(const uint8_t* p) {
+    return cast<VecF>(__builtin_convertvector(load<VecU16>(p), VecU) << 16);
+  }
+  FLASH_INLINE void write(uint8_t* p, VecF v) {  // nearest even
+    const VecU bits = cast<VecU>(v);
+    const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const VecU nan = VecU{} + (kNaNBits >> 16);
+    store(p, __builtin_convertvector(v != v ? nan : rounded, VecU16));
+  }
+};
+
+// Half precision by shifting the exponent and letting one float addition normalize or round the subnormals
+// (F. Giesen, "float->half variants"); no step has a subnormal float operand, so flush-to-zero is harmless.
+template <>
+struct Element<DType::kFloat16> {
+  static constexpr int kBytes = 2;
+  FLASH_INLINE VecF read(const uint8_t* p) {
+    const VecU h = __builtin_convertvector(load<VecU16>(p), VecU);
+    const VecU exponent = (h & 0x7c00u) << 13;
+    const VecU normal = ((h & 0x7fffu) << 13) + (112u << 23);
+    const VecF subnormal = cast<VecF>(normal + (1u << 23)) - cast<VecF>(VecU{} + (113u << 23));
+    VecU bits = exponent == 0u ? cast<VecU>(subnormal) : normal;
+    bits = exponent == (0x7c00u << 13) ? normal + (112u << 23) : bits;
+    return cast<VecF>(bits | ((h & 0x8000u) << 16));
+  }
+  FLASH_INLINE void write(uint8_t* p, VecF v) {  // nearest even; 65520 and above become Inf
+    const VecU bits = cast<VecU>(v);
+    const VecU magnitude = bits & 0x7fffffffu;
+    const VecU sign = (bits >> 16) & 0x8000u;
+    const VecU half_ulp = 0xfffu + ((magnitude >> 13) & 1u);
+    VecU h = (magnitude - (112u << 23) + half_ulp) >> 13;
+    const VecF shifted = cast<VecF>(magnitude) + 0.5f;  // the ulp of 0.5 is the step of fp16's subnormals
+    h = magnitude < (113u << 23) ? cast<VecU>(shifted) - 0x3f000000u : h;
+    h = (magnitude >= 0x47800000u ? VecU{} + 0x7c00u : h) | sign;
+    store(p, __builtin_convertvector(v != v ? VecU{} + 0x7e00u : h, VecU16));
+  }
+};
+
+// ---- bit planes ---------------------------------------------------------------------------------------
+
+constexpr int kBlock = 4 * kLanes;  // elements
+
+// 8 codes a 64-bit word <-> 8 units of kWidth bits a word of kWidth bytes.
+template <int kWidth>
+struct Plane;
+template <>
+struct Plane<4> {
+  using V = uint32_t __attribute__((vector_size(2 * kLanes)));
+};
+template <>
+struct Plane<2> {
+  using V = uint16_t __attribute__((vector_size(kLanes)));
+};
+template <>
+struct Plane<1> {
+  using V = uint8_t __attribute__((vector_size(kLanes / 2)));
+};
+
+constexpr uint64_t repeat(uint64_t pattern, int period) {
+  uint64_t r = 0;
+  for (int i = 0; i < 64; i += period) r |= pattern << i;
+  return r;
+}
+template <int kWidth>
+constexpr uint64_t kUnit = repeat((1u << kWidth) - 1, 8);
+template <int kWidth>
+constexpr uint64_t kPair = repeat((1u << (2 * kWidth)) - 1, 16);
+template <int kWidth>
+constexpr uint64_t kQuad = repeat((uint64_t{1} << (4 * kWidth)) - 1, 32);
+
+// The unit at bit `shift` of every code of a block, to its place in the plane.
+template <int kWidth>
+FLASH_INLINE void pack_plane(Vec64 codes, int shift, uint8_t* plane) {
+  Vec64 x = (codes >> shift) & kUnit<kWidth>;
+  x = (x | (x >> (8 - kWidth))) & kPair<kWidth>;
+  x = (x | (x >> (16 - 2 * kWidth))) & kQuad<kWidth>;
+  x = x | (x >> (32 - 4 * kWidth));
+  store(plane, __builtin_convertvector(x, typename Plane<kWidth>::V));
+}
+
+template <int kWidth>
+FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
+  Vec64 x = __builtin_convertvector(load<typename Plane<kWidth>::V>(plane), Vec64);
+  x = (x | (x << (32 - 4 * kWidth))) & kQuad<kWidth>;
+  x = (x | (x << (16 - 2 * kWidth))) & kPair<kWidth>;
+  x = (x | (x << (8 - kWidth))) & kUnit<kWidth>;
+  return x << shift;
+}
+
+// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k in lane k of
+// codes[l].
+template <int kBits>
+FLASH_INLINE void pack_block(const VecU (&codes)[4], int g, int i, uint8_t* planes) {
+  const VecU quads = codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24);
+  const Vec64 x = cast<Vec64>(rows_together(cast<VecU>(transpose_quads(cast<VecB>(quads)))));
+  if constexpr (kBits == 8) {
+    store(planes + i, x);
+  } else {
+    if constexpr (has_plane(kBits, 4)) pack_plane<4>(x, 0, planes + i / 2);
+    if constexpr (has_plane(kBits, 2)) {
+      pack_plane<2>(x, plane_shift(kBits, 2), planes + plane_offset(kBits, 2, g) + i / 4);
+    }
+    if constexpr (has_plane(kBits, 1)) {
+      pack_plane<1>(x, plane_shift(kBits, 1), planes + plane_offset(kBits, 1, g) + i / 8);
+    }
+  }
+}
+
+template <int kBits>
+FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
+  Vec64 x;
+  if constexpr (kBits == 8) {
+    x = load<Vec64>(planes + i);
+  } else {
+    x = Vec64{};
+    if constexpr (has_plane(kBits, 4)) x = unpack_plane<4>(planes + i / 2, 0);
+    if constexpr (has_plane(kBits, 2)) {
+      x |= unpack_plane<2>(planes + plane_offset(kBits, 2, g) + i / 4, plane_shift(kBits, 2));
+    }
+    if constexpr (has_plane(kBits, 1)) {
+      x |= unpack_plane<1>(planes + plane_offset(kBits, 1, g) + i / 8, plane_shift(kBits, 1));
+    }
+  }
+  const VecU quads = cast<VecU>(transpose_quads(cast<VecB>(rows_apart(cast<VecU>(x)))));
+  codes[0] = quads & 0xffu;
+  codes[1] = (quads >> 8) & 0xffu;
+  codes[2] = (quads >> 16) & 0xffu;
+  codes[3] = quads >> 24;
+}
+
+// ---- encoding -----------------------------------------------------------------------------------------
+
+constexpr int kBatch = 16;  // groups
+
+struct Bounds {
+  float lo;
+  float hi;
+};
+
+// Least and greatest of g elements; a NaN may be passed over.
+template <DType kType>
+FLASH_INLINE Bounds bounds(const uint8_t* x, int g) {
+  using E = Element<kType>;
+  VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
+  for (int i = 0; i < g; i += 2 * kLanes) {
+    const VecF a = E::read(x + i * E::kBytes);
+    const VecF b = E::read(x + (i + kLanes) * E::kBytes);
+    lo0 = a < lo0 ? a : lo0;
+    hi0 = a > hi0 ? a : hi0;
+    lo1 = b < lo1 ? b : lo1;
+    hi1 = b > hi1 ? b : hi1;
+  }
+  lo0 = lo0 < lo1 ? lo0 : lo1;
+  hi0 = hi0 > hi1 ? hi0 : hi1;
+  return {reduce_min(lo0), reduce_max(hi0)};
+}
+
+// Overwrites the records of the groups that hold a NaN or an Inf, or whose scale says so.
+template <DType kType>
+void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t* scale, uint8_t* records) {
+  using E = Element<kType>;
+  const int64_t record = record_bytes(c.bits, c.group_size, c.symmetric);
+  for (int j = 0; j < count; ++j) {
+    VecI largest = VecI{};
+    for (int i = 0; i < c.group_size; i += kLanes) {
+      const VecI bits = cast<VecI>(E::read(x + (j * c.group_size + i) * E::kBytes)) & 0x7fffffff;
+      largest = bits > largest ? bits : largest;
+    }
+    bool finite = scale[j] != kNaNBits;
+    for (int i = 0; i < kLanes; ++i) finite = finite && largest[i] < static_cast<int32_t>(kInfBits);
+    if (finite) continue;
+    __builtin_memset(records + j * record, 0, static_cast<size_t>(record));
+    __builtin_memcpy(records + j * record, &kNaNScale, sizeof kNaNScale);
+  }
+}
+
+// `count` whole groups, count <= kBatch.
+template <DType kType, int kBits, bool kSymmetric>
+void encode_batch(const uint8_t* x, int count, const Codec& c, uint8_t* records) {
+  using E = Element<kType>;
+  const int g = c.group_size;
+  const int64_t record = record_bytes(kBits, g, kSymmetric);
+  constexpr int levels = code_levels(kBits, kSymmetric);
+  constexpr int half = code_half(kBits, kSymmetric);
+  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
+  alignas(64) uint32_t scale[kBatch];  // the bits of the scale as a float
+  for (int j = 0; j < kBatch; ++j) lo[j] = hi[j] = 0.0f;
+  for (int j = 0; j < count; ++j) {
+    const Bounds b = bounds<kType>(x + j * g * E::kBytes, g);
+    lo[j] = b.lo;
+    hi[j] = b.hi;
+  }
+  for (int j = 0; j < kBatch; ++j) {
+    zero[j] = kSymmetric ? 0.0f : group_zero(lo[j]);
+    scale[j] = group_scale(lo[j], hi[j], zero[j], kSymmetric ? half : levels, kSymmetric);
+    inverse[j] = 1.0f / bits_float(scale[j]);
+  }
+  VecU largest = VecU{};
+  for (int j = 0; j < count; ++j) {
+    uint8_t* out = records + j * record;
+    const uint8_t* in = x + j * g * E::kBytes;
+    const uint32_t metadata = (scale[j] >> 16) | (kSymmetric ? 0u : float_bits(zero[j]));
+    __builtin_memcpy(out, &metadata, metadata_bytes(kSymmetric));
+    const VecF z = VecF{} + zero[j];
+    const VecF inv = VecF{} + inverse[j];
+    for (int i = 0; i < g; i += kBlock) {
+      VecU codes[4];
+      for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
+        const VecF v = E::read(in + (i + l * kLanes) * E::kBytes);
+        const VecF t = (kSymmetric ? v : v - z) * inv + kRoundMagic;
+        codes[l] = cast<VecU>(t) - (kRoundMagicBits - static_cast<uint32_t>(half));
+        largest = codes[l] > largest ? codes[l] : largest;
+      }
+      pack_block<kBits>(codes, g, i, out + metadata_bytes(kSymmetric));
+    }
+  }
+  uint32_t worst = 0;
+  for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
+  if (worst > static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
+}
+
+int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
+
+template <DType kType, int kBits, bool kSymmetric>
+void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
+                  int64_t end) {
+  constexpr int kBytes = Element<kType>::kBytes;
+  const int g = c.group_size;
+  const int64_t record = record_bytes(kBits, g, kSymmetric);
+  const int64_t whole = numel / g < end ? numel / g : end;
+  for (int64_t i = begin; i < whole; i += batch_of(g)) {
+    const int count = static_cast<int>(whole - i < batch_of(g) ? whole - i : batch_of(g));
+    encode_batch<kType, kBits, kSymmetric>(x + i * g * kBytes, count, c, payload + i * record);
+  }
+  if (whole < end) {  // the ragged group, filled up with its first element
+    alignas(64) uint8_t group[4 * kMaxGroupSize];
+    const uint8_t* first = x + whole * g * kBytes;
+    const int n = static_cast<int>(numel - whole * g);
+    for (int i = 0; i < g; ++i) {
+      __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
+    }
+    encode_batch<kType, kBits, kSymmetric>(group, 1, c, payload + whole * record);
+  }
+}
+
+// ---- decoding -----------------------------------------------------------------------------------------
+
+// The sum of one group over the payloads, in rank order, stored in the tensor's dtype.
+template <DType kType, int kBits, bool kSymmetric>
+FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint8_t* y) {
+  using E = Element<kType>;
+  const int g = p.codec.group_size;
+  constexpr int half = code_half(kBits, kSymmetric);
+  const uint8_t* first = p.data + group * record_bytes(kBits, g, kSymmetric);
+  for (int i = 0; i < g; i += kBlock) {
+    VecF sums[4];
+    for (VecF& sum : sums) sum = -VecF{};  // -0 + v is v, whatever the sign of a zero
+    for (int64_t rank = 0; rank < p.count; ++rank) {
+      const uint8_t* record = first + rank * p.stride;
+      uint16_t metadata[2] = {0, 0};
+      __builtin_memcpy(metadata, record, metadata_bytes(kSymmetric));
+      const float scale = bf16_to_float(metadata[0]);
+      const float zero = bf16_to_float(metadata[1]);
+      VecU codes[4];
+      unpack_block<kBits>(record + metadata_bytes(kSymmetric), g, i, codes);
+      for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
+        sums[l] = sums[l] + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero);
+      }
+    }
+    for (int l = 0; l < 4; ++l) E::write(y + (i + l * kLanes) * E::kBytes, sums[l] * factor);
+  }
+}
+
+template <DType kType, int kBits, bool kSymmetric>
+void decode_sum_range(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
+                      int64_t end) {
+  constexpr int kBytes = Element<kType>::kBytes;
+  const int g = p.codec.group_size;
+  const int64_t whole = numel / g < end ? numel / g : end;
+  for (int64_t i = begin; i < whole; ++i) {
+    sum_group<kType, kBits, kSymmetric>(p, i, factor, y + i * g * kBytes);
+  }
+  if (whole < end) {
+    alignas(64) uint8_t group[4 * kMaxGroupSize];
+    sum_group<kType, kBits, kSymmetric>(p, whole, factor, group);
+    __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
+  }
+}
+
+// ---- the table ----------------------------------------------------------------------------------------
+
+template <int kBits, bool kSymmetric>
+constexpr CodecKernels kCodec = {
+    {encode_range<DType::kFloat32, kBits, kSymmetric>, encode_range<DType::kBFloat16, kBits, kSymmetric>,
+     encode_range<DType::kFloat16, kBits, kSymmetric>},
+    {decode_sum_range<DType::kFloat32, kBits, kSymmetric>,
+     decode_sum_range<DType::kBFloat16, kBits, kSymmetric>,
+     decode_sum_range<DType::kFloat16, kBits, kSymmetric>},
+};
+
+template <bool kSymmetric>
+constexpr Kernels kTable = {{kCodec<2, kSymmetric>, kCodec<3, kSymmetric>, kCodec<4, kSymmetric>,
+                             kCodec<5, kSymmetric>, kCodec<6, kSymmetric>, kCodec<7, kSymmetric>,
+                             kCodec<8, kSymmetric>}};
+
+#undef FLASH_INLINE
+
+}  // namespace
+}  // namespace flash_allreduce

@@ -1,0 +1,16 @@
+// Operator schemas, nothing else. flash_allreduce_plugin/ops.py documents and wraps them.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(flash_allreduce, m) {
+  m.def("encode(Tensor input, Tensor(a!) payload, int bits, int group_size, bool symmetric) -> ()");
+  m.def("decode(Tensor payload, Tensor(a!) output, int bits, int group_size, bool symmetric) -> ()");
+  m.def(
+      "decode_sum(Tensor payloads, Tensor(a!) output, float factor, int bits, int group_size, "
+      "bool symmetric) -> ()");
+  m.def(
+      "decode_sum_encode(Tensor payloads, Tensor(a!) payload, float factor, int reduce_bits, "
+      "int gather_bits, int group_size, bool symmetric) -> ()");
+  m.def("payload_bytes(int numel, int bits, int group_size, bool symmetric) -> int");
+  m.def("wire_version() -> int");
+  m.def("cpu_capability() -> str");
+}

@@ -1,0 +1,72 @@
+// The byte layout of a payload: the one place where it is written down.
+// Host and device, no torch. docs/wire_format.md explains it in words.
+//
+// A payload is an array of records, one record a group of `group_size` consecutive elements, the last
+// group padded with code 0. Records have one size, so the payload of a part that starts at a group
+// boundary is a slice of the payload of the whole, and payloads concatenate.
+//
+//   asymmetric   | scale bf16 | zero bf16 | plane | plane | plane |
+//   symmetric    | scale bf16 |             plane | plane | plane |
+//                  2 bytes      2 bytes     g*4/8   g*2/8   g*1/8    bytes, of the planes that are there
+//
+// A code of b bits is split into units of 8, 4, 2 and 1 bits, widest first, as the binary digits of b say:
+// 8 = 8, 7 = 4+2+1, 6 = 4+2, 5 = 4+1, 4 = 4, 3 = 2+1, 2 = 2. The widest unit holds the lowest bits of the
+// code. A plane holds one unit of every element: element i of the group has bits [i*w, (i+1)*w) of the
+// plane, counted from the lowest bit of its first byte. (Bit splitting: FlashCommunication V2, arXiv
+// 2508.03760, section 3; the order inside a plane is ours.)
+//
+// 4 bits, g = 128:   | s s z z | 01 23 45 67 ... (64 bytes, element 2k in the low half of byte k) |
+// 5 bits, g = 32:    | s s z z | 4-bit plane, 16 bytes: bits 0-3 of each code | 1-bit plane, 4 bytes: bit 4 |
+//
+// All numbers are little endian.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FLASH_HD __host__ __device__ __forceinline__
+#else
+#define FLASH_HD inline
+#endif
+
+namespace flash_allreduce {
+
+constexpr int kWireVersion = 1;
+constexpr int kMinBits = 2;
+constexpr int kMaxBits = 8;
+constexpr int kMinGroupSize = 32;
+constexpr int kMaxGroupSize = 1024;
+
+FLASH_HD constexpr bool is_valid_bits(int64_t bits) { return bits >= kMinBits && bits <= kMaxBits; }
+
+FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
+  return group_size >= kMinGroupSize && group_size <= kMaxGroupSize &&
+         (group_size & (group_size - 1)) == 0;
+}
+
+FLASH_HD constexpr int metadata_bytes(bool symmetric) { return symmetric ? 2 : 4; }
+
+FLASH_HD constexpr int64_t record_bytes(int bits, int group_size, bool symmetric) {
+  return metadata_bytes(symmetric) + static_cast<int64_t>(group_size) * bits / 8;
+}
+
+FLASH_HD constexpr int64_t num_groups(int64_t numel, int group_size) {
+  return (numel + group_size - 1) / group_size;
+}
+
+FLASH_HD constexpr int64_t payload_bytes(int64_t numel, int bits, int group_size, bool symmetric) {
+  return num_groups(numel, group_size) * record_bytes(bits, group_size, symmetric);
+}
+
+// Does the plane of `width`-bit units (8, 4, 2 or 1) exist for codes of `bits` bits?
+FLASH_HD constexpr bool has_plane(int bits, int width) { return (bits & width) != 0; }
+
+// Position in the code of the unit of `width` bits: the sum of the wider units.
+FLASH_HD constexpr int plane_shift(int bits, int width) { return bits & ~(2 * width - 1); }
+
+// Bytes from the start of a record's planes to the plane of `width`-bit units.
+FLASH_HD constexpr int plane_offset(int bits, int width, int group_size) {
+  return group_size * plane_shift(bits, width) / 8;
+}
+
+}  // namespace flash_allreduce

@@ -1,0 +1,143 @@
+"""Encode and decode: the compiled operators where they are, the reference where not.
+
+`encode` and `decode` serve whole tensors; the functions on rows below them are what the collectives call.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import ops, reference
+from flash_allreduce_plugin.wire import Codec
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_compiled = torch.ops.flash_allreduce
+
+
+@cache
+def use_reference() -> bool:
+    """Whether the plain PyTorch codec serves CPU tensors; says why, once, when it was not asked for."""
+    if os.environ.get("FLASH_ALLREDUCE_REFERENCE", "0") not in ("", "0"):
+        return True
+    if ops.unavailable is not None:
+        warnings.warn(
+            f"flash_allreduce_plugin uses its plain PyTorch codec, which is slower: {ops.unavailable}. "
+            "Install a compiler and run `pip install --no-build-isolation flash-allreduce-plugin`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+    return False
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not use_reference()
+
+
+def payload_bytes(numel: int, config: FlashConfig) -> int:
+    """Length in bytes of the payload of `numel` elements."""
+    return codec_of(config).payload_bytes(numel)
+
+
+def codec_of(config: FlashConfig) -> Codec:
+    return Codec(config.bits, config.group_size, config.symmetric)
+
+
+def encode(tensor: Tensor, config: FlashConfig) -> Tensor:
+    """Quantize a tensor of any shape and stride.
+
+    Args:
+        tensor: float32, bfloat16 or float16. Groups are counted from its first element, in row-major order.
+        config: bits, group_size and symmetric are used.
+
+    Returns:
+        The payload, 1-D uint8 of payload_bytes(tensor.numel(), config), on the tensor's device. Its layout is
+        drawn in docs/wire_format.md.
+
+    Raises:
+        TypeError: the tensor has another dtype.
+    """
+    _check_dtype(tensor.dtype)
+    codec = codec_of(config)
+    flat = tensor.detach().reshape(1, -1)
+    payload = torch.empty(1, codec.payload_bytes(flat.shape[1]), dtype=torch.uint8, device=tensor.device)
+    encode_rows(flat, payload, codec)
+    return payload[0]
+
+
+def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: FlashConfig) -> Tensor:
+    """The tensor that a payload stands for.
+
+    Args:
+        payload: 1-D uint8, as encode made it.
+        shape: of the result.
+        dtype: of the result: float32, bfloat16 or float16; need not be the one that was encoded.
+        config: the one that encode was given.
+
+    Raises:
+        TypeError: payload is not uint8, or dtype is another.
+        ValueError: the payload has not the length that shape and config ask for.
+    """
+    _check_dtype(dtype)
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
+    codec = codec_of(config)
+    output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
+    expected = codec.payload_bytes(output.numel())
+    if payload.numel() != expected:
+        raise ValueError(
+            f"payload has {payload.numel()} bytes; {output.numel()} elements at {codec.bits} bits in groups of "
+            f"{codec.group_size} take {expected}."
+        )
+    decode_rows(payload.contiguous().view(1, -1), output.view(1, -1), codec)
+    return output
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in DTYPES:
+        raise TypeError(f"{dtype} cannot be quantized; expected float32, bfloat16 or float16.")
+
+
+def encode_rows(input: Tensor, payload: Tensor, codec: Codec) -> None:
+    """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own."""
+    if _is_compiled(input):
+        _compiled.encode(input, payload, codec.bits, codec.group_size, codec.symmetric)
+    else:
+        reference.encode(input, payload, codec)
+
+
+def decode_rows(payload: Tensor, output: Tensor, codec: Codec) -> None:
+    """payload [rows, bytes] -> output [rows, numel]."""
+    if _is_compiled(output):
+        _compiled.decode(payload, output, codec.bits, codec.group_size, codec.symmetric)
+    else:
+        reference.decode(payload, output, codec)
+
+
+def decode_sum(payloads: Tensor, output: Tensor, codec: Codec, factor: float) -> None:
+    """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
+    if _is_compiled(output):
+        _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.symmetric)
+    else:
+        reference.decode_sum(payloads, output, codec, factor)
+
+
+def decode_sum_encode(payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float) -> None:
+    """payloads [ranks, bytes] under `reduce` -> payload [bytes] of their sum times factor under `gather`."""
+    if _is_compiled(payload):
+        _compiled.decode_sum_encode(
+            payloads, payload, factor, reduce.bits, gather.bits, reduce.group_size, reduce.symmetric
+        )
+    else:
+        reference.decode_sum_encode(payloads, payload, reduce, gather, factor)
