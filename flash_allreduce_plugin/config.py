@@ -1,0 +1,294 @@
+"""FlashConfig: one schema for Python, JSON and the environment.
+
+Every mistake is answered with a ConfigError that holds one line per problem: the key, what was given, what
+was expected, and for an unknown key the nearest valid one.  Nothing is ignored: a field whose feature this
+version does not have yet is validated like the others, then refused unless left at its default (_NOT_YET).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS
+
+ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
+# Switches of the package that are no fields of the configuration; read where they act, not here.
+ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG")
+
+# Fields that are known but have nothing behind them yet, and what they will do.  The feature's own change
+# removes its line here; nothing else has to be touched for the field to be accepted.
+_NOT_YET = {
+    "rounding": "stochastic rounding, counter-based, the same bits on every device",
+    "spike_reserving": "the extremes of a group travel exactly, for 2 and 3 bits",
+    "hadamard": "rotate each group before it is quantized",
+    "error_feedback": "add the error of one step to the gradients of the next",
+    "hierarchical": "different widths inside a node and between nodes",
+    "sequence_parallel_gather_bits": "quantize the all-gathers of sequence parallelism",
+    "grad_bits": "quantize the data-parallel gradients of Megatron",
+    "quantize_embedding": "quantize the reduction of the embedding as well",
+    "include": "choose modules or parameters by name",
+    "exclude": "leave modules or parameters out by name",
+    "warmup_steps": "full precision for the first steps",
+    "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
+}
+
+_WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
+_COUNT = "a whole number, 0 or more"
+_BOOL = "true or false"
+_PATTERNS = "a list of name patterns (strings)"
+
+
+def _group_size(given: int) -> int:
+    # A Literal would do, but it takes 128.0 for 128.
+    if given not in GROUP_SIZES:
+        raise ValueError("not a group size")
+    return given
+
+
+Width = Annotated[int, Field(ge=MIN_BITS, le=MAX_BITS)]
+GroupSize = Annotated[int, AfterValidator(_group_size)]
+Count = Annotated[int, Field(ge=0)]
+# JSON knows lists only; a frozen, hashable configuration needs tuples.
+Patterns = Annotated[
+    tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
+]
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _field(default: Any, expected: str, meaning: str) -> Any:
+    return Field(default, description=meaning, json_schema_extra={"expected": expected})
+
+
+class Hierarchy(BaseModel):
+    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
+
+    model_config = _STRICT
+
+    intra_bits: Width
+    inter_bits: Width
+    ranks_per_node: Annotated[int, Field(ge=1)]
+
+
+class FlashConfig(BaseModel):
+    """How collectives are quantized.  Frozen, hashable, validated; compared across a group at first use.
+
+    Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
+    constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
+    call, one per line.  The defaults of chunk_bytes and min_bytes are measured on gloo.
+    """
+
+    model_config = _STRICT
+
+    enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
+    bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
+    reduce_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half before the sum")
+    gather_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half after the sum")
+    backward_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the collectives of the backward pass (Megatron)"
+    )
+    group_size: GroupSize = _field(
+        128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
+    )
+    symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
+    rounding: Literal["nearest", "stochastic"] = _field(
+        "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
+    )
+    spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel exactly (2 and 3 bits)")
+    hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
+    error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
+    chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
+        1 << 19, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
+    )
+    min_bytes: Count = _field(
+        1 << 19, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"
+    )
+    hierarchical: Literal["off", "auto"] | Hierarchy = _field(
+        "off",
+        '"off", "auto" or {"intra_bits": 2 to 8, "inter_bits": 2 to 8, "ranks_per_node": 1 or more}',
+        "fewer bits on the slow link between nodes than inside one",
+    )
+    sequence_parallel_gather_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the all-gathers of sequence parallelism"
+    )
+    grad_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for Megatron's data-parallel gradients"
+    )
+    quantize_embedding: bool = _field(False, _BOOL, "quantize the reduction of the embedding too")
+    include: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
+    exclude: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
+    warmup_steps: Count = _field(0, _COUNT, "full precision for so many first steps")
+    min_sqnr_db: float | None = _field(
+        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
+    )
+    quality_interval: Count = _field(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
+    check_ranks: bool = _field(True, _BOOL, "compare the configuration across the group at first use")
+
+    # A type checker keeps the constructor that pydantic derives from the fields, with their names and types.
+    if not TYPE_CHECKING:
+
+        def __init__(self, /, **values: Any) -> None:
+            self._fill(values)
+
+    def _fill(
+        self, values: dict[str, Any], spelled: Callable[[str], str] = str, problems: Iterable[str] = ()
+    ) -> None:
+        """Validate `values` into self.
+
+        `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
+        """
+        lines = list(problems)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines += _sentences(error, values, spelled)
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_not_yet(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if info.field_name in _NOT_YET and value != cls.model_fields[info.field_name].default:
+            raise PydanticCustomError("not_yet", "not available yet")
+        return value
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
+        """A copy with `update` applied and validated (pydantic's own copy would not validate it)."""
+        return type(self).from_dict({**self.to_dict(), **(update or {})})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FlashConfig:
+        """From a mapping of JSON types or of the fields' own types; missing keys take their defaults."""
+        return cls._from_mapping(values)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> FlashConfig:
+        """From a JSON file that holds one object; every problem names the file."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: expected one JSON object ({error}).") from error
+        return cls._from_mapping(values, source=f"{path}: ")
+
+    @classmethod
+    def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
+        """From FLASH_ALLREDUCE_<FIELD> variables, on top of `base` (default: the default configuration).
+
+        Values are JSON (8, true, null) or the bare words true, false, none, full; 1 and 0 serve for true and
+        false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
+        variable with the prefix that is neither a field nor a switch of the package is refused.
+        """
+        values: dict[str, Any] = {} if base is None else base.to_dict()
+        keys = {_variable(key): key for key in cls.model_fields}
+        switches = [ENVIRONMENT_PREFIX + name for name in ENVIRONMENT_SWITCHES]
+        unknown = []
+        for variable, text in sorted(os.environ.items()):
+            if not variable.startswith(ENVIRONMENT_PREFIX) or variable in switches:
+                continue
+            if variable not in keys:
+                nearest = _nearest(variable.upper(), [*keys, *switches])
+                unknown.append(
+                    f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}."
+                )
+            elif text.strip():
+                key = keys[variable]
+                values[key] = _parse(text.strip(), cls.model_fields[key].default)
+        config = cls.__new__(cls)
+        config._fill(values, spelled=_variable, problems=unknown)
+        return config
+
+    @classmethod
+    def _from_mapping(cls, values: Any, source: str = "") -> FlashConfig:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}expected keys and values, got {_shown(values)}.")
+        named = {key: value for key, value in values.items() if isinstance(key, str)}
+        unnamed = [
+            f"{source}{_shown(key)}={_shown(values[key])} is not a known key; keys are strings."
+            for key in values
+            if key not in named
+        ]
+        config = cls.__new__(cls)
+        config._fill(named, spelled=lambda key: source + key, problems=unnamed)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in JSON types; from_dict of it is equal to self."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> bytes:
+        """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).digest()
+
+
+def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str]) -> list[str]:
+    """One line for each key that `error` complains about, in the order of the fields."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False, include_context=False):
+        # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
+        key = str(problem["loc"][0])
+        if key in lines:
+            continue
+        given = f"{spelled(key)}={_shown(values[key])}"
+        if problem["type"] == "extra_forbidden":
+            nearest = _nearest(key.lower().replace("-", "_"), FlashConfig.model_fields)
+            lines[key] = f"{given} is not a known key; the nearest is {nearest}."
+        elif problem["type"] == "not_yet":
+            default = _shown(FlashConfig.model_fields[key].default)
+            lines[key] = (
+                f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
+            )
+        else:
+            extra = FlashConfig.model_fields[key].json_schema_extra
+            assert isinstance(extra, dict)
+            lines[key] = f"{given} is not valid; expected {extra['expected']}."
+    return list(lines.values())
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
+
+
+def _variable(key: str) -> str:
+    return ENVIRONMENT_PREFIX + key.upper()
+
+
+def _shown(value: Any) -> str:
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _parse(text: str, default: Any) -> Any:
+    """The value that an environment variable's text stands for, by the kind of its field's default."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(default, tuple):
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        return value if isinstance(value, list) else names
+    if isinstance(default, bool) and text in ("0", "1"):
+        return text == "1"
+    return {"true": True, "false": False, "none": None}.get(text.lower(), value)

@@ -1,0 +1,137 @@
+"""Which calls are quantized, and how: a pure function of the call and the configuration.
+
+make_plan answers with a Plan or with the reason why the call goes in full precision.  The checks run in a
+fixed order and the first that applies gives the reason, so that a counter's key means the same on every rank:
+
+1. enabled is false                         4. the operator is neither sum nor avg (all_gather has none)
+2. the group has one rank                   5. the message is empty
+3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
+7. the role is kept in full precision: backward_bits, sequence_parallel_gather_bits or grad_bits is "full",
+   or the embedding is not to be quantized
+8. the step is one of the first warmup_steps
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from flash_allreduce_plugin.wire import Codec
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+
+# The reasons are keys of counters: short, and the same from call to call.
+DISABLED = "disabled by configuration"
+ONE_RANK = "one-rank group"
+EMPTY = "empty message"
+SMALL = "message below min_bytes"
+BACKWARD_FULL = "backward_bits is full"
+GATHER_FULL = "sequence_parallel_gather_bits is full"
+GRADIENT_FULL = "grad_bits is full"
+EMBEDDING = "embedding"
+WARM_UP = "warm-up"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Role(str, Enum):
+    """What a call's tensor is to the training step; decides which field of FlashConfig gives the width."""
+
+    ANY = "any"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEQUENCE_PARALLEL_GATHER = "sequence_parallel_gather"
+    GRADIENT = "gradient"
+    EMBEDDING = "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in a program a collective is called from: a stable name for the counters, and the role."""
+
+    name: str
+    role: Role = Role.ANY
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to run one quantized call.
+
+    reduce: codec of the half before the sum (all_reduce, reduce_scatter).
+    gather: codec of the half after the sum (all_reduce, all_gather).
+    chunk_bytes: payload bytes of one chunk in flight.
+    """
+
+    reduce: Codec
+    gather: Codec
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FullPrecision:
+    """The call goes the plain way; `reason` is short and stable, e.g. "message below min_bytes"."""
+
+    reason: str
+
+
+def make_plan(
+    collective: Collective,
+    *,
+    numel: int,
+    dtype: torch.dtype,
+    world_size: int,
+    op: str,
+    site: Site,
+    config: FlashConfig,
+    step: int | None = None,
+) -> Plan | FullPrecision:
+    """Plan one call, or say why it goes in full precision.
+
+    numel counts the whole tensor: the input of reduce_scatter, the output of all_gather.  op is "sum", "avg"
+    or another operator's name, and is not looked at for all_gather.  step counts the training steps from 0;
+    without it there is no warm-up.  reduce_bits and gather_bits override the width of their half for every
+    role that is quantized at all.
+    """
+    if not config.enabled:
+        return FullPrecision(DISABLED)
+    if world_size == 1:
+        return FullPrecision(ONE_RANK)
+    if dtype not in _DTYPES:
+        return FullPrecision(f"dtype {str(dtype).removeprefix('torch.')}")
+    if collective != "all_gather" and op not in ("sum", "avg"):
+        return FullPrecision(f"operator {op}")
+    if numel == 0:
+        return FullPrecision(EMPTY)
+    if numel * dtype.itemsize < config.min_bytes:
+        return FullPrecision(SMALL)
+    bits = _bits(site.role, config)
+    if isinstance(bits, FullPrecision):
+        return bits
+    if step is not None and step < config.warmup_steps:
+        return FullPrecision(WARM_UP)
+    return Plan(
+        reduce=Codec(config.reduce_bits or bits, config.group_size, config.symmetric),
+        gather=Codec(config.gather_bits or bits, config.group_size, config.symmetric),
+        chunk_bytes=config.chunk_bytes,
+    )
+
+
+def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
+    """The width that a role is quantized to, or why it is not."""
+    if role is Role.EMBEDDING:
+        return config.bits if config.quantize_embedding else FullPrecision(EMBEDDING)
+    if role is Role.BACKWARD:
+        bits, reason = config.backward_bits, BACKWARD_FULL
+    elif role is Role.SEQUENCE_PARALLEL_GATHER:
+        bits, reason = config.sequence_parallel_gather_bits, GATHER_FULL
+    elif role is Role.GRADIENT:
+        bits, reason = config.grad_bits, GRADIENT_FULL
+    else:
+        return config.bits
+    return FullPrecision(reason) if bits == "full" else bits

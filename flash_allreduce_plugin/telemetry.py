@@ -1,0 +1,126 @@
+"""Counters per site: calls, reasons for full precision, bytes on the wire, measured error.
+
+The callers compute the numbers, this module adds them up; it may be called from any thread.  Bytes are those
+that this rank sends: for a quantized call its payloads, for a full-precision call the ring volume, that is
+2 (N-1)/N x the tensor's bytes for all_reduce and (N-1)/N x for reduce_scatter and all_gather.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.policy import Site
+
+_log = logging.getLogger("flash_allreduce_plugin")
+
+
+@dataclass(slots=True)
+class _Counters:
+    quantized: int = 0
+    full_precision: Counter[str] = field(default_factory=Counter)
+    bytes_sent: int = 0
+    bytes_full_precision: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    measured: int = 0
+
+
+_lock = threading.Lock()
+_sites: dict[str, _Counters] = {}
+_logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
+
+
+def _counters(site: Site) -> _Counters:
+    return _sites.setdefault(site.name, _Counters())
+
+
+def record_quantized(site: Site, bytes_sent: int, bytes_full_precision: int) -> None:
+    """Count a quantized call: the payload bytes sent, and what the call would have sent in full precision."""
+    with _lock:
+        counters = _counters(site)
+        counters.quantized += 1
+        counters.bytes_sent += bytes_sent
+        counters.bytes_full_precision += bytes_full_precision
+
+
+def record_full_precision(site: Site, reason: str, bytes: int) -> None:
+    """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO."""
+    with _lock:
+        counters = _counters(site)
+        counters.full_precision[reason] += 1
+        counters.bytes_sent += bytes
+        counters.bytes_full_precision += bytes
+        first = (site.name, reason) not in _logged
+        _logged.add((site.name, reason))
+    if first:
+        _log.info("%s goes in full precision: %s", site.name, reason)
+
+
+def record_sqnr(site: Site, signal: float, noise: float) -> None:
+    """Add one measurement: sums of squares of the exact result and of the difference to it.
+
+    A measurement that is not finite (a step that overflowed) says nothing about the codec and is left out.
+    """
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return
+    with _lock:
+        counters = _counters(site)
+        counters.signal += signal
+        counters.noise += noise
+        counters.measured += 1
+
+
+def stats() -> dict[str, Any]:
+    """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
+
+    {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
+     "sites": {name: {the same keys, "sqnr_db": float or None}}}
+
+    sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
+    measured, inf if there was no noise at all.
+    """
+    with _lock:
+        return {
+            **_counts(_sites.values()),
+            "sites": {name: {**_counts([site]), "sqnr_db": _sqnr_db(site)} for name, site in _sites.items()},
+        }
+
+
+def reset_stats() -> None:
+    """Forget every count and every measurement."""
+    with _lock:
+        _sites.clear()
+
+
+def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
+    quantized = bytes_sent = bytes_full_precision = 0
+    reasons: Counter[str] = Counter()
+    for site in sites:
+        quantized += site.quantized
+        bytes_sent += site.bytes_sent
+        bytes_full_precision += site.bytes_full_precision
+        reasons.update(site.full_precision)
+    return {
+        "calls": quantized + reasons.total(),
+        "quantized": quantized,
+        "full_precision": dict(reasons),
+        "bytes_sent": bytes_sent,
+        "bytes_full_precision": bytes_full_precision,
+    }
+
+
+def _sqnr_db(site: _Counters) -> float | None:
+    if site.measured == 0:
+        return None
+    if site.noise == 0:
+        return math.inf
+    if site.signal == 0:
+        return -math.inf
+    return 10 * math.log10(site.signal / site.noise)

@@ -1,0 +1,191 @@
+"""make_plan: the order of its checks, the width of each role, and what a codec gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_allreduce_plugin import policy
+from flash_allreduce_plugin.config import _NOT_YET, FlashConfig
+from flash_allreduce_plugin.policy import FullPrecision, Plan, Role, Site, make_plan
+from flash_allreduce_plugin.wire import Codec
+
+QUANTIZED: dict[str, Any] = {
+    "collective": "all_reduce",
+    "numel": 1 << 20,
+    "dtype": torch.float32,
+    "world_size": 4,
+    "op": "sum",
+    "site": Site("test"),
+    "config": FlashConfig(),
+    "step": None,
+}
+
+
+@pytest.fixture
+def all_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy of fields that the configuration does not hand out yet is decided, and tested, already."""
+    for key in list(_NOT_YET):
+        monkeypatch.delitem(_NOT_YET, key)
+
+
+def plan(**changes: Any) -> Plan | FullPrecision:
+    call = {**QUANTIZED, **changes}
+    return make_plan(call.pop("collective"), **call)
+
+
+def test_the_call_of_these_tests_is_quantized() -> None:
+    assert plan() == Plan(Codec(8, 128), Codec(8, 128), FlashConfig().chunk_bytes)
+
+
+# Every obstacle by itself, in the order of the checks.  `config` holds changes of the configuration.
+OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("disabled by configuration", {}, {"enabled": False}),
+    ("one-rank group", {"world_size": 1}, {}),
+    ("dtype int64", {"dtype": torch.int64}, {}),
+    ("operator max", {"op": "max"}, {}),
+    ("empty message", {"numel": 0}, {}),
+    ("message below min_bytes", {}, {"min_bytes": 1 << 30}),
+    ("backward_bits is full", {"site": Site("test", Role.BACKWARD)}, {"backward_bits": "full"}),
+    ("warm-up", {"step": 2}, {"warmup_steps": 3}),
+]
+
+
+@pytest.mark.usefixtures("all_fields")
+@pytest.mark.parametrize("first", range(len(OBSTACLES)))
+def test_the_first_obstacle_gives_the_reason(first: int) -> None:
+    reason, call, config = OBSTACLES[first]
+    assert plan(**call, config=FlashConfig(**config)) == FullPrecision(reason)
+    all_calls: dict[str, Any] = {}
+    all_configs: dict[str, Any] = {}
+    for _, call, config in OBSTACLES[first:]:
+        all_calls |= call
+        all_configs |= config
+    assert plan(**all_calls, config=FlashConfig(**all_configs)) == FullPrecision(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_min_bytes_counts_the_tensor_in_its_own_dtype(dtype: torch.dtype) -> None:
+    config = FlashConfig(min_bytes=4096)
+    numel = 4096 // dtype.itemsize
+    assert isinstance(plan(config=config, dtype=dtype, numel=numel), Plan)
+    assert plan(config=config, dtype=dtype, numel=numel - 1) == FullPrecision(policy.SMALL)
+
+
+def test_min_bytes_0_still_leaves_the_empty_message_out() -> None:
+    assert isinstance(plan(config=FlashConfig(min_bytes=0), numel=1), Plan)
+    assert plan(config=FlashConfig(min_bytes=0), numel=0) == FullPrecision(policy.EMPTY)
+
+
+@pytest.mark.parametrize("name", ["float64", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+def test_other_dtypes(name: str) -> None:
+    assert plan(dtype=getattr(torch, name)) == FullPrecision(f"dtype {name}")
+
+
+@pytest.mark.parametrize("op", ["max", "min", "product", "premul_sum"])
+def test_other_operators_count_only_where_there_is_a_sum(op: str) -> None:
+    assert plan(op=op) == FullPrecision(f"operator {op}")
+    assert plan(op=op, collective="reduce_scatter") == FullPrecision(f"operator {op}")
+    assert plan(op=op, collective="all_gather") == plan()
+
+
+def test_avg_is_planned_like_sum() -> None:
+    assert plan(op="avg") == plan()
+
+
+# The field that decides about each role: None where the role is never kept in full precision.
+ROLES = [
+    (Role.ANY, "bits", None),
+    (Role.FORWARD, "bits", None),
+    (Role.BACKWARD, "backward_bits", policy.BACKWARD_FULL),
+    (Role.SEQUENCE_PARALLEL_GATHER, "sequence_parallel_gather_bits", policy.GATHER_FULL),
+    (Role.GRADIENT, "grad_bits", policy.GRADIENT_FULL),
+]
+
+
+@pytest.mark.usefixtures("all_fields")
+@pytest.mark.parametrize(("role", "key", "full"), ROLES)
+def test_width_by_role(role: Role, key: str, full: str | None) -> None:
+    site = Site("test", role)
+    widths: dict[str, Any] = {
+        "bits": 8,
+        "backward_bits": 8,
+        "sequence_parallel_gather_bits": 8,
+        "grad_bits": 8,
+        key: 5,
+    }
+    planned = plan(site=site, config=FlashConfig(**widths))
+    assert planned == Plan(Codec(5, 128), Codec(5, 128), FlashConfig().chunk_bytes)
+    if full is not None:
+        overridden = FlashConfig(**{**widths, key: "full", "reduce_bits": 4, "gather_bits": 4})
+        assert plan(site=site, config=overridden) == FullPrecision(full)
+
+
+@pytest.mark.usefixtures("all_fields")
+def test_the_embedding_is_quantized_only_on_request() -> None:
+    site = Site("test", Role.EMBEDDING)
+    assert plan(site=site) == FullPrecision(policy.EMBEDDING)
+    config = FlashConfig(bits=5, quantize_embedding=True)
+    assert plan(site=site, config=config) == plan(config=FlashConfig(bits=5))
+
+
+@pytest.mark.usefixtures("all_fields")
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.EMBEDDING])
+def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
+    widths: dict[str, Any] = {
+        "bits": 6,
+        "backward_bits": 6,
+        "sequence_parallel_gather_bits": 6,
+        "grad_bits": 6,
+    }
+    site = Site("test", role)
+    for key, expected in [("reduce_bits", (4, 6)), ("gather_bits", (6, 4))]:
+        planned = plan(site=site, config=FlashConfig.from_dict({**widths, key: 4}))
+        assert isinstance(planned, Plan)
+        assert (planned.reduce.bits, planned.gather.bits) == expected
+
+
+@pytest.mark.usefixtures("all_fields")
+@pytest.mark.parametrize(
+    ("step", "quantized"), [(0, False), (2, False), (3, True), (100, True), (None, True)]
+)
+def test_warm_up(step: int | None, quantized: bool) -> None:
+    assert isinstance(plan(step=step, config=FlashConfig(warmup_steps=3)), Plan) == quantized
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"]),
+    st.integers(0, 1 << 33),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(1, 64),
+    st.sampled_from([32, 64, 128, 256, 512, 1024]),
+    st.booleans(),
+    st.integers(4096, 1 << 30),
+    st.sampled_from([Role.ANY, Role.FORWARD, Role.BACKWARD]),
+)
+def test_a_plan_says_what_the_configuration_says(
+    collective: str,
+    numel: int,
+    dtype: torch.dtype,
+    world_size: int,
+    group_size: int,
+    symmetric: bool,
+    chunk_bytes: int,
+    role: Role,
+) -> None:
+    config = FlashConfig(
+        bits=3, backward_bits=3, group_size=group_size, symmetric=symmetric, chunk_bytes=chunk_bytes
+    )
+    call = {"collective": collective, "numel": numel, "dtype": dtype, "world_size": world_size}
+    planned = plan(**call, config=config, site=Site("test", role))
+    assert planned == plan(**call, config=config, site=Site("another name", role))
+    if world_size > 1 and numel * dtype.itemsize >= config.min_bytes:
+        codec = Codec(3, group_size, symmetric)
+        assert planned == Plan(codec, codec, chunk_bytes)
+    else:
+        assert isinstance(planned, FullPrecision)

@@ -1,0 +1,174 @@
+"""The counters: what is added where, from many threads, and what a reset forgets."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.telemetry import (
+    record_full_precision,
+    record_quantized,
+    record_sqnr,
+    reset_stats,
+    stats,
+)
+
+A, B = Site("a", Role.FORWARD), Site("b")
+NOTHING = {"calls": 0, "quantized": 0, "full_precision": {}, "bytes_sent": 0, "bytes_full_precision": 0}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(telemetry, "_logged", set())
+    reset_stats()
+    yield
+    reset_stats()
+
+
+def test_nothing_recorded() -> None:
+    assert stats() == {**NOTHING, "sites": {}}
+
+
+def test_sites_and_totals() -> None:
+    record_quantized(A, 100, 400)
+    record_quantized(A, 50, 200)
+    record_full_precision(A, "warm-up", 7)
+    record_full_precision(B, "warm-up", 8)
+    record_full_precision(B, "dtype int64", 9)
+    assert stats() == {
+        "calls": 5,
+        "quantized": 2,
+        "full_precision": {"warm-up": 2, "dtype int64": 1},
+        "bytes_sent": 174,
+        "bytes_full_precision": 624,
+        "sites": {
+            "a": {
+                "calls": 3,
+                "quantized": 2,
+                "full_precision": {"warm-up": 1},
+                "bytes_sent": 157,
+                "bytes_full_precision": 607,
+                "sqnr_db": None,
+            },
+            "b": {
+                "calls": 2,
+                "quantized": 0,
+                "full_precision": {"warm-up": 1, "dtype int64": 1},
+                "bytes_sent": 17,
+                "bytes_full_precision": 17,
+                "sqnr_db": None,
+            },
+        },
+    }
+
+
+def test_a_site_is_its_name() -> None:
+    record_quantized(Site("a", Role.FORWARD), 1, 2)
+    record_quantized(Site("a", Role.BACKWARD), 1, 2)
+    assert stats()["sites"]["a"]["quantized"] == 2
+
+
+def test_an_unknown_site_is_not_made_up() -> None:
+    record_quantized(A, 1, 2)
+    assert "never called" not in stats()["sites"]
+
+
+def test_stats_is_a_snapshot() -> None:
+    record_full_precision(A, "warm-up", 1)
+    before = stats()
+    before["full_precision"]["warm-up"] = 99
+    before["sites"]["a"]["full_precision"]["warm-up"] = 99
+    before["sites"].clear()
+    assert stats()["full_precision"] == stats()["sites"]["a"]["full_precision"] == {"warm-up": 1}
+
+
+def test_reset_forgets_counts_and_measurements() -> None:
+    record_quantized(A, 1, 2)
+    record_sqnr(A, 100.0, 1.0)
+    reset_stats()
+    assert stats() == {**NOTHING, "sites": {}}
+    record_quantized(A, 3, 4)
+    assert stats()["sites"]["a"] == {
+        **NOTHING,
+        "calls": 1,
+        "quantized": 1,
+        "bytes_sent": 3,
+        "bytes_full_precision": 4,
+        "sqnr_db": None,
+    }
+
+
+def test_sqnr_weighs_the_measured_calls_by_their_energy() -> None:
+    record_sqnr(A, 900.0, 9.0)
+    record_sqnr(A, 100.0, 1.0)
+    record_sqnr(B, 1e6, 1.0)
+    sites = stats()["sites"]
+    assert sites["a"]["sqnr_db"] == pytest.approx(20.0)
+    assert sites["b"]["sqnr_db"] == pytest.approx(60.0)
+    assert sites["a"]["calls"] == 0
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "expected"), [(1.0, 0.0, math.inf), (0.0, 0.0, math.inf), (0.0, 1.0, -math.inf)]
+)
+def test_sqnr_at_its_ends(signal: float, noise: float, expected: float) -> None:
+    record_sqnr(A, signal, noise)
+    assert stats()["sites"]["a"]["sqnr_db"] == expected
+
+
+def test_a_measurement_that_overflowed_is_left_out() -> None:
+    record_quantized(A, 1, 2)
+    record_sqnr(A, math.inf, math.nan)
+    record_sqnr(A, math.nan, 1.0)
+    assert stats()["sites"]["a"]["sqnr_db"] is None
+    record_sqnr(A, 100.0, 1.0)
+    assert stats()["sites"]["a"]["sqnr_db"] == pytest.approx(20.0)
+
+
+def test_a_reason_is_logged_once_per_site(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="flash_allreduce_plugin"):
+        for _ in range(3):
+            record_full_precision(A, "warm-up", 1)
+            record_full_precision(A, "dtype int64", 1)
+            record_full_precision(B, "warm-up", 1)
+        reset_stats()
+        record_full_precision(A, "warm-up", 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a goes in full precision: warm-up",
+        "a goes in full precision: dtype int64",
+        "b goes in full precision: warm-up",
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_no_count_is_lost_between_threads() -> None:
+    threads, rounds = 8, 500
+    start = threading.Barrier(threads)
+
+    def work(number: int) -> None:
+        site = A if number % 2 else B
+        start.wait(timeout=30)
+        for _ in range(rounds):
+            record_quantized(site, 1, 4)
+            record_full_precision(site, "warm-up", 2)
+            record_sqnr(site, 10.0, 1.0)
+            stats()
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+        assert not worker.is_alive()
+    result = stats()
+    total = threads * rounds
+    assert (result["calls"], result["quantized"]) == (2 * total, total)
+    assert result["full_precision"] == {"warm-up": total}
+    assert (result["bytes_sent"], result["bytes_full_precision"]) == (3 * total, 6 * total)
+    assert all(site["sqnr_db"] == pytest.approx(10.0) for site in result["sites"].values())
