@@ -1,0 +1,64 @@
+"""Quantized two-step all-reduce for Megatron-LM and DeepSpeed.
+
+Importing this changes nothing and imports next to nothing: the public names load what they need when used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "errors",
+    "CollectiveError": "errors",
+    "FlashAllReduceError": "errors",
+    "MismatchError": "errors",
+    "PatchError": "errors",
+    "FlashConfig": "config",
+    "Role": "policy",
+    "Site": "policy",
+    "all_gather": "dispatch",
+    "all_reduce": "dispatch",
+    "reduce_scatter": "dispatch",
+    "decode": "codec",
+    "encode": "codec",
+    "payload_bytes": "codec",
+    "reset_stats": "telemetry",
+    "stats": "telemetry",
+}
+_ROOMS = ("megatron",)
+
+__all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin import megatron as megatron
+    from flash_allreduce_plugin.codec import decode as decode
+    from flash_allreduce_plugin.codec import encode as encode
+    from flash_allreduce_plugin.codec import payload_bytes as payload_bytes
+    from flash_allreduce_plugin.config import FlashConfig as FlashConfig
+    from flash_allreduce_plugin.dispatch import all_gather as all_gather
+    from flash_allreduce_plugin.dispatch import all_reduce as all_reduce
+    from flash_allreduce_plugin.dispatch import reduce_scatter as reduce_scatter
+    from flash_allreduce_plugin.errors import CollectiveError as CollectiveError
+    from flash_allreduce_plugin.errors import ConfigError as ConfigError
+    from flash_allreduce_plugin.errors import FlashAllReduceError as FlashAllReduceError
+    from flash_allreduce_plugin.errors import MismatchError as MismatchError
+    from flash_allreduce_plugin.errors import PatchError as PatchError
+    from flash_allreduce_plugin.policy import Role as Role
+    from flash_allreduce_plugin.policy import Site as Site
+    from flash_allreduce_plugin.telemetry import reset_stats as reset_stats
+    from flash_allreduce_plugin.telemetry import stats as stats
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,214 @@
+"""The quantized collectives, run as a Plan says (Flash All-Reduce: arXiv 2412.04964, Algorithm 1).
+
+A call is cut into chunks so that the codec of one chunk hides behind the wire of another and the link is busy
+in both directions. Groups are anchored at the tensor's first element (reduce_scatter, all_gather: at the first
+of every shard), chunks and shards begin at groups, and sums are taken in rank order in float32: what an element
+becomes depends on its group alone. The owner of a shard decodes the bytes that it sent, like everyone else.
+
+all_reduce of K chunks, per chunk i, everything issued by the calling thread:
+
+    encode chunk -> A[i] -> all_to_all -> R[i mod W] -> decode, sum, encode -> own shard of A[i] -> all_gather -> A[i]
+    -> decode into the tensor
+
+A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on.
+
+Each function is a generator that yields once, when the first chunks are on the wire (see work.py). Tensors are
+1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flash_allreduce_plugin import codec, transport
+from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.transport import BufferPool, Label, Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """`groups` groups cut into `count` chunks of `size`, the last one smaller; `window` of them in flight."""
+
+    groups: int
+    size: int
+    count: int
+
+    @classmethod
+    def cut(cls, groups: int, chunk_groups: int, multiple: int) -> Chunks:
+        """About chunk_groups groups a chunk, all alike, in multiples of `multiple`."""
+        count = -(-groups // max(chunk_groups, 1))
+        size = -(-groups // (count * multiple)) * multiple
+        return cls(groups, size, -(-groups // size))
+
+    @property
+    def window(self) -> int:
+        return self.count if self.count < 4 else self.count // 2
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        """First group of chunk i, and the group after its last."""
+        return i * self.size, min((i + 1) * self.size, self.groups)
+
+
+def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
+    record = max(plan.reduce.record_bytes, plan.gather.record_bytes)
+    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // record, world_size)
+
+
+def _chunks_of_shard(numel: int, record: int, plan: Plan, world_size: int) -> Chunks:
+    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // (record * world_size), 1)
+
+
+def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool) -> Iterator[None]:
+    """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
+    world, rank = label.group.size(), label.group.rank()
+    group_size = plan.reduce.group_size
+    chunks = _chunks_of_tensor(tensor.numel(), plan, world)
+    slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+    sent = pool.take(chunks.count * slot)
+    received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
+    exchanges: deque[Pending] = deque()
+    gathers: deque[tuple[int, Pending]] = deque()
+
+    def elements(i: int) -> Tensor:
+        first, last = chunks[i]
+        return tensor[first * group_size : last * group_size].view(1, -1)
+
+    def payload(i: int, record: int) -> tuple[Tensor, int]:
+        """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
+        first, last = chunks[i]
+        shard = -(-(last - first) // world)
+        return sent[i * slot : i * slot + world * shard * record], (last - first) * record
+
+    def inbox(i: int) -> Tensor:
+        out, _ = payload(i, plan.reduce.record_bytes)
+        start = i % chunks.window * chunks.size * plan.reduce.record_bytes
+        return received[start : start + out.numel()]
+
+    def send(i: int) -> None:
+        out, real = payload(i, plan.reduce.record_bytes)
+        codec.encode_rows(elements(i), out[:real].view(1, -1), plan.reduce)
+        out[real:].zero_()
+        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
+        exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
+
+    def reduce(i: int) -> None:
+        exchanges.popleft().wait()
+        out, _ = payload(i, plan.gather.record_bytes)
+        mine = out.view(world, -1)[rank]
+        codec.decode_sum_encode(inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor)
+        doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
+        gathers.append((i, transport.all_gather(out, mine, label, doing)))
+
+    def finish() -> None:
+        i, gather = gathers.popleft()
+        gather.wait()
+        out, real = payload(i, plan.gather.record_bytes)
+        codec.decode_rows(out[:real].view(1, -1), elements(i), plan.gather)
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        reduce(i)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+        while gathers and gathers[0][1].is_completed():
+            finish()
+    while gathers:
+        finish()
+    pool.give(sent, received)
+
+
+def reduce_scatter(
+    output: Tensor, input: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool
+) -> Iterator[None]:
+    """input [world * numel] -> output [numel]: this rank's shard of the sum times factor, one rounding."""
+    world = label.group.size()
+    group_size, record = plan.reduce.group_size, plan.reduce.record_bytes
+    chunks = _chunks_of_shard(output.numel(), record, plan, world)
+    slot = world * chunks.size * record
+    sent = pool.take(chunks.window * slot)
+    received = pool.take(chunks.window * slot)
+    exchanges: deque[Pending] = deque()
+    shards = input.view(world, -1)
+
+    def at(buffer: Tensor, i: int) -> Tensor:
+        first, last = chunks[i]
+        start = i % chunks.window * slot
+        return buffer[start : start + world * (last - first) * record]
+
+    def send(i: int) -> None:
+        first, last = chunks[i]
+        out = at(sent, i)
+        codec.encode_rows(shards[:, first * group_size : last * group_size], out.view(world, -1), plan.reduce)
+        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
+        exchanges.append(transport.all_to_all(at(received, i), out, label, doing))
+
+    def reduce(i: int) -> None:
+        exchanges.popleft().wait()
+        first, last = chunks[i]
+        sums = output[first * group_size : last * group_size]
+        codec.decode_sum(at(received, i).view(world, -1), sums, plan.reduce, factor)
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        reduce(i)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+    pool.give(sent, received)
+
+
+def all_gather(output: Tensor, input: Tensor, plan: Plan, label: Label, pool: BufferPool) -> Iterator[None]:
+    """input [numel] of every rank -> output [world * numel], one rounding."""
+    world, rank = label.group.size(), label.group.rank()
+    group_size, record = plan.gather.group_size, plan.gather.record_bytes
+    chunks = _chunks_of_shard(input.numel(), record, plan, world)
+    slot = world * chunks.size * record
+    buffer = pool.take(chunks.window * slot)
+    gathers: deque[Pending] = deque()
+    shards = output.view(world, -1)
+
+    def at(i: int) -> Tensor:
+        first, last = chunks[i]
+        start = i % chunks.window * slot
+        return buffer[start : start + world * (last - first) * record]
+
+    def send(i: int) -> None:
+        first, last = chunks[i]
+        mine = at(i).view(world, -1)[rank]
+        codec.encode_rows(input[first * group_size : last * group_size].view(1, -1), mine.view(1, -1), plan.gather)
+        doing = f"gathering chunk {i + 1} of {chunks.count}"
+        gathers.append(transport.all_gather(at(i), mine, label, doing))
+
+    def finish(i: int) -> None:
+        gathers.popleft().wait()
+        first, last = chunks[i]
+        codec.decode_rows(
+            at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather
+        )
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        finish(i)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+    pool.give(buffer)
+
+
+def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
+    """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
+    if collective == "all_reduce":
+        chunks = _chunks_of_tensor(numel, plan, world_size)
+        last = chunks.groups - (chunks.count - 1) * chunks.size
+        groups = ((chunks.count - 1) * chunks.size) // world_size + -(-last // world_size)
+        return (world_size - 1) * groups * (plan.reduce.record_bytes + plan.gather.record_bytes)
+    half = plan.reduce if collective == "reduce_scatter" else plan.gather
+    return (world_size - 1) * half.payload_bytes(numel // world_size)

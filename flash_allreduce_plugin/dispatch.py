@@ -1,0 +1,303 @@
+"""The collectives a user calls: checked, agreed on by the group, planned, run, counted.
+
+Every call either runs quantized as policy.py plans it or goes to torch.distributed as it came; which of the two,
+and why, is in stats().
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin import collectives, groups, telemetry, transport
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import EMPTY, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.quality import Measurement
+from flash_allreduce_plugin.transport import Label
+from flash_allreduce_plugin.work import Work
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.groups import GroupState
+
+SWITCHED_OFF = "FLASH_ALLREDUCE_DISABLE"
+
+_ALL_REDUCE = Site("all_reduce")
+_REDUCE_SCATTER = Site("reduce_scatter")
+_ALL_GATHER = Site("all_gather")
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _ALL_REDUCE,
+) -> Work | None:
+    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
+
+    Args:
+        tensor: any shape, stride and dtype. float32, bfloat16 and float16 are quantized.
+        op: SUM and AVG are quantized.
+        group: the default group if None.
+        config: FlashConfig.from_env() if None. All ranks must have the same.
+        async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
+        site: what the counters call this place in the program.
+
+    Returns:
+        A Work if async_op, else None.
+
+    Raises:
+        TypeError, ValueError: bad arguments; nothing was sent, the tensor is untouched.
+        MismatchError: the ranks have different configurations.
+        CollectiveError: a peer failed or the group's timeout passed.
+    """
+    _check_tensor(tensor, "tensor")
+    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site)
+    return call.run(_all_reduce(call, tensor), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _REDUCE_SCATTER,
+) -> Work | None:
+    """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
+
+    input has world_size times as many elements as output, in row-major order, the same dtype and device. Groups
+    are anchored at the first element of every part. Arguments, results and errors as all_reduce; ValueError
+    too where the sizes do not divide.
+    """
+    _check_tensor(output, "output")
+    _check_tensor(input, "input")
+    call = _Call("reduce_scatter", input, input.numel(), op, group, config, site)
+    call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
+    return call.run(_reduce_scatter(call, output, input), async_op)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _ALL_GATHER,
+) -> Work | None:
+    """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
+
+    Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
+    """
+    _check_tensor(output, "output")
+    _check_tensor(input, "input")
+    call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site)
+    call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
+    return call.run(_all_gather(call, output, input), async_op)
+
+
+class _Call:
+    """One call: its group, its plan, and what to count."""
+
+    def __init__(
+        self,
+        collective: Collective,
+        input: Tensor,
+        numel: int,
+        op: Any,
+        group: dist.ProcessGroup | None,
+        config: FlashConfig | None,
+        site: Site,
+    ) -> None:
+        self.collective = collective
+        self.input = input
+        self.numel = numel
+        self.op = op
+        self.site = site
+        self.group = _group(group)
+        self.state: GroupState = groups.state_of(self.group)
+        self.world_size = self.state.world_size
+        self.config = _default_config() if config is None else config
+        if not isinstance(self.config, FlashConfig):
+            raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+        _check_device(input, self.group)
+
+    def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
+        if numel != whole.numel():
+            raise ValueError(
+                f"{whole_name} has {whole.numel()} elements and {shard_name} {shard.numel()}; expected "
+                f"{shard_name} x {self.world_size} ranks = {whole_name}."
+            )
+        if shard.dtype != whole.dtype or shard.device != whole.device:
+            raise ValueError(
+                f"{shard_name} is {shard.dtype} on {shard.device} and {whole_name} {whole.dtype} on "
+                f"{whole.device}; expected the same dtype and device."
+            )
+
+    def run(self, steps: Iterator[None], async_op: bool) -> Work | None:
+        work = Work(steps, f"{self.collective} at site {self.site.name!r}")
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    @property
+    def label(self) -> Label:
+        return Label(self.collective, self.site.name, self.group)
+
+    @property
+    def factor(self) -> float:
+        return 1 / self.world_size if _op_name(self.op) == "avg" else 1.0
+
+    def plan(self) -> Plan | None:
+        """The plan, counted; None if the call goes in full precision."""
+        disabled = os.environ.get("FLASH_ALLREDUCE_DISABLE", "0") not in ("", "0")
+        groups.agree(self.group, self.config, disabled, self.input.device)
+        answer: Plan | FullPrecision
+        if disabled:
+            answer = FullPrecision(SWITCHED_OFF)
+        else:
+            answer = make_plan(
+                self.collective,
+                numel=self.numel,
+                dtype=self.input.dtype,
+                world_size=self.world_size,
+                op=_op_name(self.op),
+                site=self.site,
+                config=self.config,
+            )
+        plain = self.numel * self.input.element_size() * (self.world_size - 1) // self.world_size
+        if self.collective == "all_reduce":
+            plain *= 2
+        if isinstance(answer, FullPrecision):
+            telemetry.record_full_precision(self.site, answer.reason, plain)
+            return None
+        sent = collectives.sent_bytes(self.collective, self.numel, answer, self.world_size)
+        telemetry.record_quantized(self.site, sent, plain)
+        return answer
+
+    def measurement(self) -> Measurement | None:
+        """Every quality_interval-th quantized call of a site on this group, the first one included."""
+        interval = self.config.quality_interval
+        if interval == 0:
+            return None
+        number = self.state.calls[self.site.name]
+        self.state.calls[self.site.name] += 1
+        if number % interval:
+            return None
+        return Measurement(self.collective, self.input, self.op, self.label)
+
+
+def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
+    plan = call.plan()
+    if call.numel == 0:
+        return
+    tensor = tensor.detach()
+    flat = tensor.contiguous().view(-1)
+    if plan is None:
+        pending = transport.all_reduce(flat, call.op, call.label)
+        yield
+        pending.wait()
+    else:
+        measurement = call.measurement()
+        pool = call.state.pool(flat.device)
+        yield from collectives.all_reduce(flat, call.factor, plan, call.label, pool)
+        if measurement is not None:
+            measurement.record(flat, call.site)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+
+
+def _reduce_scatter(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
+    plan = call.plan()
+    if call.numel == 0:
+        return
+    output = output.detach()
+    shard = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
+    flat = input.detach().contiguous().view(-1)
+    if plan is None:
+        pending = transport.reduce_scatter(shard, flat, call.op, call.label)
+        yield
+        pending.wait()
+    else:
+        measurement = call.measurement()
+        pool = call.state.pool(flat.device)
+        yield from collectives.reduce_scatter(shard, flat, call.factor, plan, call.label, pool)
+        if measurement is not None:
+            measurement.record(shard, call.site)
+    if not output.is_contiguous():
+        output.copy_(shard.view(output.shape))
+
+
+def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
+    plan = call.plan()
+    if call.numel == 0:
+        return
+    output = output.detach()
+    whole = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
+    flat = input.detach().contiguous().view(-1)
+    if plan is None:
+        pending = transport.all_gather(whole, flat, call.label, "gathering in full precision")
+        yield
+        pending.wait()
+    else:
+        measurement = call.measurement()
+        pool = call.state.pool(flat.device)
+        yield from collectives.all_gather(whole, flat, plan, call.label, pool)
+        if measurement is not None:
+            measurement.record(whole, call.site)
+    if not output.is_contiguous():
+        output.copy_(whole.view(output.shape))
+
+
+@cache
+def _default_config() -> FlashConfig:
+    return FlashConfig.from_env()
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialized; call init_process_group first.")
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("this rank is not a member of the group.")
+    return group
+
+
+def _check_tensor(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is {what}; expected a dense tensor.")
+
+
+def _check_device(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    try:
+        group._get_backend(tensor.device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
+        ) from error
+
+
+def _op_name(op: Any) -> str:
+    """sum, avg, max, ... of a ReduceOp."""
+    # ReduceOp itself is not hashable and hides its kind; comparing is what it offers.
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
+        if op == getattr(dist.ReduceOp, name):
+            return name.lower()
+    return str(op)
+
+
+__all__ = ["EMPTY", "SWITCHED_OFF", "all_gather", "all_reduce", "reduce_scatter"]

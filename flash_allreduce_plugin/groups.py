@@ -1,0 +1,102 @@
+"""What is remembered of a process group, and the agreement of its ranks about the configuration.
+
+Everything here dies with the group.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin import transport
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import MismatchError
+from flash_allreduce_plugin.transport import BufferPool, Label
+from flash_allreduce_plugin.wire import WIRE_VERSION
+
+
+class GroupState:
+    """Buffers, agreed configurations and call counters of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        #: quantized calls of a site on this group; the same on all its ranks
+        self.calls: Counter[str] = Counter()
+        self._pools: dict[torch.device, BufferPool] = {}
+        self._agreed: set[tuple[FlashConfig, bool]] = set()
+
+    def pool(self, device: torch.device) -> BufferPool:
+        return self._pools.setdefault(device, BufferPool(device))
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+
+
+def state_of(group: dist.ProcessGroup) -> GroupState:
+    state = _states.get(group)
+    if state is None:
+        state = _states[group] = GroupState(group)
+    return state
+
+
+def agree(group: dist.ProcessGroup, config: FlashConfig, disabled: bool, device: torch.device) -> None:
+    """Compare the configuration across the group, once a configuration and group.
+
+    Two gathers at most: of digests, and only where they differ of the configurations themselves, so that the
+    sentence can name the field. `disabled` (FLASH_ALLREDUCE_DISABLE) is compared like a field: a rank that
+    goes another way than its peers must be found out as well.
+
+    Raises:
+        MismatchError: on every rank, naming the fields that differ and each rank's value.
+    """
+    state = state_of(group)
+    key = (config, disabled)
+    if state.world_size == 1 or not config.check_ranks or key in state._agreed:
+        return
+    fields = {**config.to_dict(), "FLASH_ALLREDUCE_DISABLE": disabled, "wire version": WIRE_VERSION}
+    text = json.dumps(fields, sort_keys=True).encode()
+    label = Label("comparison of configurations", "first use of the group", group)
+    # The length travels with the digest: if one differs, all ranks know how much to gather.
+    digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
+    digests = _gather(digest, label, device)
+    if len(set(digests)) > 1:
+        longest = max(struct.unpack("<Q", d[-8:])[0] for d in digests)
+        ranks = [json.loads(t.rstrip(b"\0")) for t in _gather(text.ljust(longest, b"\0"), label, device)]
+        raise MismatchError(_differences(ranks))
+    state._agreed.add(key)
+
+
+def _gather(mine: bytes, label: Label, device: torch.device) -> list[bytes]:
+    """`mine` of every rank; of one length."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    received: Tensor = sent.new_empty(label.group.size() * sent.numel())
+    transport.all_gather(received, sent, label, "gathering the configurations").wait()
+    return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
+
+
+def _differences(ranks: list[dict[str, Any]]) -> str:
+    lines = []
+    for field in sorted({f for fields in ranks for f in fields}):
+        values: dict[str, list[int]] = {}
+        for rank, fields in enumerate(ranks):
+            values.setdefault(json.dumps(fields.get(field, "unknown")), []).append(rank)
+        if len(values) > 1:
+            who = "; ".join(f"{v} on rank{'s' * (len(r) > 1)} {_shown(r)}" for v, r in values.items())
+            lines.append(f"{field} is {who}")
+    return (
+        "the ranks of a group have different configurations of flash_allreduce: "
+        + ", and ".join(lines)
+        + ". Give every rank the same flags, file and environment."
+    )
+
+
+def _shown(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,128 @@
+"""Bytes over a process group: torch.distributed's asynchronous collectives, their errors, and buffers.
+
+torch.distributed matches the collectives of a group by the order in which each rank issues them, so every
+function here is called from the caller's own thread, in an order that depends on nothing but the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.errors import CollectiveError
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Label:
+    """Names a call in error messages."""
+
+    __slots__ = ("collective", "group", "site")
+
+    def __init__(self, collective: str, site: str, group: dist.ProcessGroup) -> None:
+        self.collective = collective
+        self.site = site
+        self.group = group
+
+    def error(self, doing: str, cause: BaseException) -> CollectiveError:
+        return CollectiveError(
+            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
+            f"while {doing}: a peer died, did not answer within the group's timeout, or issued another "
+            f"collective ({cause})"
+        )
+
+
+class Pending:
+    """A collective on the wire. torch.distributed keeps its tensors alive until it is done."""
+
+    __slots__ = ("_doing", "_label", "_work")
+
+    def __init__(self, issue: Callable[[], Any], label: Label, doing: str) -> None:
+        self._label = label
+        self._doing = doing
+        try:
+            self._work = issue()
+        except RuntimeError as error:
+            raise label.error(doing, error) from error
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Raises CollectiveError where torch.distributed reports a failure or the group's timeout."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._label.error(self._doing, error) from error
+
+
+def all_to_all(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
+    """Equal parts: part j of input goes to rank j, part j of output comes from it."""
+    return Pending(
+        lambda: dist.all_to_all_single(output, input, group=label.group, async_op=True), label, doing
+    )
+
+
+def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
+    """input of every rank, in rank order, to output; input may be this rank's own part of output."""
+    return Pending(
+        lambda: _all_gather_single(output, input, group=label.group, async_op=True), label, doing
+    )
+
+
+def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:
+    """The plain collective, in place."""
+    return Pending(
+        lambda: dist.all_reduce(tensor, op, group=label.group, async_op=True), label, "reducing in full precision"
+    )
+
+
+def reduce_scatter(output: Tensor, input: Tensor, op: Any, label: Label) -> Pending:
+    """The plain collective."""
+    return Pending(
+        lambda: _reduce_scatter_single(output, input, op, group=label.group, async_op=True),
+        label,
+        "reducing in full precision",
+    )
+
+
+class BufferPool:
+    """uint8 buffers of one group on one device, used again from call to call.
+
+    It holds as many buffers as were ever in use at once, each as large as the largest call that it served:
+    a training loop allocates in its first step only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A 1-D uint8 buffer of exactly nbytes, the smallest free one that holds them cut to size."""
+        with self._lock:
+            fitting = [b for b in self._free if b.numel() >= nbytes]
+            chosen = min(fitting or self._free, key=Tensor.numel, default=None)
+            if chosen is not None:
+                self._free = [b for b in self._free if b is not chosen]
+        if chosen is None or not fitting:
+            # A free buffer that is too small is let go for a larger one, so that their number does not grow.
+            chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return chosen[:nbytes]
+
+    def give(self, *buffers: Tensor) -> None:
+        """Return buffers that nothing reads or writes any more."""
+        with self._lock:
+            self._free += [b._base if b._base is not None else b for b in buffers]
+
+    def free_bytes(self) -> int:
+        """Bytes held and not in use."""
+        with self._lock:
+            return sum(b.numel() for b in self._free)

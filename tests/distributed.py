@@ -1,0 +1,126 @@
+"""Ranks for tests: real processes on gloo, started once and used for many cases, killed when time is up.
+
+A case is a module-level function; it runs on every rank with `rank` and `world_size` from torch.distributed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+class RankFailure(AssertionError):
+    """A case raised on a rank; the message has the rank's traceback."""
+
+
+class Ranks:
+    """world_size processes in one default group. Use as a context manager, or close()."""
+
+    def __init__(self, world_size: int, group_timeout: timedelta = GROUP_TIMEOUT) -> None:
+        self.world_size = world_size
+        # The fork server has imported torch once; ranks forked from it start in milliseconds.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "flash_allreduce_plugin.dispatch"])
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._connections: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, theirs),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self.processes.append(process)
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self.processes)
+
+    def run(self, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """Run case(*args) on every rank; the results in rank order.
+
+        Raises RankFailure with the first failing rank's traceback, TimeoutError when time is up or a rank died;
+        then the ranks are killed.
+        """
+        outcomes = self.outcomes(case, *args, timeout=timeout)
+        failures = [f"rank {r}:\n{o[1]}" for r, o in enumerate(outcomes) if o[0] == "error"]
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
+        return [value for _, value in outcomes]
+
+    def outcomes(self, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[tuple[str, Any]]:
+        """As run, but ("value", result), ("error", traceback) or ("died", exit code) per rank."""
+        for connection in self._connections:
+            connection.send((case, args))
+        deadline = time.monotonic() + timeout
+        outcomes: dict[int, tuple[str, Any]] = {}
+        while len(outcomes) < self.world_size:
+            waiting = {c: r for r, c in enumerate(self._connections) if r not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise TimeoutError(f"{case.__name__}: ranks {sorted(waiting.values())} did not finish")
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    self.processes[rank].join(5)
+                    outcomes[rank] = ("died", self.processes[rank].exitcode)
+        return [outcomes[rank] for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_ranks(world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """One case in ranks of its own, for cases that leave something behind."""
+    with Ranks(world_size) as ranks:
+        return ranks.run(case, *args, timeout=timeout)
+
+
+def _serve(rank: int, world_size: int, store: str, timeout: timedelta, connection: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+    )
+    while True:
+        try:
+            case, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("value", case(*args)))
+        except Exception:
+            connection.send(("error", traceback.format_exc()))
