@@ -36,6 +36,7 @@ def extension() -> dict[str, Any]:
     sources = ["csrc/ops.cpp", *sorted(str(p.relative_to(root)) for p in (root / "csrc/cpu").glob("*.cpp"))]
     flags = [
         "-O3",
+        "-g0",
         "-std=c++17",
         "-Wall",
         "-Wextra",

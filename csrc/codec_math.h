@@ -27,11 +27,11 @@
 
 namespace flash_allreduce {
 
-constexpr uint16_t kNaNScale = 0x7fc0;          // bf16
-constexpr uint32_t kNaNBits = 0x7fc00000u;      // the one NaN that decoding writes
-constexpr uint32_t kInfBits = 0x7f800000u;      // |bits| at or above it: not finite
-constexpr uint32_t kMinScaleBits = 0x00800000u; // 2^-126: 1 / scale stays finite
-constexpr float kRoundMagic = 12582912.0f;      // 1.5 * 2^23: adding it rounds |x| < 2^22 to nearest even
+constexpr uint16_t kNaNScale = 0x7fc0;           // bf16
+constexpr uint32_t kNaNBits = 0x7fc00000u;       // the one NaN that decoding writes
+constexpr uint32_t kInfBits = 0x7f800000u;       // |bits| at or above it: not finite
+constexpr uint32_t kMinScaleBits = 0x00800000u;  // 2^-126: 1 / scale stays finite
+constexpr float kRoundMagic = 12582912.0f;       // 1.5 * 2^23: adding it rounds |x| < 2^22 to nearest even
 constexpr uint32_t kRoundMagicBits = 0x4b400000u;
 
 FLASH_HD uint32_t float_bits(float x) {
@@ -61,9 +61,7 @@ FLASH_HD uint16_t bf16_round_up(float x) {
   return static_cast<uint16_t>((bits >> 16) + ((bits & 0xffffu) != 0 ? 1u : 0u));
 }
 
-FLASH_HD constexpr int code_half(int bits, bool symmetric) {
-  return symmetric ? (1 << (bits - 1)) - 1 : 0;
-}
+FLASH_HD constexpr int code_half(int bits, bool symmetric) { return symmetric ? (1 << (bits - 1)) - 1 : 0; }
 
 FLASH_HD constexpr int code_levels(int bits, bool symmetric) {
   return symmetric ? 2 * code_half(bits, true) : (1 << bits) - 1;

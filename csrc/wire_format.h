@@ -40,8 +40,7 @@ constexpr int kMaxGroupSize = 1024;
 FLASH_HD constexpr bool is_valid_bits(int64_t bits) { return bits >= kMinBits && bits <= kMaxBits; }
 
 FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
-  return group_size >= kMinGroupSize && group_size <= kMaxGroupSize &&
-         (group_size & (group_size - 1)) == 0;
+  return group_size >= kMinGroupSize && group_size <= kMaxGroupSize && (group_size & (group_size - 1)) == 0;
 }
 
 FLASH_HD constexpr int metadata_bytes(bool symmetric) { return symmetric ? 2 : 4; }

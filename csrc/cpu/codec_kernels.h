@@ -63,60 +63,68 @@ FLASH_INLINE To cast(From v) {
 #endif
 
 // A byte matrix of [kLanes][4] to [4][kLanes] and back: inside 16 bytes, then across them.
-#define FLASH_BYTES_4X4(o) \
-  o + 0, o + 4, o + 8, o + 12, o + 1, o + 5, o + 9, o + 13, o + 2, o + 6, o + 10, o + 14, o + 3, o + 7, o + 11, o + 15
+#define FLASH_BYTES_4X4(o)                                                                              \
+  o + 0, o + 4, o + 8, o + 12, o + 1, o + 5, o + 9, o + 13, o + 2, o + 6, o + 10, o + 14, o + 3, o + 7, \
+      o + 11, o + 15
 
 #if FLASH_LANES == 16
 FLASH_INLINE VecB transpose_quads(VecB v) {
-  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16), FLASH_BYTES_4X4(32), FLASH_BYTES_4X4(48));
+  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16), FLASH_BYTES_4X4(32),
+                       FLASH_BYTES_4X4(48));
 }
 FLASH_INLINE VecU rows_together(VecU v) {
   return FLASH_PERMUTE(VecU, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
 }
 FLASH_INLINE VecU rows_apart(VecU v) { return rows_together(v); }
-template <typename V>
-FLASH_INLINE V swap8(V v) {
-  return FLASH_PERMUTE(VecU, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-}
-template <typename V>
-FLASH_INLINE V swap4(V v) {
-  return FLASH_PERMUTE(VecU, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-}
 #elif FLASH_LANES == 8
 FLASH_INLINE VecB transpose_quads(VecB v) {
   return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16));
 }
 FLASH_INLINE VecU rows_together(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 4, 1, 5, 2, 6, 3, 7); }
 FLASH_INLINE VecU rows_apart(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 2, 4, 6, 1, 3, 5, 7); }
-template <typename V>
-FLASH_INLINE V swap4(V v) {
-  return FLASH_PERMUTE(VecU, v, 4, 5, 6, 7, 0, 1, 2, 3);
-}
 #else
 FLASH_INLINE VecB transpose_quads(VecB v) { return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0)); }
 FLASH_INLINE VecU rows_together(VecU v) { return v; }
 FLASH_INLINE VecU rows_apart(VecU v) { return v; }
 #endif
 
-FLASH_INLINE VecF lesser(VecF a, VecF b) { return a < b ? a : b; }
-FLASH_INLINE VecF greater(VecF a, VecF b) { return a > b ? a : b; }
-
-#define FLASH_REDUCE(name, pick)                                             \
-  FLASH_INLINE float name(VecF v) {                                          \
-    FLASH_REDUCE_WIDE(pick)                                                  \
-    const float a = v[0], b = v[1], c = v[2], d = v[3];                      \
-    const VecF x = pick(VecF{a, c}, VecF{b, d});                             \
-    return pick(VecF{x[0]}, VecF{x[1]})[0];                                  \
-  }
+// Lanes [s] apart changed places.
 #if FLASH_LANES == 16
-#define FLASH_REDUCE_WIDE(pick) v = pick(v, swap8(v)); v = pick(v, swap4(v));
+#define FLASH_APART(s)                                                                                  \
+  0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, 7 ^ s, 8 ^ s, 9 ^ s, 10 ^ s, 11 ^ s, 12 ^ s, 13 ^ s, \
+      14 ^ s, 15 ^ s
 #elif FLASH_LANES == 8
-#define FLASH_REDUCE_WIDE(pick) v = pick(v, swap4(v));
+#define FLASH_APART(s) 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, 7 ^ s
 #else
-#define FLASH_REDUCE_WIDE(pick)
+#define FLASH_APART(s) 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s
 #endif
-FLASH_REDUCE(reduce_min, lesser)
-FLASH_REDUCE(reduce_max, greater)
+
+FLASH_INLINE VecI lane_numbers() { return VecI{FLASH_APART(0)}; }
+
+struct Least {
+  FLASH_INLINE VecF of(VecF a, VecF b) { return a < b ? a : b; }
+};
+struct Greatest {
+  FLASH_INLINE VecF of(VecF a, VecF b) { return a > b ? a : b; }
+};
+
+// Lane j of the result: the least (greatest) lane of v[j]. A tree that halves the number of vectors: where
+// bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the second.
+template <typename Pick, int kStride = 1>
+FLASH_INLINE VecF across(const VecF* v) {
+  if constexpr (kStride == kLanes) {
+    return v[0];
+  } else {
+    VecF merged[kLanes / 2 / kStride];
+    for (int j = 0; j < kLanes / 2 / kStride; ++j) {
+      const VecI first = (lane_numbers() & kStride) == 0;
+      const VecF stay = first ? v[2 * j] : v[2 * j + 1];
+      const VecF move = first ? v[2 * j + 1] : v[2 * j];
+      merged[j] = Pick::of(stay, FLASH_PERMUTE(VecU, move, FLASH_APART(kStride)));
+    }
+    return across<Pick, 2 * kStride>(merged);
+  }
+}
 
 // ---- conversions: kLanes elements of a tensor to and from float -------------------------------------------
 
@@ -268,29 +276,31 @@ FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes
 
 // ---- encoding -----------------------------------------------------------------------------------------
 
-constexpr int kBatch = 16;  // groups
+constexpr int kBatch = 16;  // groups at most
 
-struct Bounds {
-  float lo;
-  float hi;
-};
+FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 
-// Least and greatest of g elements; a NaN may be passed over.
+// The processor's own prefetching stops at the end of a page; this far ahead it need not start again there.
+constexpr int kPrefetchBytes = 12288;
+
+// Least and greatest of g elements, by lane; a NaN may be passed over.
 template <DType kType>
-FLASH_INLINE Bounds bounds(const uint8_t* x, int g) {
+FLASH_INLINE void bounds(const uint8_t* x, int g, VecF& lo, VecF& hi) {
   using E = Element<kType>;
   VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
   for (int i = 0; i < g; i += 2 * kLanes) {
+    for (int k = 0; k < 2 * kLanes * E::kBytes; k += 64) {
+      __builtin_prefetch(x + i * E::kBytes + k + kPrefetchBytes);
+    }
     const VecF a = E::read(x + i * E::kBytes);
     const VecF b = E::read(x + (i + kLanes) * E::kBytes);
-    lo0 = a < lo0 ? a : lo0;
-    hi0 = a > hi0 ? a : hi0;
-    lo1 = b < lo1 ? b : lo1;
-    hi1 = b > hi1 ? b : hi1;
+    lo0 = Least::of(a, lo0);
+    hi0 = Greatest::of(a, hi0);
+    lo1 = Least::of(b, lo1);
+    hi1 = Greatest::of(b, hi1);
   }
-  lo0 = lo0 < lo1 ? lo0 : lo1;
-  hi0 = hi0 > hi1 ? hi0 : hi1;
-  return {reduce_min(lo0), reduce_max(hi0)};
+  lo = Least::of(lo0, lo1);
+  hi = Greatest::of(hi0, hi1);
 }
 
 // Overwrites the records of the groups that hold a NaN or an Inf, or whose scale says so.
@@ -312,9 +322,15 @@ void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t
   }
 }
 
-// `count` whole groups, count <= kBatch.
+struct Bounds {
+  VecF least[kBatch], greatest[kBatch];
+};
+
+// `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
+// way, group by group, so that memory is read at an even pace.
 template <DType kType, int kBits, bool kSymmetric>
-void encode_batch(const uint8_t* x, int count, const Codec& c, uint8_t* records) {
+FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, int next_count, Bounds& next,
+                               const Codec& c, uint8_t* records) {
   using E = Element<kType>;
   const int g = c.group_size;
   const int64_t record = record_bytes(kBits, g, kSymmetric);
@@ -322,11 +338,9 @@ void encode_batch(const uint8_t* x, int count, const Codec& c, uint8_t* records)
   constexpr int half = code_half(kBits, kSymmetric);
   alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
   alignas(64) uint32_t scale[kBatch];  // the bits of the scale as a float
-  for (int j = 0; j < kBatch; ++j) lo[j] = hi[j] = 0.0f;
-  for (int j = 0; j < count; ++j) {
-    const Bounds b = bounds<kType>(x + j * g * E::kBytes, g);
-    lo[j] = b.lo;
-    hi[j] = b.hi;
+  for (int j = 0; j < kBatch; j += kLanes) {
+    store(lo + j, across<Least>(now.least + j));
+    store(hi + j, across<Greatest>(now.greatest + j));
   }
   for (int j = 0; j < kBatch; ++j) {
     zero[j] = kSymmetric ? 0.0f : group_zero(lo[j]);
@@ -351,13 +365,12 @@ void encode_batch(const uint8_t* x, int count, const Codec& c, uint8_t* records)
       }
       pack_block<kBits>(codes, g, i, out + metadata_bytes(kSymmetric));
     }
+    if (j < next_count) bounds<kType>(in + count * g * E::kBytes, g, next.least[j], next.greatest[j]);
   }
   uint32_t worst = 0;
   for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
   if (worst > static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
 }
-
-int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 
 template <DType kType, int kBits, bool kSymmetric>
 void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
@@ -366,18 +379,30 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
   const int g = c.group_size;
   const int64_t record = record_bytes(kBits, g, kSymmetric);
   const int64_t whole = numel / g < end ? numel / g : end;
-  for (int64_t i = begin; i < whole; i += batch_of(g)) {
-    const int count = static_cast<int>(whole - i < batch_of(g) ? whole - i : batch_of(g));
-    encode_batch<kType, kBits, kSymmetric>(x + i * g * kBytes, count, c, payload + i * record);
+  const int batch = batch_of(g);
+  const auto count_from = [=](int64_t i) {
+    return i >= whole ? 0 : static_cast<int>(whole - i < batch ? whole - i : batch);
+  };
+  Bounds bounds_of[2] = {};
+  for (int j = 0; j < count_from(begin); ++j) {
+    bounds<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0].least[j], bounds_of[0].greatest[j]);
+  }
+  int now = 0;
+  for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
+    encode_batch<kType, kBits, kSymmetric>(x + i * g * kBytes, count_from(i), bounds_of[now],
+                                           count_from(i + batch), bounds_of[now ^ 1], c,
+                                           payload + i * record);
   }
   if (whole < end) {  // the ragged group, filled up with its first element
-    alignas(64) uint8_t group[4 * kMaxGroupSize];
+    alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     const uint8_t* first = x + whole * g * kBytes;
     const int n = static_cast<int>(numel - whole * g);
     for (int i = 0; i < g; ++i) {
       __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
     }
-    encode_batch<kType, kBits, kSymmetric>(group, 1, c, payload + whole * record);
+    Bounds& ragged = bounds_of[0];
+    bounds<kType>(group, g, ragged.least[0], ragged.greatest[0]);
+    encode_batch<kType, kBits, kSymmetric>(group, 1, ragged, 0, ragged, c, payload + whole * record);
   }
 }
 

@@ -1,0 +1,58 @@
+# Everything runs in a virtual environment of its own, made on first use.
+#
+#   make demo        train a small GPT in full precision, INT8 and INT4, and compare (about 6 minutes)
+#   make test        the tests (a few minutes on two cores)
+#   make lint        ruff, mypy, clang-format
+#   make test-slow   what takes minutes or many GiB
+#   make bench       the tables of docs/benchmarks.md (the links need root)
+
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build of the package index; any torch >= 2.11 serves: make demo TORCH="torch==2.12.*"
+TORCH ?= torch==2.13.0
+DEMO ?=
+
+BIN := $(VENV)/bin
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp)
+
+.PHONY: demo test test-slow lint format bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/flash-allreduce demo $(DEMO)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks.codec
+	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate 1gbit
+	$(BIN)/python -m benchmarks.collectives --hosts 4 --rate 1gbit
+	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate loopback
+
+$(VENV)/.torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
+	$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,megatron,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info flash_allreduce_plugin/_C*.so
