@@ -70,7 +70,7 @@ def encode(tensor: Tensor, config: FlashConfig) -> Tensor:
     """
     _check_dtype(tensor.dtype)
     codec = codec_of(config)
-    flat = tensor.detach().reshape(1, -1)
+    flat = tensor.detach().contiguous().view(1, -1)
     payload = torch.empty(1, codec.payload_bytes(flat.shape[1]), dtype=torch.uint8, device=tensor.device)
     encode_rows(flat, payload, codec)
     return payload[0]

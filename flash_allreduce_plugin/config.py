@@ -94,7 +94,8 @@ class FlashConfig(BaseModel):
 
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
     constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
-    call, one per line.  The defaults of chunk_bytes and min_bytes are measured on gloo.
+    call, one per line.  The defaults of chunk_bytes and min_bytes were measured
+    on gloo (docs/benchmarks.md).
     """
 
     model_config = _STRICT
@@ -117,7 +118,7 @@ class FlashConfig(BaseModel):
     hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
     error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
     chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
-        1 << 19, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
+        1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
     )
     min_bytes: Count = _field(
         1 << 19, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"

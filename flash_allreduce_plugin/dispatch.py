@@ -60,6 +60,7 @@ def all_reduce(
         CollectiveError: a peer failed or the group's timeout passed.
     """
     _check_tensor(tensor, "tensor")
+    _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site)
     return call.run(_all_reduce(call, tensor), async_op)
 
@@ -81,6 +82,7 @@ def reduce_scatter(
     too where the sizes do not divide.
     """
     _check_tensor(output, "output")
+    _check_written(output, "output")
     _check_tensor(input, "input")
     call = _Call("reduce_scatter", input, input.numel(), op, group, config, site)
     call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
@@ -101,6 +103,7 @@ def all_gather(
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     """
     _check_tensor(output, "output")
+    _check_written(output, "output")
     _check_tensor(input, "input")
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
@@ -163,7 +166,7 @@ class _Call:
     def plan(self) -> Plan | None:
         """The plan, counted; None if the call goes in full precision."""
         disabled = os.environ.get("FLASH_ALLREDUCE_DISABLE", "0") not in ("", "0")
-        groups.agree(self.group, self.config, disabled, self.input.device)
+        groups.agree(self.label, self.config, disabled, self.input.device)
         answer: Plan | FullPrecision
         if disabled:
             answer = FullPrecision(SWITCHED_OFF)
@@ -280,6 +283,14 @@ def _check_tensor(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {what}; expected a dense tensor.")
+
+
+def _check_written(tensor: Tensor, name: str) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, several elements at one place in memory, and cannot hold "
+            "the result; clone() it first."
+        )
 
 
 def _check_device(tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -47,8 +47,8 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     return state
 
 
-def agree(group: dist.ProcessGroup, config: FlashConfig, disabled: bool, device: torch.device) -> None:
-    """Compare the configuration across the group, once a configuration and group.
+def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.device) -> None:
+    """Compare the configuration across the label's group, once a configuration and group.
 
     Two gathers at most: of digests, and only where they differ of the configurations themselves, so that the
     sentence can name the field. `disabled` (FLASH_ALLREDUCE_DISABLE) is compared like a field: a rank that
@@ -57,13 +57,12 @@ def agree(group: dist.ProcessGroup, config: FlashConfig, disabled: bool, device:
     Raises:
         MismatchError: on every rank, naming the fields that differ and each rank's value.
     """
-    state = state_of(group)
+    state = state_of(label.group)
     key = (config, disabled)
     if state.world_size == 1 or not config.check_ranks or key in state._agreed:
         return
     fields = {**config.to_dict(), "FLASH_ALLREDUCE_DISABLE": disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
-    label = Label("comparison of configurations", "first use of the group", group)
     # The length travels with the digest: if one differs, all ranks know how much to gather.
     digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
     digests = _gather(digest, label, device)

@@ -114,7 +114,9 @@ class BufferPool:
                 self._free = [b for b in self._free if b is not chosen]
         if chosen is None or not fitting:
             # A free buffer that is too small is let go for a larger one, so that their number does not grow.
-            chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            # One made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return chosen[:nbytes]
 
     def give(self, *buffers: Tensor) -> None:

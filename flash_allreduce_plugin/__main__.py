@@ -1,0 +1,5 @@
+"""`python -m flash_allreduce_plugin`: the same as `flash-allreduce`."""
+
+from flash_allreduce_plugin.cli.main import main
+
+main()

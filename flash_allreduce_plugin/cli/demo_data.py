@@ -1,0 +1,47 @@
+"""The demo's text: the Python standard library's own source files, or a file of the user's, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import torch
+
+CORPUS_BYTES = 4 << 20
+VALIDATION_SHARE = 0.05
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}  # encodings: tables
+
+
+def corpus(path: Path | None) -> bytes:
+    """The text: `path`, or by default the first CORPUS_BYTES of the standard library's sources.
+
+    They are taken in the order of the SHA-256 of their names, the same on every machine with the same Python:
+    by name, the held-out end would be a few neighbours of one kind.
+    """
+    if path is not None:
+        return path.read_bytes()
+    root = Path(sysconfig.get_path("stdlib"))
+    names = [file.relative_to(root) for file in root.rglob("*.py")]
+    names = [name for name in names if not _LEFT_OUT & set(name.parts)]
+    text = bytearray()
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
+        text += (root / name).read_bytes()
+        if len(text) >= CORPUS_BYTES:
+            break
+    return bytes(text[:CORPUS_BYTES])
+
+
+def split(text: bytes, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and validation bytes as int64, the last VALIDATION_SHARE of the text being held out.
+
+    Raises ValueError if either part is shorter than one sequence and the byte after it.
+    """
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else torch.empty(0).long()
+    held_out = int(len(data) * VALIDATION_SHARE)
+    if held_out < sequence + 1:
+        needed = int((sequence + 1) / VALIDATION_SHARE) + 1
+        raise ValueError(
+            f"the text has {len(data)} bytes; at least {needed} are needed to hold {VALIDATION_SHARE:.0%} out"
+        )
+    return data[:-held_out], data[-held_out:]

@@ -1,0 +1,137 @@
+"""The demo's model: a byte-level GPT of megatron-core on CPU, and what Megatron's own trainer would do around
+it.
+
+megatron-core assumes CUDA in three places that its local (non Transformer Engine) layers reach; `prepare_cpu`
+mends them in the calling process, which is one of the demo's own ranks and nothing else:
+
+- `torch.cuda.current_device()` says where buffers go: answered with the CPU.
+- dropout forks the CUDA random number tracker: the tracker for inference does not (dropout is 0 here).
+- the only layer norm that marks its parameters for sequence parallelism needs apex: a torch one that does the
+  same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """hidden, layers, heads as usual; sequence in bytes; batch in sequences per step."""
+
+    hidden: int = 256
+    layers: int = 4
+    heads: int = 8
+    sequence: int = 256
+    batch: int = 4
+
+
+class _LayerNorm(torch.nn.LayerNorm):
+    """torch's layer norm with Megatron's constructor and its mark for sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def prepare_cpu() -> None:
+    """Make megatron-core's local layers work in this process without CUDA (see the module's docstring)."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer import transformer_block
+
+    initialize_rng_tracker(inference_rng_tracker=True)
+    backends.LNImpl = backends.WrappedTorchNorm = _LayerNorm
+    gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = _LayerNorm
+
+
+def build_model(
+    size: ModelSize, *, tensor_parallel: int, sequence_parallel: bool, seed: int
+) -> torch.nn.Module:
+    """A GPT with rotary positions and tied embeddings; the same weights for the same seed, whatever the
+    ranks.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        tensor_model_parallel_size=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=size.sequence,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+    )
+
+
+def loss_of(model: torch.nn.Module, data: torch.Tensor, starts: torch.Tensor, sequence: int) -> torch.Tensor:
+    """Mean cross entropy in nats a byte, of the bytes that follow each of `starts` in `data` (int64)."""
+    windows = torch.stack([data[start : start + sequence + 1] for start in starts.tolist()])
+    positions = torch.arange(sequence).expand(len(starts), -1)
+    mask = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)[None, None]  # True: not to be attended to
+    return model(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous()).float().mean()
+
+
+def finish_gradients(model: torch.nn.Module, group: dist.ProcessGroup, clip: float) -> float:
+    """Complete the sequence-parallel gradients, clip to a total norm of `clip`, and return the norm before.
+
+    Parameters outside tensor parallelism see one part of the sequence on each rank: Megatron adds their
+    gradients up after the backward pass. The norm counts a split parameter on every rank and a replicated one
+    once.
+    """
+    split: list[torch.Tensor] = []
+    replicated: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        if getattr(parameter, "sequence_parallel", False):
+            dist.all_reduce(parameter.grad, group=group)
+        (split if getattr(parameter, "tensor_model_parallel", False) else replicated).append(parameter.grad)
+    square = _square_norm(split)
+    dist.all_reduce(square, group=group)
+    norm = float((square + _square_norm(replicated)).sqrt())
+    for gradient in split + replicated:
+        gradient.mul_(min(1.0, clip / (norm + 1e-6)))
+    return norm
+
+
+def _square_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+
+
+def replicas_equal(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether the parameters outside tensor parallelism have the same bits on every rank of `group`."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if not getattr(parameter, "tensor_model_parallel", False):
+            digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
+    digests: list[bytes | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest.digest(), group=group)
+    return len(set(digests)) == 1

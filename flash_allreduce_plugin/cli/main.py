@@ -1,0 +1,87 @@
+"""`flash-allreduce`: the commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="flash-allreduce",
+    help="Quantized two-step all-reduce for training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `demo` a command of its own while it is the only one."""
+
+
+@app.command()
+def demo(
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 2, 4 or 8.")] = 2,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 300,
+    bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the batches.")] = 1234,
+    data: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Text to train on. Default: Python's own library."),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("demo-output"),
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", dir_okay=False, help="Where the JSON goes instead of OUTPUT/demo.json."),
+    ] = None,
+    noise_control: Annotated[
+        bool,
+        typer.Option(
+            "--noise-control", help="Also train with tiny and with large noise instead of quantization."
+        ),
+    ] = False,
+    hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the model.")] = 256,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
+) -> None:
+    """Train a small tensor-parallel GPT of megatron-core with quantized reductions and compare it with full
+    precision.
+
+    Exit status 0 only if every check printed at the end holds.
+    """
+    from flash_allreduce_plugin.cli.demo import DemoError, run_demo
+    from flash_allreduce_plugin.cli.demo_model import ModelSize
+
+    try:
+        widths = [int(width) for width in bits.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas"
+        ) from None
+    try:
+        held = run_demo(
+            tensor_parallel=tp,
+            sequence_parallel=sequence_parallel,
+            steps=steps,
+            bits=widths,
+            seed=seed,
+            data=data,
+            output=output,
+            json_file=json_file,
+            noise_control=noise_control,
+            size=ModelSize(hidden=hidden, layers=layers, sequence=sequence),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except DemoError as error:
+        typer.echo(f"demo: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(0 if held else 1)
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,203 @@
+"""The demo, small: it trains, checks, writes, and takes its ranks with it however it ends."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+from flash_allreduce_plugin.cli import demo_report
+from flash_allreduce_plugin.cli.demo import DemoError, run_ranks
+from flash_allreduce_plugin.cli.demo_data import corpus, split
+from flash_allreduce_plugin.cli.demo_model import ModelSize
+from flash_allreduce_plugin.cli.demo_training import Settings, Variant
+from flash_allreduce_plugin.cli.main import app
+
+COMMAND = [sys.executable, "-m", "flash_allreduce_plugin", "demo"]
+TINY = ["--hidden", "64", "--layers", "1", "--sequence", "32"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_bytes(b"the quick brown fox jumps over the lazy dog; " * 400)
+    return str(file)
+
+
+def run(*arguments, timeout=100):
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_short_demo(tmp_path, text, sequence_parallel):
+    extra = ["--sequence-parallel"] if sequence_parallel else ["--noise-control"]
+    done = run(
+        "--steps",
+        "4",
+        *TINY,
+        "--data",
+        text,
+        "--output",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "x.json"),
+        *extra,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "demo.json").exists()
+    assert all(check["held"] for check in result["checks"])
+    variants = result["variants"]
+    noisy = [] if sequence_parallel else [name for name in variants if name.startswith("noise")]
+    assert list(variants) == ["full precision", "INT8", "INT4", *noisy]
+    assert bool(noisy) != sequence_parallel
+    assert all(len(variant["losses"]) == 4 and variant["replicas_equal"] for variant in variants.values())
+    for name, width, least_db in (("INT8", 8, 35), ("INT4", 4, 12)):
+        fired = {site: counts for site, counts in variants[name]["sites"].items() if counts["quantized"]}
+        assert sorted(counts["quantized"] for counts in fired.values()) == [2 * 4, 3 * 4]
+        assert all(counts["sqnr_db"] > least_db for counts in fired.values())
+        bits = demo_report.bits_per_element(variants[name])
+        assert width + 0.25 <= bits < width + 1
+        assert variants[name]["bytes_sent_per_step"] < variants[name]["bytes_full_precision_per_step"]
+        assert name in done.stdout
+    assert variants["full precision"]["sites"] == {}
+    assert result["versions"]["megatron-core"] and result["corpus"]["validation_bytes"] > 0
+    assert "step 4/4" in done.stdout
+
+
+def refusal(*arguments):
+    """What the command says, in one line, to arguments that it refuses."""
+    done = CliRunner().invoke(app, ["demo", *arguments])
+    assert done.exit_code == 2
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--bits", "9"], "bits=9"),
+        (["--bits", "8,four"], "whole numbers from 2 to 8"),
+        (["--tp", "1"], "at least 2 ranks"),
+        (["--tp", "3"], "does not divide heads"),
+        (["--hidden", "60"], "not a multiple of the 8 heads"),
+        (["--data", "no-such-file"], "does not exist"),
+    ],
+)
+def test_bad_usage_is_answered_before_anything_starts(arguments, says):
+    assert says in refusal(*arguments)
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path):
+    (tmp_path / "short").write_bytes(b"short")
+    assert "the text has 5 bytes; at least 5141 are needed" in refusal("--data", str(tmp_path / "short"))
+
+
+def children(pid):
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_demo(tmp_path, text, sent):
+    arguments = [*COMMAND, "--steps", "100000", *TINY, "--data", text, "--output", str(tmp_path)]
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        assert any(line.startswith("step 1/") for line in process.stdout)
+        ranks = children(process.pid)
+        assert len(ranks) >= 2
+        process.send_signal(sent)
+        assert process.wait(timeout=20) != 0
+        end = time.monotonic() + 20
+        while not all(map(ended, ranks)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert all(map(ended, ranks))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_failing_rank_ends_the_demo_with_its_traceback(text):
+    indivisible = Settings(
+        (Variant("full precision"),), size=ModelSize(hidden=60, layers=1, sequence=32), data=Path(text)
+    )
+    with pytest.raises(DemoError, match=r"(?s)rank \d failed:.*Traceback.*must match the size"):
+        run_ranks(indivisible, lambda step, losses: None)
+
+
+SETTINGS = Settings((Variant("full precision"), Variant("INT8", bits=8)), steps=2, size=ModelSize(layers=1))
+
+
+def good_result():
+    def variant(bits, sites):
+        return {
+            "bits": bits,
+            "losses": [5.0, 4.0],
+            "validation_loss": 4.0,
+            "replicas_equal": True,
+            "sites": sites,
+        }
+
+    sites = {
+        name: {"quantized": 2 * count, "full_precision": {}}
+        for name, count in demo_report.expected_quantized(SETTINGS).items()
+    }
+    sites["megatron.embedding.forward"] = {"quantized": 0, "full_precision": {"embedding": 2}}
+    return {"variants": {"full precision": variant(None, {}), "INT8": variant(8, sites)}}
+
+
+def failed(result):
+    return [check["check"] for check in demo_report.checks(result, SETTINGS) if not check["held"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "fails"),
+    [
+        (lambda variant: variant.update(replicas_equal=False), "replicated parameters"),
+        (lambda variant: variant.update(validation_loss=float("nan")), "finite"),
+        (lambda variant: variant["losses"].append(float("inf")), "finite"),
+        (lambda variant: variant.update(validation_loss=5.5), "learned"),
+        (lambda variant: variant["sites"].pop("megatron.g.forward"), "expected seam"),
+        (lambda variant: variant["sites"]["megatron.linear.dgrad"].update(quantized=5), "expected seam"),
+        (lambda variant: variant["sites"].pop("megatron.embedding.forward"), "embedding"),
+    ],
+)
+def test_each_check_can_fail(change, fails):
+    result = good_result()
+    assert failed(result) == []
+    broken = copy.deepcopy(result)
+    change(broken["variants"]["INT8"])
+    assert any(fails in name for name in failed(broken))
+
+
+def test_the_default_text_is_the_same_every_time_and_is_split_without_overlap():
+    text = corpus(None)
+    assert text == corpus(None)
+    assert len(text) > 1_000_000
+    training, validation = split(text, 256)
+    assert len(training) + len(validation) == len(text)
+    assert bytes(validation[:50].tolist()) == text[len(training) : len(training) + 50]
