@@ -16,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,18 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
         one, again = payloads[:1], torch.empty_like(payloads[0])
         spare = torch.empty_like(one)
         runs: dict[str, Callable[[], Any]] = {
-            "memcpy": lambda: y.copy_(x),
-            "encode": lambda spare=spare, c=c: codec.encode_rows(x.view(1, -1), spare, c),
-            "add_": lambda: z.add_(x),
-            "sum of 2": lambda p=payloads, c=c: codec.decode_sum(p, y, c, 1.0),
-            "sum of 2, encode": lambda p=payloads, a=again, c=c: codec.decode_sum_encode(p, a, c, c, 1.0),
-            "decode": lambda one=one, c=c: codec.decode_rows(one, y.view(1, -1), c),
+            "memcpy": partial(y.copy_, x),
+            "encode": partial(codec.encode_rows, x.view(1, -1), spare, c),
+            "add_": partial(z.add_, x),
+            "sum of 2": partial(codec.decode_sum, payloads, y, c, 1.0),
+            "sum of 2, encode": partial(codec.decode_sum_encode, payloads, again, c, c, 1.0),
+            "decode": partial(codec.decode_rows, one, y.view(1, -1), c),
         }
         if bits in FBGEMM:
             pack, unpack = FBGEMM[bits]
-            packed = pack(x.view(-1, group_size))
-            runs["fbgemm encode"] = lambda pack=pack: pack(x.view(-1, group_size))
-            runs["fbgemm decode"] = lambda unpack=unpack, packed=packed: unpack(packed)
+            rows_of_group = x.view(-1, group_size)
+            runs["fbgemm encode"] = partial(pack, rows_of_group)
+            runs["fbgemm decode"] = partial(unpack, pack(rows_of_group))
         times = time_in_turn(runs, rounds)
         codec.decode_rows(one, y.view(1, -1), c)
         noise = (y - x).double().square().sum()

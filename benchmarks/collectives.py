@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     def plain(name: str, input: torch.Tensor) -> None:
         sent = 2 * (world - 1) / world * input.numel() * input.element_size()
-        variants[name] = (lambda: dist.all_reduce(input), sent)
+        variants[name] = (partial(dist.all_reduce, input), sent)
 
     plain("gloo fp32", tensor.clone())
     plain("gloo bf16", half.clone())
@@ -53,10 +54,7 @@ def measure(arguments: argparse.Namespace) -> None:
             fap.all_reduce(input.clone(), config=config)
             sent = float(fap.stats()["bytes_sent"])
 
-            def run(tensor: torch.Tensor = input.clone(), config: fap.FlashConfig = config) -> None:
-                fap.all_reduce(tensor, config=config)
-
-            variants[f"INT{bits} of {name}"] = (run, sent)
+            variants[f"INT{bits} of {name}"] = (partial(fap.all_reduce, input.clone(), config=config), sent)
 
     times: dict[str, list[float]] = {name: [] for name in variants}
     for round_ in range(arguments.rounds + 1):

@@ -32,9 +32,4 @@ inline void check_payload(const Tensor& t, const char* name, int64_t rows, int64
   STD_TORCH_CHECK(t.size(1) == bytes, name, " has ", t.size(1), " bytes a row; expected ", bytes);
 }
 
-inline void check_same_device(const Tensor& a, const char* a_name, const Tensor& b, const char* b_name) {
-  STD_TORCH_CHECK(a.is_cpu() == b.is_cpu() && a.get_device_index() == b.get_device_index(), a_name, " and ",
-                  b_name, " are on different devices");
-}
-
 }  // namespace flash_allreduce

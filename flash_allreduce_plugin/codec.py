@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import ops, reference
+from flash_allreduce_plugin import ops, reference, switches
 from flash_allreduce_plugin.wire import Codec
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ _compiled = torch.ops.flash_allreduce
 @cache
 def use_reference() -> bool:
     """Whether the plain PyTorch codec serves CPU tensors; says why, once, when it was not asked for."""
-    if os.environ.get("FLASH_ALLREDUCE_REFERENCE", "0") not in ("", "0"):
+    if switches.is_on(switches.REFERENCE):
         return True
     if ops.unavailable is not None:
         warnings.warn(

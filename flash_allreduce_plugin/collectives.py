@@ -189,9 +189,7 @@ def all_gather(output: Tensor, input: Tensor, plan: Plan, label: Label, pool: Bu
     def finish(i: int) -> None:
         gathers.popleft().wait()
         first, last = chunks[i]
-        codec.decode_rows(
-            at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather
-        )
+        codec.decode_rows(at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather)
 
     for i in range(chunks.window):
         send(i)
@@ -206,9 +204,7 @@ def all_gather(output: Tensor, input: Tensor, plan: Plan, label: Label, pool: Bu
 def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
     """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
     if collective == "all_reduce":
-        chunks = _chunks_of_tensor(numel, plan, world_size)
-        last = chunks.groups - (chunks.count - 1) * chunks.size
-        groups = ((chunks.count - 1) * chunks.size) // world_size + -(-last // world_size)
+        groups = -(-plan.reduce.groups(numel) // world_size)  # of a shard; padding only evens the last chunk's shards
         return (world_size - 1) * groups * (plan.reduce.record_bytes + plan.gather.record_bytes)
     half = plan.reduce if collective == "reduce_scatter" else plan.gather
     return (world_size - 1) * half.payload_bytes(numel // world_size)

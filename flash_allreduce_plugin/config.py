@@ -68,9 +68,7 @@ Width = Annotated[int, Field(ge=MIN_BITS, le=MAX_BITS)]
 GroupSize = Annotated[int, AfterValidator(_group_size)]
 Count = Annotated[int, Field(ge=0)]
 # JSON knows lists only; a frozen, hashable configuration needs tuples.
-Patterns = Annotated[
-    tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
-]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -150,9 +148,7 @@ class FlashConfig(BaseModel):
         def __init__(self, /, **values: Any) -> None:
             self._fill(values)
 
-    def _fill(
-        self, values: dict[str, Any], spelled: Callable[[str], str] = str, problems: Iterable[str] = ()
-    ) -> None:
+    def _fill(self, values: dict[str, Any], spelled: Callable[[str], str] = str, problems: Iterable[str] = ()) -> None:
         """Validate `values` into self.
 
         `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
@@ -210,9 +206,7 @@ class FlashConfig(BaseModel):
                 continue
             if variable not in keys:
                 nearest = _nearest(variable.upper(), [*keys, *switches])
-                unknown.append(
-                    f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}."
-                )
+                unknown.append(f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}.")
             elif text.strip():
                 key = keys[variable]
                 values[key] = _parse(text.strip(), cls.model_fields[key].default)
@@ -258,9 +252,7 @@ def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Calla
             lines[key] = f"{given} is not a known key; the nearest is {nearest}."
         elif problem["type"] == "not_yet":
             default = _shown(FlashConfig.model_fields[key].default)
-            lines[key] = (
-                f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
-            )
+            lines[key] = f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
         else:
             extra = FlashConfig.model_fields[key].json_schema_extra
             assert isinstance(extra, dict)

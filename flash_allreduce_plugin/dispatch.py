@@ -6,7 +6,6 @@ and why, is in stats().
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import collectives, groups, telemetry, transport
+from flash_allreduce_plugin import collectives, groups, switches, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.policy import EMPTY, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.work import Work
@@ -25,7 +24,7 @@ from flash_allreduce_plugin.work import Work
 if TYPE_CHECKING:
     from flash_allreduce_plugin.groups import GroupState
 
-SWITCHED_OFF = "FLASH_ALLREDUCE_DISABLE"
+SWITCHED_OFF = switches.DISABLE
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
@@ -165,7 +164,7 @@ class _Call:
 
     def plan(self) -> Plan | None:
         """The plan, counted; None if the call goes in full precision."""
-        disabled = os.environ.get("FLASH_ALLREDUCE_DISABLE", "0") not in ("", "0")
+        disabled = switches.is_on(switches.DISABLE)
         groups.agree(self.label, self.config, disabled, self.input.device)
         answer: Plan | FullPrecision
         if disabled:
@@ -309,6 +308,3 @@ def _op_name(op: Any) -> str:
         if op == getattr(dist.ReduceOp, name):
             return name.lower()
     return str(op)
-
-
-__all__ = ["EMPTY", "SWITCHED_OFF", "all_gather", "all_reduce", "reduce_scatter"]

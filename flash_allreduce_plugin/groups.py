@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import transport
+from flash_allreduce_plugin import switches, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.transport import BufferPool, Label
@@ -61,7 +61,7 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     key = (config, disabled)
     if state.world_size == 1 or not config.check_ranks or key in state._agreed:
         return
-    fields = {**config.to_dict(), "FLASH_ALLREDUCE_DISABLE": disabled, "wire version": WIRE_VERSION}
+    fields = {**config.to_dict(), switches.DISABLE: disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.
     digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))

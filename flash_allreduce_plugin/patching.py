@@ -71,9 +71,7 @@ class Patchset:
     supported: the versions the seams were written for, quoted in errors ("megatron-core 0.13 to 0.19").
     """
 
-    def __init__(
-        self, name: str, seams: Sequence[Seam], supported: str = "the version it was written for"
-    ) -> None:
+    def __init__(self, name: str, seams: Sequence[Seam], supported: str = "the version it was written for") -> None:
         self.name = name
         self.seams = tuple(seams)
         self.supported = supported
@@ -176,8 +174,7 @@ class Patchset:
 
     def _unsupported(self, seam: Seam, found: str) -> PatchError:
         return PatchError(
-            f"{self.name}: cannot patch {seam.target}: {found}; nothing was changed. "
-            f"Supported: {self.supported}"
+            f"{self.name}: cannot patch {seam.target}: {found}; nothing was changed. Supported: {self.supported}"
         )
 
 
@@ -221,9 +218,7 @@ class _Globals(dict[str, Any]):
 
     def __init__(self, module_globals: dict[str, Any], names: dict[str, Any]) -> None:
         super().__init__(names)
-        self["__builtins__"] = module_globals[
-            "__builtins__"
-        ]  # read at function creation, without __missing__
+        self["__builtins__"] = module_globals["__builtins__"]  # read at function creation, without __missing__
         self._module_globals = module_globals
 
     def __missing__(self, name: str) -> Any:

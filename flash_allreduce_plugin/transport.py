@@ -31,6 +31,13 @@ class Label:
         self.site = site
         self.group = group
 
+    def refused(self, cause: BaseException) -> CollectiveError:
+        """torch.distributed did not take the call: a dtype or operator that the backend has not, a broken group."""
+        return CollectiveError(
+            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, could not be "
+            f"started: {cause}"
+        )
+
     def error(self, doing: str, cause: BaseException) -> CollectiveError:
         return CollectiveError(
             f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
@@ -50,7 +57,7 @@ class Pending:
         try:
             self._work = issue()
         except RuntimeError as error:
-            raise label.error(doing, error) from error
+            raise label.refused(error) from error
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -65,16 +72,12 @@ class Pending:
 
 def all_to_all(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
     """Equal parts: part j of input goes to rank j, part j of output comes from it."""
-    return Pending(
-        lambda: dist.all_to_all_single(output, input, group=label.group, async_op=True), label, doing
-    )
+    return Pending(lambda: dist.all_to_all_single(output, input, group=label.group, async_op=True), label, doing)
 
 
 def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
     """input of every rank, in rank order, to output; input may be this rank's own part of output."""
-    return Pending(
-        lambda: _all_gather_single(output, input, group=label.group, async_op=True), label, doing
-    )
+    return Pending(lambda: _all_gather_single(output, input, group=label.group, async_op=True), label, doing)
 
 
 def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:

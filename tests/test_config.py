@@ -82,9 +82,7 @@ WRONG: dict[str, list[Any]] = {
     "check_ranks": [1, "true", None],
 }
 
-GARBAGE = (
-    st.text("ab18-_ ", max_size=9) | st.floats() | st.binary(max_size=9) | st.lists(st.integers(), max_size=3)
-)
+GARBAGE = st.text("ab18-_ ", max_size=9) | st.floats() | st.binary(max_size=9) | st.lists(st.integers(), max_size=3)
 
 configs = st.fixed_dictionaries({}, optional=AVAILABLE)
 
@@ -208,9 +206,7 @@ def test_no_garbage_escapes_as_another_error(values: dict[str, Any]) -> None:
     ],
 )
 def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
-    assert problems(FlashConfig.from_dict, {key: 4}) == [
-        f"{key}=4 is not a known key; the nearest is {nearest}."
-    ]
+    assert problems(FlashConfig.from_dict, {key: 4}) == [f"{key}=4 is not a known key; the nearest is {nearest}."]
 
 
 @pytest.mark.parametrize("key", ["self", "values", "", "model_config"])
@@ -251,8 +247,7 @@ def test_not_yet_is_refused_with_what_it_will_do(key: str) -> None:
     (line,) = problems(FlashConfig.from_dict, {key: NOT_YET[key]})
     default = FlashConfig().to_dict()[key]
     assert line == (
-        f"{key}={NOT_YET[key]!r} is not available yet in this version ({_NOT_YET[key]}); "
-        f"leave it at {default!r}."
+        f"{key}={NOT_YET[key]!r} is not available yet in this version ({_NOT_YET[key]}); leave it at {default!r}."
     )
     assert FlashConfig.from_dict({key: default}) == FlashConfig()
 
@@ -403,9 +398,7 @@ def test_the_page_lists_every_field_with_its_default() -> None:
         assert available == ("not yet" if key in _NOT_YET else "yes"), key
 
 
-def test_the_examples_and_the_answers_on_the_page_are_real(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_examples_and_the_answers_on_the_page_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = DOCS.read_text()
     (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
     FlashConfig.from_dict(json.loads(example))

@@ -107,9 +107,7 @@ def test_parse_rate(text: str, bits: float) -> None:
     assert netlab.goodput(text) == pytest.approx(bits * 1448 / 1514)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "fast", "1", "gbit", "-1gbit", "1e3gbit", "100mbps", "0mbit", "900gbit", "nan"]
-)
+@pytest.mark.parametrize("text", ["", "fast", "1", "gbit", "-1gbit", "1e3gbit", "100mbps", "0mbit", "900gbit", "nan"])
 def test_parse_rate_refuses_nonsense(text: str) -> None:
     with pytest.raises(ValueError, match="rate"):
         netlab.parse_rate(text)
@@ -124,18 +122,14 @@ def test_bad_usage_exits_with_2(arguments: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_missing_root_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_root_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert netlab.main(["--", "true"]) == 2
     assert netlab.main(["--clean"]) == 2
     assert "root" in capsys.readouterr().err
 
 
-def test_missing_iproute2_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_iproute2_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
     assert netlab.main(["--", "true"]) == 2
@@ -222,9 +216,7 @@ time.sleep(60)
 """
     start = time.monotonic()
     with netlab.hosts(2, "none") as lab:
-        with pytest.raises(
-            netlab.RankError, match=r"rank 1 ended with exit status 1:\nno such tensor"
-        ) as caught:
+        with pytest.raises(netlab.RankError, match=r"rank 1 ended with exit status 1:\nno such tensor") as caught:
             lab.run(python(source), timeout=30)
         assert not processes_in(lab.namespace(0))
     assert (caught.value.rank, caught.value.status) == (1, 1)
@@ -239,9 +231,7 @@ print("stuck here", file=sys.stderr, flush=True)
 time.sleep(60)
 """
     with netlab.hosts(2, "none") as lab:
-        with pytest.raises(
-            netlab.RankError, match=r"rank 0 was still running after 1 s:\nstuck here"
-        ) as caught:
+        with pytest.raises(netlab.RankError, match=r"rank 0 was still running after 1 s:\nstuck here") as caught:
             lab.run(python(source), timeout=1.0)
         left = [pid for rank in range(2) for pid in processes_in(lab.namespace(rank))]
         wait_until(lambda: all(ended(pid) for pid in left), "the children of the ranks to end")

@@ -150,9 +150,7 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
 
 
 @pytest.mark.usefixtures("all_fields")
-@pytest.mark.parametrize(
-    ("step", "quantized"), [(0, False), (2, False), (3, True), (100, True), (None, True)]
-)
+@pytest.mark.parametrize(("step", "quantized"), [(0, False), (2, False), (3, True), (100, True), (None, True)])
 def test_warm_up(step: int | None, quantized: bool) -> None:
     assert isinstance(plan(step=step, config=FlashConfig(warmup_steps=3)), Plan) == quantized
 
@@ -178,9 +176,7 @@ def test_a_plan_says_what_the_configuration_says(
     chunk_bytes: int,
     role: Role,
 ) -> None:
-    config = FlashConfig(
-        bits=3, backward_bits=3, group_size=group_size, symmetric=symmetric, chunk_bytes=chunk_bytes
-    )
+    config = FlashConfig(bits=3, backward_bits=3, group_size=group_size, symmetric=symmetric, chunk_bytes=chunk_bytes)
     call = {"collective": collective, "numel": numel, "dtype": dtype, "world_size": world_size}
     planned = plan(**call, config=config, site=Site("test", role))
     assert planned == plan(**call, config=config, site=Site("another name", role))

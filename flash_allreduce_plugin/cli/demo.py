@@ -115,9 +115,7 @@ def _check(settings: Settings) -> None:
 def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, dict[str, float]], None]]:
     """Yields what to call after each step: a bar on a terminal, a line now and then elsewhere."""
     names = ", ".join(variant.name for variant in settings.variants)
-    console.print(
-        f"Training {names} in lock-step on {settings.tensor_parallel} ranks, {settings.steps} steps"
-    )
+    console.print(f"Training {names} in lock-step on {settings.tensor_parallel} ranks, {settings.steps} steps")
     losses = TextColumn("{task.fields[losses]}")
     bar = Progress(
         TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), losses, console=console
@@ -162,9 +160,7 @@ def run_ranks(settings: Settings, on_step: Callable[[int, dict[str, float]], Non
                 process.join()
 
 
-def _listen(
-    messages: Any, ranks: list[Any], on_step: Callable[[int, dict[str, float]], None]
-) -> dict[str, Any]:
+def _listen(messages: Any, ranks: list[Any], on_step: Callable[[int, dict[str, float]], None]) -> dict[str, Any]:
     heard = time.monotonic()
     while True:
         try:
@@ -189,9 +185,7 @@ def _rank(rank: int, settings: Settings, store: str, messages: Any) -> None:
     """The body of a rank's process: rank 0 reports steps and the result, every rank its failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    warnings.filterwarnings(
-        "ignore", module="megatron"
-    )  # about CUDA, apex and Transformer Engine, once per rank
+    warnings.filterwarnings("ignore", module="megatron")  # about CUDA, apex and Transformer Engine, once per rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve is no obstacle
 

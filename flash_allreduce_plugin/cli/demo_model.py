@@ -55,9 +55,7 @@ def prepare_cpu() -> None:
     gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = _LayerNorm
 
 
-def build_model(
-    size: ModelSize, *, tensor_parallel: int, sequence_parallel: bool, seed: int
-) -> torch.nn.Module:
+def build_model(size: ModelSize, *, tensor_parallel: int, sequence_parallel: bool, seed: int) -> torch.nn.Module:
     """A GPT with rotary positions and tied embeddings; the same weights for the same seed, whatever the
     ranks.
     """

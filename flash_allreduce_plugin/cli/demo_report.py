@@ -58,9 +58,7 @@ def checks(result: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
         if variant["bits"] is None:
             continue
         expected = {site: count * settings.steps for site, count in expected_quantized(settings).items()}
-        fired = {
-            site: counts["quantized"] for site, counts in variant["sites"].items() if counts["quantized"]
-        }
+        fired = {site: counts["quantized"] for site, counts in variant["sites"].items() if counts["quantized"]}
         check(
             f"{name}: every expected seam fired",
             fired == expected,
@@ -108,9 +106,7 @@ def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
         mark = "[green]ok  [/green]" if check["held"] else "[red]FAIL[/red]"
         detail = "" if check["held"] else f" ({check['detail']})"
         console.print(f"{mark} {check['check']}{detail}", highlight=False)
-    console.print(
-        f"{result['wall_seconds']:.0f} s; written: {', '.join(str(file) for file in files)}", highlight=False
-    )
+    console.print(f"{result['wall_seconds']:.0f} s; written: {', '.join(str(file) for file in files)}", highlight=False)
 
 
 def difference_percent(variant: dict[str, Any], base: dict[str, Any]) -> float:
@@ -134,9 +130,7 @@ def _bytes_per_step(variant: dict[str, Any], variants: dict[str, Any]) -> float 
     """
     if variant["bits"] is not None:
         return variant["bytes_sent_per_step"]
-    quantized = (
-        other["bytes_full_precision_per_step"] for other in variants.values() if other["bits"] is not None
-    )
+    quantized = (other["bytes_full_precision_per_step"] for other in variants.values() if other["bits"] is not None)
     return next(quantized, None)
 
 
@@ -175,9 +169,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         curves.plot(range(width, len(losses) + 1), smooth, label=label, linewidth=max(0.8, thickness))
     curves.set(xlabel="step", ylabel=f"training loss, nats per byte (mean of {_SMOOTHING} steps)")
     curves.legend()
-    counted = {
-        name: _bytes_per_step(variant, variants) for name, variant in variants.items() if not variant["noise"]
-    }
+    counted = {name: _bytes_per_step(variant, variants) for name, variant in variants.items() if not variant["noise"]}
     heights = [(value or 0) * 1e-6 for value in counted.values()]
     drawn = bars.bar(list(counted), heights)
     bars.bar_label(drawn, fmt="%.1f")

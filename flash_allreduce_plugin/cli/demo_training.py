@@ -60,9 +60,7 @@ class Variant:
         thresholds.
         """
         assert self.bits is not None
-        return FlashConfig(
-            bits=self.bits, backward_bits=self.bits, min_bytes=0, quality_interval=1 if measure else 0
-        )
+        return FlashConfig(bits=self.bits, backward_bits=self.bits, min_bytes=0, quality_interval=1 if measure else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +142,7 @@ def _start(variant: Variant, settings: Settings) -> _Run:
         sequence_parallel=settings.sequence_parallel,
         seed=settings.seed,
     )
-    return _Run(
-        variant, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0)
-    )
+    return _Run(variant, model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0))
 
 
 def _measured_steps(steps: int) -> set[int]:
@@ -256,9 +252,7 @@ def _results(run: _Run, group: dist.ProcessGroup) -> dict[str, Any]:
         "replicas_equal": replicas_equal(run.model, group),
         "seconds_per_step": statistics.median(run.seconds) if run.seconds else None,
         "bytes_sent_per_step": statistics.median(run.bytes_sent) if run.bytes_sent else None,
-        "bytes_full_precision_per_step": statistics.median(run.bytes_full_precision)
-        if run.bytes_sent
-        else None,
+        "bytes_full_precision_per_step": statistics.median(run.bytes_full_precision) if run.bytes_sent else None,
         "sites": {
             name: {
                 **site,

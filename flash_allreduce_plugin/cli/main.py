@@ -23,9 +23,7 @@ def _commands() -> None:
 @app.command()
 def demo(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 2, 4 or 8.")] = 2,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")
-    ] = False,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 300,
     bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the batches.")] = 1234,
@@ -40,9 +38,7 @@ def demo(
     ] = None,
     noise_control: Annotated[
         bool,
-        typer.Option(
-            "--noise-control", help="Also train with tiny and with large noise instead of quantization."
-        ),
+        typer.Option("--noise-control", help="Also train with tiny and with large noise instead of quantization."),
     ] = False,
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the model.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
@@ -59,9 +55,7 @@ def demo(
     try:
         widths = [int(width) for width in bits.split(",")]
     except ValueError:
-        raise typer.BadParameter(
-            f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas"
-        ) from None
+        raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     try:
         held = run_demo(
             tensor_parallel=tp,

@@ -80,9 +80,7 @@ def _along_first_dim(site: Site, config: CurrentConfig) -> Function:
         reason = _left_alone(group, input_split_sizes)
         if reason is not None:
             record_original(here, reason, input_, group, all_reduce=False)
-            return mappings._reduce_scatter_along_first_dim(
-                input_, group, input_split_sizes, use_global_buffer
-            )
+            return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
         world_size = group.size()
         if input_.shape[0] % world_size:
             raise ValueError(
@@ -112,9 +110,7 @@ def _reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Fu
         if not is_tensor_parallel(group):
             record_original(site, OTHER_GROUP, input, group, all_reduce=False)
             return original(output, input, op=op, group=group, async_op=async_op)
-        return dispatch.reduce_scatter(
-            output, input, op=op, group=group, config=config(), async_op=async_op, site=site
-        )
+        return dispatch.reduce_scatter(output, input, op=op, group=group, config=config(), async_op=async_op, site=site)
 
     return reduce_scatter
 

@@ -151,9 +151,7 @@ def is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
     """Whether `group` is Megatron's tensor-parallel group; those of experts come by here too."""
     from megatron.core import parallel_state
 
-    return group is not None and group is parallel_state.get_tensor_model_parallel_group(
-        check_initialized=False
-    )
+    return group is not None and group is parallel_state.get_tensor_model_parallel_group(check_initialized=False)
 
 
 def record_original(

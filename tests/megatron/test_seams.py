@@ -102,9 +102,7 @@ def model_runs(with_sequence_parallel: bool) -> dict[str, Any]:
     return seen
 
 
-def linear_runs(
-    config: Any, group: Any, with_sequence_parallel: bool, frozen: bool = False
-) -> dict[str, Any]:
+def linear_runs(config: Any, group: Any, with_sequence_parallel: bool, frozen: bool = False) -> dict[str, Any]:
     """Input gradient of a column-parallel layer, stock and enabled with 8 and full backward bits."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
@@ -278,9 +276,7 @@ def sequence() -> list[dict[str, Any]]:
 @pytest.fixture(params=["plain", "sequence"])
 def runs(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], str, str]:
     """Both ways, with the names of the forward and the backward site that a stock GPT uses."""
-    return request.getfixturevalue(request.param), *(
-        (G, DGRAD) if request.param == "plain" else (SP_G, SP_DGRAD)
-    )
+    return request.getfixturevalue(request.param), *((G, DGRAD) if request.param == "plain" else (SP_G, SP_DGRAD))
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

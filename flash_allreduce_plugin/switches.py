@@ -1,0 +1,23 @@
+"""Environment variables that are switches of the package and no fields of the configuration."""
+
+from __future__ import annotations
+
+import os
+
+from flash_allreduce_plugin.errors import ConfigError
+
+DISABLE = "FLASH_ALLREDUCE_DISABLE"
+REFERENCE = "FLASH_ALLREDUCE_REFERENCE"
+
+
+def is_on(variable: str) -> bool:
+    """Whether a switch is on: 1, true, yes or on; off: unset, empty, 0, false, no or off.
+
+    Raises ConfigError for anything else.
+    """
+    value = os.environ.get(variable, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{variable}={value!r} is not valid; expected 1 or 0.")

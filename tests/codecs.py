@@ -1,0 +1,113 @@
+"""The compiled codec and the reference side by side, and inputs that are hard on both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import reference
+from flash_allreduce_plugin.wire import Codec
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = range(2, 9)
+GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
+
+compiled = torch.ops.flash_allreduce
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: comparing them tells -0 from 0 and one NaN from another."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bytes(a), as_bytes(b))
+
+
+@dataclass(frozen=True)
+class Both:
+    """Every operation, done by both; fails if a bit differs."""
+
+    codec: Codec
+
+    @property
+    def key(self) -> tuple[int, int, bool]:
+        return self.codec.bits, self.codec.group_size, self.codec.symmetric
+
+    def encode(self, rows: Tensor) -> Tensor:
+        shape = rows.shape[0], self.codec.payload_bytes(rows.shape[1])
+        ours, theirs = torch.full(shape, 0xA5, dtype=torch.uint8), torch.full(shape, 0x5A, dtype=torch.uint8)
+        compiled.encode(rows, ours, *self.key)
+        reference.encode(rows, theirs, self.codec)
+        differing = (ours != theirs).nonzero()
+        assert not len(differing), f"{self.codec} {rows.dtype}: bytes {differing[:4].tolist()} of the payload"
+        return ours
+
+    def decode(self, payload: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        ours, theirs = (torch.full((payload.shape[0], numel), 77.0, dtype=dtype) for _ in range(2))
+        compiled.decode(payload, ours, *self.key)
+        reference.decode(payload, theirs, self.codec)
+        assert same_bits(ours, theirs), f"{self.codec} decodes differently into {dtype}"
+        return ours
+
+    def decode_sum(
+        self, payloads: Tensor, numel: int, dtype: torch.dtype = torch.float32, factor: float = 1.0
+    ) -> Tensor:
+        ours, theirs = (torch.full((numel,), 77.0, dtype=dtype) for _ in range(2))
+        compiled.decode_sum(payloads, ours, factor, *self.key)
+        reference.decode_sum(payloads, theirs, self.codec, factor)
+        assert same_bits(ours, theirs), f"{self.codec} sums differently into {dtype}"
+        return ours
+
+    def decode_sum_encode(self, payloads: Tensor, gather: Codec, factor: float = 1.0) -> Tensor:
+        groups = payloads.shape[1] // self.codec.record_bytes
+        ours, theirs = (torch.zeros(groups * gather.record_bytes, dtype=torch.uint8) for _ in range(2))
+        bits, group_size, symmetric = self.key
+        compiled.decode_sum_encode(payloads, ours, factor, bits, gather.bits, group_size, symmetric)
+        reference.decode_sum_encode(payloads, theirs, self.codec, gather, factor)
+        assert torch.equal(ours, theirs), f"{self.codec} to {gather}"
+        return ours
+
+    def round_trip(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.decode(self.encode(rows), rows.shape[1], dtype)
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def hard_values(numel: int) -> dict[str, Tensor]:
+    """Name -> numel fp32 values."""
+    noise = gaussian(numel)
+    place = torch.arange(numel)
+    inf, nan = float("inf"), float("nan")
+
+    def with_value(value: float, every: int) -> Tensor:
+        return torch.where(place % every == every // 2, value, noise)
+
+    return {
+        "gaussian": noise,
+        "around 1e-30": noise * 1e-30,
+        "around 1e30": noise * 1e30,
+        "near the end of float32": noise.sign() * 3e38,
+        "from 1e-30 to 1e30": noise * 10.0 ** ((place // 64) % 61 - 30).float(),
+        "subnormal": noise * 1e-40,
+        "normal and subnormal": torch.where(place % 2 == 0, noise * 1e-40, noise * 1e-37),
+        "all 0": torch.zeros(numel),
+        "all -0": -torch.zeros(numel),
+        "0 and -0": torch.where(place % 3 == 0, -0.0, 0.0) * torch.ones(numel),
+        "-0 first, then positive": torch.where(place % 64 == 0, -0.0, noise.abs()),
+        "constant": torch.full((numel,), 3.14159),
+        "constant, negative": torch.full((numel,), -2.71828),
+        "100 +- 0.1": 100 + 0.1 * noise.clamp(-1, 1),
+        "-100 +- 0.1": -100 + 0.1 * noise.clamp(-1, 1),
+        "one spike": torch.where(place % 97 == 5, 1e4, noise),
+        "NaN here and there": with_value(nan, 211),
+        "Inf here and there": with_value(inf, 211),
+        "-Inf here and there": with_value(-inf, 211),
+        "NaN everywhere": torch.full((numel,), nan),
+        "Inf and -Inf": torch.where(place % 2 == 0, inf, -inf) * torch.ones(numel),
+    }

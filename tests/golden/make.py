@@ -1,0 +1,85 @@
+"""Writes the golden payloads: python -m tests.golden.make
+
+Run once for a wire version. A payload that changes without a new WIRE_VERSION breaks ranks that run two
+versions of the package, so do not run it to make a test pass.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import reference
+from flash_allreduce_plugin.wire import Codec
+
+FOLDER = Path(__file__).parent
+
+# Exact in every dtype: (first + i) / divisor for i in 0 ... count - 1.
+RAMPS = [
+    {"first": -64, "count": 128, "divisor": 8},
+    {"first": 1, "count": 45, "divisor": 4},
+    {"first": -200, "count": 161, "divisor": 1},
+]
+
+# One group of 32 each, shorter ones ragged; float.hex, so that every bit is written out.
+EDGES = {
+    "one element": ["0x1.921fb6p+1"],
+    "zeros of both signs": ["0x0.0p+0", "-0x0.0p+0"] * 16,
+    "constant": ["-0x1.5bf0a8p+1"] * 32,
+    "offset": ["0x1.9p+6", "0x1.90199ap+6", "0x1.8fe666p+6", "0x1.900ccdp+6"] * 8,
+    "NaN in the second group": ["0x1.0p+0"] * 32 + ["nan"] + ["0x1.8p+0"] * 31,
+    "Inf": ["-0x1.0p+0"] * 31 + ["inf"],
+    "subnormal": ["0x0.000002p-126", "-0x0.8p-126", "0x0.fffffep-126", "0x1.0p-126"] * 8,
+    "tiny": ["0x1.4484cp-100", "-0x1.4484cp-101", "0x1.8p-100"] * 5,
+    "huge": ["0x1.93e594p+99", "-0x1.2p+98", "0x1.0p+97"] * 5,
+    "wider than float32": ["0x1.fffffep+127", "-0x1.fffffep+127"] * 16,
+}
+
+
+def values_of(input: Any, dtype: torch.dtype) -> Tensor:
+    """The tensor that the "input" of a case describes."""
+    if isinstance(input, dict):
+        return ((torch.arange(input["count"]) + input["first"]) / input["divisor"]).to(dtype)
+    return torch.tensor([float.fromhex(text) for text in input], dtype=torch.float64).to(dtype)
+
+
+def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
+    x = values_of(input, getattr(torch, dtype)).view(1, -1)
+    payload = torch.empty(1, codec.payload_bytes(x.shape[1]), dtype=torch.uint8)
+    reference.encode(x, payload, codec)
+    decoded = torch.empty(x.shape)
+    reference.decode(payload, decoded, codec)
+    return {
+        "name": name,
+        "bits": codec.bits,
+        "group_size": codec.group_size,
+        "symmetric": codec.symmetric,
+        "dtype": dtype,
+        "input": input,
+        "payload": bytes(payload[0].tolist()).hex(),
+        "decoded_float32": bytes(decoded.view(torch.uint8)[0].tolist()).hex(),
+    }
+
+
+def main() -> None:
+    ramps = [
+        case(f"{ramp['count']} from {ramp['first']}", Codec(bits, group_size, symmetric), dtype, ramp)
+        for ramp, group_size, dtype in zip(RAMPS, (128, 32, 64), ("float32", "bfloat16", "float16"), strict=True)
+        for bits in range(2, 9)
+        for symmetric in (False, True)
+    ]
+    edges = [
+        case(name, Codec(bits, 32, symmetric), "float32", input)
+        for name, input in EDGES.items()
+        for bits, symmetric in ((8, False), (4, True), (3, False))
+    ]
+    for stem, cases in (("ramps", ramps), ("edges", edges)):
+        (FOLDER / f"{stem}.json").write_text(json.dumps(cases, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""What the user calls: which calls are quantized, what is counted, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import dispatch, groups, transport
+from flash_allreduce_plugin.wire import WIRE_VERSION
+from tests.codecs import gaussian, same_bits
+from tests.distributed import Ranks
+
+GetRanks = Callable[[int], Ranks]
+
+QUANTIZED = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096)
+EXACT_DTYPES = ("float64", "int64", "int32", "uint8", "bool", "complex64")
+
+
+def counts(call: Callable[[], Any]) -> dict[str, Any]:
+    fap.reset_stats()
+    call()
+    counted = fap.stats()
+    fap.reset_stats()
+    return counted
+
+
+def still_works() -> bool:
+    x = torch.full((20_000,), dist.get_rank() + 1.0)
+    fap.all_reduce(x, config=QUANTIZED)
+    world = dist.get_world_size()
+    return bool((x - world * (world + 1) / 2).abs().max() < 0.1)
+
+
+# ---- full precision ----
+
+
+def other_dtypes() -> list[tuple[str, bool, dict[str, int]]]:
+    """(name, equal to the plain collective, reasons) of each dtype and collective."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    outcomes = []
+    for name in EXACT_DTYPES:
+        dtype = getattr(torch, name)
+        x = (gaussian(world * 50, seed=rank) * 10).to(dtype)
+        plain, ours = x.clone(), x.clone()
+        dist.all_reduce(plain)
+        counted = counts(lambda ours=ours: fap.all_reduce(ours, config=QUANTIZED))
+        outcomes.append((name, same_bits(plain, ours), counted["full_precision"]))
+        plain, shard = x.new_empty(50), x.new_empty(50)
+        transport._reduce_scatter_single(plain, x)
+        counted = counts(lambda x=x, shard=shard: fap.reduce_scatter(shard, x, config=QUANTIZED))
+        outcomes.append((name, same_bits(shard, plain), counted["full_precision"]))
+        whole, parts = x.new_empty(world * world * 50), [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(parts, x)
+        counted = counts(lambda x=x, whole=whole: fap.all_gather(whole, x, config=QUANTIZED))
+        outcomes.append((name, same_bits(whole, torch.cat(parts)), counted["full_precision"]))
+    return outcomes
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_guarantee_5_other_dtypes_go_in_full_precision_and_are_counted(ranks: GetRanks, world_size: int) -> None:
+    for outcomes in ranks(world_size).run(other_dtypes):
+        for name, equal, reasons in outcomes:
+            assert equal, name
+            assert reasons == {f"dtype {name}": 1}
+
+
+def other_operators() -> list[tuple[str, bool, dict[str, int]]]:
+    outcomes = []
+    for name in ("MAX", "MIN", "PRODUCT"):
+        op = getattr(dist.ReduceOp, name)
+        plain = gaussian(300, seed=dist.get_rank())
+        ours = plain.clone()
+        dist.all_reduce(plain, op)
+        counted = counts(lambda ours=ours, op=op: fap.all_reduce(ours, op, config=QUANTIZED))
+        outcomes.append((name.lower(), same_bits(plain, ours), counted["full_precision"]))
+    return outcomes
+
+
+def test_guarantee_5_other_operators_go_in_full_precision_and_are_counted(ranks: GetRanks) -> None:
+    for outcomes in ranks(2).run(other_operators):
+        for name, equal, reasons in outcomes:
+            assert equal and reasons == {f"operator {name}": 1}
+
+
+def reasons() -> dict[str, dict[str, Any]]:
+    """Why each call went in full precision, counted at a site of its own."""
+    config, site = fap.FlashConfig, fap.Site
+    backward = site("backward", fap.Role.BACKWARD)
+
+    def call() -> None:
+        fap.all_reduce(torch.ones(99), config=config(), site=site("small"))
+        fap.all_reduce(torch.ones(0), config=QUANTIZED, site=site("empty"))
+        fap.all_reduce(torch.ones(99), config=config(enabled=False, min_bytes=0), site=site("off"))
+        fap.all_reduce(torch.ones(99), config=config(min_bytes=0), site=backward)
+        fap.all_reduce(torch.ones(99), config=QUANTIZED, site=site("quantized"))
+
+    return counts(call)["sites"]
+
+
+def test_every_reason_is_counted_at_its_site(ranks: GetRanks) -> None:
+    for sites in ranks(2).run(reasons):
+        assert sites["small"]["full_precision"] == {"message below min_bytes": 1}
+        assert sites["small"]["bytes_sent"] == sites["small"]["bytes_full_precision"] == 99 * 4
+        assert sites["empty"]["full_precision"] == {"empty message": 1}
+        assert sites["empty"]["bytes_sent"] == 0
+        assert sites["off"]["full_precision"] == {"disabled by configuration": 1}
+        assert sites["backward"]["full_precision"] == {"backward_bits is full": 1}
+        assert sites["quantized"]["quantized"] == 1 and not sites["quantized"]["full_precision"]
+        assert sites["quantized"]["bytes_sent"] == 2 * (4 + 64)
+
+
+def alone() -> tuple[bool, dict[str, int]]:
+    x = gaussian(1000)
+    y, shard, whole = x.clone(), torch.empty(1000), torch.empty(1000)
+
+    def call() -> None:
+        fap.all_reduce(y, config=QUANTIZED)
+        fap.reduce_scatter(shard, x, dist.ReduceOp.AVG, config=QUANTIZED)
+        fap.all_gather(whole, x, config=QUANTIZED)
+
+    counted = counts(call)
+    assert counted["bytes_sent"] == 0
+    return all(torch.equal(x, t) for t in (y, shard, whole)), counted["full_precision"]
+
+
+def test_one_rank_is_left_alone(ranks: GetRanks) -> None:
+    assert ranks(1).run(alone) == [(True, {"one-rank group": 3})]
+
+
+def leaf() -> bool:
+    x = torch.nn.Parameter(gaussian(5000, seed=dist.get_rank()))
+    expected = x.detach().clone()
+    fap.all_reduce(expected, config=QUANTIZED)
+    fap.all_reduce(x, config=QUANTIZED)
+    return same_bits(x.detach(), expected) and x.requires_grad and x.grad_fn is None
+
+
+def test_a_leaf_that_needs_its_gradient_is_reduced_like_any_tensor(ranks: GetRanks) -> None:
+    assert ranks(2).run(leaf) == [True, True]
+
+
+def measured(interval: int) -> list[dict[str, Any]]:
+    config = QUANTIZED.model_copy(update={"quality_interval": interval, "bits": 8})
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def call() -> None:
+        for i in range(5):
+            x, shard, whole = (
+                gaussian(world * 6000, seed=rank + 10 * i),
+                torch.empty(6000),
+                torch.empty(world * world * 6000),
+            )
+            fap.reduce_scatter(shard, x, config=config)
+            fap.all_gather(whole, x, config=config)
+            work = fap.all_reduce(x, dist.ReduceOp.AVG, config=config, async_op=True)
+            work.wait()
+
+    return [counts(call)["sites"][name] for name in ("all_reduce", "reduce_scatter", "all_gather")]
+
+
+def test_quality_interval_measures_the_error(ranks: GetRanks) -> None:
+    for interval in (1, 3):
+        for sites in ranks(2).run(measured, interval):
+            # One rounding gives 44.5 dB; two, each of the size of its own input, about 3 dB less at most.
+            assert [40 < site["sqnr_db"] < 48 for site in sites] == [True] * 3
+    for sites in ranks(2).run(measured, 0):
+        assert [site["sqnr_db"] for site in sites] == [None] * 3
+
+
+# ---- agreement ----
+
+
+def mismatch(changes: list[dict[str, Any]], environment: list[str]) -> tuple[str, bool]:
+    """Rank r has changes[r] and environment[r] in a new group; (message, tensor untouched)."""
+    rank = dist.get_rank()
+    group = dist.new_group()
+    config = fap.FlashConfig(**{"min_bytes": 0, **changes[rank]})
+    x = gaussian(5000, seed=rank)
+    before = x.clone()
+    os.environ["FLASH_ALLREDUCE_DISABLE"] = environment[rank]
+    try:
+        fap.all_reduce(x, group=group, config=config)
+        message = "no error"
+    except fap.MismatchError as error:
+        message = str(error)
+    finally:
+        del os.environ["FLASH_ALLREDUCE_DISABLE"]
+    untouched = torch.equal(x, before)
+    fap.all_reduce(x, group=group, config=QUANTIZED)  # the group itself has taken no harm
+    dist.destroy_process_group(group)
+    return message, untouched
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "sentence"),
+    [
+        ([{"bits": 8}, {"bits": 4}, {"bits": 8}], [""] * 3, "bits is 8 on ranks 0, 2; 4 on rank 1"),
+        ([{}, {}, {"group_size": 64}], [""] * 3, "group_size is 128 on ranks 0, 1; 64 on rank 2"),
+        ([{"enabled": False}, {}, {}], [""] * 3, "enabled is false on rank 0; true on ranks 1, 2"),
+        ([{}, {}, {}], ["", "1", ""], "FLASH_ALLREDUCE_DISABLE is false on ranks 0, 2; true on rank 1"),
+        (
+            [{"reduce_bits": 4, "chunk_bytes": 4096}, *[{"chunk_bytes": 8192}] * 2],
+            [""] * 3,
+            "chunk_bytes is 4096 on rank 0; 8192 on ranks 1, 2, and reduce_bits is 4 on rank 0; null on ranks 1, 2",
+        ),
+    ],
+    ids=["bits", "group_size", "enabled", "switched off on one rank", "two fields"],
+)
+def test_guarantee_7_ranks_that_disagree_get_mismatch_error_on_every_rank(
+    ranks: GetRanks, changes: list[dict[str, Any]], environment: list[str], sentence: str
+) -> None:
+    for message, untouched in ranks(3).run(mismatch, changes, environment):
+        assert sentence in message and message.endswith("Give every rank the same flags, file and environment.")
+        assert untouched
+
+
+def other_wire_version() -> str:
+    group = dist.new_group()
+    version = groups.WIRE_VERSION
+    groups.WIRE_VERSION = version + dist.get_rank()
+    try:
+        fap.all_reduce(torch.ones(100), group=group, config=QUANTIZED)
+    except fap.MismatchError as error:
+        return str(error)
+    finally:
+        groups.WIRE_VERSION = version
+        dist.destroy_process_group(group)
+    return "no error"
+
+
+def test_guarantee_7_two_versions_of_the_package_find_each_other_out(ranks: GetRanks) -> None:
+    for message in ranks(2).run(other_wire_version):
+        assert f"wire version is {WIRE_VERSION} on rank 0; {WIRE_VERSION + 1} on rank 1" in message
+
+
+def switched_off() -> tuple[bool, dict[str, int]]:
+    os.environ[dispatch.SWITCHED_OFF] = "1"
+    try:
+        x = gaussian(5000, seed=dist.get_rank())
+        plain = x.clone()
+        dist.all_reduce(plain)
+        counted = counts(lambda: fap.all_reduce(x, config=QUANTIZED))
+        return same_bits(x, plain), counted["full_precision"]
+    finally:
+        del os.environ[dispatch.SWITCHED_OFF]
+
+
+def test_switched_off_everywhere_all_goes_in_full_precision(ranks: GetRanks) -> None:
+    assert ranks(2).run(switched_off) == [(True, {"FLASH_ALLREDUCE_DISABLE": 1})] * 2
+
+
+def agreements() -> list[int]:
+    """Collectives of a first, a second and an unchecked first call, beside those of the call itself."""
+    group = dist.new_group()
+    gathers = 0
+    agree = groups._gather
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal gathers
+        gathers += 1
+        return agree(*arguments)
+
+    groups._gather = counting
+    counted = []
+    try:
+        for config in (QUANTIZED, QUANTIZED, QUANTIZED.model_copy(update={"bits": 8, "check_ranks": False})):
+            gathers = 0
+            fap.all_reduce(torch.ones(300), group=group, config=config)
+            counted.append(gathers)
+    finally:
+        groups._gather = agree
+        dist.destroy_process_group(group)
+    return counted
+
+
+def test_ranks_are_compared_once_a_configuration_and_not_without_check_ranks(ranks: GetRanks) -> None:
+    assert ranks(2).run(agreements) == [[1, 0, 0]] * 2
+
+
+def from_environment() -> tuple[int, dict[str, int]]:
+    os.environ.update(FLASH_ALLREDUCE_MIN_BYTES="0", FLASH_ALLREDUCE_BITS="4")
+    dispatch._default_config.cache_clear()
+    try:
+        counted = counts(lambda: fap.all_reduce(torch.ones(1280)))
+    finally:
+        del os.environ["FLASH_ALLREDUCE_MIN_BYTES"], os.environ["FLASH_ALLREDUCE_BITS"]
+        dispatch._default_config.cache_clear()
+    return counted["bytes_sent"], counted["full_precision"]
+
+
+def test_without_a_config_the_environment_gives_it(ranks: GetRanks) -> None:
+    assert ranks(2).run(from_environment) == [(2 * 5 * (4 + 64), {})] * 2
+
+
+# ---- bad input ----
+
+
+def bad_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
+    """Name -> (the call, the tensors that it must not touch)."""
+    world = dist.get_world_size()
+    x, y, z = torch.ones(60 * world), torch.ones(60), torch.ones(60 * world + 1)
+    half, wide = torch.ones(60, dtype=torch.float16), torch.ones(1).expand(600)
+    sparse = torch.ones(4, 4).to_sparse()
+    return {
+        "list": (lambda: fap.all_reduce([1.0, 2.0], config=QUANTIZED), []),
+        "sparse": (lambda: fap.all_reduce(sparse, config=QUANTIZED), []),
+        "config": (lambda: fap.all_reduce(x, config={"bits": 4}), [x]),
+        "meta": (lambda: fap.all_reduce(torch.ones(600, device="meta"), config=QUANTIZED), []),
+        "expanded": (lambda: fap.all_reduce(wide, config=QUANTIZED), [wide]),
+        "expanded output": (lambda: fap.all_gather(wide, torch.ones(600 // world), config=QUANTIZED), [wide]),
+        "indivisible": (lambda: fap.reduce_scatter(y, z, config=QUANTIZED), [y, z]),
+        "swapped": (lambda: fap.reduce_scatter(x, y, config=QUANTIZED), [x, y]),
+        "gather size": (lambda: fap.all_gather(z, y, config=QUANTIZED), [y, z]),
+        "dtypes": (lambda: fap.reduce_scatter(half, x, config=QUANTIZED), [half, x]),
+        "gather dtypes": (lambda: fap.all_gather(x, half, config=QUANTIZED), [half, x]),
+        "devices": (lambda: fap.reduce_scatter(torch.ones(60, device="meta"), x, config=QUANTIZED), [x]),
+    }
+
+
+SENTENCES = {
+    "list": "TypeError: tensor is list; expected a dense tensor.",
+    "sparse": "TypeError: tensor is torch.sparse_coo; expected a dense tensor.",
+    "config": "TypeError: config is dict; expected FlashConfig or None.",
+    "meta": "ValueError: the tensor is on meta, which the group's backend does not serve",
+    "expanded": "ValueError: tensor has strides (0,), several elements at one place in memory",
+    "expanded output": "ValueError: output has strides (0,), several elements at one place in memory",
+    "indivisible": "ValueError: input has {z} elements and output 60; expected output x {world} ranks",
+    "swapped": "ValueError: input has 60 elements and output {x}; expected output x {world} ranks = input.",
+    "gather size": "ValueError: output has {z} elements and input 60; expected input x {world} ranks",
+    "dtypes": "ValueError: output is torch.float16 on cpu and input torch.float32 on cpu; expected",
+    "gather dtypes": "ValueError: input is torch.float16 on cpu and output torch.float32 on cpu; expected",
+    "devices": "ValueError: output is torch.float32 on meta and input torch.float32 on cpu; expected",
+}
+
+
+def bad_input(name: str, on: list[int]) -> tuple[str, bool, bool, bool]:
+    """The error on the ranks `on`; tensors untouched, nothing counted, the group still works."""
+    message, untouched, counted = "", True, {"calls": 0}
+    if dist.get_rank() in on:
+        call, tensors = bad_calls()[name]
+        before = [t.clone() for t in tensors]
+        fap.reset_stats()
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            message = f"{type(error).__name__}: {error}"
+        counted = fap.stats()
+        untouched = all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    return message, untouched, counted["calls"] == 0, still_works()
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_bad_input_is_refused_before_anything_is_sent(ranks: GetRanks, world_size: int, name: str) -> None:
+    sentence = SENTENCES[name].format(world=world_size, x=60 * world_size, z=60 * world_size + 1)
+    if name == "swapped" and world_size == 1:
+        pytest.skip("one rank: nothing to swap")
+    # On one rank only: had anything been sent, the other rank's next collective would meet it.
+    for on in ([0], list(range(world_size))):
+        for rank, (message, *good) in enumerate(ranks(world_size).run(bad_input, name, on)):
+            assert message.startswith(sentence) if rank in on else message == ""
+            assert good == [True, True, True]
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialized; call init_process_group first"):
+        fap.all_reduce(torch.ones(3))

@@ -1,0 +1,136 @@
+"""The house stays livable: imports go one way, heavy ones stay in their rooms, and importing does nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flash_allreduce_plugin as fap
+
+ROOT = Path(fap.__file__).parent
+NAME = ROOT.name
+
+# From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
+# A folder is one module here.
+STOREYS: tuple[tuple[str, ...], ...] = (
+    ("wire", "errors"),
+    ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
+    ("codec", "transport", "work"),
+    ("collectives", "groups", "quality"),
+    ("dispatch",),
+    ("megatron",),
+    ("cli",),
+    ("__main__",),
+)
+STOREY = {module: number for number, modules in enumerate(STOREYS) for module in modules}
+
+# Package -> the rooms whose modules may import it when they are imported.
+HEAVY = {
+    "megatron": (),  # not even its own room: megatron-core is imported when it is patched
+    "deepspeed": (),
+    "matplotlib": (),  # slow to import: when a figure is drawn
+    "rich": ("cli",),
+    "typer": ("cli",),
+    "pydantic": ("config",),
+    "numpy": (),
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in ROOT.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def imports(path: Path, *, when_imported: bool) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what a file imports: all of it, or what happens when the file is imported.
+
+    Imports under `if TYPE_CHECKING:` never happen and are not imports.
+    """
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if when_imported and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(child, ast.If) and ast.unparse(child.test) in (
+                "TYPE_CHECKING",
+                "typing.TYPE_CHECKING",
+            ):
+                continue
+            yield child
+            yield from walk(child)
+
+    for node in walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative imports hide where a name comes from"
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def own_modules(path: Path) -> Iterator[tuple[int, str]]:
+    for line, name in imports(path, when_imported=False):
+        first, _, rest = name.partition(".")
+        if first == NAME:
+            yield line, rest.partition(".")[0]
+
+
+def test_every_module_has_its_storey() -> None:
+    """A new module needs a place in the table above."""
+    assert {room(path) for path in sources()} - {"__init__"} == set(STOREY)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    if path == ROOT / "__init__.py":
+        assert not list(own_modules(path)), "the package's own __init__ loads its names when they are used"
+        return
+    mine = room(path)
+    for line, other in own_modules(path):
+        if other == mine:
+            continue  # inside a folder
+        assert other in STOREY, f"{path.name}:{line} imports {other}, a name of __init__; import its module"
+        assert STOREY[other] < STOREY[mine], f"{path.name}:{line}: {mine} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_packages_are_imported_in_their_rooms_only(path: Path) -> None:
+    for line, name in imports(path, when_imported=True):
+        package = name.partition(".")[0].replace("pydantic_core", "pydantic")
+        assert room(path) in HEAVY.get(package, (room(path),)), f"{path.name}:{line} imports {name}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    script = f"import sys; {statement}; print(*sys.modules)"
+    return set(
+        subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+    )
+
+
+def test_importing_the_package_imports_next_to_nothing() -> None:
+    loaded = loaded_by("import flash_allreduce_plugin")
+    assert not loaded & {"torch", "pydantic", "numpy", *HEAVY}
+    assert {name for name in loaded if name.startswith(NAME)} == {NAME}
+
+
+def test_the_collectives_need_no_framework() -> None:
+    loaded = loaded_by("import flash_allreduce_plugin as fap; fap.all_reduce, fap.encode, fap.FlashConfig, fap.stats")
+    assert not loaded & {"megatron", "deepspeed", "matplotlib", "rich", "typer"}
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fap.__all__:
+        assert getattr(fap, name) is not None
+    assert set(dir(fap)) >= set(fap.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'all_to_all'"):
+        _ = fap.all_to_all  # type: ignore[attr-defined]
