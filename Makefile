@@ -4,6 +4,7 @@
 #   make test        the tests (a few minutes on two cores)
 #   make lint        ruff, mypy, clang-format
 #   make test-slow   what takes minutes or many GiB
+#   make check-versions   whether every seam fits every supported megatron-core (downloads the wheels, imports none)
 #   make bench       the tables of docs/benchmarks.md (the links need root)
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp)
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow lint format bench check-versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -43,6 +44,9 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate 1gbit
 	$(BIN)/python -m benchmarks.collectives --hosts 4 --rate 1gbit
 	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate loopback
+
+check-versions: $(VENV)/.installed
+	$(BIN)/python -m scripts.check_megatron_versions
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -42,12 +42,6 @@ _NOT_YET = {
     "hadamard": "rotate each group before it is quantized",
     "error_feedback": "add the error of one step to the gradients of the next",
     "hierarchical": "different widths inside a node and between nodes",
-    "sequence_parallel_gather_bits": "quantize the all-gathers of sequence parallelism",
-    "grad_bits": "quantize the data-parallel gradients of Megatron",
-    "quantize_embedding": "quantize the reduction of the embedding as well",
-    "include": "choose modules or parameters by name",
-    "exclude": "leave modules or parameters out by name",
-    "warmup_steps": "full precision for the first steps",
     "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
 }
 
@@ -133,6 +127,10 @@ class FlashConfig(BaseModel):
         "full", f'{_WIDTH} or "full"', "width for Megatron's data-parallel gradients"
     )
     quantize_embedding: bool = _field(False, _BOOL, "quantize the reduction of the embedding too")
+    expert_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the hidden states that Megatron moves between experts"
+    )
+    quantize_evaluation: bool = _field(True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)")
     include: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
     exclude: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
     warmup_steps: Count = _field(0, _COUNT, "full precision for so many first steps")
@@ -179,15 +177,18 @@ class FlashConfig(BaseModel):
         return cls._from_mapping(values)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> FlashConfig:
-        """From a JSON file that holds one object; every problem names the file."""
+    def from_file(cls, path: str | os.PathLike[str], base: FlashConfig | None = None) -> FlashConfig:
+        """From a JSON file that holds one object, on top of `base` (default: the default configuration).
+
+        Every problem names the file.
+        """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: expected one JSON object ({error}).") from error
-        return cls._from_mapping(values, source=f"{path}: ")
+        return cls._from_mapping(values, source=f"{path}: ", base=base)
 
     @classmethod
     def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
@@ -197,7 +198,7 @@ class FlashConfig(BaseModel):
         false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
         variable with the prefix that is neither a field nor a switch of the package is refused.
         """
-        values: dict[str, Any] = {} if base is None else base.to_dict()
+        texts = {}
         keys = {_variable(key): key for key in cls.model_fields}
         switches = [ENVIRONMENT_PREFIX + name for name in ENVIRONMENT_SWITCHES]
         unknown = []
@@ -208,14 +209,40 @@ class FlashConfig(BaseModel):
                 nearest = _nearest(variable.upper(), [*keys, *switches])
                 unknown.append(f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}.")
             elif text.strip():
-                key = keys[variable]
-                values[key] = _parse(text.strip(), cls.model_fields[key].default)
+                texts[keys[variable]] = text
+        return cls.from_texts(texts, spelled=_variable, base=base, problems=unknown)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Mapping[str, str],
+        spelled: Callable[[str], str] = str,
+        base: FlashConfig | None = None,
+        problems: Iterable[str] = (),
+    ) -> FlashConfig:
+        """From fields written as text, in the forms that `from_env` lists, on top of `base`.
+
+        spelled: how a problem names a field, for example as the flag its user typed.
+        problems: lines that were found before and are raised with the rest.
+        """
+        values: dict[str, Any] = {} if base is None else base.to_dict()
+        for key, text in texts.items():
+            values[key] = _parse(text.strip(), cls.model_fields[key].default)
         config = cls.__new__(cls)
-        config._fill(values, spelled=_variable, problems=unknown)
+        config._fill(values, spelled=spelled, problems=problems)
         return config
 
     @classmethod
-    def _from_mapping(cls, values: Any, source: str = "") -> FlashConfig:
+    def describe(cls, key: str) -> str:
+        """A field's meaning, values and default, in one line."""
+        field = cls.model_fields[key]
+        assert isinstance(field.json_schema_extra, dict)
+        default = "none" if field.default is None else json.dumps(field.default)
+        line = f"{field.description}; {field.json_schema_extra['expected']} (default: {default})"
+        return f"{line}; not available yet in this version" if key in _NOT_YET else line
+
+    @classmethod
+    def _from_mapping(cls, values: Any, source: str = "", base: FlashConfig | None = None) -> FlashConfig:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source}expected keys and values, got {_shown(values)}.")
         named = {key: value for key, value in values.items() if isinstance(key, str)}
@@ -225,6 +252,8 @@ class FlashConfig(BaseModel):
             if key not in named
         ]
         config = cls.__new__(cls)
+        if base is not None:
+            named = {**base.to_dict(), **named}
         config._fill(named, spelled=lambda key: source + key, problems=unnamed)
         return config
 

@@ -39,6 +39,7 @@ def all_reduce(
     async_op: bool = False,
     *,
     site: Site = _ALL_REDUCE,
+    step: int | None = None,
 ) -> Work | None:
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
@@ -49,6 +50,7 @@ def all_reduce(
         config: FlashConfig.from_env() if None. All ranks must have the same.
         async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
         site: what the counters call this place in the program.
+        step: finished training steps, for warmup_steps; None: no warm-up.
 
     Returns:
         A Work if async_op, else None.
@@ -60,7 +62,7 @@ def all_reduce(
     """
     _check_tensor(tensor, "tensor")
     _check_written(tensor, "tensor")
-    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site)
+    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step)
     return call.run(_all_reduce(call, tensor), async_op)
 
 
@@ -73,6 +75,7 @@ def reduce_scatter(
     async_op: bool = False,
     *,
     site: Site = _REDUCE_SCATTER,
+    step: int | None = None,
 ) -> Work | None:
     """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
 
@@ -83,7 +86,7 @@ def reduce_scatter(
     _check_tensor(output, "output")
     _check_written(output, "output")
     _check_tensor(input, "input")
-    call = _Call("reduce_scatter", input, input.numel(), op, group, config, site)
+    call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step)
     call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
     return call.run(_reduce_scatter(call, output, input), async_op)
 
@@ -96,6 +99,7 @@ def all_gather(
     async_op: bool = False,
     *,
     site: Site = _ALL_GATHER,
+    step: int | None = None,
 ) -> Work | None:
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
@@ -104,7 +108,7 @@ def all_gather(
     _check_tensor(output, "output")
     _check_written(output, "output")
     _check_tensor(input, "input")
-    call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site)
+    call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
     return call.run(_all_gather(call, output, input), async_op)
 
@@ -121,12 +125,14 @@ class _Call:
         group: dist.ProcessGroup | None,
         config: FlashConfig | None,
         site: Site,
+        step: int | None,
     ) -> None:
         self.collective = collective
         self.input = input
         self.numel = numel
         self.op = op
         self.site = site
+        self.step = step
         self.group = _group(group)
         self.state: GroupState = groups.state_of(self.group)
         self.world_size = self.state.world_size
@@ -178,6 +184,7 @@ class _Call:
                 op=_op_name(self.op),
                 site=self.site,
                 config=self.config,
+                step=self.step,
             )
         plain = self.numel * self.input.element_size() * (self.world_size - 1) // self.world_size
         if self.collective == "all_reduce":

@@ -8,16 +8,19 @@ patched.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from flash_allreduce_plugin.errors import PatchError
 
 _MARKER = "__flash_allreduce_seam__"
+# On a function whose own source carries the seam (see in_source): there is nothing to replace.
+_IN_SOURCE = "__flash_allreduce_in_source__"
 _MISSING = object()
 
 
@@ -27,8 +30,8 @@ class Seam:
 
     id: stable name, used in reports and counters.
     module, attribute: where the symbol is; attribute may be dotted ("Class.method").
-    signature: the parameter names it must have, in order; anything else means a version this seam was not
-    written for.
+    signature: the parameter names it must have, in order, or a tuple of such tuples where versions differ;
+    anything else means a version this seam was not written for.
     replacement: is given the original function, returns the new one.
     covers: one sentence for reports and documentation.
     """
@@ -36,13 +39,22 @@ class Seam:
     id: str
     module: str
     attribute: str
-    signature: tuple[str, ...]
+    signature: tuple[str, ...] | tuple[tuple[str, ...], ...]
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     covers: str
 
     @property
     def target(self) -> str:
         return f"{self.module}.{self.attribute}"
+
+    def wrong_parameters(self, found: tuple[str, ...]) -> str | None:
+        """What is wrong with a function whose parameters are named `found`, or None."""
+        several = self.signature and isinstance(self.signature[0], tuple)
+        accepted: tuple[Any, ...] = self.signature if several else (self.signature,)
+        if found in accepted:
+            return None
+        expected = " or ".join(f"({', '.join(names)})" for names in accepted)
+        return f"expected the parameters {expected}, found ({', '.join(found)})"
 
 
 @dataclass(slots=True)
@@ -157,16 +169,19 @@ class Patchset:
         raw = vars(owner).get(path[-1], _MISSING)
         if not isinstance(found, types.FunctionType):
             raise self._unsupported(seam, f"expected a Python function, found {_describe(found)}")
+        in_source = getattr(found, _IN_SOURCE, None) == seam.id
+        if in_source:
+            found = found.__wrapped__  # type: ignore[attr-defined]
         parameters = tuple(inspect.signature(found).parameters)
-        if parameters != seam.signature:
-            raise self._unsupported(
-                seam,
-                f"expected the parameters ({', '.join(seam.signature)}), found ({', '.join(parameters)})",
-            )
+        wrong = seam.wrong_parameters(parameters)
+        if wrong is not None:
+            raise self._unsupported(seam, wrong)
         try:
             replacement: Any = seam.replacement(found)
         except PatchError as error:
             raise self._unsupported(seam, str(error)) from error
+        if in_source:
+            return _Patch(seam, owner, path[-1], raw, raw)
         replacement.__wrapped__ = found
         setattr(replacement, _MARKER, seam.id)
         static = isinstance(inspect.getattr_static(owner, path[-1]), staticmethod)
@@ -176,6 +191,23 @@ class Patchset:
         return PatchError(
             f"{self.name}: cannot patch {seam.target}: {found}; nothing was changed. Supported: {self.supported}"
         )
+
+
+def in_source(seam_id: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any] | None]) -> Any:
+    """A decorator for sources that carry a seam themselves, so that nothing has to be replaced while they run.
+
+    replacement: asked at every call, with the decorated function; its answer is called, the function itself if None.
+    """
+
+    def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def function(*arguments: Any, **keywords: Any) -> Any:
+            return (replacement(original) or original)(*arguments, **keywords)
+
+        setattr(function, _IN_SOURCE, seam_id)
+        return function
+
+    return decorate
 
 
 def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., Any]:
@@ -199,7 +231,9 @@ def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., 
             raise PatchError(f"a decorator hides the body of {_describe(function)}")
         copy = rebound(inner, path, new)
         closure = tuple(types.CellType(copy) if _contents(cell) is inner else cell for cell in cells)
-        return _copy_function(function, function.__globals__, closure)
+        outer: Any = _copy_function(function, function.__globals__, closure)
+        outer.__wrapped__ = copy  # so that it can be rebound once more
+        return cast(types.FunctionType, outer)
     head, *rest = path.split(".")
     unused = [name for name in (head, *rest) if name not in function.__code__.co_names]
     if unused:

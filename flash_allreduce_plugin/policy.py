@@ -6,15 +6,18 @@ fixed order and the first that applies gives the reason, so that a counter's key
 1. enabled is false                         4. the operator is neither sum nor avg (all_gather has none)
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
-7. the role is kept in full precision: backward_bits, sequence_parallel_gather_bits or grad_bits is "full",
-   or the embedding is not to be quantized
-8. the step is one of the first warmup_steps
+7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding is
+   not to be quantized
+8. the module's name is not in include, or is in exclude
+9. the step is one of the first warmup_steps
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -35,6 +38,9 @@ BACKWARD_FULL = "backward_bits is full"
 GATHER_FULL = "sequence_parallel_gather_bits is full"
 GRADIENT_FULL = "grad_bits is full"
 EMBEDDING = "embedding"
+EXPERT_FULL = "expert_bits is full"
+NOT_INCLUDED = "not in include"
+EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,16 +53,27 @@ class Role(str, Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
     SEQUENCE_PARALLEL_GATHER = "sequence_parallel_gather"
+    SEQUENCE_PARALLEL_GRADIENT = "sequence_parallel_gradient"  # an all-gather too, of a gradient
     GRADIENT = "gradient"
     EMBEDDING = "embedding"
+    EXPERT = "expert"
+    EXPERT_GRADIENT = "expert_gradient"
+
+
+# Gradients of the backward pass with a width of their own: quantized only if backward_bits is not "full" either.
+_GRADIENTS = (Role.SEQUENCE_PARALLEL_GRADIENT, Role.EXPERT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where in a program a collective is called from: a stable name for the counters, and the role."""
+    """Where in a program a collective is called from: a stable name for the counters, and the role.
+
+    module: the qualified name that include and exclude are compared with; None: they do not apply.
+    """
 
     name: str
     role: Role = Role.ANY
+    module: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,11 @@ def make_plan(
     bits = _bits(site.role, config)
     if isinstance(bits, FullPrecision):
         return bits
+    if site.module is not None:
+        if config.include and not matches(site.module, config.include):
+            return FullPrecision(NOT_INCLUDED)
+        if matches(site.module, config.exclude):
+            return FullPrecision(EXCLUDED)
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
     return Plan(
@@ -122,16 +144,23 @@ def make_plan(
     )
 
 
+def matches(module: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the fnmatch patterns names the module or one that it is part of."""
+    return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
+
+
 def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
     """The width that a role is quantized to, or why it is not."""
-    if role is Role.EMBEDDING:
-        return config.bits if config.quantize_embedding else FullPrecision(EMBEDDING)
-    if role is Role.BACKWARD:
-        bits, reason = config.backward_bits, BACKWARD_FULL
-    elif role is Role.SEQUENCE_PARALLEL_GATHER:
-        bits, reason = config.sequence_parallel_gather_bits, GATHER_FULL
-    elif role is Role.GRADIENT:
-        bits, reason = config.grad_bits, GRADIENT_FULL
-    else:
-        return config.bits
+    if role is Role.EMBEDDING and not config.quantize_embedding:
+        return FullPrecision(EMBEDDING)
+    if role in _GRADIENTS and config.backward_bits == "full":
+        return FullPrecision(BACKWARD_FULL)
+    bits, reason = {
+        Role.BACKWARD: (config.backward_bits, BACKWARD_FULL),
+        Role.SEQUENCE_PARALLEL_GATHER: (config.sequence_parallel_gather_bits, GATHER_FULL),
+        Role.SEQUENCE_PARALLEL_GRADIENT: (config.sequence_parallel_gather_bits, GATHER_FULL),
+        Role.GRADIENT: (config.grad_bits, GRADIENT_FULL),
+        Role.EXPERT: (config.expert_bits, EXPERT_FULL),
+        Role.EXPERT_GRADIENT: (config.expert_bits, EXPERT_FULL),
+    }.get(role, (config.bits, ""))
     return FullPrecision(reason) if bits == "full" else bits

@@ -18,7 +18,7 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("wire", "errors"),
+    ("wire", "errors", "autoload"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
     ("codec", "transport", "work"),
     ("collectives", "groups", "quality"),

@@ -11,7 +11,7 @@ import types
 import pytest
 
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+from flash_allreduce_plugin.patching import Patchset, Seam, in_source, rebound
 
 SOURCE = """
 import functools
@@ -270,3 +270,30 @@ def test_rebound_refuses_a_decorator_that_keeps_the_function_elsewhere(library):
 
     with pytest.raises(PatchError, match="a decorator hides the body"):
         rebound(wrapper, "helper", lambda x: "mine")
+
+
+def test_several_signatures_serve_several_versions(library):
+    Patchset("test", [seam("plain", (("a",), ("a", "b")))]).verify()
+    with pytest.raises(PatchError, match=r"expected the parameters \(a\) or \(x\), found \(a, b\)"):
+        Patchset("test", [seam("plain", (("a",), ("x",)))]).verify()
+
+
+def test_a_seam_that_the_source_carries_is_checked_and_not_replaced(library):
+    switched_on = False
+
+    def chosen(original):
+        return PLAIN.replacement(original) if switched_on else None
+
+    original = library.plain
+    library.plain = marked = in_source("plain", chosen)(original)
+    patches = Patchset("test", [PLAIN, METHOD])
+    patches.apply()
+    assert library.plain is marked
+    assert patches.report()["plain"]["in_place"]
+    assert library.plain(1, 2) == original(1, 2)
+    switched_on = True
+    assert library.plain(1, 2) == ("new", original(1, 2))
+    patches.restore()
+    assert library.plain is marked
+    with pytest.raises(PatchError, match="expected the parameters"):
+        Patchset("test", [seam("plain", ("a",))]).apply()

@@ -51,6 +51,8 @@ OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("empty message", {"numel": 0}, {}),
     ("message below min_bytes", {}, {"min_bytes": 1 << 30}),
     ("backward_bits is full", {"site": Site("test", Role.BACKWARD)}, {"backward_bits": "full"}),
+    ("not in include", {"site": Site("test", Role.BACKWARD, "b")}, {"include": ["a"], "backward_bits": 8}),
+    ("in exclude", {"site": Site("test", Role.BACKWARD, "a.b")}, {"exclude": ["a"], "backward_bits": 8}),
     ("warm-up", {"step": 2}, {"warmup_steps": 3}),
 ]
 
@@ -63,8 +65,8 @@ def test_the_first_obstacle_gives_the_reason(first: int) -> None:
     all_calls: dict[str, Any] = {}
     all_configs: dict[str, Any] = {}
     for _, call, config in OBSTACLES[first:]:
-        all_calls |= call
-        all_configs |= config
+        all_calls = call | all_calls
+        all_configs = config | all_configs
     assert plan(**all_calls, config=FlashConfig(**all_configs)) == FullPrecision(reason)
 
 
@@ -103,7 +105,10 @@ ROLES = [
     (Role.FORWARD, "bits", None),
     (Role.BACKWARD, "backward_bits", policy.BACKWARD_FULL),
     (Role.SEQUENCE_PARALLEL_GATHER, "sequence_parallel_gather_bits", policy.GATHER_FULL),
+    (Role.SEQUENCE_PARALLEL_GRADIENT, "sequence_parallel_gather_bits", policy.GATHER_FULL),
     (Role.GRADIENT, "grad_bits", policy.GRADIENT_FULL),
+    (Role.EXPERT, "expert_bits", policy.EXPERT_FULL),
+    (Role.EXPERT_GRADIENT, "expert_bits", policy.EXPERT_FULL),
 ]
 
 
@@ -116,6 +121,7 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         "backward_bits": 8,
         "sequence_parallel_gather_bits": 8,
         "grad_bits": 8,
+        "expert_bits": 8,
         key: 5,
     }
     planned = plan(site=site, config=FlashConfig(**widths))
@@ -141,12 +147,41 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
         "backward_bits": 6,
         "sequence_parallel_gather_bits": 6,
         "grad_bits": 6,
+        "expert_bits": 6,
     }
     site = Site("test", role)
     for key, expected in [("reduce_bits", (4, 6)), ("gather_bits", (6, 4))]:
         planned = plan(site=site, config=FlashConfig.from_dict({**widths, key: 4}))
         assert isinstance(planned, Plan)
         assert (planned.reduce.bits, planned.gather.bits) == expected
+
+
+@pytest.mark.parametrize("role", [Role.SEQUENCE_PARALLEL_GRADIENT, Role.EXPERT_GRADIENT])
+def test_gathered_and_exchanged_gradients_need_backward_bits_as_well(role: Role) -> None:
+    config = FlashConfig(backward_bits="full", sequence_parallel_gather_bits=8, expert_bits=8)
+    assert plan(site=Site("test", role), config=config) == FullPrecision(policy.BACKWARD_FULL)
+
+
+@pytest.mark.parametrize(
+    ("module", "include", "exclude", "reason"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1", ["decoder.layers.0"], [], None),
+        ("decoder.layers.0.mlp.linear_fc1", ["decoder.layers.0.*"], [], None),
+        ("decoder.layers.0.mlp.linear_fc1", ["*.linear_fc1"], [], None),
+        ("decoder.layers.10.mlp.linear_fc1", ["decoder.layers.1"], [], policy.NOT_INCLUDED),
+        ("decoder.layers.0.mlp.linear_fc1", ["Decoder*"], [], policy.NOT_INCLUDED),
+        ("decoder.layers.0.mlp.linear_fc1", [], ["*.mlp"], policy.EXCLUDED),
+        ("decoder.layers.0.mlp.linear_fc1", ["decoder"], ["*.mlp.*"], policy.EXCLUDED),
+        ("decoder.layers.0.mlp.linear_fc1", [], ["output_layer"], None),
+        ("", ["decoder"], [], policy.NOT_INCLUDED),
+        ("", ["*"], [], None),
+        (None, ["decoder"], ["*"], None),
+    ],
+)
+def test_names(module: str | None, include: list[str], exclude: list[str], reason: str | None) -> None:
+    config = FlashConfig(include=include, exclude=exclude)
+    expected = plan() if reason is None else FullPrecision(reason)
+    assert plan(site=Site("test", Role.FORWARD, module), config=config) == expected
 
 
 @pytest.mark.usefixtures("all_fields")

@@ -12,17 +12,9 @@ from typing import Any
 
 import torch
 
-from flash_allreduce_plugin.megatron.tensor_parallel import (
-    EMBEDDING,
-    LAYERS,
-    MAPPINGS,
-    mark_embedding,
-    site_of,
-)
+from flash_allreduce_plugin.megatron import modules
+from flash_allreduce_plugin.megatron.tensor_parallel import LAYERS, MAPPINGS, mark_embedding
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
-from flash_allreduce_plugin.policy import Role, Site
-
-_SITE = Site("demo.noise", Role.FORWARD)
 
 
 def noise_patchset(level: float, seed: int) -> Patchset:
@@ -36,7 +28,7 @@ def noise_patchset(level: float, seed: int) -> Patchset:
     def noisy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def reduce(input_: torch.Tensor, group: Any, *arguments: Any) -> torch.Tensor:
             output = original(input_, group, *arguments)
-            if site_of(_SITE) is EMBEDDING:
+            if modules.current().embedding:
                 return output
             size = level * output.float().square().mean().sqrt()
             return output + (size * torch.randn(output.shape, generator=generator)).to(output.dtype)

@@ -16,8 +16,11 @@ from typing import Any
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
-from flash_allreduce_plugin.patching import Patchset
+from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, modules, sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron.modules import full_precision as full_precision
+from flash_allreduce_plugin.megatron.modules import set_step as set_step
+from flash_allreduce_plugin.megatron.modules import step as step
+from flash_allreduce_plugin.patching import Patchset, Seam
 
 _config: FlashConfig | None = None
 
@@ -52,6 +55,7 @@ def enable(config: FlashConfig | None = None) -> None:
         )
     config = FlashConfig.from_env() if config is None else config
     _patchset().apply()
+    modules.start(config)
     _config = config
 
 
@@ -62,17 +66,30 @@ def disable() -> None:
     """
     global _config
     _patchset().restore()
+    modules.stop()
     _config = None
+
+
+def is_enabled() -> bool:
+    return _config is not None
 
 
 def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
     sites = telemetry.stats()["sites"]
     entries = Report()
+    helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     for seam, entry in _patchset().report().items():
+        if seam in helpers:
+            continue
         counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
     return entries
+
+
+def seams() -> tuple[Seam, ...]:
+    """Every place in Megatron that `enable` replaces; reads nothing of Megatron."""
+    return _patchset().seams
 
 
 @functools.cache
@@ -82,7 +99,13 @@ def _patchset() -> Patchset:
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         installed = "of unknown version"
     seams = tensor_parallel.seams(_current_config) + sequence_parallel.seams(_current_config)
+    seams += data_parallel.seams(_current_config)
+    seams += expert_parallel.seams() + _helpers()
     return Patchset("megatron", seams, f"megatron-core 0.13 to 0.19 (installed: {installed})")
+
+
+def _helpers() -> list[Seam]:
+    return tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(_current_config)
 
 
 def _current_config() -> FlashConfig:

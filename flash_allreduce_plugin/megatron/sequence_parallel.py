@@ -1,7 +1,9 @@
-"""Sequence-parallel reduce-scatters of megatron-core: row-parallel output forward, input gradients backward.
+"""Sequence-parallel collectives of megatron-core: reduce-scatters and all-gathers along the first dimension.
 
-With sequence parallelism Megatron splits each all-reduce in two: a reduce-scatter here, an all-gather
-elsewhere. The all-gathers are left alone.
+With sequence parallelism Megatron splits each all-reduce in two: a reduce-scatter after a row-parallel layer, an
+all-gather before a column-parallel one, and the other way round for the gradients. A column-parallel layer keeps
+its part of the input and gathers it again in the backward for the weight's gradient: the same codec on the same
+input in the same scope, hence the same bits as in the forward.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.megatron import expert_parallel, modules
+from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import (
     LAYERS,
     MAPPINGS,
-    OTHER_GROUP,
     CurrentConfig,
     Function,
-    is_tensor_parallel,
+    left_alone,
     record_original,
     site_of,
 )
@@ -28,10 +31,28 @@ from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
 SPLIT_SIZES = "uneven split sizes"
 
 G_FORWARD = Site("megatron.sequence_parallel.g.forward", Role.FORWARD)
+G_BACKWARD = Site("megatron.sequence_parallel.g.backward", Role.SEQUENCE_PARALLEL_GRADIENT)
+F_FORWARD = Site("megatron.sequence_parallel.f.forward", Role.SEQUENCE_PARALLEL_GATHER)
 F_BACKWARD = Site("megatron.sequence_parallel.f.backward", Role.BACKWARD)
+SCATTER_BACKWARD = Site("megatron.sequence_parallel.scatter.backward", Role.SEQUENCE_PARALLEL_GRADIENT)
+LINEAR_GATHER = Site("megatron.sequence_parallel.linear.gather", Role.SEQUENCE_PARALLEL_GATHER)
+LINEAR_REGATHER = Site("megatron.sequence_parallel.linear.regather", Role.SEQUENCE_PARALLEL_GATHER)
 LINEAR_DGRAD = Site("megatron.sequence_parallel.linear.dgrad", Role.BACKWARD)
 
+_GATHER = "_gather_along_first_dim"
 _REDUCE_SCATTER = "_reduce_scatter_along_first_dim"
+_LINEAR_FORWARD = (
+    "ctx",
+    "input",
+    "weight",
+    "bias",
+    "gradient_accumulation_fusion",
+    "allreduce_dgrad",
+    "sequence_parallel",
+    "grad_output_buffer",
+    "wgrad_deferral_limit",
+    "tp_group",
+)
 
 
 def seams(config: CurrentConfig) -> list[Seam]:
@@ -42,29 +63,90 @@ def seams(config: CurrentConfig) -> list[Seam]:
             MAPPINGS,
             "_ReduceScatterToSequenceParallelRegion.forward",
             ("ctx", "input_", "group", "input_split_sizes", "use_global_buffer"),
-            lambda original: rebound(original, _REDUCE_SCATTER, _along_first_dim(G_FORWARD, config)),
+            lambda original: remembers(rebound(original, _REDUCE_SCATTER, _reduce_scatter(G_FORWARD, config))),
             "reduce-scatter of a row-parallel layer's output, forward",
+        ),
+        Seam(
+            G_BACKWARD.name,
+            MAPPINGS,
+            "_ReduceScatterToSequenceParallelRegion.backward",
+            ("ctx", "grad_output"),
+            lambda original: recalls(rebound(original, _GATHER, _gather(G_BACKWARD, config))),
+            "all-gather of the gradient of a row-parallel layer's output, backward",
+        ),
+        Seam(
+            F_FORWARD.name,
+            MAPPINGS,
+            "_GatherFromSequenceParallelRegion.forward",
+            (
+                "ctx",
+                "input_",
+                "group",
+                "tensor_parallel_output_grad",
+                "output_split_sizes",
+                "use_global_buffer",
+            ),
+            lambda original: remembers(rebound(original, _GATHER, _gather(F_FORWARD, config))),
+            "all-gather at an explicit gather (frozen weights, latent attention, custom code), forward",
         ),
         Seam(
             F_BACKWARD.name,
             MAPPINGS,
             "_GatherFromSequenceParallelRegion.backward",
             ("ctx", "grad_output"),
-            lambda original: rebound(original, _REDUCE_SCATTER, _along_first_dim(F_BACKWARD, config)),
+            lambda original: recalls(rebound(original, _REDUCE_SCATTER, _reduce_scatter(F_BACKWARD, config))),
             "reduce-scatter of the gradient at an explicit gather (frozen weights, custom code), backward",
+        ),
+        Seam(
+            SCATTER_BACKWARD.name,
+            MAPPINGS,
+            "_ScatterToSequenceParallelRegion.backward",
+            ("ctx", "grad_output"),
+            lambda original: recalls(rebound(original, _GATHER, _gather(SCATTER_BACKWARD, config))),
+            "all-gather of the gradient at an explicit scatter (position embeddings, custom code), backward",
+        ),
+        Seam(
+            LINEAR_GATHER.name,
+            LAYERS,
+            "LinearWithGradAccumulationAndAsyncCommunication.forward",
+            (_LINEAR_FORWARD, (*_LINEAR_FORWARD, "gtp_remat_size")),  # the last one from 0.19 on
+            lambda original: remembers(rebound(original, "dist_all_gather_func", _all_gather(LINEAR_GATHER, config))),
+            "all-gather of a column-parallel layer's input, forward",
+        ),
+        Seam(
+            LINEAR_REGATHER.name,
+            LAYERS,
+            "dist_all_gather_func",  # layers.py uses this name of its own in the two functions of that layer only
+            ("output_tensor", "input_tensor", "group", "async_op"),
+            lambda original: _all_gather(LINEAR_REGATHER, config),
+            "asynchronous all-gather of a column-parallel layer's input for the weight's gradient, backward",
         ),
         Seam(
             LINEAR_DGRAD.name,
             LAYERS,
             "dist_reduce_scatter_func",  # layers.py uses this name of its own for the input gradient only
             ("output", "input", "op", "group", "async_op"),
-            lambda original: _reduce_scatter(LINEAR_DGRAD, config, original),
+            lambda original: _linear_reduce_scatter(LINEAR_DGRAD, config, original),
             "asynchronous reduce-scatter of a column-parallel layer's input gradient, backward",
         ),
     ]
 
 
-def _along_first_dim(site: Site, config: CurrentConfig) -> Function:
+def helpers() -> list[Seam]:
+    """Seams that move nothing: they keep the scope of a forward call for its backward."""
+    return [
+        Seam(
+            "megatron.sequence_parallel.scatter.forward",
+            MAPPINGS,
+            "_ScatterToSequenceParallelRegion.forward",
+            ("ctx", "input_", "group"),
+            remembers,
+            "remembers the module for the backward",
+        ),
+    ]
+
+
+def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
     """What stands in for `mappings._reduce_scatter_along_first_dim`: [s, ...] -> [s / ranks, ...]."""
 
     def reduce_scatter(
@@ -73,11 +155,19 @@ def _along_first_dim(site: Site, config: CurrentConfig) -> Function:
         input_split_sizes: list[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
-        from megatron.core.parallel_state import get_global_memory_buffer
         from megatron.core.tensor_parallel import mappings
 
-        here = site_of(site)
-        reason = _left_alone(group, input_split_sizes)
+        scope = modules.current()
+        if scope.hidden_states is not None:
+            codec = expert_parallel.plan("reduce_scatter", input_, group, config, scope)
+            if codec is None:
+                return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
+            rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
+            output = _buffer(input_, rows[group.rank()], use_global_buffer)
+            expert_parallel.reduce_scatter(output, input_, rows, group, codec, scope)
+            return output
+        here = site_of(site, scope)
+        reason = _left_alone(group, input_split_sizes, scope)
         if reason is not None:
             record_original(here, reason, input_, group, all_reduce=False)
             return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
@@ -86,18 +176,68 @@ def _along_first_dim(site: Site, config: CurrentConfig) -> Function:
             raise ValueError(
                 f"{here.name}: the first dimension, {input_.shape[0]}, is no multiple of {world_size} ranks"
             )
-        shape = [input_.shape[0] // world_size, *input_.shape[1:]]
-        if use_global_buffer:
-            output = get_global_memory_buffer().get_tensor(shape, input_.dtype, "mpu")
-        else:
-            output = torch.empty(shape, dtype=input_.dtype, device=input_.device)
-        dispatch.reduce_scatter(output, input_.contiguous(), group=group, config=config(), site=here)
+        output = _buffer(input_, input_.shape[0] // world_size, use_global_buffer)
+        dispatch.reduce_scatter(output, input_.contiguous(), group=group, config=config(), site=here, step=scope.step)
         return output
 
     return reduce_scatter
 
 
-def _reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Function:
+def _gather(site: Site, config: CurrentConfig) -> Function:
+    """What stands in for `mappings._gather_along_first_dim`: [s, ...] -> [s * ranks, ...]."""
+
+    def gather(
+        input_: torch.Tensor,
+        group: dist.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        from megatron.core.tensor_parallel import mappings
+
+        scope = modules.current()
+        if scope.hidden_states is not None:
+            codec = expert_parallel.plan("all_gather", input_, group, config, scope)
+            if codec is None:
+                return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+            rows = output_split_sizes or [input_.shape[0]] * group.size()
+            output = _buffer(input_, sum(rows), use_global_buffer)
+            expert_parallel.gather(output, input_, rows, group, codec, scope)
+            return output
+        here = _gather_site_of(site, scope, config)
+        reason = _left_alone(group, output_split_sizes, scope)
+        if reason is not None:
+            record_original(here, reason, input_, group, all_reduce=False, whole=group.size())
+            return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+        output = _buffer(input_, input_.shape[0] * group.size(), use_global_buffer)
+        dispatch.all_gather(output, input_.contiguous(), group=group, config=config(), site=here, step=scope.step)
+        return output
+
+    return gather
+
+
+def _all_gather(site: Site, config: CurrentConfig) -> Function:
+    """What stands in for the all-gather of a column-parallel layer's input."""
+
+    def all_gather(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        scope = modules.current()
+        here = site_of(site, scope)
+        reason = left_alone(group, scope)
+        if reason is not None:
+            record_original(here, reason, output_tensor, group, all_reduce=False)
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return dispatch.all_gather(
+            output_tensor, input_tensor, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+        )
+
+    return all_gather
+
+
+def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Function:
     """What stands in for the reduce-scatter that layers.py starts for an input gradient."""
 
     def reduce_scatter(
@@ -107,18 +247,41 @@ def _reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Fu
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        if not is_tensor_parallel(group):
-            record_original(site, OTHER_GROUP, input, group, all_reduce=False)
+        scope = modules.current()
+        here = site_of(site, scope)
+        reason = left_alone(group, scope)
+        if reason is not None:
+            record_original(here, reason, input, group, all_reduce=False)
             return original(output, input, op=op, group=group, async_op=async_op)
-        return dispatch.reduce_scatter(output, input, op=op, group=group, config=config(), async_op=async_op, site=site)
+        return dispatch.reduce_scatter(
+            output, input, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+        )
 
     return reduce_scatter
 
 
-def _left_alone(group: dist.ProcessGroup, split_sizes: list[int] | None) -> str | None:
+def _gather_site_of(site: Site, scope: Scope, config: CurrentConfig) -> Site:
+    """The site of an all-gather with its module. The one behind the embedding's reduce-scatter stays in full
+    precision with it.
+    """
+    if scope.embedding and not config().quantize_embedding:
+        return Site(site.name, Role.EMBEDDING, scope.module)
+    return site_of(site, scope)
+
+
+def _left_alone(group: dist.ProcessGroup, split_sizes: list[int] | None, scope: Scope) -> str | None:
     """Why Megatron's own function serves a call, or None if this plugin does."""
-    if not is_tensor_parallel(group):
-        return OTHER_GROUP
-    if group.size() == 1:  # Megatron hands the input itself back
+    reason = left_alone(group, scope)
+    if reason is None and group.size() == 1:  # Megatron hands the input itself back
         return ONE_RANK
-    return SPLIT_SIZES if split_sizes is not None else None
+    return SPLIT_SIZES if reason is None and split_sizes is not None else reason
+
+
+def _buffer(like: torch.Tensor, first: int, use_global_buffer: bool) -> torch.Tensor:
+    """Room for a result [first, ...], where Megatron would put it."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    shape = [first, *like.shape[1:]]
+    if use_global_buffer:
+        return get_global_memory_buffer().get_tensor(shape, like.dtype, "mpu")
+    return torch.empty(shape, dtype=like.dtype, device=like.device)

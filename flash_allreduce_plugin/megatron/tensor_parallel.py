@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, telemetry
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.megatron import modules
+from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 
@@ -37,8 +38,6 @@ G_FORWARD = Site("megatron.g.forward", Role.FORWARD)
 F_BACKWARD = Site("megatron.f.backward", Role.BACKWARD)
 LINEAR_DGRAD = Site("megatron.linear.dgrad", Role.BACKWARD)
 FROZEN_LINEAR_DGRAD = Site("megatron.frozen_linear.dgrad", Role.BACKWARD)
-
-_in_embedding: ContextVar[bool] = ContextVar("flash_allreduce_in_embedding", default=False)
 
 
 def seams(config: CurrentConfig) -> list[Seam]:
@@ -57,7 +56,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
             MAPPINGS,
             "_CopyToModelParallelRegion.backward",
             ("ctx", "grad_output"),
-            lambda original: rebound(original, "_reduce", _reduce(F_BACKWARD, config)),
+            lambda original: recalls(rebound(original, "_reduce", _reduce(F_BACKWARD, config))),
             "all-reduce of the gradient at an explicit f (MoE shared experts, custom code), backward",
         ),
         Seam(
@@ -65,7 +64,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
             LAYERS,
             "LinearWithGradAccumulationAndAsyncCommunication.backward",
             ("ctx", "grad_output"),
-            lambda original: rebound(original, _ALL_REDUCE, _all_reduce(LINEAR_DGRAD, config)),
+            lambda original: recalls(rebound(original, _ALL_REDUCE, _all_reduce(LINEAR_DGRAD, config))),
             "asynchronous all-reduce of a column-parallel layer's input gradient, backward",
         ),
         Seam(
@@ -73,7 +72,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
             LAYERS,
             "LinearWithFrozenWeight.backward",
             ("ctx", "grad_output"),
-            lambda original: rebound(original, _ALL_REDUCE, _all_reduce(FROZEN_LINEAR_DGRAD, config)),
+            lambda original: recalls(rebound(original, _ALL_REDUCE, _all_reduce(FROZEN_LINEAR_DGRAD, config))),
             "all-reduce of the input gradient of a column-parallel layer with a frozen weight, backward",
         ),
         Seam(
@@ -82,7 +81,29 @@ def seams(config: CurrentConfig) -> list[Seam]:
             "VocabParallelEmbedding.forward",
             ("self", "input_"),
             mark_embedding,
-            "marks the embedding's own reduction, which stays in full precision, forward",
+            "reduction of the embedding's output, forward",
+        ),
+    ]
+
+
+def helpers() -> list[Seam]:
+    """Seams that reduce nothing: they keep the scope of a forward call for its backward."""
+    return [
+        Seam(
+            "megatron.f.forward",
+            MAPPINGS,
+            "_CopyToModelParallelRegion.forward",
+            ("ctx", "input_", "group"),
+            remembers,
+            "remembers the module for the backward",
+        ),
+        Seam(
+            "megatron.frozen_linear.forward",
+            LAYERS,
+            "LinearWithFrozenWeight.forward",
+            ("ctx", "input", "weight", "bias", "allreduce_dgrad", "tp_group"),
+            remembers,
+            "remembers the module for the backward",
         ),
     ]
 
@@ -96,14 +117,16 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
     """
 
     def reduce(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        here = site_of(site)
+        scope = modules.current()
+        here = site_of(site, scope)
         tensor = input_.contiguous()
-        if not is_tensor_parallel(group):
+        reason = left_alone(group, scope)
+        if reason is not None:
             from megatron.core.tensor_parallel import mappings
 
-            record_original(here, OTHER_GROUP, tensor, group, all_reduce=True)
+            record_original(here, reason, tensor, group, all_reduce=True)
             return mappings._reduce(tensor, group)
-        dispatch.all_reduce(tensor, group=group, config=config(), site=here)
+        dispatch.all_reduce(tensor, group=group, config=config(), site=here, step=scope.step)
         return tensor
 
     return reduce
@@ -118,10 +141,15 @@ def _all_reduce(site: Site, config: CurrentConfig) -> Function:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        if not is_tensor_parallel(group):
-            record_original(site, OTHER_GROUP, tensor, group, all_reduce=True)
+        scope = modules.current()
+        here = site_of(site, scope)
+        reason = left_alone(group, scope)
+        if reason is not None:
+            record_original(here, reason, tensor, group, all_reduce=True)
             return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-        return dispatch.all_reduce(tensor, op=op, group=group, config=config(), async_op=async_op, site=site)
+        return dispatch.all_reduce(
+            tensor, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+        )
 
     return all_reduce
 
@@ -131,20 +159,24 @@ def mark_embedding(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> torch.Tensor:
-        token = _in_embedding.set(True)
-        try:
+        with modules.inside_embedding():
             return original(self, input_)
-        finally:
-            _in_embedding.reset(token)
 
     return forward
 
 
-def site_of(site: Site) -> Site:
-    """The site a forward reduction belongs to: the embedding reaches the same functions as the row-parallel
-    layers.
+def site_of(site: Site, scope: Scope) -> Site:
+    """The site with its module. A forward reduction may be the embedding's: it reaches the same functions as the
+    row-parallel layers.
     """
-    return EMBEDDING if _in_embedding.get() else site
+    if scope.embedding and site.role is Role.FORWARD:
+        site = EMBEDDING
+    return site if scope.module is None else Site(site.name, site.role, scope.module)
+
+
+def left_alone(group: dist.ProcessGroup | None, scope: Scope) -> str | None:
+    """Why Megatron's own function serves a call, or None if this plugin does."""
+    return scope.full_precision if is_tensor_parallel(group) else OTHER_GROUP
 
 
 def is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
@@ -155,9 +187,17 @@ def is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
 
 
 def record_original(
-    site: Site, reason: str, tensor: torch.Tensor, group: dist.ProcessGroup | None, *, all_reduce: bool
+    site: Site,
+    reason: str,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    all_reduce: bool,
+    whole: int = 1,
 ) -> None:
-    """Count a call that goes to Megatron's own function, with the ring volume of `tensor` over `group`."""
+    """Count a call that goes to Megatron's own function, with the ring volume over `group` of a tensor that is
+    `whole` times `tensor`.
+    """
     world_size = dist.get_world_size(group)
-    volume = tensor.numel() * tensor.element_size() * (world_size - 1) // world_size
+    volume = whole * tensor.numel() * tensor.element_size() * (world_size - 1) // world_size
     telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume)

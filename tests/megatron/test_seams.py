@@ -34,7 +34,12 @@ DGRAD, FROZEN = tensor_parallel.LINEAR_DGRAD.name, tensor_parallel.FROZEN_LINEAR
 EMBEDDING = tensor_parallel.EMBEDDING.name
 SP_G, SP_F = sequence_parallel.G_FORWARD.name, sequence_parallel.F_BACKWARD.name
 SP_DGRAD = sequence_parallel.LINEAR_DGRAD.name
-SEAMS = [G, F, DGRAD, FROZEN, EMBEDDING, SP_G, SP_F, SP_DGRAD]
+SP_G_BACKWARD, SCATTER = sequence_parallel.G_BACKWARD.name, sequence_parallel.SCATTER_BACKWARD.name
+SP_F_FORWARD = sequence_parallel.F_FORWARD.name
+GATHER, REGATHER = sequence_parallel.LINEAR_GATHER.name, sequence_parallel.LINEAR_REGATHER.name
+GATHERS = [SP_G_BACKWARD, SCATTER, SP_F_FORWARD, GATHER, REGATHER]
+SEAMS = [G, F, DGRAD, FROZEN, EMBEDDING]
+SEAMS += [SP_G, SP_G_BACKWARD, SP_F_FORWARD, SP_F, SCATTER, GATHER, REGATHER, SP_DGRAD]
 
 BOTH = FlashConfig(bits=8, backward_bits=8, min_bytes=0)
 FORWARD_ONLY = FlashConfig(bits=8, min_bytes=0)
@@ -283,6 +288,11 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def reductions(fired: dict[str, Any]) -> dict[str, Any]:
+    """Without the all-gathers of sequence parallelism, which are in full precision here."""
+    return {site: counted for site, counted in fired.items() if site not in GATHERS}
+
+
 def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(found, expected)
 
@@ -299,16 +309,27 @@ def test_a_step_fires_the_seams_a_stock_gpt_uses(runs):
     for seen in ranks:
         assert seen["stock"][1] == {}
         assert seen["disabled"][1] == {}
-        assert seen["both"][1] == {
+        assert reductions(seen["both"][1]) == {
             EMBEDDING: (0, {policy.EMBEDDING: 1}),
             forward: (2 * SIZE.layers, {}),
             backward: (2 * SIZE.layers + 1, {}),
         }
-        assert seen["forward only"][1] == {
+        assert reductions(seen["forward only"][1]) == {
             EMBEDDING: (0, {policy.EMBEDDING: 1}),
             forward: (2 * SIZE.layers, {}),
             backward: (0, {policy.BACKWARD_FULL: 2 * SIZE.layers + 1}),
         }
+
+
+def test_the_gathers_of_sequence_parallelism_are_counted_in_full_precision(sequence):
+    linears = 2 * SIZE.layers
+    for seen in sequence:
+        for run, reason in (("both", policy.GATHER_FULL), ("forward only", policy.BACKWARD_FULL)):
+            assert {site: counted for site, counted in seen[run][1].items() if site in GATHERS} == {
+                GATHER: (0, {policy.GATHER_FULL: linears + 1}),
+                REGATHER: (0, {policy.GATHER_FULL: linears + 1}),
+                SP_G_BACKWARD: (0, {reason: linears, policy.EMBEDDING: 1}),
+            }
 
 
 def test_gradients_at_8_bits_are_close_to_full_precision_and_reproducible(runs):
@@ -336,7 +357,7 @@ def test_the_forward_width_alone_decides_the_loss(runs):
 def test_report_counts_every_seam_and_prints(runs):
     ranks, forward, _ = runs
     for seen in ranks:
-        assert list(seen["report"]) == SEAMS
+        assert [seam for seam in seen["report"] if "data_parallel" not in seam and "expert" not in seam] == SEAMS
         assert seen["report"][forward]["quantized"] == seen["report"][forward]["calls"] == 2 * SIZE.layers
         assert seen["report"][EMBEDDING]["full_precision"] == {policy.EMBEDDING: 1}
         assert all(entry["in_place"] and entry["covers"] for entry in seen["report"].values())
@@ -351,10 +372,10 @@ def test_backward_bits_decide_the_input_gradient(runs, layer):
     for seen in ranks:
         stock = seen[layer]["stock"][0]
         quantized, fired = seen[layer]["both"]
-        assert fired == {site: (1, {})}
+        assert reductions(fired) == {site: (1, {})}
         assert 0 < relative_error(quantized, stock) < 0.02
         full, fired = seen[layer]["forward only"]
-        assert fired == {site: (0, {policy.BACKWARD_FULL: 1})}
+        assert reductions(fired) == {site: (0, {policy.BACKWARD_FULL: 1})}
         assert same_bits(full, stock)
 
 

@@ -1,0 +1,254 @@
+"""Megatron-LM's launch flags: `--flash-allreduce` and one flag for each field of FlashConfig.
+
+    torchrun pretrain_gpt.py ... --flash-allreduce --flash-allreduce-bits 8 --flash-allreduce-backward-bits 8
+
+`attach` wraps two functions of Megatron-LM's training package: the one that fills the argument parser, and
+`set_args`, through which every rank passes with its final arguments before anything is built. A mistake is refused
+there, on every rank, with the ConfigError that Python users get.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from flash_allreduce_plugin import megatron, switches, telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.patching import Patchset, Seam
+
+SWITCH = "--flash-allreduce"
+FILE = "--flash-allreduce-config"
+_ABOUT = (
+    f"Quantized collectives of flash_allreduce_plugin. {SWITCH} turns them on; a setting comes from its flag, else "
+    f"from {FILE}, else from the environment (FLASH_ALLREDUCE_BITS and so on), else it is the default."
+)
+
+
+def attach() -> None:
+    """Wrap Megatron-LM's functions; nothing happens to a training that does not use the flags.
+
+    Raises PatchError, changing nothing, if they are not as this version knows them.
+    """
+    _patchset().apply()
+
+
+def detach() -> None:
+    """Put Megatron-LM's own functions back."""
+    _patchset().restore()
+
+
+@functools.cache
+def _patchset() -> Patchset:
+    seams = [
+        Seam(
+            "megatron.launch.flags",
+            "megatron.training.arguments",
+            "add_megatron_arguments",  # parse_args looks it up in its module
+            ("parser",),
+            _with_flags,
+            "adds the flags to Megatron-LM's argument parser",
+        ),
+        Seam(
+            "megatron.launch.start",
+            "megatron.training.global_vars",
+            "set_args",  # the same for set_global_variables; validate_args is bound elsewhere already
+            ("args",),
+            _with_start,
+            "reads the flags and enables the seams, on every rank",
+        ),
+    ]
+    return Patchset("megatron launch flags", seams, "Megatron-LM core_v0.13 to core_v0.19")
+
+
+def _with_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _with_start(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_args(args: argparse.Namespace) -> None:
+        start(args)
+        original(args)
+
+    return set_args
+
+
+def flag(key: str) -> str:
+    """The flag of a field: backward_bits -> --flash-allreduce-backward-bits."""
+    return f"{SWITCH}-{key.replace('_', '-')}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the group "flash all-reduce" to `parser`, and return it.
+
+    Values stay text until `config_from`: argparse would answer a bad one with Megatron's whole usage.
+    """
+    group = parser.add_argument_group("flash all-reduce", _ABOUT)
+    group.add_argument(SWITCH, action="store_true", help="quantize Megatron's collectives")
+    group.add_argument(FILE, metavar="FILE", help="a JSON file with settings, keys as in FlashConfig")
+    for key, field in FlashConfig.model_fields.items():
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
+        name = key.rpartition("_")[2].upper()
+        group.add_argument(flag(key), metavar=name, help=FlashConfig.describe(key).replace("%", "%%"), **bare)
+    return parser
+
+
+def config_from(args: Any) -> FlashConfig | None:
+    """The configuration that the flags ask for; None without --flash-allreduce.
+
+    Raises ConfigError for a bad value, for a setting without --flash-allreduce, and for flags that never reached
+    `args` (--yaml-cfg replaces what was parsed).
+    """
+    given = {key: getattr(args, _destination(flag(key)), None) for key in FlashConfig.model_fields}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items() if value is not None
+    }
+    file = getattr(args, _destination(FILE), None)
+    if not hasattr(args, _destination(SWITCH)):
+        lost = sorted({word.partition("=")[0] for word in sys.argv[1:] if word.startswith(SWITCH)})
+        if lost and getattr(args, "yaml_cfg", None) is not None:
+            raise ConfigError(
+                f"{', '.join(lost)}: --yaml-cfg replaces what the command line says; write the settings into the "
+                f"YAML file, at its top level, as {_destination(SWITCH)}: true and {_destination(flag('bits'))}: 8."
+            )
+    if not getattr(args, _destination(SWITCH), False):
+        stray = [FILE] * (file is not None) + [flag(key) for key in texts]
+        if stray:
+            raise ConfigError(f"{', '.join(stray)} without {SWITCH}: add {SWITCH}, or leave the rest out.")
+        return None
+    config = FlashConfig.from_env()
+    if file is not None:
+        config = FlashConfig.from_file(file, base=config)
+    return FlashConfig.from_texts(texts, spelled=flag, base=config)
+
+
+def _destination(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def start(args: Any) -> None:
+    """Enable what `args` (Megatron-LM's arguments, validated) ask for; rank 0 says what is attached.
+
+    Raises ConfigError or PatchError on every rank alike, before Megatron-LM has started anything.
+    """
+    config = config_from(args)
+    if config is None:
+        return
+    refuse_incompatible(args, config)
+    megatron.enable(config)
+    if getattr(args, "rank", 0) == 0:
+        print(start_line(config), flush=True)
+        for line in doubts(args, config):
+            print(f"flash all-reduce: {line}", flush=True)
+        atexit.unregister(_print_summary)  # Megatron-LM may restart in this process
+        atexit.register(_print_summary)
+
+
+def refuse_incompatible(args: Any, config: FlashConfig) -> None:
+    """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize."""
+    lines = []
+    if getattr(args, "tp_comm_overlap", False):
+        lines.append(
+            f"--tp-comm-overlap and {SWITCH} exclude each other: Transformer Engine's overlapped GEMMs communicate "
+            "inside their own kernels; drop one of the two."
+        )
+    symmetric = getattr(args, "symmetric_ar_type", None)
+    if symmetric is not None:
+        lines.append(
+            f"--symmetric-ar-type {symmetric} and {SWITCH} exclude each other: both replace the tensor-parallel "
+            "all-reduce; drop one of the two."
+        )
+    if getattr(args, "transformer_impl", None) == "inference_optimized":
+        lines.append(
+            f"--transformer-impl inference_optimized and {SWITCH} exclude each other: its layers reduce with NVLS "
+            "kernels of their own; take --transformer-impl local."
+        )
+    if config.grad_bits != "full":
+        for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
+            if getattr(args, name, False):
+                lines.append(
+                    f"--{name.replace('_', '-')} and {flag('grad_bits')} exclude each other: the gradients do not "
+                    f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
+                )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def start_line(config: FlashConfig) -> str:
+    """What is attached, with which bits, and every other setting that is not at its default: one line."""
+    in_place = sum(entry["in_place"] for entry in megatron.report().values())
+    line = (
+        f"flash all-reduce: {in_place} seams attached, forward {_bits(config.bits)}, "
+        f"backward {_bits(config.backward_bits)}, groups of {config.group_size}, from {config.min_bytes} bytes"
+    )
+    said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
+    defaults = FlashConfig().to_dict()
+    for key, value in config.to_dict().items():
+        if key not in said and value != defaults[key]:
+            line += f", {key}={json.dumps(value)}"
+    if not config.enabled or switches.is_on(switches.DISABLE):
+        line += "; switched off, every call goes in full precision"
+    return line
+
+
+def _bits(bits: int | str) -> str:
+    return "full precision" if bits == "full" else f"{bits} bits"
+
+
+def doubts(args: Any, config: FlashConfig) -> list[str]:
+    """What a user should know because little or nothing will be quantized with these arguments."""
+    lines = []
+    if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
+        lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")
+    targets = [entry["target"] for entry in megatron.report().values()]
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and not any(
+        target.startswith("transformer_engine") for target in targets
+    ):
+        lines.append(
+            "--transformer-impl is transformer_engine, whose layers communicate on their own and are not reached; "
+            "--transformer-impl local is."
+        )
+    return lines
+
+
+def summary() -> str:
+    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called."""
+    sites = telemetry.stats()["sites"]
+    sent = full = 0
+    lines, silent = [], []
+    for seam, entry in megatron.report().items():
+        if not entry["calls"]:
+            silent.append(seam)
+            continue
+        site = sites[seam]
+        sent, full = sent + site["bytes_sent"], full + site["bytes_full_precision"]
+        reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
+        lines.append(
+            f"  {seam}: {entry['calls']} calls, {entry['quantized']} quantized, "
+            f"{_megabytes(site['bytes_sent'])} of {_megabytes(site['bytes_full_precision'])} sent"
+            + (f"; in full precision: {reasons}" if reasons else "")
+        )
+    if silent:
+        lines.append(f"  never called: {', '.join(silent)}")
+    saved = f"{_megabytes(full - sent)} saved of {_megabytes(full)}"
+    if full:
+        saved += f" ({100 * (full - sent) / full:.1f} %)"
+    return "\n".join([f"flash all-reduce, rank 0, whole run: {saved}", *lines])
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+def _print_summary() -> None:
+    print(summary(), flush=True)

@@ -1,0 +1,173 @@
+"""Data-parallel gradients of megatron-core: the all-reduce, or with the distributed optimizer the reduce-scatter,
+of the gradient buckets of its DistributedDataParallel.
+
+Both are issued in one method, between the lines of a coalescing manager of torch.distributed. That manager holds
+collectives back and merges them, and can neither hold nor wait on ours; ours stands in for it, starts every
+bucket's collective at once and waits on all of them where Megatron waits. Where nothing is to be quantized, the
+method runs with torch.distributed's own manager and Megatron's own functions.
+
+The broadcast and the all-gather of parameters are other methods and stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin import dispatch, groups, switches
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.megatron import modules
+from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
+from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
+from flash_allreduce_plugin.transport import Label
+
+BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+
+GRADIENTS = Site("megatron.data_parallel.gradients", Role.GRADIENT)
+
+
+def seams(config: CurrentConfig) -> list[Seam]:
+    """The seams of this file; `config` is asked at every call."""
+    return [
+        Seam(
+            GRADIENTS.name,
+            BUFFERS,
+            "_ParamAndGradBucketGroup.start_grad_sync",
+            (("self",), ("self", "force_all_reduce")),  # without the flag up to 0.15
+            lambda original: _start_grad_sync(original, config),
+            "all-reduce or reduce-scatter of the data-parallel gradient buckets, after or during the backward pass",
+        ),
+    ]
+
+
+def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
+    """`original` with its manager and its two collectives replaced."""
+    body = rebound(original, "_coalescing_manager", _manager(original, config))
+    body = rebound(body, "dist_reduce_scatter_func", _reduce_scatter(config))
+    body = rebound(body, "torch.distributed.all_reduce", _all_reduce(config))
+
+    @functools.wraps(original)
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The ranks compare configurations before they part ways: one that keeps its gradients in full precision
+        # never reaches dispatch.
+        sharded = self.ddp_config.use_distributed_optimizer
+        group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
+        label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
+        groups.agree(label, config(), switches.is_on(switches.DISABLE), self.buckets[0].grad_data.device)
+        body(self, *args, **kwargs)
+
+    return start_grad_sync
+
+
+class _Handle:
+    """What Megatron waits on: the collectives of all buckets of one call, in the order they were started."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+
+    def wait(self) -> None:
+        for handle in self.started:
+            handle.wait()
+
+
+# The handle of the call whose buckets are being started, None under torch.distributed's own manager.
+_starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
+
+
+def _manager(original: Function, config: CurrentConfig) -> Function:
+    """What stands in for `torch.distributed._coalescing_manager`."""
+
+    @contextmanager
+    def start_each_at_once() -> Iterator[_Handle]:
+        handle = _Handle()
+        token = _starting.set(handle)
+        try:
+            yield handle
+        finally:
+            _starting.reset(token)
+
+    def manager(group: dist.ProcessGroup, async_ops: bool = False) -> AbstractContextManager[Any]:
+        off = switches.is_on(switches.DISABLE) or not config().enabled or config().grad_bits == "full"
+        if off or group.size() == 1:
+            return original.__globals__["_coalescing_manager"](group, async_ops=async_ops)
+        return start_each_at_once()
+
+    return manager
+
+
+def _reduce_scatter(config: CurrentConfig) -> Function:
+    """What stands in for the reduce-scatter of one bucket: `output` is this rank's part of `input`, in place."""
+
+    def reduce_scatter(
+        output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> Any:
+        step = modules.current().step
+        reason = _full_precision("reduce_scatter", input, op, group, config(), step)
+        if reason is None:
+            return _started(
+                dispatch.reduce_scatter(output, input, op, group, config(), async_op, site=GRADIENTS, step=step)
+            )
+        # Looked up now: with reduce_scatter_with_fp32_accumulation a constructor of Megatron's replaces this global.
+        from megatron.core.distributed import param_and_grad_buffer
+
+        record_original(GRADIENTS, reason, input, group, all_reduce=False)
+        theirs = param_and_grad_buffer.dist_reduce_scatter_func
+        return _started(theirs(output, input, op=op, group=group, async_op=async_op))
+
+    return reduce_scatter
+
+
+def _all_reduce(config: CurrentConfig) -> Function:
+    """What stands in for the all-reduce of one bucket."""
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
+        step = modules.current().step
+        reason = _full_precision("all_reduce", tensor, op, group, config(), step)
+        if reason is None:
+            return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, site=GRADIENTS, step=step))
+        record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
+        return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
+
+    return all_reduce
+
+
+def _started(handle: Any) -> Any:
+    """Note a bucket's handle (None if it was not asynchronous) for the call's own."""
+    starting = _starting.get()
+    if starting is not None and handle is not None:
+        starting.started.append(handle)
+    return handle
+
+
+def _full_precision(
+    collective: Collective,
+    tensor: torch.Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    config: FlashConfig,
+    step: int,
+) -> str | None:
+    """Why Megatron's own collective serves a bucket, or None if ours does."""
+    if switches.is_on(switches.DISABLE):
+        return switches.DISABLE
+    requested = modules.current().full_precision
+    if requested is not None:
+        return requested
+    answer = make_plan(
+        collective,
+        numel=tensor.numel(),
+        dtype=tensor.dtype,
+        world_size=group.size(),
+        op="avg" if op == dist.ReduceOp.AVG else "sum",
+        site=GRADIENTS,
+        config=config,
+        step=step,
+    )
+    return answer.reason if isinstance(answer, FullPrecision) else None

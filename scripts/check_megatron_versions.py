@@ -1,0 +1,206 @@
+"""Check every seam against the published sources of megatron-core.
+
+    python -m scripts.check_megatron_versions                    # every release of the supported window
+    python -m scripts.check_megatron_versions 0.16.1 0.19.2      # these releases
+    python -m scripts.check_megatron_versions path/to/folder     # a checkout or site-packages that holds megatron/core
+
+Wheels are downloaded with pip and read, never imported or installed, so a release for another Python is checked
+all the same. Of each seam it is checked that the symbol is there, that it has the parameters the seam knows, and,
+by making the replacement from the function's own compiled code, that it makes the call that is to be replaced: what
+`enable` checks in a running process.
+
+Exit status: 0 if every release fits, 1 if one does not, 2 if a release could not be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.patching import Seam
+
+WINDOW = ((0, 13), (0, 19))
+PYTHONS = ("3.12", "3.11", "3.10")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
+# Decorators that keep the function they were given in reach (functools.wraps), or that Python itself undoes.
+TRANSPARENT = ("staticmethod", "custom_fwd", "custom_bwd")
+
+Read = Callable[[str], str]
+
+
+class Unavailable(Exception):
+    """A release that pip does not give us."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("what", nargs="*", help="releases, or folders that hold megatron/core; default: the window")
+    parser.add_argument("--wheels", type=Path, help="folder where downloaded wheels are kept and looked for")
+    options = parser.parse_args(arguments)
+    status = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        wheels = options.wheels or Path(scratch)
+        try:
+            for what in options.what or releases():
+                found = problems(reader(what, wheels), megatron.seams())
+                total = len(megatron.seams())
+                print(f"{what:>8}  {total - len(found)} of {total} seams", flush=True)
+                for problem in found:
+                    print(f"          {problem}", flush=True)
+                status = status or int(bool(found))
+        except Unavailable as error:
+            print(error, file=sys.stderr)
+            return 2
+    return status
+
+
+def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
+    """One line for each seam that does not fit the sources."""
+    lines = []
+    for seam in seams:
+        problem = _problem(read, seam)
+        if problem is not None:
+            lines.append(f"{seam.id}: {seam.target}: {problem}")
+    return lines
+
+
+def _problem(read: Read, seam: Seam) -> str | None:
+    try:
+        tree = ast.parse(read(seam.module.replace(".", "/") + ".py"))
+    except (KeyError, OSError):
+        return "the module does not exist"
+    except SyntaxError as error:
+        return f"Python {sys.version_info.major}.{sys.version_info.minor} cannot parse the module ({error})"
+    node = find(tree, seam.attribute.split("."))
+    if node is None:
+        return "it does not exist"
+    if not isinstance(node, ast.FunctionDef):
+        return None  # a name for a function of torch's, whose parameters are not to be read here
+    hiding = [name for name in map(ast.unparse, node.decorator_list) if name.split(".")[-1] not in TRANSPARENT]
+    if hiding:
+        return f"the decorator {hiding[0]} hides the function"
+    function = _function(node)
+    wrong = seam.wrong_parameters(tuple(inspect.signature(function).parameters))
+    if wrong is not None:
+        return wrong
+    try:
+        seam.replacement(function)
+    except PatchError as error:
+        return str(error)
+    return None
+
+
+def find(tree: ast.AST, path: list[str]) -> ast.AST | None:
+    """The last definition of a dotted name in a module or class, inside `if` and `try` too."""
+    name, *rest = path
+    found = None
+    for statement in _statements(tree):
+        defined = isinstance(statement, ast.ClassDef | ast.FunctionDef) and statement.name == name
+        if defined or (isinstance(statement, ast.Assign) and name in map(ast.unparse, statement.targets)):
+            found = statement
+    return find(found, rest) if found is not None and rest else found
+
+
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(block):
+        if isinstance(child, ast.If | ast.Try | ast.ExceptHandler | ast.With):
+            yield from _statements(child)
+        else:
+            yield child
+
+
+class _Anything:
+    """Stands for every global that a function names."""
+
+    def __getattr__(self, name: str) -> _Anything:
+        return self
+
+
+def _function(node: ast.FunctionDef) -> types.FunctionType:
+    """The function of a definition, with its own code and nothing behind its globals; it is not run."""
+    bare = ast.FunctionDef(node.name, _without_values(node.args), node.body, [], None, lineno=1, col_offset=0)
+    if sys.version_info >= (3, 12):
+        bare.type_params = []
+    module = ast.fix_missing_locations(ast.Module([bare], []))
+    code = next(c for c in compile(module, node.name, "exec").co_consts if isinstance(c, types.CodeType))
+    named: dict[str, Any] = {name: _Anything() for name in code.co_names}
+    return types.FunctionType(code, {**named, "__builtins__": __builtins__, "__name__": "megatron"})
+
+
+def _without_values(arguments: ast.arguments) -> ast.arguments:
+    """The parameters by name, without defaults and annotations, which would have to be evaluated."""
+
+    def bare(argument: ast.arg | None) -> Any:
+        return None if argument is None else ast.arg(argument.arg)
+
+    return ast.arguments(
+        posonlyargs=[bare(argument) for argument in arguments.posonlyargs],
+        args=[bare(argument) for argument in arguments.args],
+        vararg=bare(arguments.vararg),
+        kwonlyargs=[bare(argument) for argument in arguments.kwonlyargs],
+        kw_defaults=[None for _ in arguments.kwonlyargs],
+        kwarg=bare(arguments.kwarg),
+        defaults=[],
+    )
+
+
+def reader(what: str, wheels: Path) -> Read:
+    """How to read a file of a release (downloaded if it is not in `wheels`) or of a folder."""
+    if not re.fullmatch(r"\d+(\.\d+)+\w*", what):
+        if not (Path(what) / "megatron" / "core").is_dir():
+            raise Unavailable(f"{what} is neither a release nor a folder that holds megatron/core")
+        return lambda path: (Path(what) / path).read_text(encoding="utf-8")
+    archive = zipfile.ZipFile(wheel(what, wheels))
+    return lambda path: archive.read(path).decode()
+
+
+def wheel(release: str, wheels: Path) -> Path:
+    """A wheel of the release, for whatever Python there is one."""
+    pattern = f"megatron_core-{release}-*.whl"
+    output = ""
+    for python in PYTHONS:
+        kept = sorted(wheels.glob(pattern))
+        if kept:
+            return kept[0]
+        platforms = [f"--platform={platform}" for platform in (*PLATFORMS, "any")]
+        output = _pip(
+            *("download", "--quiet", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms),
+            *("--dest", str(wheels), f"megatron-core=={release}"),
+        ).stderr
+    kept = sorted(wheels.glob(pattern))
+    if not kept:
+        raise Unavailable(f"megatron-core {release}: pip finds no wheel ({output.strip().splitlines()[-1:]})")
+    return kept[0]
+
+
+def releases() -> list[str]:
+    """Every final release of the window, oldest first."""
+    listing = _pip("index", "versions", "megatron-core", "--ignore-requires-python")
+    line = re.search(r"^Available versions: (.*)$", listing.stdout, re.MULTILINE)
+    if line is None:
+        raise Unavailable(f"pip does not list the releases of megatron-core: {listing.stderr.strip()}")
+    numbers = [tuple(map(int, n.split("."))) for n in line[1].split(", ") if re.fullmatch(r"[\d.]+", n)]
+    first, last = WINDOW
+    return [".".join(map(str, number)) for number in sorted(numbers) if first <= number[:2] <= last]
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Write patches/: the seams as source diffs, one file a release of megatron-core.
+
+    python -m scripts.make_megatron_patches              # the releases of RELEASES, downloaded
+    python -m scripts.make_megatron_patches 0.18.2       # another one
+
+Every seam becomes one line above its function, so a patch is as small as it can be; this script finds the places.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import itertools
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin.patching import Seam
+from scripts.check_megatron_versions import Read, find, reader
+
+RELEASES = ("0.16.1", "0.19.2")
+PATCHES = Path(__file__).resolve().parent.parent / "patches"
+IMPORT = "from flash_allreduce_plugin.megatron import source as flash_allreduce"
+
+
+def main(releases: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as wheels:
+        for release in releases or RELEASES:
+            target = PATCHES / f"megatron-core-{release}.patch"
+            target.write_text(patch(reader(release, Path(wheels)), megatron.seams()), encoding="utf-8")
+            print(target)
+
+
+def patch(read: Read, seams: Iterable[Seam]) -> str:
+    """A unified diff (for `git apply`, or `patch -p1`) that marks the place of every seam."""
+    lines: list[str] = []
+    for module, group in itertools.groupby(sorted(seams, key=lambda seam: seam.module), lambda seam: seam.module):
+        path = module.replace(".", "/") + ".py"
+        before = read(path)
+        after = marked(before, group)
+        lines += difflib.unified_diff(
+            before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
+        )
+    return "".join(lines)
+
+
+def marked(source: str, seams: Iterable[Seam]) -> str:
+    """The source of a module with a mark at each of its seams, and the import that the marks need."""
+    tree = ast.parse(source)
+    inserted = {_after_imports(tree): IMPORT + "\n"}
+    for seam in seams:
+        node = find(tree, seam.attribute.split("."))
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            first = node.decorator_list[0].lineno if decorators else node.lineno
+            line = first if decorators[:1] == ["staticmethod"] else first - 1
+            inserted[line] = f'{" " * node.col_offset}@flash_allreduce.seam("{seam.id}")\n'
+        elif isinstance(node, ast.Assign):
+            block = next(s for s in tree.body if s.lineno <= node.lineno <= (s.end_lineno or s.lineno))
+            text = f'{seam.attribute} = flash_allreduce.seam("{seam.id}")({seam.attribute})\n'
+            line = block.end_lineno or block.lineno
+            inserted[line] = inserted.get(line, "") + text
+        else:
+            raise SystemExit(f"{seam.target} does not exist")
+    lines = source.splitlines(keepends=True)
+    return "".join(line + inserted.get(number, "") for number, line in enumerate(lines, start=1))
+
+
+def _after_imports(tree: ast.Module) -> int:
+    """The last line of the imports at the head of a module."""
+    head = itertools.takewhile(lambda s: not isinstance(s, ast.ClassDef | ast.FunctionDef), tree.body)
+    return max(s.end_lineno or s.lineno for s in head if isinstance(s, ast.Import | ast.ImportFrom))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,116 @@
+"""Makes "cuda" mean the CPU, so that an unmodified Megatron-LM script trains here. For tests only.
+
+test_launch.py copies this file as sitecustomize.py into a folder on PYTHONPATH: Python runs it in every rank before
+the script, which knows nothing of it. Devices in arguments become "cpu", torch.cuda answers as one idle GPU would,
+and Megatron-LM compiles nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from flash_allreduce_plugin.autoload import AfterImport
+
+CPU = torch.device("cpu")
+
+
+def on_cpu(device: Any) -> Any:
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU
+    return CPU if isinstance(device, str | torch.device) and str(device).startswith("cuda") else device
+
+
+class CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if function is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+            args = (args[0], on_cpu(args[1]), *args[2:])
+        return function(*args, **kwargs)
+
+
+class Inert:
+    """A stream or an event on a device that does nothing asynchronously."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class Properties:
+    major, minor, total_memory, name, multi_processor_count = 0, 0, 1 << 34, "cpu", 1
+
+
+def stub_torch() -> None:
+    cuda: Any = torch.cuda
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    own_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = own_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 8
+    cuda.current_device = lambda: CPU
+    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache", "_lazy_init"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    for name in ("reset_peak_memory_stats", "set_per_process_memory_fraction", "ipc_collect", "set_rng_state"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *args, **kwargs: 0)
+    cuda.memory_stats = lambda *args, **kwargs: collections.defaultdict(int)
+    cuda.get_device_capability = lambda *args, **kwargs: (0, 0)
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.get_device_properties = lambda *args, **kwargs: Properties()
+    cuda.get_device_name = lambda *args, **kwargs: "cpu"
+    cuda.Stream = cuda.Event = Inert
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Inert()
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    CudaIsCpu().__enter__()
+
+
+def stub_datasets() -> None:
+    """The compiled index builder of the installed megatron-core, instead of running make in the checkout."""
+    package = sys.modules["megatron.core.datasets"]
+    package.__path__.append(str(Path(sysconfig.get_path("purelib"), "megatron", "core", "datasets")))
+
+
+def stub_compile() -> None:
+    sys.modules["megatron.core.datasets.utils"].compile_helpers = lambda: None  # type: ignore[attr-defined]
+
+
+def stub_fused_kernels() -> None:
+    sys.modules["megatron.legacy.fused_kernels"].load = lambda args: None  # type: ignore[attr-defined]
+
+
+def stub_rng() -> None:
+    random: Any = sys.modules["megatron.core.tensor_parallel.random"]
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+
+
+if "RANK" in os.environ:  # a rank, not torchrun itself
+    stub_torch()
+    for module, stub in {
+        "megatron.core.datasets": stub_datasets,
+        "megatron.core.datasets.utils": stub_compile,
+        "megatron.legacy.fused_kernels": stub_fused_kernels,
+        "megatron.core.tensor_parallel.random": stub_rng,
+    }.items():
+        AfterImport([module], stub).install()

@@ -1,0 +1,246 @@
+"""The launch flags: one for each field, precedence, refusals, the start line and the summary.
+
+Megatron-LM's training package is a stub here, with functions of the same names and real argparse;
+test_launch.py takes the real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError, PatchError
+from flash_allreduce_plugin.megatron import arguments, tensor_parallel
+
+MEGATRON = arguments.megatron
+
+
+def parse(*words: str, **others: Any) -> argparse.Namespace:
+    parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return argparse.Namespace(**{**vars(parser.parse_args(words)), **others})
+
+
+@pytest.fixture(autouse=True)
+def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in FlashConfig.model_fields:
+        monkeypatch.delenv(f"FLASH_ALLREDUCE_{key.upper()}", raising=False)
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[FlashConfig]:
+    """What `start` enables, without megatron-core."""
+    configs: list[FlashConfig] = []
+    monkeypatch.setattr(MEGATRON, "enable", configs.append)
+    monkeypatch.setattr(arguments.atexit, "register", lambda function: None)
+    return configs
+
+
+def test_every_field_has_its_flag_with_meaning_values_and_default() -> None:
+    parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    (group,) = [group for group in parser._action_groups if group.title == "flash all-reduce"]
+    flags = {flag: action for action in group._group_actions for flag in action.option_strings}
+    expected = {"--flash-allreduce-" + key.replace("_", "-"): key for key in FlashConfig.model_fields}
+    assert set(flags) == {"--flash-allreduce", "--flash-allreduce-config", *expected}
+    for flag, key in expected.items():
+        field = FlashConfig.model_fields[key]
+        text = flags[flag].help or ""
+        assert (field.description or "?") in text
+        assert field.json_schema_extra["expected"] in text  # type: ignore[index, operator]
+        assert f"(default: {'none' if field.default is None else json.dumps(field.default)})" in text
+    assert "flash all-reduce" in parser.format_help()
+
+
+def test_flags_reach_the_configuration() -> None:
+    given = parse(
+        *("--flash-allreduce", "--flash-allreduce-bits", "4", "--flash-allreduce-backward-bits=full"),
+        *("--flash-allreduce-symmetric", "--flash-allreduce-check-ranks", "false", "--flash-allreduce-min-bytes", "0"),
+        *("--flash-allreduce-reduce-bits", "none"),
+    )
+    assert arguments.config_from(given) == FlashConfig(bits=4, symmetric=True, check_ranks=False, min_bytes=0)
+
+
+def test_without_the_switch_nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_BITS", "4")
+    assert arguments.config_from(parse()) is None
+    assert arguments.config_from(argparse.Namespace()) is None
+
+
+def test_environment_then_file_then_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_BITS", "3")
+    monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "32")
+    monkeypatch.setenv("FLASH_ALLREDUCE_MIN_BYTES", "7")
+    file = tmp_path / "settings.json"
+    file.write_text('{"bits": 5, "group_size": 64}')
+    from_environment = parse("--flash-allreduce")
+    assert arguments.config_from(from_environment) == FlashConfig(bits=3, group_size=32, min_bytes=7)
+    with_file = ("--flash-allreduce", "--flash-allreduce-config", str(file))
+    assert arguments.config_from(parse(*with_file)) == FlashConfig(bits=5, group_size=64, min_bytes=7)
+    with_flag = parse(*with_file, "--flash-allreduce-bits", "6")
+    assert arguments.config_from(with_flag) == FlashConfig(bits=6, group_size=64, min_bytes=7)
+
+
+def test_every_bad_value_is_named_by_its_flag() -> None:
+    with pytest.raises(ConfigError) as caught:
+        arguments.config_from(
+            parse("--flash-allreduce", "--flash-allreduce-bits", "9", "--flash-allreduce-group-size", "big")
+        )
+    assert str(caught.value).splitlines() == [
+        "--flash-allreduce-bits=9 is not valid; expected a whole number from 2 to 8.",
+        "--flash-allreduce-group-size='big' is not valid; expected one of 32, 64, 128, 256, 512, 1024.",
+    ]
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"bitz": 8}')
+    with pytest.raises(ConfigError, match=r"settings\.json: bitz=8 is not a known key; the nearest is bits"):
+        arguments.config_from(parse("--flash-allreduce", "--flash-allreduce-config", str(file)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        arguments.config_from(parse("--flash-allreduce", "--flash-allreduce-config", str(tmp_path / "none")))
+
+
+def test_settings_without_the_switch_are_an_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        arguments.config_from(parse("--flash-allreduce-bits", "8", "--flash-allreduce-config", "x.json"))
+    assert str(caught.value) == (
+        "--flash-allreduce-config, --flash-allreduce-bits without --flash-allreduce: add --flash-allreduce, or leave "
+        "the rest out."
+    )
+
+
+def test_yaml_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--yaml-cfg replaces the parsed arguments: the settings are read there, and flags are not dropped silently."""
+    given = argparse.Namespace(yaml_cfg="x.yaml", flash_allreduce=True, flash_allreduce_bits=4)
+    assert arguments.config_from(given) == FlashConfig(bits=4)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", "--flash-allreduce"])
+    with pytest.raises(ConfigError, match="--yaml-cfg replaces"):
+        arguments.config_from(argparse.Namespace(yaml_cfg="x.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"symmetric_ar_type": "two_shot"}, "--symmetric-ar-type two_shot"),
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
+    ],
+)
+def test_what_bypasses_our_collectives_is_refused(
+    others: dict[str, Any], named: str, enabled: list[FlashConfig]
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        arguments.start(parse("--flash-allreduce", rank=1, **others))
+    assert enabled == []
+    arguments.start(parse(rank=1, **others))  # not our business without the switch
+    assert enabled == []
+
+
+@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_megatron_fsdp"])
+def test_gradients_that_pass_other_buffers_are_refused(name: str) -> None:
+    gradients = FlashConfig.model_construct(**{**dict(FlashConfig()), "grad_bits": 8})
+    with pytest.raises(ConfigError, match="--flash-allreduce-grad-bits exclude each other"):
+        arguments.refuse_incompatible(argparse.Namespace(**{name: True}), gradients)
+    arguments.refuse_incompatible(argparse.Namespace(**{name: True}), FlashConfig())
+
+
+def test_rank_0_says_what_is_attached(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "6")
+    arguments.start(parse(*words, rank=1))
+    assert capsys.readouterr().out == ""
+    words = (*words, "--flash-allreduce-gather-bits", "4")
+    arguments.start(parse(*words, rank=0, tensor_model_parallel_size=2, transformer_impl="local"))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("flash all-reduce: ") and "forward 8 bits, backward 6 bits, groups of 128" in line
+    assert line.endswith(", gather_bits=4"), "what is not at its default is said"
+    assert enabled == [FlashConfig(bits=8, backward_bits=6), FlashConfig(bits=8, backward_bits=6, gather_bits=4)]
+
+
+def test_rank_0_says_when_little_or_nothing_will_be_quantized(
+    enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEGATRON, "report", dict)
+    monkeypatch.setenv("FLASH_ALLREDUCE_DISABLE", "1")
+    given = parse("--flash-allreduce", rank=0, tensor_model_parallel_size=1, transformer_impl="transformer_engine")
+    arguments.start(given)
+    start, one_rank, engine = capsys.readouterr().out.splitlines()
+    assert "switched off" in start
+    assert "--tensor-model-parallel-size is 1" in one_rank
+    assert "--transformer-impl is transformer_engine" in engine
+
+
+def test_the_summary_counts_calls_reasons_and_bytes() -> None:
+    telemetry.reset_stats()
+    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    telemetry.record_full_precision(tensor_parallel.G_FORWARD, "message below min_bytes", 500_000)
+    telemetry.record_full_precision(tensor_parallel.EMBEDDING, "embedding", 500_000)
+    text = arguments.summary()
+    telemetry.reset_stats()
+    lines = text.splitlines()
+    assert lines[0] == "flash all-reduce, rank 0, whole run: 6.00 MB saved of 9.00 MB (66.7 %)"
+    assert (
+        "  megatron.g.forward: 3 calls, 2 quantized, 2.50 MB of 8.50 MB sent; "
+        "in full precision: 1 message below min_bytes" in lines
+    )
+    assert (
+        "  megatron.embedding.forward: 1 calls, 0 quantized, 0.50 MB of 0.50 MB sent; in full precision: 1 embedding"
+    ) in lines
+    assert lines[-1].startswith("  never called: ") and "megatron.linear.dgrad" in lines[-1]
+
+
+def test_the_summary_of_a_run_without_calls() -> None:
+    telemetry.reset_stats()
+    assert arguments.summary().splitlines()[0] == "flash all-reduce, rank 0, whole run: 0.00 MB saved of 0.00 MB"
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[types.ModuleType, types.ModuleType]]:
+    """Stub megatron.training.arguments and .global_vars."""
+    names = ("megatron.training.arguments", "megatron.training.global_vars")
+    parsing, variables = map(types.ModuleType, names)
+    exec("def add_megatron_arguments(parser):\n    return parser\n", vars(parsing))
+    exec("seen = []\ndef set_args(args):\n    seen.append(args)\n", vars(variables))
+    package = types.ModuleType("megatron.training")
+    package.__path__ = []
+    for name, module in zip(("megatron.training", *names), (package, parsing, variables), strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+    yield parsing, variables
+    arguments._patchset.cache_clear()
+
+
+def test_attach_and_detach(
+    training: tuple[types.ModuleType, types.ModuleType], enabled: list[FlashConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsing, variables = training
+    own = parsing.add_megatron_arguments, variables.set_args
+    arguments.attach()
+    arguments.attach()
+    parser = parsing.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(["--flash-allreduce", "--flash-allreduce-bits", "5"])
+    args.rank = 1
+    variables.set_args(args)
+    assert enabled == [FlashConfig(bits=5)] and variables.seen == [args]
+    args.flash_allreduce_bits = "1"
+    with pytest.raises(ConfigError, match="--flash-allreduce-bits=1"):
+        variables.set_args(args)
+    assert variables.seen == [args], "Megatron-LM never sees arguments that are refused"
+    arguments.detach()
+    assert (parsing.add_megatron_arguments, variables.set_args) == own
+
+
+def test_another_megatron_lm_is_left_alone(training: tuple[types.ModuleType, types.ModuleType]) -> None:
+    parsing, variables = training
+    exec("def set_args(args, more):\n    pass\n", vars(variables))
+    own = parsing.add_megatron_arguments
+    with pytest.raises(PatchError, match=r"set_args: expected the parameters \(args\), found \(args, more\)"):
+        arguments.attach()
+    assert parsing.add_megatron_arguments is own
