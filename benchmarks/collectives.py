@@ -131,7 +131,8 @@ def main() -> None:
             f"{row['x gloo bf16']:8.2f}{share:>13}"
         )
     if arguments.json:
-        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": vars(arguments)}
+        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
+        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
         arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2, default=str) + "\n")
     return None
 
