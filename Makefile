@@ -15,7 +15,7 @@ DEMO ?=
 
 BIN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
 
 .PHONY: demo test test-slow lint format bench check-versions clean
 

@@ -1,0 +1,68 @@
+"""The shared headers, element by element on the host, give the bytes and the values of the vector kernels.
+
+The kernels for the CPU write the arithmetic of csrc/codec_math.h with vector types; a device kernel will call its
+functions. This holds the two together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_allreduce_plugin import codec
+from flash_allreduce_plugin.wire import GROUP_SIZES, Codec
+
+SOURCE = Path(__file__).parent / "host" / "group.cpp"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to compile the shared headers with")
+    library = tmp_path_factory.mktemp("host") / "group.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    return ctypes.CDLL(str(library))
+
+
+def groups(size: int) -> torch.Tensor:
+    """Rows of one group each: ordinary, offset, constant, tiny, huge, zeros of both signs, not finite."""
+    ordinary = torch.randn(6, size, generator=torch.Generator().manual_seed(size))
+    ordinary[1] = ordinary[1] * 0.1 + 100
+    ordinary[2] = 3.7
+    ordinary[3] *= 1e-30
+    ordinary[4] *= 1e30
+    ordinary[5] = torch.where(ordinary[5] > 0, 0.0, -0.0)
+    special = torch.randn(5, size, generator=torch.Generator().manual_seed(size + 1))
+    special[0, size // 2] = math.nan
+    special[1, 0] = math.inf
+    special[2, -1] = -math.inf
+    special[3] *= 1e-38
+    special[4] = -0.0
+    return torch.cat([ordinary, special, torch.tensor([[3.3e38, -3.3e38] * (size // 2)])])
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_the_shared_headers_give_the_bytes_of_the_kernels(host: ctypes.CDLL, bits: int, symmetric: bool) -> None:
+    for size in GROUP_SIZES:
+        layout = Codec(bits, size, symmetric)
+        rows = groups(size)
+        payload = torch.empty(len(rows), layout.record_bytes, dtype=torch.uint8)
+        values = torch.empty_like(rows)
+        codec.encode_rows(rows, payload, layout)
+        codec.decode_rows(payload, values, layout)
+        for x, record, value in zip(rows, payload, values, strict=True):
+            ours, back = torch.full_like(record, 0xAA), torch.empty_like(value)
+            arguments = (bits, size, ctypes.c_bool(symmetric))
+            host.encode_group(ctypes.c_void_p(x.data_ptr()), *arguments, ctypes.c_void_p(ours.data_ptr()))
+            host.decode_group(ctypes.c_void_p(ours.data_ptr()), *arguments, ctypes.c_void_p(back.data_ptr()))
+            assert torch.equal(ours, record)
+            assert torch.equal(back.view(torch.int32), value.view(torch.int32))
