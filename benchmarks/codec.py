@@ -59,6 +59,7 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
         spare = torch.empty_like(one)
         runs: dict[str, Callable[[], Any]] = {
             "memcpy": partial(y.copy_, x),
+            "read": x.sum,
             "encode": partial(codec.encode_rows, x.view(1, -1), spare, c),
             "add_": partial(z.add_, x),
             "sum of 2": partial(codec.decode_sum, payloads, y, c, 1.0),
@@ -77,6 +78,7 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
             "bits": bits,
             "bits per element": c.bits_per_element,
             "SQNR dB": 10 * float(torch.log10(x.double().square().sum() / noise)),
+            "x.sum() GB/s": 4e-9 * numel / statistics.median(times["read"]),
             "encode GB/s": 4e-9 * numel / statistics.median(times["encode"]),
             "decode GB/s": 4e-9 * numel / statistics.median(times["decode"]),
             "encode / memcpy": 1 / ratio(times, "encode", "memcpy"),
@@ -84,6 +86,7 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
             "sum of 2, encode / add_": ratio(times, "sum of 2, encode", "add_"),
         }
         if bits in FBGEMM:
+            row["fbgemm encode GB/s"] = 4e-9 * numel / statistics.median(times["fbgemm encode"])
             row["encode x fbgemm"] = ratio(times, "fbgemm encode", "encode")
             row["decode x fbgemm"] = ratio(times, "fbgemm decode", "decode")
         rows.append(row)
