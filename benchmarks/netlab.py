@@ -48,7 +48,9 @@ PAYLOAD_SHARE = 1448 / 1514
 # Leave TSO and GSO on: without them the same hosts reach 0.27, with tbf hardly ever holding a packet back.
 # An idle link fills its bucket and then sends that much for free: a lone exchange of 0.5 MB each way takes
 # 0.61 of its ideal time, 1 MB 0.87, 4.5 MB 0.98 (72kb: 0.93, 0.96, 0.99). Distrust shares of small messages.
-BURST = "256kb"
+# Slower links get less, or they would carry whole messages for free; cutting packets up costs nothing there.
+BURST_BYTES = 256 << 10
+BURST_SECONDS = 2.1e-3
 
 _NAME = re.compile(rf"{PREFIX}-(\d+)-(\d+)-\d+-(?:h\d+|switch)")
 _UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -88,6 +90,11 @@ def parse_rate(text: str) -> float:
     if not 1e3 <= bits <= 1e11:
         raise ValueError(f"rate {text!r} must lie between 1kbit and 100gbit; write none for no limit")
     return bits
+
+
+def burst(bits: float) -> int:
+    """Bytes of the bucket of a link of `bits` per second: BURST_SECONDS of it, from 16 KiB to BURST_BYTES."""
+    return round(min(BURST_BYTES, max(16 << 10, bits / 8 * BURST_SECONDS)))
 
 
 def goodput(rate: str) -> float:
@@ -261,7 +268,7 @@ def _build(lab: Lab, bits: float) -> None:
         _ip("-n", host, "link", "set", "lo", "up")
         _ip("-n", host, "link", "set", "eth0", "up")
         if bits < math.inf:
-            tbf = ("tbf", "rate", f"{round(bits)}bit", "burst", BURST, "latency", "50ms")
+            tbf = ("tbf", "rate", f"{round(bits)}bit", "burst", f"{burst(bits)}b", "latency", "50ms")
             _command("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *tbf)
 
 

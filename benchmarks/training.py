@@ -1,6 +1,7 @@
 """The demo over several seeds: validation loss of INT8 and INT4 against full precision, with a noise control.
 
     python -m benchmarks.training --seeds 1234 2 3
+    python -m benchmarks.training --hidden 288 --layers 5 --steps 400 --bits 8,6      5 M parameters
 
 The first seed is also trained with noise on g's output, tiny and large: if the large one made no difference, the
 comparison could not tell anything.
@@ -24,6 +25,7 @@ def run(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> 
     output = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "flash_allreduce_plugin", "demo", "--output", str(output)]
     command += [f"--seed={seed}", f"--steps={arguments.steps}", f"--bits={arguments.bits}", f"--tp={arguments.tp}"]
+    command += [f"--hidden={arguments.hidden}", f"--layers={arguments.layers}"]
     command += ["--sequence-parallel"] * arguments.sequence_parallel + ["--noise-control"] * noise
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL if arguments.quiet else None)
     variants: dict[str, Any] = json.loads((output / "demo.json").read_text())["variants"]
@@ -36,13 +38,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--bits", default="8,4")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--noise-control", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="leave out each demo's own output")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seeds = {
-            seed: run(seed, arguments, noise=i == 0, folder=Path(folder)) for i, seed in enumerate(arguments.seeds)
+            seed: run(seed, arguments, noise=arguments.noise_control and i == 0, folder=Path(folder)) for i, seed in enumerate(arguments.seeds)
         }
     rows: list[dict[str, Any]] = []
     for name in next(iter(seeds.values())):

@@ -202,7 +202,7 @@ def test_an_exception_in_the_body_takes_everything_down(nothing_left: None) -> N
 def test_a_lab_that_cannot_be_finished_takes_everything_down(
     nothing_left: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(netlab, "BURST", "nonsense")
+    monkeypatch.setattr(netlab, "burst", lambda bits: "nonsense")
     with pytest.raises(netlab.NetlabError, match="tbf"), netlab.hosts(2, "1gbit"):
         pass
 
