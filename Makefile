@@ -4,7 +4,9 @@
 #   make test        the tests (a few minutes on two cores)
 #   make lint        ruff, mypy, clang-format
 #   make test-slow   what takes minutes or many GiB
-#   make check-versions   whether every seam fits every supported megatron-core (downloads the wheels, imports none)
+#   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
+#   make check-versions   whether every seam fits every supported megatron-core (downloads the wheels, imports none);
+#                         VERSIONS="0.13.0 0.19.2": these only
 #   make bench       the tables of docs/benchmarks.md (the links need root)
 
 PYTHON ?= python3
@@ -12,12 +14,16 @@ VENV ?= .venv
 # The CPU build of the package index; any torch >= 2.11 serves: make demo TORCH="torch==2.12.*"
 TORCH ?= torch==2.13.0
 DEMO ?=
+# An older release, for test-older; every release of the window, for check-versions.
+MEGATRON ?= 0.13.1
+VERSIONS ?=
 
 BIN := $(VENV)/bin
+OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
 
-.PHONY: demo test test-slow lint format bench check-versions clean
+.PHONY: demo test test-slow test-older lint format bench check-versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -27,6 +33,12 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+
+# The older release stands before the installed one on the path. MEGATRON_LM_PATH brings a megatron-core of its own.
+test-older: $(VENV)/.installed $(OLDER)
+	PYTHONPATH=$(OLDER) $(BIN)/python -W ignore -c "import megatron.core as m; \
+		assert m.__version__ == '$(MEGATRON)', m.__file__; print('megatron-core', m.__version__, m.__file__)"
+	PYTHONPATH=$(OLDER) MEGATRON_LM_PATH= $(BIN)/python -m pytest -m "not slow" tests/megatron
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -46,7 +58,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate loopback
 
 check-versions: $(VENV)/.installed
-	$(BIN)/python -m scripts.check_megatron_versions
+	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +69,11 @@ $(VENV)/.torch:
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,megatron,dev]"
 	touch $@
+
+$(OLDER): | $(VENV)/.torch
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "megatron-core==$(MEGATRON)"
+	mv $@.part $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info flash_allreduce_plugin/_C*.so
