@@ -23,6 +23,8 @@ _MARKER = "__flash_allreduce_seam__"
 _IN_SOURCE = "__flash_allreduce_in_source__"
 _MISSING = object()
 
+Parameters = tuple[str | types.EllipsisType, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Seam:
@@ -30,8 +32,8 @@ class Seam:
 
     id: stable name, used in reports and counters.
     module, attribute: where the symbol is; attribute may be dotted ("Class.method").
-    signature: the parameter names it must have, in order, or a tuple of such tuples where versions differ;
-    anything else means a version this seam was not written for.
+    signature: the parameter names it must have, in order, or a tuple of such tuples where versions differ; `...`
+    at the end stands for any others. Anything else means a version this seam was not written for.
     replacement: is given the original function, returns the new one.
     covers: one sentence for reports and documentation.
     """
@@ -39,7 +41,7 @@ class Seam:
     id: str
     module: str
     attribute: str
-    signature: tuple[str, ...] | tuple[tuple[str, ...], ...]
+    signature: Parameters | tuple[Parameters, ...]
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     covers: str
 
@@ -51,9 +53,11 @@ class Seam:
         """What is wrong with a function whose parameters are named `found`, or None."""
         several = self.signature and isinstance(self.signature[0], tuple)
         accepted: tuple[Any, ...] = self.signature if several else (self.signature,)
-        if found in accepted:
-            return None
-        expected = " or ".join(f"({', '.join(names)})" for names in accepted)
+        for names in accepted:
+            open_ended = names[-1:] == (...,)
+            if found == names or (open_ended and found[: len(names) - 1] == names[:-1]):
+                return None
+        expected = " or ".join(f"({', '.join('...' if n is ... else n for n in names)})" for names in accepted)
         return f"expected the parameters {expected}, found ({', '.join(found)})"
 
 

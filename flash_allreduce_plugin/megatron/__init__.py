@@ -10,19 +10,28 @@ Megatron. Every rank must enable the same thing.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
+import warnings
 from typing import Any
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, modules, sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import (
+    data_parallel,
+    expert_parallel,
+    modules,
+    refusals,
+    sequence_parallel,
+    tensor_parallel,
+    transformer_engine,
+)
 from flash_allreduce_plugin.megatron.modules import full_precision as full_precision
 from flash_allreduce_plugin.megatron.modules import set_step as set_step
 from flash_allreduce_plugin.megatron.modules import step as step
 from flash_allreduce_plugin.patching import Patchset, Seam
 
 _config: FlashConfig | None = None
+_patchset: Patchset | None = None  # what `enable` put in place
 
 
 class Report(dict[str, dict[str, Any]]):
@@ -46,15 +55,27 @@ def enable(config: FlashConfig | None = None) -> None:
     """Quantize Megatron's tensor-parallel reductions from the next call on.
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
-    Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows.
+    Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows, and
+    ConfigError if Transformer Engine overlaps its collectives with its GEMMs. A Transformer Engine that does not have
+    the functions this version knows is warned about and left alone: it may be installed and not be used.
     """
-    global _config
+    global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = FlashConfig.from_env() if config is None else config
-    _patchset().apply()
+    if _patchset is None:
+        transformer_engine_seams, misfit = _transformer_engine()
+        if misfit is not None:
+            warnings.warn(
+                f"flash_allreduce: layers of Transformer Engine communicate in full precision: {misfit}", stacklevel=2
+            )
+        if transformer_engine_seams:
+            transformer_engine.refuse_userbuffers()
+        patchset = _made(transformer_engine_seams)
+        patchset.apply()
+        _patchset = patchset
     modules.start(config)
     _config = config
 
@@ -64,10 +85,11 @@ def disable() -> None:
 
     Raises PatchError, changing nothing, if somebody has replaced one of them since.
     """
-    global _config
-    _patchset().restore()
+    global _config, _patchset
+    if _patchset is not None:
+        _patchset.restore()
     modules.stop()
-    _config = None
+    _config = _patchset = None
 
 
 def is_enabled() -> bool:
@@ -77,11 +99,11 @@ def is_enabled() -> bool:
 def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
     sites = telemetry.stats()["sites"]
-    entries = Report()
+    found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
-    for seam, entry in _patchset().report().items():
-        if seam in helpers:
-            continue
+    rows = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
+    entries = Report()
+    for seam, entry in {**rows, **transformer_engine.rows(found)}.items():
         counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
     return entries
@@ -89,23 +111,32 @@ def report() -> Report:
 
 def seams() -> tuple[Seam, ...]:
     """Every place in Megatron that `enable` replaces; reads nothing of Megatron."""
-    return _patchset().seams
+    found = tensor_parallel.seams(_current_config) + sequence_parallel.seams(_current_config)
+    found += data_parallel.seams(_current_config)
+    return tuple(found + expert_parallel.seams() + _helpers())
 
 
-@functools.cache
-def _patchset() -> Patchset:
+def _made(transformer_engine_seams: list[Seam]) -> Patchset:
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         installed = "of unknown version"
-    seams = tensor_parallel.seams(_current_config) + sequence_parallel.seams(_current_config)
-    seams += data_parallel.seams(_current_config)
-    seams += expert_parallel.seams() + _helpers()
-    return Patchset("megatron", seams, f"megatron-core 0.13 to 0.19 (installed: {installed})")
+    supported = f"megatron-core 0.13 to 0.19 (installed: {installed})"
+    return Patchset("megatron", (*seams(), *transformer_engine_seams), supported)
+
+
+def _transformer_engine() -> tuple[list[Seam], str | None]:
+    """Transformer Engine's seams if Megatron runs with one and they fit it, else why they do not."""
+    if not transformer_engine.in_use():
+        return [], None
+    found = transformer_engine.seams(_current_config)
+    misfit = transformer_engine.misfit(found)
+    return ([], misfit) if misfit else (found, None)
 
 
 def _helpers() -> list[Seam]:
-    return tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(_current_config)
+    found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(_current_config)
+    return found + refusals.helpers()
 
 
 def _current_config() -> FlashConfig:

@@ -20,6 +20,7 @@ from typing import Any
 from flash_allreduce_plugin import megatron, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron.refusals import refusals
 from flash_allreduce_plugin.patching import Patchset, Seam
 
 SWITCH = "--flash-allreduce"
@@ -156,32 +157,21 @@ def start(args: Any) -> None:
 
 def refuse_incompatible(args: Any, config: FlashConfig) -> None:
     """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize."""
-    lines = []
-    if getattr(args, "tp_comm_overlap", False):
-        lines.append(
-            f"--tp-comm-overlap and {SWITCH} exclude each other: Transformer Engine's overlapped GEMMs communicate "
-            "inside their own kernels; drop one of the two."
-        )
-    symmetric = getattr(args, "symmetric_ar_type", None)
-    if symmetric is not None:
-        lines.append(
-            f"--symmetric-ar-type {symmetric} and {SWITCH} exclude each other: both replace the tensor-parallel "
-            "all-reduce; drop one of the two."
-        )
-    if getattr(args, "transformer_impl", None) == "inference_optimized":
-        lines.append(
-            f"--transformer-impl inference_optimized and {SWITCH} exclude each other: its layers reduce with NVLS "
-            "kernels of their own; take --transformer-impl local."
-        )
+    lines = refusals(args, _option, SWITCH)
     if config.grad_bits != "full":
         for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
             if getattr(args, name, False):
                 lines.append(
-                    f"--{name.replace('_', '-')} and {flag('grad_bits')} exclude each other: the gradients do not "
+                    f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
                     f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
                 )
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _option(name: str, value: str | None = None) -> str:
+    """An option of Megatron-LM's as it stands on the command line."""
+    return f"--{name.replace('_', '-')}" + ("" if value is None else f" {value}")
 
 
 def start_line(config: FlashConfig) -> str:
@@ -210,13 +200,11 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
     lines = []
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
         lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")
-    targets = [entry["target"] for entry in megatron.report().values()]
-    if getattr(args, "transformer_impl", None) == "transformer_engine" and not any(
-        target.startswith("transformer_engine") for target in targets
-    ):
+    reached = any(entry["target"].startswith("transformer_engine") for entry in megatron.report().values())
+    if getattr(args, "transformer_impl", None) == "transformer_engine" and not reached:
         lines.append(
-            "--transformer-impl is transformer_engine, whose layers communicate on their own and are not reached; "
-            "--transformer-impl local is."
+            "--transformer-impl is transformer_engine, whose layers communicate on their own, and no Transformer "
+            "Engine that this version knows was found: they are not reached; --transformer-impl local is."
         )
     return lines
 

@@ -280,5 +280,5 @@ def _decode(payloads: Sequence[torch.Tensor], output: torch.Tensor, sizes: Seque
 
 def _site(scope: Scope) -> Site:
     assert scope.hidden_states is not None
-    role = Role.EXPERT_GRADIENT if modules.in_backward() else Role.EXPERT
+    role = Role.EXPERT_GRADIENT if modules.running_pass() == "backward" else Role.EXPERT
     return Site(scope.hidden_states, role, scope.module)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,6 +34,7 @@ ON_REQUEST = "full_precision()"
 EVALUATION = "evaluation"
 
 Function = Callable[..., Any]
+Pass = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Scope:
 
 
 _recalled: ContextVar[Scope | None] = ContextVar("flash_allreduce_recalled", default=None)
+_pass: ContextVar[Pass | None] = ContextVar("flash_allreduce_pass", default=None)
 _running: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("flash_allreduce_running", default=())
 _in_embedding: ContextVar[bool] = ContextVar("flash_allreduce_in_embedding", default=False)
 _hidden_states: ContextVar[str | None] = ContextVar("flash_allreduce_hidden_states", default=None)
@@ -153,18 +155,23 @@ def current() -> Scope:
     return Scope(module, _state.step, reason, _in_embedding.get(), _hidden_states.get())
 
 
-def in_backward() -> bool:
-    """Whether the scope was recalled from a forward call."""
-    return _recalled.get() is not None
+def running_pass() -> Pass | None:
+    """Which half of an autograd function with seams (`remembers`, `recalls`) is running, if one is."""
+    return _pass.get()
 
 
 def remembers(forward: Function) -> Function:
-    """The forward of an autograd function, keeping the scope for its backward."""
+    """The forward of an autograd function, keeping the scope for its backward (none comes where ctx is None)."""
 
     @functools.wraps(forward)
     def remembering(ctx: Any, *arguments: Any, **keywords: Any) -> Any:
-        ctx.flash_allreduce_scope = current()
-        return forward(ctx, *arguments, **keywords)
+        if ctx is not None:
+            ctx.flash_allreduce_scope = current()
+        running = _pass.set(_pass.get() or "forward")  # _AllToAll.backward applies its own forward
+        try:
+            return forward(ctx, *arguments, **keywords)
+        finally:
+            _pass.reset(running)
 
     return remembering
 
@@ -174,11 +181,13 @@ def recalls(backward: Function) -> Function:
 
     @functools.wraps(backward)
     def recalling(ctx: Any, *gradients: Any) -> Any:
-        token = _recalled.set(getattr(ctx, "flash_allreduce_scope", None))
+        recalled = _recalled.set(getattr(ctx, "flash_allreduce_scope", None))
+        running = _pass.set("backward")
         try:
             return backward(ctx, *gradients)
         finally:
-            _recalled.reset(token)
+            _pass.reset(running)
+            _recalled.reset(recalled)
 
     return recalling
 

@@ -131,6 +131,7 @@ def test_yaml_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"symmetric_ar_type": "two_shot"}, "--symmetric-ar-type two_shot"),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
     ],
 )
@@ -142,6 +143,8 @@ def test_what_bypasses_our_collectives_is_refused(
     assert enabled == []
     arguments.start(parse(rank=1, **others))  # not our business without the switch
     assert enabled == []
+    arguments.start(parse("--flash-allreduce", rank=1, tensor_model_parallel_size=1, **others))
+    assert enabled == [FlashConfig()], "one tensor-parallel rank: there is nothing to bypass"
 
 
 @pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_megatron_fsdp"])
@@ -175,6 +178,11 @@ def test_rank_0_says_when_little_or_nothing_will_be_quantized(
     assert "switched off" in start
     assert "--tensor-model-parallel-size is 1" in one_rank
     assert "--transformer-impl is transformer_engine" in engine
+
+    target = "transformer_engine.pytorch.module.base.gather_along_first_dim"
+    monkeypatch.setattr(MEGATRON, "report", lambda: {"x": {"target": target, "in_place": True}})
+    arguments.start(argparse.Namespace(**{**vars(given), "tensor_model_parallel_size": 2}))
+    assert len(capsys.readouterr().out.splitlines()) == 1, "its layers are reached"
 
 
 def test_the_summary_counts_calls_reasons_and_bytes() -> None:

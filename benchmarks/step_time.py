@@ -1,0 +1,243 @@
+"""Time of a training step, TP over hosts whose link is slow: what quantizing gains at which share of communication.
+
+    python -m benchmarks.step_time --shares 0.25 0.5 0.75 0.9        needs root: makes hosts with netlab
+
+A GPT of megatron-core in bf16, one rank and one core a host. A first run without any limit measures the step without
+its tensor-parallel collectives; the link's rate for each share follows from that and from the bytes of a step. Then
+every variant takes its steps in turn, so that a machine that drifts drifts for all of them. A time is the
+median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
+collectives over that of the bf16 step.
+
+"waits at once" is the same step with every input gradient's reduction waited for where it starts: what it takes
+longer is what the overlap with the weight gradient hides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flash_allreduce_plugin as fap
+from benchmarks import netlab
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.cli.demo_model import (
+    VOCABULARY,
+    ModelSize,
+    build_model,
+    finish_gradients,
+    loss_of,
+    prepare_cpu,
+)
+from flash_allreduce_plugin.megatron.tensor_parallel import LAYERS, MAPPINGS
+from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+
+NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
+WAITS = ", waits at once"
+
+
+class _Done:
+    """The handle of a collective that is over."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _without_collectives() -> Patchset:
+    """Megatron's layers with their tensor-parallel reductions left out: the arithmetic of a step alone."""
+    g = Seam(
+        "benchmark.g",
+        MAPPINGS,
+        "_ReduceFromModelParallelRegion.forward",
+        ("ctx", "input_", "group"),
+        lambda original: rebound(original, "_reduce", lambda input_, group: input_.contiguous()),
+        "nothing is sent",
+    )
+    dgrad = Seam(
+        "benchmark.dgrad",
+        LAYERS,
+        "LinearWithGradAccumulationAndAsyncCommunication.backward",
+        ("ctx", "grad_output"),
+        lambda original: rebound(original, "torch.distributed.all_reduce", lambda *_, **__: _Done()),
+        "nothing is sent",
+    )
+    return Patchset("no collectives", [g, dgrad])
+
+
+@contextlib.contextmanager
+def _waiting_at_once() -> Iterator[None]:
+    """Every reduction that is started asynchronously, Megatron's own or ours, is over when its call returns."""
+
+    def waits(start: Callable[..., Any]) -> Callable[..., Any]:
+        def all_reduce(*arguments: Any, **keywords: Any) -> Any:
+            handle = start(*arguments, **keywords)
+            if handle is not None:
+                handle.wait()
+            return handle
+
+        return all_reduce
+
+    theirs, ours = dist.all_reduce, dispatch.all_reduce
+    dist.all_reduce, dispatch.all_reduce = waits(theirs), waits(ours)
+    try:
+        yield
+    finally:
+        dist.all_reduce, dispatch.all_reduce = theirs, ours
+
+
+@contextlib.contextmanager
+def _active(variant: str) -> Iterator[None]:
+    """The variant in place: "bf16", "INT<bits>", either with WAITS, or "no collectives"."""
+    name = variant.removesuffix(WAITS)
+    with _waiting_at_once() if variant.endswith(WAITS) else contextlib.nullcontext():
+        if name == NO_COLLECTIVES:
+            patchset = _without_collectives()
+            patchset.apply()
+            try:
+                yield
+            finally:
+                patchset.restore()
+        elif name.startswith("INT"):
+            bits = int(name.removeprefix("INT"))
+            fap.megatron.enable(fap.FlashConfig(bits=bits, backward_bits=bits))
+            try:
+                yield
+            finally:
+                fap.megatron.disable()
+        else:
+            yield
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """In a rank: time every variant's steps; rank 0 prints one JSON object."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+
+    world = dist.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    group = parallel_state.get_tensor_model_parallel_group()
+    prepare_cpu()
+    size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
+    model = build_model(size, tensor_parallel=world, sequence_parallel=False, seed=1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # every step does the same
+    data = torch.randint(VOCABULARY, (1 << 16,), generator=torch.Generator().manual_seed(1))
+    starts = torch.arange(size.batch) * size.sequence
+    seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
+    sent = {variant: 0 for variant in arguments.variants}
+    full_precision_bytes = 0
+    for round_ in range(arguments.rounds + 1):
+        for variant in arguments.variants[round_ % len(seconds) :] + arguments.variants[: round_ % len(seconds)]:
+            with _active(variant):
+                fap.reset_stats()
+                dist.barrier()
+                begin = time.perf_counter()
+                optimizer.zero_grad()
+                loss_of(model, data, starts, size.sequence).backward()
+                finish_gradients(model, group, clip=1.0)
+                optimizer.step()
+                took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            stats = fap.stats()
+            sent[variant] = stats["bytes_sent"]
+            full_precision_bytes = max(full_precision_bytes, stats["bytes_full_precision"])
+            if round_:  # the first round allocates
+                seconds[variant].append(float(took))
+    for variant in seconds:
+        if not variant.startswith("INT"):
+            sent[variant] = 0 if variant == NO_COLLECTIVES else full_precision_bytes
+    if dist.get_rank() == 0:
+        print(json.dumps({"seconds": seconds, "sent": sent, "full precision": full_precision_bytes}))
+    dist.destroy_process_group()
+
+
+def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train over hosts with links of `rate`; rank 0's measurements."""
+    command = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:], "--rank", "--variants", *variants]
+    with netlab.hosts(arguments.hosts, rate) as lab:
+        out = lab.run(command, timeout=arguments.timeout)[0]
+    result: dict[str, Any] = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    return result
+
+
+def table(rate: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Medians, the share of communication, and every variant against bf16, round by round."""
+    seconds = result["seconds"]
+    medians = {variant: statistics.median(times) for variant, times in seconds.items()}
+    rows = {}
+    for variant, times in seconds.items():
+        ratios = [plain / took for plain, took in zip(seconds[FULL_PRECISION], times, strict=True)]
+        rows[variant] = {
+            "seconds": medians[variant],
+            "megabytes sent": result["sent"][variant] / 1e6,
+            "x bf16": medians[FULL_PRECISION] / medians[variant],
+            "x bf16 by round": [round(ratio, 3) for ratio in ratios],
+        }
+    return {"rate": rate, "share": 1 - medians[NO_COLLECTIVES] / medians[FULL_PRECISION], "variants": rows}
+
+
+def show(tables: list[dict[str, Any]]) -> None:
+    for entry in tables:
+        print(f"\nlink {entry['rate']}: communication is {entry['share']:.0%} of the bf16 step")
+        print(f"{'':24}{'ms':>8}{'MB sent':>9}{'x bf16':>8}  over the rounds")
+        for variant, row in entry["variants"].items():
+            low, high = min(row["x bf16 by round"]), max(row["x bf16 by round"])
+            print(
+                f"{variant:24}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['x bf16']:8.2f}"
+                f"  {low:.2f} to {high:.2f}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.25, 0.5, 0.75, 0.9])
+    parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
+    parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--timeout", type=float, default=1800)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        return measure(arguments)
+    variants = [NO_COLLECTIVES, FULL_PRECISION, *(f"INT{bits}" for bits in arguments.bits)]
+    if arguments.overlap:
+        variants += [FULL_PRECISION + WAITS, *(f"INT{bits}{WAITS}" for bits in arguments.bits)]
+    free = run("none", variants, arguments)
+    tables = [table("none", free)]
+    show(tables)
+    arithmetic = statistics.median(free["seconds"][NO_COLLECTIVES])
+    rates = list(arguments.rates)
+    for share in arguments.shares:
+        bits = 8 * free["full precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
+        rates.append(f"{bits / 1e6:.1f}mbit")
+    for rate in rates:
+        tables.append(table(rate, run(rate, variants, arguments)))
+        show(tables[-1:])
+    if arguments.json:
+        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
+        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
+        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1, default=str) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The seams on Transformer Engine's own sources: where TRANSFORMER_ENGINE_PATH names a folder that holds them.
+
+    pip download --no-deps --only-binary=:all: --platform=any transformer_engine==2.18.0
+    unzip -d te transformer_engine-2.18.0-py3-none-any.whl
+    TRANSFORMER_ENGINE_PATH=te pytest tests/megatron/test_transformer_engine_sources.py
+
+TE's Linear and LayerNormLinear run on CPU with the products and the layer norm in torch (te_shim.py, written for the
+sources of 2.18; those of other releases import other parts of TE's extension).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.megatron import transformer_engine
+from flash_allreduce_plugin.patching import Patchset
+from tests.distributed import run_ranks
+from tests.megatron import te_shim
+from tests.megatron.test_transformer_engine import DGRAD, GATHER, REGATHER, SP_DGRAD, SP_G, SP_G_BACKWARD, G, error
+
+FOLDER = os.environ.get("TRANSFORMER_ENGINE_PATH")
+if FOLDER is None:
+    pytest.skip("TRANSFORMER_ENGINE_PATH names no folder with Transformer Engine's sources", allow_module_level=True)
+
+CONFIG = FlashConfig(bits=8, backward_bits=8, sequence_parallel_gather_bits=8, min_bytes=0)
+LAYERS = [("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")]  # a row-parallel one has no norm
+
+
+def observe(folder: str) -> bytes:
+    torch.set_num_threads(1)
+    engine = te_shim.install(Path(folder))
+    transformer_engine.left_alone = lambda group, scope: scope.full_precision  # type: ignore[attr-defined]
+    seen = {}
+    for sequence_parallel in (False, True):
+        for kind, mode in LAYERS:
+            torch.manual_seed(3)
+            layer = getattr(engine, kind)(
+                *(64, 64),
+                sequence_parallel=sequence_parallel,
+                tp_group=dist.group.WORLD,
+                tp_size=2,
+                parallel_mode=mode,
+                device="cpu",
+            )
+            torch.nn.init.normal_(layer.weight, std=0.1)
+            seen[sequence_parallel, kind, mode] = layer_runs(layer, sequence_parallel)
+    return pickle.dumps(seen)
+
+
+def layer_runs(layer: Any, sequence_parallel: bool) -> Any:
+    torch.manual_seed(7 + dist.get_rank() * sequence_parallel)
+    x = torch.randn(16, 2, layer.weight.shape[1])
+
+    def run() -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        output = layer(leaf)
+        output.backward(torch.linspace(-1, 1, output.numel()).view_as(output))
+        return [output.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    stock = run()
+    patchset = Patchset("transformer engine", transformer_engine.seams(lambda: CONFIG))
+    patchset.apply()
+    telemetry.reset_stats()
+    quantized = run()
+    sites = {name: (site["quantized"], site["full_precision"]) for name, site in telemetry.stats()["sites"].items()}
+    with torch.no_grad():
+        inference = layer(x)
+    patchset.restore()
+    return stock, quantized, sites, inference, run()
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[Any, Any]]:
+    return [pickle.loads(rank) for rank in run_ranks(2, observe, str(FOLDER), timeout=300)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("kind", "mode"), LAYERS)
+def test_the_layers_of_transformer_engine(
+    seen: list[dict[Any, Any]], kind: str, mode: str, sequence_parallel: bool
+) -> None:
+    same: Callable[..., bool] = lambda ours, theirs: all(map(torch.equal, ours, theirs))  # noqa: E731
+    expected = {
+        ("column", False): {DGRAD},
+        ("row", False): {G},
+        ("column", True): {GATHER, REGATHER, SP_DGRAD},
+        ("row", True): {SP_G, SP_G_BACKWARD},
+    }[mode, sequence_parallel]
+    for rank in seen:
+        stock, quantized, sites, inference, afterwards = rank[sequence_parallel, kind, mode]
+        assert sites == dict.fromkeys(expected, (1, {}))
+        errors = [error(found, exact) for found, exact in zip(quantized, stock, strict=True)]
+        assert 0 < max(errors) < 0.05
+        assert torch.equal(inference, quantized[0]), "without gradients TE calls forward with no ctx"
+        assert same(afterwards, stock)
