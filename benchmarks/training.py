@@ -47,7 +47,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         seeds = {
-            seed: run(seed, arguments, noise=arguments.noise_control and i == 0, folder=Path(folder)) for i, seed in enumerate(arguments.seeds)
+            seed: run(seed, arguments, noise=arguments.noise_control and i == 0, folder=Path(folder))
+            for i, seed in enumerate(arguments.seeds)
         }
     rows: list[dict[str, Any]] = []
     for name in next(iter(seeds.values())):
