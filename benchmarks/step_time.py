@@ -8,8 +8,9 @@ every variant takes its steps in turn, so that a machine that drifts drifts for 
 median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
 collectives over that of the bf16 step.
 
-"waits at once" is the same step with every input gradient's reduction waited for where it starts: what it takes
-longer is what the overlap with the weight gradient hides.
+"waits at once" (--overlap) is the same step with every input gradient's reduction waited for where it starts: what it
+takes longer is what the overlap with the weight gradient hides. With --layer the step is the forward and backward
+of one column-parallel layer, where there is nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import statistics
 import sys
@@ -118,6 +120,47 @@ def _active(variant: str) -> Iterator[None]:
             yield
 
 
+def _training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], None]:
+    """A step of a GPT in bf16, optimizer included; every call does the same."""
+    model = build_model(size, tensor_parallel=group.size(), sequence_parallel=False, seed=1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    data = torch.randint(VOCABULARY, (1 << 16,), generator=torch.Generator().manual_seed(1))
+    starts = torch.arange(size.batch) * size.sequence
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, data, starts, size.sequence).backward()
+        finish_gradients(model, group, clip=1.0)
+        optimizer.step()
+
+    return step
+
+
+def _layer_step(size: ModelSize, world: int) -> Callable[[], None]:
+    """Forward and backward of one column-parallel layer, hidden -> 4 hidden, in bf16."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        tensor_model_parallel_size=world,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    layer = ColumnParallelLinear(
+        size.hidden, 4 * size.hidden, config=config, init_method=torch.nn.init.xavier_normal_, bias=False
+    ).bfloat16()
+    x = torch.randn(size.sequence, size.batch, size.hidden).bfloat16().requires_grad_()
+
+    def step() -> None:
+        output, _ = layer(x)
+        output.backward(output.detach())
+
+    return step
+
+
 def measure(arguments: argparse.Namespace) -> None:
     """In a rank: time every variant's steps; rank 0 prints one JSON object."""
     torch.set_num_threads(1)
@@ -129,10 +172,7 @@ def measure(arguments: argparse.Namespace) -> None:
     group = parallel_state.get_tensor_model_parallel_group()
     prepare_cpu()
     size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
-    model = build_model(size, tensor_parallel=world, sequence_parallel=False, seed=1).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)  # every step does the same
-    data = torch.randint(VOCABULARY, (1 << 16,), generator=torch.Generator().manual_seed(1))
-    starts = torch.arange(size.batch) * size.sequence
+    step = _layer_step(size, world) if arguments.layer else _training_step(size, group)
     seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
     sent = {variant: 0 for variant in arguments.variants}
     full_precision_bytes = 0
@@ -142,10 +182,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 fap.reset_stats()
                 dist.barrier()
                 begin = time.perf_counter()
-                optimizer.zero_grad()
-                loss_of(model, data, starts, size.sequence).backward()
-                finish_gradients(model, group, clip=1.0)
-                optimizer.step()
+                step()
                 took = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             stats = fap.stats()
@@ -157,8 +194,9 @@ def measure(arguments: argparse.Namespace) -> None:
         if not variant.startswith("INT"):
             sent[variant] = 0 if variant == NO_COLLECTIVES else full_precision_bytes
     if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "sent": sent, "full precision": full_precision_bytes}))
-    dist.destroy_process_group()
+        print(json.dumps({"seconds": seconds, "sent": sent, "full precision": full_precision_bytes}), flush=True)
+    dist.barrier()
+    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
 
 
 def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -204,6 +242,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
     parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
+    parser.add_argument("--layer", action="store_true", help="one column-parallel layer in place of a model")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)

@@ -116,7 +116,7 @@ def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: Bu
         reduce(i)
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
-        while gathers and gathers[0][1].is_completed():
+        if i + 1 >= chunks.window:  # the order in which the peers put them on the wire
             finish()
     while gathers:
         finish()
