@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import codec as codecs
-from flash_allreduce_plugin import groups, switches, telemetry
+from flash_allreduce_plugin import groups, switches, telemetry, transport
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
-from flash_allreduce_plugin.transport import Label, Pending
+from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import Codec
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
@@ -261,11 +261,8 @@ def _exchange(
         if part.numel():
             codecs.encode_rows(part.view(1, -1), payload.view(1, -1), codec)
     site = _site(scope)
-    Pending(
-        lambda: dist.all_to_all_single(arrived, sent, in_bytes, out_bytes, group=group, async_op=True),
-        Label(collective, site.name, group),
-        "exchanging hidden states",
-    ).wait()
+    label = Label(collective, site.name, group)
+    transport.all_to_all(arrived, sent, label, "exchanging hidden states", in_bytes, out_bytes).wait()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     plain = sum(parts[rank].numel() for rank in others) * parts[0].element_size()
     telemetry.record_quantized(site, sum(out_bytes[rank] for rank in others), plain)
