@@ -61,8 +61,9 @@ def measure(arguments: argparse.Namespace) -> None:
         for name, (run_variant, _) in variants.items():
             dist.barrier()
             start = time.perf_counter()
-            run_variant()
-            took = torch.tensor(time.perf_counter() - start)
+            for _ in range(arguments.calls):
+                run_variant()
+            took = torch.tensor((time.perf_counter() - start) / arguments.calls)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if round_:  # the first round allocates
                 times[name].append(float(took))
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 23, help="elements (default 8388608)")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=1, help="in a row, with nothing that aligns the ranks between")
     parser.add_argument("--chunk-bytes", type=int, default=0, help="default: the configuration's")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", type=Path)

@@ -48,7 +48,7 @@ def test_ranks_that_are_not_aligned_use_the_link_in_both_directions_at_once() ->
         out = lab.run([sys.executable, "-c", UNALIGNED], timeout=90)
     took, sent = max(float(line.split()[0]) for line in out), float(out[0].split()[1])
     ideal = CALLS * sent * 8 / netlab.goodput(RATE)
-    assert took < 1.35 * ideal, f"{ideal / took:.0%} of the line"  # 98 %; with gloo's own all-to-all 60 %
+    assert took < 1.35 * ideal, f"{ideal / took:.0%} of the line"  # about 95 %; with gloo's own all-to-all 60 %
 
 
 def exchanged(sizes: list[list[int]]) -> bool:
