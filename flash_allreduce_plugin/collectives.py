@@ -19,7 +19,7 @@ Each function is a generator that yields once, when the first chunks are on the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -124,41 +124,47 @@ def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: Bu
 
 
 def reduce_scatter(
-    output: Tensor, input: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool
+    output: Tensor, shards: Tensor | Sequence[Tensor], factor: float, plan: Plan, label: Label, pool: BufferPool
 ) -> Iterator[None]:
-    """input [world * numel] -> output [numel]: this rank's shard of the sum times factor, one rounding."""
+    """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
+
+    One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
+    """
     world = label.group.size()
     group_size, record = plan.reduce.group_size, plan.reduce.record_bytes
-    chunks = _chunks_of_shard(output.numel(), record, plan, world)
+    chunks = _chunks_of_shard(max(len(shard) for shard in shards), record, plan, world)
     slot = world * chunks.size * record
     sent = pool.take(chunks.window * slot)
     received = pool.take(chunks.window * slot)
-    exchanges: deque[Pending] = deque()
-    shards = input.view(world, -1)
-
-    def at(buffer: Tensor, i: int) -> Tensor:
-        first, last = chunks[i]
-        start = i % chunks.window * slot
-        return buffer[start : start + world * (last - first) * record]
+    exchanges: deque[tuple[Tensor, Tensor, Pending]] = deque()
 
     def send(i: int) -> None:
-        first, last = chunks[i]
-        out = at(sent, i)
-        codec.encode_rows(shards[:, first * group_size : last * group_size], out.view(world, -1), plan.reduce)
+        elements = slice(chunks[i][0] * group_size, chunks[i][1] * group_size)
+        mine, start = output[elements], i % chunks.window * slot
+        parts = [shards[:, elements]] if isinstance(shards, Tensor) else [s[elements].view(1, -1) for s in shards]
+        sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
+        out = sent[start : start + sum(sizes)]
+        for part, payload in zip(parts, out.split(sizes), strict=True):
+            if part.numel():
+                codec.encode_rows(part, payload.view(len(part), -1), plan.reduce)
+        size = plan.reduce.payload_bytes(len(mine))
+        inbox = received[start : start + world * size]
+        even = None if isinstance(shards, Tensor) else [size] * world
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
-        exchanges.append(transport.all_to_all(at(received, i), out, label, doing))
+        arrives = transport.all_to_all(inbox, out, label, doing, even, even and sizes)
+        exchanges.append((mine, inbox, arrives))
 
-    def reduce(i: int) -> None:
-        exchanges.popleft().wait()
-        first, last = chunks[i]
-        sums = output[first * group_size : last * group_size]
-        codec.decode_sum(at(received, i).view(world, -1), sums, plan.reduce, factor)
+    def reduce() -> None:
+        mine, inbox, arrives = exchanges.popleft()
+        arrives.wait()
+        if len(mine):
+            codec.decode_sum(inbox.view(world, -1), mine, plan.reduce, factor)
 
     for i in range(chunks.window):
         send(i)
     yield
     for i in range(chunks.count):
-        reduce(i)
+        reduce()
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
     pool.give(sent, received)

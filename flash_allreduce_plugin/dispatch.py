@@ -6,7 +6,7 @@ and why, is in stats().
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,7 @@ def all_reduce(
 
     Args:
         tensor: any shape, stride and dtype. float32, bfloat16 and float16 are quantized.
-        op: SUM and AVG are quantized.
+        op: SUM, AVG and PREMUL_SUM by a number are quantized.
         group: the default group if None.
         config: FlashConfig.from_env() if None. All ranks must have the same.
         async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
@@ -68,7 +68,7 @@ def all_reduce(
 
 def reduce_scatter(
     output: Tensor,
-    input: Tensor,
+    input: Tensor | Sequence[Tensor],
     op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     config: FlashConfig | None = None,
@@ -79,16 +79,23 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
 
-    input has world_size times as many elements as output, in row-major order, the same dtype and device. Groups
-    are anchored at the first element of every part. Arguments, results and errors as all_reduce; ValueError
-    too where the sizes do not divide.
+    input has world_size times as many elements as output, in row-major order, the same dtype and device; or it is
+    a list of tensors, one for each rank, of any sizes on which the ranks agree, and output has the size of this
+    rank's. Groups are anchored at the first element of every part. Arguments, results and errors as all_reduce;
+    ValueError too where the sizes do not fit.
     """
     _check_tensor(output, "output")
     _check_written(output, "output")
-    _check_tensor(input, "input")
-    call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step)
-    call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
-    return call.run(_reduce_scatter(call, output, input), async_op)
+    if isinstance(input, Tensor):
+        _check_tensor(input, "input")
+        call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step)
+        call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
+        return call.run(_reduce_scatter(call, output, input.detach().contiguous().view(call.world_size, -1)), async_op)
+    for rank, part in enumerate(input):
+        _check_tensor(part, f"input[{rank}]")
+    call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step)
+    call.check_parts(output, input)
+    return call.run(_reduce_scatter(call, output, [p.detach().contiguous().view(-1) for p in input]), async_op)
 
 
 def all_gather(
@@ -140,6 +147,7 @@ class _Call:
         if not isinstance(self.config, FlashConfig):
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
         _check_device(input, self.group)
+        self.sent_parts: list[int] | None = None  # elements for each other rank, where they are not all alike
 
     def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
         if numel != whole.numel():
@@ -164,9 +172,36 @@ class _Call:
     def label(self) -> Label:
         return Label(self.collective, self.site.name, self.group)
 
+    def check_parts(self, output: Tensor, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self.world_size:
+            raise ValueError(f"input has {len(parts)} tensors; expected one for each of {self.world_size} ranks.")
+        own = parts[self.group.rank()]
+        if output.numel() != own.numel():
+            raise ValueError(f"output has {output.numel()} elements; expected {own.numel()}, as this rank's input.")
+        for rank, part in enumerate(parts):
+            if part.dtype != output.dtype or part.device != output.device:
+                raise ValueError(
+                    f"input[{rank}] is {part.dtype} on {part.device} and output {output.dtype} on {output.device}; "
+                    "expected the same dtype and device."
+                )
+        self.sent_parts = [part.numel() for rank, part in enumerate(parts) if rank != self.group.rank()]
+
     @property
     def factor(self) -> float:
-        return 1 / self.world_size if _op_name(self.op) == "avg" else 1.0
+        """What the sum is multiplied with."""
+        name = _op_name(self.op)
+        if name == "avg":
+            return 1 / self.world_size
+        return float(self.op.__getstate__()[1]) if name == "premul_sum" else 1.0
+
+    def plain(self) -> tuple[Any, float]:
+        """The operator for the plain collective, and what its result is still to be multiplied with: gloo can only
+        sum.
+        """
+        scaled = self.input.is_floating_point() and _op_name(self.op) in ("avg", "premul_sum")
+        if scaled and self.group._get_backend(self.input.device).name() == "gloo":
+            return dist.ReduceOp.SUM, self.factor
+        return self.op, 1.0
 
     def plan(self) -> Plan | None:
         """The plan, counted; None if the call goes in full precision."""
@@ -189,14 +224,19 @@ class _Call:
         plain = self.numel * self.input.element_size() * (self.world_size - 1) // self.world_size
         if self.collective == "all_reduce":
             plain *= 2
+        if self.sent_parts is not None:
+            plain = sum(self.sent_parts) * self.input.element_size()
         if isinstance(answer, FullPrecision):
             telemetry.record_full_precision(self.site, answer.reason, plain)
             return None
-        sent = collectives.sent_bytes(self.collective, self.numel, answer, self.world_size)
+        if self.sent_parts is None:
+            sent = collectives.sent_bytes(self.collective, self.numel, answer, self.world_size)
+        else:
+            sent = sum(map(answer.reduce.payload_bytes, self.sent_parts))
         telemetry.record_quantized(self.site, sent, plain)
         return answer
 
-    def measurement(self) -> Measurement | None:
+    def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
         """Every quality_interval-th quantized call of a site on this group, the first one included."""
         interval = self.config.quality_interval
         if interval == 0:
@@ -205,7 +245,9 @@ class _Call:
         self.state.calls[self.site.name] += 1
         if number % interval:
             return None
-        return Measurement(self.collective, self.input, self.op, self.label)
+        op, factor = self.plain()
+        even = input if isinstance(input, Tensor) else _padded(input)
+        return Measurement(self.collective, even, op, factor, self.label)
 
 
 def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
@@ -215,11 +257,14 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
     flat = tensor.contiguous().view(-1)
     if plan is None:
-        pending = transport.all_reduce(flat, call.op, call.label)
+        op, factor = call.plain()
+        pending = transport.all_reduce(flat, op, call.label)
         yield
         pending.wait()
+        if factor != 1.0:
+            flat.mul_(factor)
     else:
-        measurement = call.measurement()
+        measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
         yield from collectives.all_reduce(flat, call.factor, plan, call.label, pool)
         if measurement is not None:
@@ -228,25 +273,40 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _reduce_scatter(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
+def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tensor]) -> Iterator[None]:
+    """shards [world, numel], or a list of 1-D tensors."""
     plan = call.plan()
     if call.numel == 0:
         return
     output = output.detach()
     shard = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
-    flat = input.detach().contiguous().view(-1)
     if plan is None:
-        pending = transport.reduce_scatter(shard, flat, call.op, call.label)
+        op, factor = call.plain()
+        even = shards if isinstance(shards, Tensor) else _padded(shards)
+        sums = shard if even is shards else shard.new_empty(even.shape[1])
+        pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
         yield
         pending.wait()
+        if even is not shards:
+            shard.copy_(sums[: len(shard)])
+        if factor != 1.0:
+            shard.mul_(factor)
     else:
-        measurement = call.measurement()
-        pool = call.state.pool(flat.device)
-        yield from collectives.reduce_scatter(shard, flat, call.factor, plan, call.label, pool)
+        measurement = call.measurement(shards)
+        pool = call.state.pool(shard.device)
+        yield from collectives.reduce_scatter(shard, shards, call.factor, plan, call.label, pool)
         if measurement is not None:
             measurement.record(shard, call.site)
     if not output.is_contiguous():
         output.copy_(shard.view(output.shape))
+
+
+def _padded(shards: Sequence[Tensor]) -> Tensor:
+    """1-D tensors as rows [world, the longest's numel], filled up with zeros."""
+    rows = shards[0].new_zeros(len(shards), max(map(len, shards)))
+    for row, shard in zip(rows, shards, strict=True):
+        row[: len(shard)] = shard
+    return rows
 
 
 def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
@@ -261,7 +321,7 @@ def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
         yield
         pending.wait()
     else:
-        measurement = call.measurement()
+        measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
         yield from collectives.all_gather(whole, flat, plan, call.label, pool)
         if measurement is not None:

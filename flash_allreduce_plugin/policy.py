@@ -3,7 +3,7 @@
 make_plan answers with a Plan or with the reason why the call goes in full precision.  The checks run in a
 fixed order and the first that applies gives the reason, so that a counter's key means the same on every rank:
 
-1. enabled is false                         4. the operator is neither sum nor avg (all_gather has none)
+1. enabled is false                         4. the operator is not sum, avg or premul_sum (all_gather: none)
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
 7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding is
@@ -121,7 +121,7 @@ def make_plan(
         return FullPrecision(ONE_RANK)
     if dtype not in _DTYPES:
         return FullPrecision(f"dtype {str(dtype).removeprefix('torch.')}")
-    if collective != "all_gather" and op not in ("sum", "avg"):
+    if collective != "all_gather" and op not in ("sum", "avg", "premul_sum"):
         return FullPrecision(f"operator {op}")
     if numel == 0:
         return FullPrecision(EMPTY)

@@ -20,7 +20,9 @@ class Measurement:
     config.quality_interval-th call of a site is measured.
     """
 
-    def __init__(self, collective: str, input: Tensor, op: object, label: Label) -> None:
+    def __init__(self, collective: str, input: Tensor, op: object, factor: float, label: Label) -> None:
+        """input: what the plain collective takes, evenly split; factor: what its result is to be multiplied with."""
+        self._factor = factor
         self._exact = input.detach().flatten().to(torch.float32, copy=True)
         self._pending: Pending
         world = label.group.size()
@@ -36,7 +38,7 @@ class Measurement:
     def record(self, result: Tensor, site: Site) -> None:
         """Compare with the quantized result and add to the site's counters."""
         self._pending.wait()
-        signal, noise = signal_and_noise(self._exact, result)
+        signal, noise = signal_and_noise(self._exact[: result.numel()] * self._factor, result)
         telemetry.record_sqnr(site, signal, noise)
 
 

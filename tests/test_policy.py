@@ -88,7 +88,7 @@ def test_other_dtypes(name: str) -> None:
     assert plan(dtype=getattr(torch, name)) == FullPrecision(f"dtype {name}")
 
 
-@pytest.mark.parametrize("op", ["max", "min", "product", "premul_sum"])
+@pytest.mark.parametrize("op", ["max", "min", "product"])
 def test_other_operators_count_only_where_there_is_a_sum(op: str) -> None:
     assert plan(op=op) == FullPrecision(f"operator {op}")
     assert plan(op=op, collective="reduce_scatter") == FullPrecision(f"operator {op}")
