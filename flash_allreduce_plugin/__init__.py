@@ -16,11 +16,14 @@ _HOMES = {
     "FlashAllReduceError": "errors",
     "MismatchError": "errors",
     "PatchError": "errors",
+    "FlashAllGather": "fsdp",
     "FlashConfig": "config",
+    "FlashReduceScatter": "fsdp",
     "Role": "policy",
     "Site": "policy",
     "all_gather": "dispatch",
     "all_reduce": "dispatch",
+    "ddp_hook": "ddp",
     "reduce_scatter": "dispatch",
     "decode": "codec",
     "encode": "codec",
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.codec import encode as encode
     from flash_allreduce_plugin.codec import payload_bytes as payload_bytes
     from flash_allreduce_plugin.config import FlashConfig as FlashConfig
+    from flash_allreduce_plugin.ddp import ddp_hook as ddp_hook
     from flash_allreduce_plugin.dispatch import all_gather as all_gather
     from flash_allreduce_plugin.dispatch import all_reduce as all_reduce
     from flash_allreduce_plugin.dispatch import reduce_scatter as reduce_scatter
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.errors import FlashAllReduceError as FlashAllReduceError
     from flash_allreduce_plugin.errors import MismatchError as MismatchError
     from flash_allreduce_plugin.errors import PatchError as PatchError
+    from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
+    from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
     from flash_allreduce_plugin.telemetry import reset_stats as reset_stats

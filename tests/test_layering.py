@@ -23,7 +23,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("codec", "transport", "work"),
     ("collectives", "groups", "quality"),
     ("dispatch",),
-    ("megatron",),
+    ("megatron", "ddp", "fsdp"),
     ("cli",),
     ("__main__",),
 )

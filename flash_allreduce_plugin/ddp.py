@@ -1,0 +1,74 @@
+"""torch's DistributedDataParallel: gradient buckets reduced through a communication hook.
+
+    model = DistributedDataParallel(model)
+    model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8)))
+
+A bucket's reduction is started when the backward pass has filled it and finished when the next bucket is started,
+so the first half of every reduction but the last travels behind the backward pass. DDP calls its hooks in the same
+order on all ranks, and so are the collectives issued.
+"""
+
+# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.work import Work
+
+SITE = Site("ddp.gradients")
+
+Future = torch.futures.Future[torch.Tensor]
+Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], Future]
+
+
+def ddp_hook(config: FlashConfig | None = None) -> Hook:
+    """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
+
+    config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
+    of, `include` and `exclude` do not apply. state is the model's process group, or None for the one of all ranks.
+    The hook averages, as DDP does without one. Counters: site "ddp.gradients".
+    """
+    if config is not None and not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    reduction = _Reduction(FlashConfig.from_env() if config is None else config)
+
+    def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+        return reduction.start(state, bucket)
+
+    return flash_allreduce_hook
+
+
+class _Reduction:
+    """The buckets of one model: at most one is in flight between two hooks."""
+
+    def __init__(self, config: FlashConfig) -> None:
+        self.config = config
+        self.step = 0
+        self.started: tuple[Work, torch.Tensor, Future] | None = None
+
+    def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+        """bucket.buffer(), 1-D, holds the average when the future is done."""
+        before, self.started = self.started, None  # nothing of a backward pass that failed stays for the next
+        buffer, future = bucket.buffer(), Future()
+        work = dispatch.all_reduce(
+            buffer, dist.ReduceOp.AVG, group, self.config, async_op=True, site=SITE, step=self.step
+        )
+        assert work is not None
+        if before is not None:
+            _finish(*before)
+        if bucket.is_last():
+            _finish(work, buffer, future)
+            self.step += 1
+        else:
+            self.started = (work, buffer, future)
+        return future
+
+
+def _finish(work: Work, buffer: torch.Tensor, future: Future) -> None:
+    work.wait()
+    future.set_result(buffer)

@@ -1,0 +1,79 @@
+"""torch's FSDP2 (`fully_shard`): gradients, and parameters on request, through its custom communication.
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(fap.FlashReduceScatter(fap.FlashConfig(bits=8)))
+
+The setting is a module's own: one that is not given it reduces in full precision. A reduce-scatter rounds once. Where
+shards are replicated (HSDP), the all-reduce between the replicas is torch's own and stays in full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch has no other place for these two; they are in the signatures of the public methods that take them.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import Site
+
+GRADIENTS = Site("fsdp.gradients")
+PARAMETERS = Site("fsdp.parameters")
+
+
+class _Allocates:
+    """The half of torch's interface that makes buffers."""
+
+    def __init__(self, config: FlashConfig | None = None) -> None:
+        """config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply."""
+        if config is not None and not isinstance(config, FlashConfig):
+            raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+        self.config = FlashConfig.from_env() if config is None else config
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class FlashReduceScatter(_Allocates, ReduceScatter):
+    """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
+
+    Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in."""
+        return dispatch.reduce_scatter(
+            output_tensor, input_tensor, op, group, self.config, async_op=async_op, site=GRADIENTS
+        )
+
+
+class FlashAllGather(_Allocates, AllGather):
+    """For `FSDPModule.set_custom_all_gather`: parameters at `bits` (`gather_bits`). Counters: "fsdp.parameters".
+
+    The shards that the optimizer steps on stay exact; what a forward and a backward pass compute with is rounded. Use
+    8 bits, and measure.
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
+        # FSDP waits only on handles of torch's own type.
+        dispatch.all_gather(output_tensor, input_tensor, group, self.config, site=PARAMETERS)
