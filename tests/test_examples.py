@@ -1,0 +1,42 @@
+"""examples/ddp and examples/fsdp: the commands of docs/torch.md, as printed, with fewer steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = re.findall(r"^torchrun .*", (ROOT / "docs" / "torch.md").read_text(), flags=re.MULTILINE)
+STEPS = 20
+
+
+def loss_and_report(command: str) -> tuple[float, str]:
+    """The loss of the last step, and what else was printed."""
+    words = shlex.split(command)[1:]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    done = subprocess.run(
+        [*torchrun, *words, "--steps", str(STEPS)], cwd=ROOT, capture_output=True, text=True, timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    [loss] = re.findall(rf"^step {STEPS}: loss (\S+)", done.stdout, flags=re.MULTILINE)
+    return float(loss), done.stdout
+
+
+@pytest.mark.parametrize("example", ["ddp", "fsdp"])
+def test_quantized_gradients_train_as_full_ones(example: str) -> None:
+    mine = [command for command in COMMANDS if f"examples/{example}/" in command]
+    plain = next(command for command in mine if "--bits" not in command)
+    eight = next(command for command in mine if command.endswith("--bits 8"))
+    loss, report = loss_and_report(plain)
+    assert loss < 4 and "gradients" not in report  # log(256) = 5.5 at the start
+    quantized, report = loss_and_report(eight)
+    assert quantized == pytest.approx(loss, rel=2e-3)
+    [counts] = re.findall(rf"^{example}\.gradients: (\d+) of (\d+) calls quantized", report, flags=re.MULTILINE)
+    assert counts[0] == counts[1] != "0"
