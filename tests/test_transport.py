@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import flash_allreduce_plugin as fap
 from benchmarks import netlab
 from flash_allreduce_plugin import transport
 from flash_allreduce_plugin.transport import Label
@@ -41,6 +42,7 @@ import os; os._exit(0)
 """
 
 
+@pytest.mark.slow  # a busy machine is late for reasons of its own
 def test_ranks_that_are_not_aligned_use_the_link_in_both_directions_at_once() -> None:
     if os.geteuid() or not shutil.which("tc"):
         pytest.skip("hosts of rate-limited links need root and iproute2")
@@ -49,6 +51,32 @@ def test_ranks_that_are_not_aligned_use_the_link_in_both_directions_at_once() ->
     took, sent = max(float(line.split()[0]) for line in out), float(out[0].split()[1])
     ideal = CALLS * sent * 8 / netlab.goodput(RATE)
     assert took < 1.35 * ideal, f"{ideal / took:.0%} of the line"  # about 95 %; with gloo's own all-to-all 60 %
+
+
+def order_of_posts() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    posts = []
+    receive, send = dist.irecv, dist.isend
+
+    def noted(what: str, post: Callable[..., object]) -> Callable[..., object]:
+        def noting(*arguments: object, **keywords: object) -> object:
+            posts.append(what)
+            return post(*arguments, **keywords)
+
+        return noting
+
+    dist.irecv, dist.isend = noted("receive", receive), noted("send", send)
+    try:
+        fap.all_reduce(torch.ones(1000), config=fap.FlashConfig(min_bytes=0, check_ranks=False))
+    finally:
+        dist.irecv, dist.isend = receive, send
+    return posts
+
+
+def test_every_receive_is_posted_before_the_first_send(ranks: Callable[[int], Ranks]) -> None:
+    """What the link's two directions hang on (see transport._exchange); how much, the slow test above measures."""
+    assert ranks(3).run(order_of_posts) == [2 * ["receive", "receive", "send", "send"]] * 3
 
 
 def exchanged(sizes: list[list[int]]) -> bool:
