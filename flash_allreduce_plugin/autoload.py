@@ -1,9 +1,10 @@
-"""The `torch.backends` entry point: adds the launch flags to an unmodified Megatron-LM script.
+"""The `torch.backends` entry point: adds the launch flags to an unmodified Megatron-LM script, and the section of the
+JSON configuration to an unmodified DeepSpeed one.
 
 torch calls `load` at the end of `import torch`, in every program of the environment, so it does next to nothing:
-it puts a finder on sys.meta_path that waits for Megatron-LM's own training package. `load` never raises, and
-FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here; the rest of the package is
-named by strings and loaded when Megatron-LM is.
+it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
+engine. `load` never raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here;
+the rest of the package is named by strings and loaded when the framework is.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 SWITCH = "FLASH_ALLREDUCE_AUTOLOAD"
 MEGATRON_LM = ("megatron.training.arguments", "megatron.training.global_vars")
 LAUNCH_FLAGS = "flash_allreduce_plugin.megatron.arguments"
+# Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
+DEEPSPEED = ("deepspeed.runtime.engine",)
+JSON_SECTION = "flash_allreduce_plugin.deepspeed.engine"
 
 _log = logging.getLogger("flash_allreduce_plugin")
-_waiting: AfterImport | None = None
+_waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
 
 
 def load() -> None:
@@ -32,6 +36,7 @@ def load() -> None:
     try:
         if os.environ.get(SWITCH, "").strip().lower() not in ("0", "false", "no", "off"):
             install()
+            _attach_after(DEEPSPEED, JSON_SECTION)
     except Exception as error:
         _warn(error)
 
@@ -41,14 +46,14 @@ def install() -> None:
 
     The launcher (`python -m flash_allreduce_plugin.megatron`) calls it whatever FLASH_ALLREDUCE_AUTOLOAD says.
     """
-    global _waiting
-    if _waiting is None:
-        _waiting = AfterImport(MEGATRON_LM, _add_launch_flags)
-        _waiting.install()
+    _attach_after(MEGATRON_LM, LAUNCH_FLAGS)
 
 
-def _add_launch_flags() -> None:
-    importlib.import_module(LAUNCH_FLAGS).attach()
+def _attach_after(modules: Sequence[str], ours: str) -> None:
+    """Import our module named `ours` and call its `attach`, when `modules` are imported."""
+    if ours not in _waiting:
+        _waiting[ours] = AfterImport(modules, lambda: importlib.import_module(ours).attach())
+        _waiting[ours].install()
 
 
 class AfterImport:
@@ -133,4 +138,4 @@ class AfterImport:
 def _warn(error: Exception) -> None:
     # Not warnings.warn: a filter may turn that into an exception.
     text = " ".join(str(error).split())
-    _log.warning("the launch flags of flash_allreduce_plugin are not available: %s: %s", type(error).__name__, text)
+    _log.warning("flash_allreduce_plugin is not attached: %s: %s", type(error).__name__, text)

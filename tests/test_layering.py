@@ -23,7 +23,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("codec", "transport", "work"),
     ("collectives", "groups", "quality"),
     ("dispatch",),
-    ("megatron", "ddp", "fsdp"),
+    ("megatron", "deepspeed", "ddp", "fsdp"),
     ("cli",),
     ("__main__",),
 )
@@ -32,7 +32,7 @@ STOREY = {module: number for number, modules in enumerate(STOREYS) for module in
 # Package -> the rooms whose modules may import it when they are imported.
 HEAVY = {
     "megatron": (),  # not even its own room: megatron-core is imported when it is patched
-    "deepspeed": (),
+    "deepspeed": (),  # the same
     "matplotlib": (),  # slow to import: when a figure is drawn
     "rich": ("cli",),
     "typer": ("cli",),

@@ -1,0 +1,77 @@
+"""DeepSpeed: quantized gradient reduction at ZeRO stages 0 to 3, from a section of the JSON configuration.
+
+    "flash_allreduce": {"bits": 4}
+
+The section is all that is needed where torch calls the entry point (autoload.py); where that is off, one import does
+it: `import flash_allreduce_plugin.deepspeed.attach`. From Python, for engines whose configuration has no section:
+
+    fap.deepspeed.enable(fap.FlashConfig(bits=4))
+
+`disable` gives every engine its own functions back, `report` says what each place has done. Importing this module
+changes nothing and does not import DeepSpeed. Every rank must have the same configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.deepspeed import engine, places
+
+
+class Report(dict[str, dict[str, Any]]):
+    """Per site: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count}; prints as a
+    table.
+    """
+
+    def __str__(self) -> str:
+        lines = []
+        for site, entry in self.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
+            state = "" if entry["in_place"] else " (not in place)"
+            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
+            if reasons:
+                lines[-1] += f", in full precision: {reasons}"
+            lines.append(f"    {entry['covers']} [{entry['target']}]")
+        return "\n".join(lines)
+
+
+def enable(config: FlashConfig | None = None) -> None:
+    """Quantize the gradients of engines that are built from now on, also of those without a section.
+
+    config: for engines without a section, default `FlashConfig.from_env()`; a section goes before it. Enabled already:
+    only the configuration for coming engines changes.
+    Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows.
+    """
+    if config is not None and not isinstance(config, FlashConfig):
+        raise TypeError(
+            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
+        )
+    engine.verify()
+    engine.attach(FlashConfig.from_env() if config is None else config)
+
+
+def disable() -> None:
+    """Give every engine its own functions back, and leave coming ones alone. Does nothing if not enabled.
+
+    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__ since.
+    """
+    engine.detach()
+
+
+def is_enabled() -> bool:
+    """Whether engines are served when they are built: after `enable`, or attached by the entry point."""
+    return engine.is_attached()
+
+
+def report() -> Report:
+    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
+    sites = telemetry.stats()["sites"]
+    in_place = engine.sites_in_place()
+    entries = Report()
+    for site, (target, covers) in places.SITES.items():
+        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
+        entries[site] = {"target": target, "covers": covers, "in_place": site in in_place}
+        entries[site].update((key, counts[key]) for key in ("calls", "quantized", "full_precision"))
+    return entries

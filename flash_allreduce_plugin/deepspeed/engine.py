@@ -1,0 +1,178 @@
+"""DeepSpeedEngine.__init__: reads the section, refuses what is wrong before anything is built, and gives the finished
+engine its reductions.
+
+That constructor is the one thing replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
+What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
+configurations, or none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import json
+import types
+from typing import Any
+from weakref import WeakSet
+
+import torch.distributed as dist
+
+from flash_allreduce_plugin import switches
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.deepspeed import section
+from flash_allreduce_plugin.deepspeed.places import places
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Reduction, gradients
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.patching import Patchset, Seam
+
+_engines: WeakSet[Any] = WeakSet()
+# On an engine: its Reduction, and what was put on it or its optimizer, (owner, name). Kept there, to die with it.
+_BOUND = "_flash_allreduce"
+_for_all: FlashConfig | None = None
+
+
+def attach(config: FlashConfig | None = None) -> None:
+    """Serve engines that are built from now on: those with a section, and with `config` all others as well.
+
+    Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is not as this version knows it.
+    """
+    global _for_all
+    _patchset().apply()
+    _for_all = config if config is not None else _for_all
+
+
+def detach() -> None:
+    """Give DeepSpeed its constructor back and every engine its own functions."""
+    global _for_all
+    _patchset().restore()
+    _for_all = None
+    for engine in list(_engines):
+        release(engine)
+
+
+def is_attached() -> bool:
+    return _patchset().applied
+
+
+def verify() -> None:
+    """PatchError if one of the functions that reduce gradients is not as this version knows it."""
+    Patchset("deepspeed", places(None), _supported()).verify()
+
+
+def seams() -> list[Seam]:
+    """Every function that is replaced, the constructor and those on an engine; reads nothing of DeepSpeed."""
+    return [*_patchset().seams, *places(None)]
+
+
+def sites_in_place() -> set[str]:
+    """The sites of the living engines that are served."""
+    sites = {gradients(getattr(engine, _BOUND)[0].stage).name for engine in _engines}
+    return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
+
+
+def bind(engine: Any, config: FlashConfig) -> None:
+    """Replace the reductions of a finished engine and its optimizer."""
+    reduction = Reduction(engine, config)
+    bound: list[tuple[Any, str]] = []
+    for place in places(reduction):
+        class_name, name = place.attribute.split(".")
+        owner = getattr(importlib.import_module(place.module), class_name)
+        for candidate in (engine, getattr(engine, "optimizer", None)):
+            if isinstance(candidate, owner):
+                method = place.replacement(getattr(type(candidate), name))
+                setattr(candidate, name, types.MethodType(method, candidate))
+                bound.append((candidate, name))
+    setattr(engine, _BOUND, (reduction, bound))
+    _engines.add(engine)
+
+
+def release(engine: Any) -> None:
+    """Take off what `bind` put on an engine; its class's own functions show again."""
+    _, bound = getattr(engine, _BOUND)
+    delattr(engine, _BOUND)
+    _engines.discard(engine)
+    for owner, name in bound:
+        delattr(owner, name)
+
+
+@functools.cache
+def _patchset() -> Patchset:
+    parameters = (
+        *("self", "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "mpu"),
+        *("dist_init_required", "collate_fn", "config", "config_class", "mesh_device", "dont_change_device"),
+    )
+    seam = Seam(
+        "deepspeed.engine",
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.__init__",
+        parameters,
+        _with_section,
+        "reads the section, and gives the engine its reductions",
+    )
+    return Patchset("deepspeed", [seam], _supported())
+
+
+def _supported() -> str:
+    try:
+        installed = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        installed = "of unknown version"
+    return f"deepspeed 0.17.6 to 0.19 (installed: {installed})"
+
+
+def _with_section(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        deepspeed = signature.bind(self, *args, **kwargs).arguments.get("config_class")
+        config = _config_for(deepspeed)
+        if config is not None:
+            verify()
+        original(self, *args, **kwargs)
+        if config is not None:
+            bind(self, config)
+            if dist.get_rank() == 0:
+                print(start_line(self, config), flush=True)
+
+    return __init__
+
+
+def _config_for(deepspeed: Any) -> FlashConfig | None:
+    """The configuration of an engine that is being built with a DeepSpeedConfig, or None.
+
+    Raises DeepSpeedConfigError if it is wrong.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        config = section.parse(deepspeed._param_dict)
+        if config is None:
+            config = _for_all
+        if config is not None:
+            section.refuse_incompatible(deepspeed)
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error)) from error
+    return config
+
+
+def start_line(engine: Any, config: FlashConfig) -> str:
+    """What is attached, with which bits, and every other setting that is not at its default: one line."""
+    optimizer = type(getattr(engine, "optimizer", None)).__name__
+    line = (
+        f"flash all-reduce: attached to {type(engine).__name__} with {optimizer}, ZeRO stage "
+        f"{int(engine.zero_optimization_stage())}: gradients in {config.bits} bits, groups of {config.group_size}, "
+        f"buckets from {config.min_bytes} bytes"
+    )
+    said = ("enabled", "bits", "group_size", "min_bytes")
+    defaults = FlashConfig().to_dict()
+    for key, value in config.to_dict().items():
+        if key not in said and value != defaults[key]:
+            line += f", {key}={json.dumps(value)}"
+    if not config.enabled or switches.is_on(switches.DISABLE):
+        line += "; switched off, every call goes in full precision"
+    elif dist.get_world_size() == 1:
+        line += "; there is one rank and nothing to reduce"
+    return line

@@ -1,0 +1,156 @@
+"""The functions of DeepSpeed that reduce gradients, and what each becomes on an engine with a configuration.
+
+They are replaced on the engine or its optimizer alone, not in their classes. DeepSpeed's own function keeps running
+and sees another collective (`patching.rebound`), so that its divisors, dtypes and copies stay its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
+from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.patching import Seam, rebound
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.deepspeed.reduction import Reduction
+
+ENGINE = "deepspeed.runtime.engine"
+STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
+STAGE_3 = "deepspeed.runtime.zero.stage3"
+
+_BUCKET = "allreduce_bucket of DeepSpeedEngine"
+_ZERO = "allreduce_bucket and gradient_reduction_w_predivide of DeepSpeedZeroOptimizer"
+
+# What `report` lists: site -> (where in DeepSpeed, what is covered).
+SITES = {
+    gradients(0).name: (_BUCKET, "gradient buckets without ZeRO: all-reduce"),
+    gradients(1).name: (f"{_ZERO}; {_BUCKET}", "gradient buckets at stage 1: to their owners"),
+    gradients(2).name: (_ZERO, "gradient buckets at stage 2: to their owners"),
+    gradients(3).name: (
+        "__avg_scatter_grads and __avg_scatter_contiguous_grads of DeepSpeedZeroOptimizer_Stage3",
+        "gradient buckets at stage 3: reduce-scatter",
+    ),
+    EXPERTS.name: (f"{_ZERO}; {_BUCKET}", "gradients of experts, over their own data-parallel groups, at any stage"),
+}
+
+
+def places(reduction: Reduction | None) -> list[Seam]:
+    """Every function, for one engine's reduction; None serves to check that they are as expected."""
+    # Nothing of it is called where it is None.
+    all_reduce = getattr(reduction, "all_reduce", None)
+    reduce = getattr(reduction, "reduce", None)
+    coalesced = getattr(reduction, "reduce_scatter_coalesced", None)
+    bucket = ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group")
+    ranks = ("self", "small_bucket", "communication_data_type", "log", "divide", "process_group", "bucket_ranks")
+    return [
+        Seam(
+            "deepspeed.engine.bucket",
+            ENGINE,
+            "DeepSpeedEngine.allreduce_bucket",
+            ("self", "bucket", "dp_group", "dp_world_size"),
+            lambda original: rebound(original, "dist.all_reduce", all_reduce),
+            "all-reduce of a bucket: stage 0, BF16_Optimizer, pipeline engine, experts",
+        ),
+        Seam(
+            "deepspeed.engine.sparse",
+            ENGINE,
+            "DeepSpeedEngine.sparse_allreduce",
+            ("self", "sparse", "dp_group", "dp_world_size"),
+            lambda original: _counted(original, reduction),
+            "counts sparse gradients, which stay in full precision",
+        ),
+        Seam(
+            "deepspeed.zero.bucket",
+            STAGE_1_AND_2,
+            "DeepSpeedZeroOptimizer.allreduce_bucket",
+            bucket,
+            lambda original: rebound(rebound(original, "dist.all_reduce", all_reduce), "dist.reduce", reduce),
+            "reduction of a bucket at stages 1 and 2, to everybody or to one owner",
+        ),
+        Seam(
+            "deepspeed.zero.owners",
+            STAGE_1_AND_2,
+            "DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks",
+            ((*ranks, "output_bucket"), ranks),  # with the last one from 0.19.8 on
+            _to_owners,
+            "tells whose the slices of a bucket are",
+        ),
+        Seam(
+            "deepspeed.zero.whole",
+            STAGE_1_AND_2,
+            "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
+            ("self", "tensor", "communication_data_type"),
+            lambda original: rebound(original, "dist.all_reduce", all_reduce),
+            "all-reduce of a bucket at stages 1 and 2 with reduce_scatter: false",
+        ),
+        Seam(
+            "deepspeed.stage3.scatter",
+            STAGE_3,
+            "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+            (("args", "kwargs"), ("self", "params_to_reduce", "communication_data_type")),
+            lambda original: _rebound_below_nvtx(original, "reduce_scatter_coalesced", coalesced),
+            "reduce-scatter of a bucket at stage 3",
+        ),
+        Seam(
+            "deepspeed.stage3.whole",
+            STAGE_3,
+            "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+            (("args", "kwargs"), ("self", "buffer_to_reduce", "communication_data_type")),
+            lambda original: _rebound_below_nvtx(original, "dist.all_reduce", all_reduce),
+            "all-reduce of a bucket at stage 3 with reduce_scatter: false",
+        ),
+    ]
+
+
+def _to_owners(original: Function) -> Function:
+    """`original` (allreduce_and_copy_with_multiple_ranks), its slices going to their owners.
+
+    It copies what its own rank owns and drops the rest, so nothing else has to arrive.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def allreduce_and_copy_with_multiple_ranks(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        with owned(_slices(given["small_bucket"], given["bucket_ranks"])):
+            original(*args, **kwargs)
+
+    return allreduce_and_copy_with_multiple_ranks
+
+
+def _slices(bucket: Iterable[Any], ranks: Iterable[int | frozenset[int]]) -> Slices | None:
+    """(owner, elements) of each tensor; None if one of them has several owners (matrices of Muon)."""
+    slices = []
+    for tensor, owners in zip(bucket, ranks, strict=True):
+        owner = owners if isinstance(owners, frozenset) else frozenset((owners,))
+        if len(owner) > 1:
+            return None
+        slices.append((next(iter(owner)), tensor.numel()))
+    return slices
+
+
+def _counted(original: Function, reduction: Reduction | None) -> Function:
+    @functools.wraps(original)
+    def sparse_allreduce(self: Any, sparse: Any, dp_group: Any, dp_world_size: Any = None) -> Any:
+        assert reduction is not None
+        reduction.record_sparse(sparse.values, dp_group)
+        return original(self, sparse, dp_group, dp_world_size)
+
+    return sparse_allreduce
+
+
+def _rebound_below_nvtx(function: Function, path: str, new: Any) -> Function:
+    """`rebound`, below DeepSpeed's decorator `instrument_w_nvtx`, which says nowhere what it holds."""
+    if function.__name__ != "wrapped_fn":
+        return rebound(function, path, new)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if "func" not in cells:
+        raise PatchError("a decorator hides the body of the function")
+    from deepspeed.utils import instrument_w_nvtx
+
+    decorated: Function = instrument_w_nvtx(rebound(cells["func"].cell_contents, path, new))
+    return decorated

@@ -1,0 +1,190 @@
+"""The collectives that an engine's reductions see in place of DeepSpeed's own.
+
+What goes in full precision goes by DeepSpeed's own collective, and is counted. Divisors, dtypes, streams and copies
+stay DeepSpeed's, which calls these in the middle of its functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin import dispatch, groups, switches, telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
+from flash_allreduce_plugin.transport import Label
+
+Function = Callable[..., Any]
+
+EXPERTS = Site("deepspeed.experts")
+SPARSE = "sparse gradient"
+
+Slices = Sequence[tuple[int, int]]  # (owner, elements) of a flat tensor, in order
+
+
+def gradients(stage: int) -> Site:
+    """The site of an engine's dense gradients."""
+    return Site(f"deepspeed.stage{stage}.gradients")
+
+
+# While the buckets of one call go to their owners: whose the slices of the flat tensor are.
+_owners: ContextVar[Slices | None] = ContextVar("flash_allreduce_owners_of_slices", default=None)
+
+
+@contextmanager
+def owned(slices: Slices | None) -> Iterator[None]:
+    """Inside, `Reduction.all_reduce` brings each slice to its owner only."""
+    token = _owners.set(slices)
+    try:
+        yield
+    finally:
+        _owners.reset(token)
+
+
+class Reduction:
+    """The collectives of one engine, with its configuration."""
+
+    def __init__(self, engine: Any, config: FlashConfig) -> None:
+        self.config = config
+        self.stage = int(engine.zero_optimization_stage())
+        self._engine = engine
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
+        slices, group = _owners.get(), _given(group)
+        collective: Collective = "all_reduce" if slices is None else "reduce_scatter"
+        reason = self._full_precision(collective, tensor.numel(), tensor, group)
+        if reason is not None:
+            from deepspeed import comm
+
+            self._record(reason, tensor, group, halves=2)
+            comm.all_reduce(tensor, group=group)
+        elif slices is None:
+            dispatch.all_reduce(
+                tensor, group=group, config=self.config, site=self._site(group), step=self._finished_steps()
+            )
+        else:
+            self._to_owners(tensor, slices, group)
+
+    def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
+        """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
+        group = _given(group)
+        reason = self._full_precision("reduce_scatter", tensor.numel(), tensor, group)
+        if reason is not None:
+            from deepspeed import comm
+
+            self._record(reason, tensor, group, halves=1)
+            comm.reduce(tensor, dst, group=group)
+        else:
+            self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group)
+
+    def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        """For stage 3's function of that name: this rank's part of the average of each tensor, 1-D.
+
+        Rank r's part of a tensor is the r-th piece of ceil(numel / world) elements; the last ones may be shorter or
+        empty, and nothing is filled up.
+        """
+        group = _given(group)
+        whole = sum(map(Tensor.numel, tensors))
+        reason = self._full_precision("reduce_scatter", whole, tensors[0], group)
+        if reason is not None:
+            from deepspeed.runtime.comm import coalesced_collectives
+
+            self._record(reason, tensors[0], group, halves=1, numel=whole)
+            result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
+            return result
+        world, rank = group.size(), group.rank()
+        pieces = []
+        for tensor in tensors:
+            flat, size = tensor.detach().reshape(-1), math.ceil(tensor.numel() / world)
+            pieces.append([flat[r * size : (r + 1) * size] for r in range(world)])
+        parts = [_joined([piece[r] for piece in pieces]) for r in range(world)]
+        self._reduce_scatter(parts, dist.ReduceOp.AVG, group)
+        return list(parts[rank].split([len(piece[rank]) for piece in pieces]))
+
+    def record_sparse(self, values: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Count a sparse gradient, whose values DeepSpeed gathers from all ranks."""
+        group = _given(group)
+        self._record(SPARSE, values, group, halves=1, numel=values.numel() * group.size())
+
+    def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup) -> None:
+        """tensor 1-D: the slices that this rank owns hold the sum afterwards, the others are as before."""
+        runs: list[list[Tensor]] = [[] for _ in range(group.size())]
+        start = 0
+        for owner, neighbours in groupby(slices, key=lambda piece: piece[0]):
+            numel = sum(count for _, count in neighbours)
+            runs[owner].append(tensor[start : start + numel])
+            start += numel
+        parts = [_joined(run) if run else tensor[:0] for run in runs]
+        self._reduce_scatter(parts, dist.ReduceOp.SUM, group)
+        mine, own = runs[group.rank()], parts[group.rank()]
+        if len(mine) > 1:  # else it is the tensor's own memory
+            for piece, sums in zip(mine, own.split([len(piece) for piece in mine]), strict=True):
+                piece.copy_(sums)
+
+    def _reduce_scatter(self, parts: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
+        """parts, one 1-D tensor a rank; this rank's own holds the result."""
+        dispatch.reduce_scatter(
+            parts[group.rank()],
+            parts,
+            op,
+            group,
+            self.config,
+            site=self._site(group),
+            step=self._finished_steps(),
+        )
+
+    def _site(self, group: dist.ProcessGroup) -> Site:
+        experts = getattr(self._engine, "expert_data_parallel_group", None) or {}
+        return EXPERTS if any(group is one for one in experts.values()) else gradients(self.stage)
+
+    def _finished_steps(self) -> int:
+        """Optimizer steps that were made; one that the loss scaler skipped is none."""
+        return int(self._engine.global_steps) - int(self._engine.skipped_steps)
+
+    def _full_precision(self, collective: Collective, numel: int, like: Tensor, group: dist.ProcessGroup) -> str | None:
+        """Why DeepSpeed's own collective serves a call of `numel` elements, or None if ours does."""
+        site, disabled = self._site(group), switches.is_on(switches.DISABLE)
+        # The ranks compare configurations before they part ways: one that stays in full precision never reaches
+        # dispatch.
+        groups.agree(Label(collective, site.name, group), self.config, disabled, like.device)
+        if disabled:
+            return switches.DISABLE
+        answer = make_plan(
+            collective,
+            numel=numel,
+            dtype=like.dtype,
+            world_size=group.size(),
+            op="sum",
+            site=site,
+            config=self.config,
+            step=self._finished_steps(),
+        )
+        return answer.reason if isinstance(answer, FullPrecision) else None
+
+    def _record(
+        self, reason: str, like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None
+    ) -> None:
+        """Count a call of DeepSpeed's own, with its ring volume."""
+        numel = like.numel() if numel is None else numel
+        volume = numel * like.element_size() * (group.size() - 1) // group.size()
+        telemetry.record_full_precision(self._site(group), reason, halves * volume)
+
+
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None, "DeepSpeed has initialized torch.distributed"
+    return group
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

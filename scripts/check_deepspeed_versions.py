@@ -1,0 +1,109 @@
+"""Check every function that is replaced against the published sources of DeepSpeed.
+
+    python -m scripts.check_deepspeed_versions                    # every release of the supported window
+    python -m scripts.check_deepspeed_versions 0.17.6 0.19.8      # these releases
+    python -m scripts.check_deepspeed_versions path/to/folder     # a checkout or site-packages that holds deepspeed/
+
+Sources are downloaded with pip, which asks their setup.py for the release's name, and are then read, never installed.
+What is checked is what attaching checks in a running process: the symbol, its parameters, and that it makes the call
+that is to be replaced.
+
+Exit status: 0 if every release fits, 1 if one does not, 2 if a release could not be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from flash_allreduce_plugin.deepspeed import engine
+from flash_allreduce_plugin.patching import Seam
+from scripts import check_megatron_versions as sources
+from scripts.check_megatron_versions import Read, Unavailable
+
+FIRST, BELOW = (0, 17, 6), (0, 20)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("what", nargs="*", help="releases, or folders that hold deepspeed/; default: the window")
+    parser.add_argument("--archives", type=Path, help="folder where downloaded sources are kept and looked for")
+    options = parser.parse_args(arguments)
+    status, seams = 0, engine.seams()
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            for what in options.what or releases():
+                found = problems(reader(what, options.archives or Path(scratch)), seams)
+                print(f"{what:>8}  {len(seams) - len(found)} of {len(seams)} functions", flush=True)
+                for problem in found:
+                    print(f"          {problem}", flush=True)
+                status = status or int(bool(found))
+        except Unavailable as error:
+            print(error, file=sys.stderr)
+            return 2
+    return status
+
+
+def problems(read: Read, seams: list[Seam]) -> list[str]:
+    """One line for each function that does not fit the sources."""
+    # As the source spells it: names not mangled yet, and without the decorator that hides what it decorates.
+    spelled = [replace(seam, attribute=re.sub(r"\._[A-Za-z]\w*?(?=__)", ".", seam.attribute)) for seam in seams]
+    return sources.problems(lambda path: read(path).replace("@instrument_w_nvtx\n", "\n"), spelled)
+
+
+def reader(what: str, archives: Path) -> Read:
+    """How to read a file of a release (downloaded if it is not in `archives`) or of a folder."""
+    if not re.fullmatch(r"\d+(\.\d+)+\w*", what):
+        if not (Path(what) / "deepspeed").is_dir():
+            raise Unavailable(f"{what} is neither a release nor a folder that holds deepspeed/")
+        return lambda path: (Path(what) / path).read_text(encoding="utf-8")
+    archive = tarfile.open(source(what, archives))  # noqa: SIM115
+
+    def read(path: str) -> str:
+        file = archive.extractfile(f"deepspeed-{what}/{path}")
+        assert file is not None
+        return file.read().decode()
+
+    return read
+
+
+def source(release: str, archives: Path) -> Path:
+    """The source archive of a release."""
+    path = archives / f"deepspeed-{release}.tar.gz"
+    if not path.exists():
+        command = ["download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
+        output = _pip(*command, "--dest", str(archives), f"deepspeed=={release}")
+        if not path.exists():
+            raise Unavailable(f"deepspeed {release}: pip finds no source ({output.stderr.strip().splitlines()[-1:]})")
+    return path
+
+
+def releases() -> list[str]:
+    """Every final release of the window, oldest first."""
+    listing = _pip("index", "versions", "deepspeed", "--ignore-requires-python")
+    line = re.search(r"^Available versions: (.*)$", listing.stdout, re.MULTILINE)
+    if line is None:
+        raise Unavailable(f"pip does not list the releases of deepspeed: {listing.stderr.strip()}")
+    numbers = [tuple(map(int, n.split("."))) for n in line[1].split(", ") if re.fullmatch(r"[\d.]+", n)]
+    return [".".join(map(str, number)) for number in sorted(numbers) if FIRST <= number < BELOW]
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "DS_BUILD_OPS": "0"},
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""A small model on a DeepSpeed engine, for the tests of this folder; everything here runs inside a rank."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flash_allreduce_plugin as fap
+
+EIGHT = {"bits": 8, "min_bytes": 0}
+OFF = {"enabled": False, "min_bytes": 0}
+STEPS = 3
+
+
+def deepspeed() -> Any:
+    """The package, on the CPU, with engines that have a section served."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed as package
+
+    # Shared-memory operators that training does not need and whose compilation takes a minute.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    package.utils.logging.logger.setLevel("ERROR")
+    from flash_allreduce_plugin.deepspeed import engine
+
+    engine.attach()
+    return package
+
+
+def model(width: int = 48) -> nn.Module:
+    """Odd sizes: partitions of parameters that no world divides, and buckets with two owners."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(width, 97), nn.Tanh(), nn.Linear(97, 65, bias=False), nn.Tanh(), nn.Linear(65, width)
+    )
+
+
+def configuration(options: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # with offload; DeepSpeed's own would have to be compiled
+        "steps_per_print": 10**9,
+        **copy.deepcopy(options),
+    }
+    if config.get("zero_optimization", {}).get("stage") == 3:
+        config["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)
+    if flash is not None:
+        config["flash_allreduce"] = flash
+    return config
+
+
+def engine(options: dict[str, Any], flash: dict[str, Any] | None, net: nn.Module | None = None, lr: float = 0.5) -> Any:
+    """SGD without momentum: what a parameter moves by is proportional to its gradient, divisor and all."""
+    net = model() if net is None else net
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    built, *_ = deepspeed().initialize(
+        model=net, optimizer=torch.optim.SGD(parameters, lr=lr), config=configuration(options, flash)
+    )
+    return built
+
+
+def batch(engine: Any, number: int, rows: int = 8, width: int = 48) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    return torch.randn(rows, width, generator=generator).to(next(engine.module.parameters()).dtype)
+
+
+def step(engine: Any, number: int) -> float:
+    """One optimizer step, over every micro-batch; the mean loss of this rank."""
+    losses = []
+    for micro in range(engine.gradient_accumulation_steps()):
+        x = batch(engine, 100 * number + micro)
+        loss = (engine(x) - x.flip(1)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return sum(losses) / len(losses)
+
+
+def weights(engine: Any) -> torch.Tensor:
+    """Every parameter, whole, in float32, 1-D."""
+    whole = []
+    for parameter in engine.module.parameters():  # one by one: 0.17.6 mixes up the buffers of several
+        with deepspeed().zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            whole.append(parameter.detach().to(torch.float32, copy=True).flatten())
+    return torch.cat(whole)
+
+
+def train(options: dict[str, Any], flash: dict[str, Any] | None, steps: int = STEPS) -> dict[str, Any]:
+    """Train; `moved` is what the parameters have moved by."""
+    fap.reset_stats()
+    built = engine(options, flash)
+    before = weights(built)
+    losses = [step(built, number) for number in range(steps)]
+    after = weights(built)
+    result = {
+        "losses": losses,
+        "weights": after,
+        "moved": after - before,
+        "optimizer": type(built.optimizer).__name__,
+        "comm_bytes": built.communication_data_type.itemsize,
+        **fap.stats(),
+    }
+    built.destroy()
+    return result
+
+
+def compare(options: dict[str, Any], eight: dict[str, Any] = EIGHT) -> list[dict[str, Any]]:
+    """The engine left alone, with a section that is switched off, and at 8 bits."""
+    return [train(options, flash) for flash in (None, OFF, eight)]

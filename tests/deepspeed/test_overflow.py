@@ -1,0 +1,85 @@
+"""fp16's dynamic loss scaling sees what any rank has in any gradient, at every stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_training import EIGHT, deepspeed, engine, step, weights
+
+import flash_allreduce_plugin as fap
+from tests.distributed import Ranks
+
+FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
+
+
+def overflowing(zero: dict[str, Any], accumulate: int, bad: float, parameter: int) -> list[dict[str, Any]]:
+    """Three steps, the last rank's gradient spoiled in one element of the second one's first micro-batch."""
+    deepspeed()
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda _: True  # asks for mkldnn's; torch computes without it
+    fap.reset_stats()
+    options = {"zero_optimization": zero, "fp16": FP16, "gradient_accumulation_steps": accumulate}
+    built = engine(options, EIGHT, lr=0.01)
+    now = {"step": 0, "micro": 0}
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        now["micro"] += 1
+        if now["step"] == 1 and now["micro"] == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            gradient = gradient.clone()
+            gradient.view(-1)[5] = bad
+        return gradient
+
+    list(built.module.parameters())[parameter].register_hook(spoil)
+    seen = []
+    for number in range(3):
+        before = weights(built)
+        now.update(step=number, micro=0)
+        step(built, number)
+        after = weights(built)
+        seen.append(
+            {
+                "skipped": built.skipped_steps,
+                "scale": built.optimizer.loss_scale,
+                "finite": bool(torch.isfinite(after).all()),
+                "moved": not torch.equal(before, after),
+                "weights": after,
+            }
+        )
+    stats = fap.stats()
+    assert stats["quantized"] == stats["calls"] > 0
+    built.destroy()
+    return seen
+
+
+WHOLE = {"reduce_scatter": False}
+PATHS: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
+PATHS += [{"stage": stage, **WHOLE} for stage in (1, 2, 3)]
+PATHS += [{"stage": 2, "contiguous_gradients": False}, {"stage": 2, "use_multi_rank_bucket_allreduce": False}]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("zero", PATHS, ids=lambda zero: "-".join(str(value) for value in zero.values()))
+def test_the_step_is_skipped_and_the_scale_lowered(
+    engines: Callable[[int], Ranks], zero: dict[str, Any], bad: float
+) -> None:
+    outcomes = engines(2).run(overflowing, zero, 1, bad, 0)
+    for first, second, third in outcomes:
+        assert [seen["skipped"] for seen in (first, second, third)] == [0, 1, 1]
+        assert [seen["scale"] for seen in (first, second, third)] == [256, 128, 128]
+        assert [seen["moved"] for seen in (first, second, third)] == [True, False, True]
+        assert first["finite"] and second["finite"] and third["finite"]
+        assert torch.equal(third["weights"], outcomes[0][2]["weights"])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_while_gradients_accumulate_and_in_any_parameter(engines: Callable[[int], Ranks], stage: int) -> None:
+    for parameter in (1, 4):  # a bias, and one that the other rank owns
+        for _, second, third in engines(2).run(overflowing, {"stage": stage}, 2, math.nan, parameter):
+            assert (second["skipped"], second["scale"], second["moved"]) == (1, 128, False)
+            assert third["finite"] and third["moved"]
