@@ -31,11 +31,12 @@ _HOMES = {
     "reset_stats": "telemetry",
     "stats": "telemetry",
 }
-_ROOMS = ("deepspeed", "megatron")
+_ROOMS = ("apex", "deepspeed", "megatron")
 
 __all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
 
 if TYPE_CHECKING:
+    from flash_allreduce_plugin import apex as apex
     from flash_allreduce_plugin import deepspeed as deepspeed
     from flash_allreduce_plugin import megatron as megatron
     from flash_allreduce_plugin.codec import decode as decode

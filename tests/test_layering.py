@@ -23,7 +23,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("codec", "transport", "work"),
     ("collectives", "groups", "quality"),
     ("dispatch",),
-    ("megatron", "deepspeed", "ddp", "fsdp"),
+    ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),
     ("__main__",),
 )
@@ -33,6 +33,7 @@ STOREY = {module: number for number, modules in enumerate(STOREYS) for module in
 HEAVY = {
     "megatron": (),  # not even its own room: megatron-core is imported when it is patched
     "deepspeed": (),  # the same
+    "apex": (),  # the same
     "matplotlib": (),  # slow to import: when a figure is drawn
     "rich": ("cli",),
     "typer": ("cli",),

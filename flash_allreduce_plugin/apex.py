@@ -1,0 +1,197 @@
+"""apex.parallel, of NVIDIA's and of AMD's apex: gradients of its DistributedDataParallel and of its Reducer.
+
+    import flash_allreduce_plugin as fap
+    fap.apex.enable(fap.FlashConfig(bits=8))
+
+`enable` replaces two methods of apex in this process, models that were wrapped before included, `disable` puts them
+back, `report` says what each has done. apex's own code keeps running and sees another `dist.all_reduce`
+(`patching.rebound`): buckets, divisors, dtypes, streams and copies stay apex's. Importing this module changes nothing
+and does not import apex. Every rank must enable the same thing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin import dispatch, telemetry
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+from flash_allreduce_plugin.policy import Site
+
+Function = Callable[..., Any]
+
+GRADIENTS = Site("apex.gradients")
+REDUCER = Site("apex.reducer")
+
+_MODULE = "apex.parallel.distributed"
+_ALL_REDUCE = "dist.all_reduce"
+
+_config: FlashConfig | None = None
+# Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
+_begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class Report(dict[str, dict[str, Any]]):
+    """Per site: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count}; prints as a
+    table.
+    """
+
+    def __str__(self) -> str:
+        lines = []
+        for site, entry in self.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
+            state = "" if entry["in_place"] else " (not in place)"
+            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
+            if reasons:
+                lines[-1] += f", in full precision: {reasons}"
+            lines.append(f"    {entry['covers']} [{entry['target']}]")
+        return "\n".join(lines)
+
+
+def enable(config: FlashConfig | None = None) -> None:
+    """Quantize the gradients that apex.parallel reduces from the next call on.
+
+    config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
+    Raises PatchError, changing nothing, if the package `apex` is absent, another project's, or one without these
+    functions.
+    """
+    global _config
+    if config is not None and not isinstance(config, FlashConfig):
+        raise TypeError(
+            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
+        )
+    config = FlashConfig.from_env() if config is None else config
+    if not _patchset.applied:
+        _refuse_other_packages()
+    _patchset.apply()
+    _config = config
+
+
+def disable() -> None:
+    """Put apex's own methods back. Does nothing if not enabled.
+
+    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    """
+    global _config
+    _patchset.restore()
+    _config = None
+    _begun.clear()
+
+
+def is_enabled() -> bool:
+    return _config is not None
+
+
+def report() -> Report:
+    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
+    sites = telemetry.stats()["sites"]
+    entries = Report()
+    for site, entry in _patchset.report().items():
+        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
+        entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
+    return entries
+
+
+def _of_buckets(original: Function) -> Function:
+    """`original` (DistributedDataParallel.allreduce_bucket) with our all-reduce."""
+    rebound(original, _ALL_REDUCE, None)  # PatchError if it does not call it
+
+    @functools.wraps(original)
+    def allreduce_bucket(self: Any, bucket: list[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
+        # apex reduces its buckets in order: the first one begins a backward pass.
+        step = _step(self, begins=bucket_idx == 0)
+
+        def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
+            dispatch.all_reduce(tensor, op, group, _config, site=GRADIENTS, step=step)
+
+        reduced: Tensor = rebound(original, _ALL_REDUCE, all_reduce)(self, bucket, bucket_idx, force_default_stream)
+        return reduced
+
+    return allreduce_bucket
+
+
+def _of_reducer(original: Function) -> Function:
+    """`original` (Reducer.reduce) with our all-reduce.
+
+    It hands the function on to code that divides by the number of ranks only where it was given
+    `torch.distributed.all_reduce` itself. What it is given here divides.
+    """
+    rebound(original, _ALL_REDUCE, None)
+
+    @functools.wraps(original)
+    def reduce(self: Any) -> None:
+        step = _step(self, begins=True)
+
+        def all_reduce_mean(tensor: Tensor) -> None:
+            dispatch.all_reduce(tensor, config=_config, site=REDUCER, step=step)
+            tensor /= dist.get_world_size()
+
+        rebound(original, _ALL_REDUCE, all_reduce_mean)(self)
+
+    return reduce
+
+
+def _step(reducing: Any, *, begins: bool) -> int:
+    """How many reductions `reducing` has begun before this one; `begins`: this call begins it."""
+    _begun[reducing] = max(1, _begun.get(reducing, 0) + begins)
+    return _begun[reducing] - 1
+
+
+_patchset = Patchset(
+    "apex",
+    (
+        Seam(
+            GRADIENTS.name,
+            _MODULE,
+            "DistributedDataParallel.allreduce_bucket",
+            ("self", "bucket", "bucket_idx", "force_default_stream"),
+            _of_buckets,
+            "all-reduce of a gradient bucket of apex.parallel.DistributedDataParallel",
+        ),
+        Seam(
+            REDUCER.name,
+            _MODULE,
+            "Reducer.reduce",
+            ("self",),
+            _of_reducer,
+            "all-reduce of the gradients of an apex.parallel.Reducer",
+        ),
+    ),
+    "NVIDIA's apex 23.05 to 25.05, and AMD's",
+)
+
+
+def _refuse_other_packages() -> None:
+    """PatchError if `import apex` would find nothing, another project or an apex without the functions; imports
+    nothing.
+    """
+    try:
+        spec = importlib.util.find_spec("apex")
+    except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched
+        return
+    if spec is None:
+        raise PatchError(
+            "apex: not installed; install it from the source of NVIDIA's apex (release 25.05 or earlier) or of AMD's"
+        )
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if any((folder / "parallel" / "distributed.py").is_file() for folder in folders):
+        return
+    where = spec.origin or ", ".join(map(str, folders))
+    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        raise PatchError(
+            f"apex: {where} has no apex.parallel, which NVIDIA removed after release 25.05; take torch's "
+            "DistributedDataParallel with fap.ddp_hook"
+        )
+    raise PatchError(
+        f"apex: {where} is not NVIDIA's apex nor AMD's but another package of that name (the package index has one); "
+        "uninstall it and install apex from its source"
+    )

@@ -1,0 +1,2 @@
+from .distributed import DistributedDataParallel as DistributedDataParallel
+from .distributed import Reducer as Reducer
