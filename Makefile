@@ -5,8 +5,9 @@
 #   make lint        ruff, mypy, clang-format
 #   make test-slow   what takes minutes or many GiB
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
-#   make check-versions   whether every seam fits every supported megatron-core (downloads the wheels, imports none);
-#                         VERSIONS="0.13.0 0.19.2": these only
+#   make test-deepspeed   the DeepSpeed tests, on any release: make test-deepspeed DEEPSPEED=0.17.6
+#   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
+#                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make bench       the tables of docs/benchmarks.md (the links need root)
 
 PYTHON ?= python3
@@ -14,16 +15,19 @@ VENV ?= .venv
 # The CPU build of the package index; any torch >= 2.11 serves: make demo TORCH="torch==2.12.*"
 TORCH ?= torch==2.13.0
 DEMO ?=
-# An older release, for test-older; every release of the window, for check-versions.
+# An older release, for test-older; the one for test-deepspeed; every release of the windows, for check-versions.
 MEGATRON ?= 0.13.1
+DEEPSPEED ?= 0.19.8
 VERSIONS ?=
+DEEPSPEED_VERSIONS ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
+DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
 
-.PHONY: demo test test-slow test-older lint format bench check-versions clean
+.PHONY: demo test test-slow test-older test-deepspeed lint format bench check-versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -39,6 +43,11 @@ test-older: $(VENV)/.installed $(OLDER)
 	PYTHONPATH=$(OLDER) $(BIN)/python -W ignore -c "import megatron.core as m; \
 		assert m.__version__ == '$(MEGATRON)', m.__file__; print('megatron-core', m.__version__, m.__file__)"
 	PYTHONPATH=$(OLDER) MEGATRON_LM_PATH= $(BIN)/python -m pytest -m "not slow" tests/megatron
+
+test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -W ignore -c "from importlib.metadata import version; import deepspeed; \
+		assert version('deepspeed') == '$(DEEPSPEED)', deepspeed.__file__; print('deepspeed', deepspeed.__file__)"
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/deepspeed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -59,6 +68,7 @@ bench: $(VENV)/.installed
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)
+	$(BIN)/python -m scripts.check_deepspeed_versions --archives $(VENV)/archives $(DEEPSPEED_VERSIONS)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +83,13 @@ $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
 $(OLDER): | $(VENV)/.torch
 	rm -rf $@.part
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "megatron-core==$(MEGATRON)"
+	mv $@.part $@
+
+# With what it imports, less torch, numpy and pydantic, which are installed; DS_BUILD_OPS=0: it compiles nothing now.
+$(DEEPSPEED_SITE): | $(VENV)/.torch
+	rm -rf $@.part
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $@.part \
+		"deepspeed==$(DEEPSPEED)" einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm
 	mv $@.part $@
 
 clean:

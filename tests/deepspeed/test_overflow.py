@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, deepspeed, engine, step, weights
+from deepspeed_training import EIGHT, deepspeed, engine, release, skip_if_nothing_is_reduced, step, weights
 
 import flash_allreduce_plugin as fap
 from tests.distributed import Ranks
@@ -57,6 +57,15 @@ def overflowing(zero: dict[str, Any], accumulate: int, bad: float, parameter: in
     return seen
 
 
+def skip_defects_of_older_releases(zero: dict[str, Any], accumulate: int) -> None:
+    """What DeepSpeed does with the plugin and without."""
+    skip_if_nothing_is_reduced(zero)
+    if zero["stage"] == 1 and release() < (0, 18):
+        pytest.skip("DeepSpeed before 0.18.0 tells no other rank of an overflow at stage 1, and hangs")
+    if zero["stage"] == 2 and accumulate > 1 and release() < (0, 18, 3):
+        pytest.skip("DeepSpeed before 0.18.3 keeps the last micro-batch only at stage 2")
+
+
 WHOLE = {"reduce_scatter": False}
 PATHS: list[dict[str, Any]] = [{"stage": stage} for stage in range(4)]
 PATHS += [{"stage": stage, **WHOLE} for stage in (1, 2, 3)]
@@ -68,6 +77,7 @@ PATHS += [{"stage": 2, "contiguous_gradients": False}, {"stage": 2, "use_multi_r
 def test_the_step_is_skipped_and_the_scale_lowered(
     engines: Callable[[int], Ranks], zero: dict[str, Any], bad: float
 ) -> None:
+    skip_defects_of_older_releases(zero, 1)
     outcomes = engines(2).run(overflowing, zero, 1, bad, 0)
     for first, second, third in outcomes:
         assert [seen["skipped"] for seen in (first, second, third)] == [0, 1, 1]
@@ -79,6 +89,7 @@ def test_the_step_is_skipped_and_the_scale_lowered(
 
 @pytest.mark.parametrize("stage", range(4))
 def test_while_gradients_accumulate_and_in_any_parameter(engines: Callable[[int], Ranks], stage: int) -> None:
+    skip_defects_of_older_releases({"stage": stage}, 2)
     for parameter in (1, 4):  # a bias, and one that the other rank owns
         for _, second, third in engines(2).run(overflowing, {"stage": stage}, 2, math.nan, parameter):
             assert (second["skipped"], second["scale"], second["moved"]) == (1, 128, False)
