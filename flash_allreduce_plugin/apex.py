@@ -40,23 +40,6 @@ _config: FlashConfig | None = None
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-class Report(dict[str, dict[str, Any]]):
-    """Per site: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count}; prints as a
-    table.
-    """
-
-    def __str__(self) -> str:
-        lines = []
-        for site, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
-                lines[-1] += f", in full precision: {reasons}"
-            lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines)
-
-
 def enable(config: FlashConfig | None = None) -> None:
     """Quantize the gradients that apex.parallel reduces from the next call on.
 
@@ -91,10 +74,10 @@ def is_enabled() -> bool:
     return _config is not None
 
 
-def report() -> Report:
+def report() -> telemetry.Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
     sites = telemetry.stats()["sites"]
-    entries = Report()
+    entries = telemetry.Report()
     for site, entry in _patchset.report().items():
         counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}

@@ -21,6 +21,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flash_allreduce_plugin")
 
 
+class Report(dict[str, dict[str, Any]]):
+    """What an integration has attached. Per site: `target`, `covers`, `in_place`, `calls`, `quantized`,
+    `full_precision` {reason: count}; prints as a table.
+    """
+
+    def __str__(self) -> str:
+        lines = []
+        for site, entry in self.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
+            state = "" if entry["in_place"] else " (not in place)"
+            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
+            if reasons:
+                lines[-1] += f", in full precision: {reasons}"
+            lines.append(f"    {entry['covers']} [{entry['target']}]")
+        return "\n".join(lines)
+
+
 @dataclass(slots=True)
 class _Counters:
     quantized: int = 0

@@ -13,28 +13,9 @@ changes nothing and does not import DeepSpeed. Every rank must have the same con
 
 from __future__ import annotations
 
-from typing import Any
-
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import engine, places
-
-
-class Report(dict[str, dict[str, Any]]):
-    """Per site: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count}; prints as a
-    table.
-    """
-
-    def __str__(self) -> str:
-        lines = []
-        for site, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
-                lines[-1] += f", in full precision: {reasons}"
-            lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines)
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -65,11 +46,11 @@ def is_enabled() -> bool:
     return engine.is_attached()
 
 
-def report() -> Report:
+def report() -> telemetry.Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
     sites = telemetry.stats()["sites"]
     in_place = engine.sites_in_place()
-    entries = Report()
+    entries = telemetry.Report()
     for site, (target, covers) in places.SITES.items():
         counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[site] = {"target": target, "covers": covers, "in_place": site in in_place}

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
-from typing import Any
-
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import (
@@ -32,23 +30,6 @@ from flash_allreduce_plugin.patching import Patchset, Seam
 
 _config: FlashConfig | None = None
 _patchset: Patchset | None = None  # what `enable` put in place
-
-
-class Report(dict[str, dict[str, Any]]):
-    """Per seam: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count};
-    prints as a table.
-    """
-
-    def __str__(self) -> str:
-        lines = []
-        for seam, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{seam}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
-                lines[-1] += f", in full precision: {reasons}"
-            lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines)
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -96,13 +77,13 @@ def is_enabled() -> bool:
     return _config is not None
 
 
-def report() -> Report:
+def report() -> telemetry.Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
     sites = telemetry.stats()["sites"]
     found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     rows = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    entries = Report()
+    entries = telemetry.Report()
     for seam, entry in {**rows, **transformer_engine.rows(found)}.items():
         counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
