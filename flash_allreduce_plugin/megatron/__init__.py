@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
+
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import (
