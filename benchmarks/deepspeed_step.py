@@ -1,0 +1,175 @@
+"""A DeepSpeed step between two hosts with a slow link: the time its gradients' reduction takes, quantized and in bf16.
+
+    python -m benchmarks.deepspeed_step --rate 1gbit        needs root: makes hosts with netlab
+
+Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearly all of a step is communication. Every
+variant is an engine of its own; they take their steps in turn, so that a machine that drifts drifts for all of them. A
+time is the median over the rounds of the slowest rank's. "gradients" is a step's time less that of the step whose
+gradients are not sent at all: ZeRO's parameter gathers, the same in all variants, are in "step" and not in "gradients".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flash_allreduce_plugin as fap
+from benchmarks import netlab
+from flash_allreduce_plugin.deepspeed import engine as attachment
+from flash_allreduce_plugin.deepspeed.reduction import Reduction
+
+NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
+
+
+class _NothingSent(Reduction):
+    """Leaves the reductions out: the rest of a step alone."""
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        pass
+
+    def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        sizes = [math.ceil(tensor.numel() / world) for tensor in tensors]
+        return [t.reshape(-1)[rank * size : (rank + 1) * size] for t, size in zip(tensors, sizes, strict=True)]
+
+
+def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any:
+    import deepspeed
+
+    torch.manual_seed(1)
+    width = arguments.width
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(arguments.layers)])
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.rows,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "communication_data_type": "bf16",
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": stage},
+    }
+    if variant != FULL_PRECISION:
+        config["flash_allreduce"] = {"bits": int(variant.removeprefix("INT"))} if variant.startswith("INT") else {}
+    attachment.Reduction = _NothingSent if variant == NOT_SENT else Reduction  # type: ignore[misc]
+    built, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=config)
+    return built
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """In a rank: time every variant's steps at every stage; rank 0 prints one JSON object."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    deepspeed.init_distributed("gloo")
+    attachment.attach()
+    variants = [NOT_SENT, FULL_PRECISION, *(f"INT{bits}" for bits in arguments.bits)]
+    x = torch.randn(arguments.rows, arguments.width).bfloat16()
+    results: dict[int, Any] = {}
+    for stage in arguments.stages:
+        engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
+        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        sent = {variant: 0 for variant in variants}
+        for round_ in range(arguments.rounds + 1):
+            turn = round_ % len(variants)
+            for variant in variants[turn:] + variants[:turn]:
+                engine = engines[variant]
+                fap.reset_stats()
+                dist.barrier()
+                begin = time.perf_counter()
+                engine.backward(engine(x).float().square().mean())
+                engine.step()
+                took = torch.tensor(time.perf_counter() - begin)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                sent[variant] = fap.stats()["bytes_sent"]
+                if round_:  # the first round allocates
+                    seconds[variant].append(float(took))
+        optimizer = type(engines[FULL_PRECISION].optimizer).__name__
+        results[stage] = {"optimizer": optimizer, "seconds": seconds, "sent": sent}
+        for engine in engines.values():
+            engine.destroy()
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(results), flush=True)
+    dist.barrier()
+    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+
+
+def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
+    """Medians, and every variant against bf16."""
+    medians = {variant: statistics.median(times) for variant, times in result["seconds"].items()}
+    gradients = {variant: seconds - medians[NOT_SENT] for variant, seconds in medians.items()}
+    rows = {
+        variant: {
+            "step, seconds": seconds,
+            "gradients, seconds": gradients[variant],
+            "x bf16, gradients": gradients[FULL_PRECISION] / gradients[variant] if variant != NOT_SENT else None,
+            "x bf16, step": medians[FULL_PRECISION] / seconds,
+            "bits sent per element": 8 * result["sent"][variant] / elements,
+            "step by round": result["seconds"][variant],
+        }
+        for variant, seconds in medians.items()
+    }
+    return {"stage": stage, "optimizer": result["optimizer"], "variants": rows}
+
+
+def show(tables: list[dict[str, Any]]) -> None:
+    for entry in tables:
+        print(f"\nstage {entry['stage']}, {entry['optimizer']}")
+        print(f"{'':20}{'step ms':>9}{'gradients ms':>14}{'x bf16':>8}{'whole step':>12}{'bits sent':>11}")
+        for variant, row in entry["variants"].items():
+            ratio, bits = row["x bf16, gradients"], row["bits sent per element"]
+            print(
+                f"{variant:20}{1e3 * row['step, seconds']:9.0f}{1e3 * row['gradients, seconds']:14.0f}"
+                f"{f'{ratio:.2f}' if ratio else '':>8}{row['x bf16, step']:12.2f}{f'{bits:.3f}' if bits else '':>11}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--timeout", type=float, default=1800)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        return measure(arguments)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
+    with netlab.hosts(arguments.hosts, arguments.rate) as lab:
+        out = lab.run(
+            [sys.executable, "-m", "benchmarks.deepspeed_step", *sys.argv[1:], "--rank"], timeout=arguments.timeout
+        )[0]
+    result = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    elements = arguments.layers * arguments.width**2
+    tables = [table(int(stage), entry, elements) for stage, entry in result.items()]
+    print(f"{elements / 1e6:.1f} M parameters, {arguments.hosts} hosts, links of {arguments.rate}")
+    show(tables)
+    if arguments.json:
+        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
+        about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
+        arguments.json.write_text(json.dumps({"about": about | {"arguments": kept}, "tables": tables}, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

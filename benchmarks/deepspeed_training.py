@@ -1,0 +1,209 @@
+"""Training with DeepSpeed, quantized gradients against full precision: validation loss by ZeRO stage and seed.
+
+    python -m benchmarks.deepspeed_training                                              0.7 M parameters
+    python -m benchmarks.deepspeed_training --width 288 --layers 5 --stages 0 2 --seeds 1    5.2 M parameters
+    python -m benchmarks.deepspeed_training --sections '{"bits": 4, "group_size": 32}'
+
+The transformer of examples/deepspeed, two ranks, on Python's own sources; a variant is a "flash_allreduce" section.
+On the first seed of each stage full precision is also trained with noise on every gradient, tiny and large: if the
+large one made no difference, the comparison could not tell anything. Of one seed and stage all variants see the same
+weights and batches, and the held-out batches are the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.cli.demo_data import corpus, split
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "deepspeed" / "train.py"
+FULL_PRECISION, NOISE = "full precision", "noise "
+VALIDATION_BATCHES = 64
+WARM_UP_STEPS = 50
+
+
+def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
+    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.WIDTH, example.LAYERS, example.SEQUENCE = arguments.width, arguments.layers, arguments.sequence  # type: ignore[attr-defined]
+    torch.manual_seed(seed)
+    model: torch.nn.Module = example.Model()
+    return model
+
+
+def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.batch,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": arguments.lr, "betas": [0.9, 0.95], "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": arguments.steps,
+                "warmup_num_steps": min(WARM_UP_STEPS, arguments.steps // 4),
+                "cos_min_ratio": 0.0,
+            },
+        },
+        "zero_optimization": {"stage": stage},
+    }
+    if section is not None:
+        config["flash_allreduce"] = section
+    return config
+
+
+def _add_noise(gradient: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
+    """Gaussian noise of `size` times the root mean square of the gradient."""
+    noise = torch.randn(gradient.shape, generator=generator)
+    return gradient + size * gradient.square().mean().sqrt() * noise
+
+
+def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a rank: train a variant, full precision, "noise <size>" or a section as JSON, and validate it."""
+    import deepspeed
+
+    section = json.loads(variant) if variant.startswith("{") else None
+    fap.reset_stats()
+    model, rank = build_model(arguments, seed), dist.get_rank()
+    if variant.startswith(NOISE):
+        size, generator = float(variant.removeprefix(NOISE)), torch.Generator().manual_seed(10_000 * seed + rank)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: _add_noise(gradient, size, generator))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=configuration(arguments, stage, section)
+    )
+    training, validation = split(corpus(None), arguments.sequence)
+
+    def batch(data: torch.Tensor, number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
+        starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
+        return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
+
+    losses = []
+    for step in range(arguments.steps):
+        loss = engine(batch(training, step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    stats = fap.stats()
+    with torch.no_grad():
+        held_out = [float(engine(batch(validation, arguments.steps + i))) for i in range(VALIDATION_BATCHES)]
+    mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    engine.destroy()
+    return {
+        "validation loss": float(mean[0]),
+        "losses": mean[1:].tolist(),
+        "parameters": numel,
+        "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
+        "quantized": stats["quantized"],
+        "full precision": stats["full_precision"],
+    }
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    """Every variant after the other; rank 0 prints one JSON object."""
+    import deepspeed
+
+    import flash_allreduce_plugin.deepspeed.attach  # noqa: F401
+
+    torch.set_num_threads(1)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    deepspeed.init_distributed("gloo")
+    results = {variant: train(variant, *arguments.rank, arguments) for variant in arguments.variants}
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(results), flush=True)
+    dist.barrier()
+    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+
+
+def run(stage: int, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        command += ["--log-dir", folder, "-m", "benchmarks.deepspeed_training", *sys.argv[1:]]
+        command += ["--rank", str(stage), str(seed), "--variants", *variants]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"stage {stage}, seed {seed}: exit status {done.returncode}\n{done.stderr[-4000:]}")
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def difference(result: dict[str, Any], variant: str) -> float:
+    """Per cent of full precision's validation loss."""
+    return 100 * (result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
+
+
+def show(stage: int, seeds: dict[int, dict[str, Any]]) -> None:
+    first = next(iter(seeds.values()))
+    print(f"\nstage {stage}, {first[FULL_PRECISION]['parameters'] / 1e6:.2f} M parameters")
+    for variant in first:
+        each = {seed: difference(result, variant) for seed, result in seeds.items() if variant in result}
+        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
+        loss = statistics.fmean(result[variant]["validation loss"] for result in seeds.values() if variant in result)
+        sent = first[variant]["bits sent per element"]
+        print(
+            f"  {variant:44}{loss:8.4f}{statistics.fmean(each.values()):+8.3f} %"
+            f"{f'{sent:7.3f} bits' if sent else '':12}  by seed {by_seed}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", default=['{"bits": 8}', '{"bits": 4}'], help='"flash_allreduce" each')
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        return in_rank(arguments)
+    stages: dict[int, dict[int, Any]] = {}
+    for stage in arguments.stages:
+        stages[stage] = {}
+        for index, seed in enumerate(arguments.seeds):
+            control = [NOISE + size for size in arguments.noise] if index == 0 else []
+            stages[stage][seed] = run(stage, seed, [FULL_PRECISION, *arguments.sections, *control], arguments)
+            if arguments.json:
+                kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
+                about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
+                result = {"about": about | {"arguments": kept}, "stages": stages}
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        show(stage, stages[stage])
+    return None
+
+
+if __name__ == "__main__":
+    main()
