@@ -126,11 +126,12 @@ def in_rank(arguments: argparse.Namespace) -> None:
 
     import flash_allreduce_plugin.deepspeed.attach  # noqa: F401
 
+    stage, seed = arguments.rank
     torch.set_num_threads(1)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
     deepspeed.utils.logging.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo")
-    results = {variant: train(variant, *arguments.rank, arguments) for variant in arguments.variants}
+    results = {variant: train(variant, stage, seed, arguments) for variant in arguments.variants}
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.barrier()
@@ -143,7 +144,7 @@ def run(stage: int, seed: int, variants: list[str], arguments: argparse.Namespac
         command += ["--log-dir", folder, "-m", "benchmarks.deepspeed_training", *sys.argv[1:]]
         command += ["--rank", str(stage), str(seed), "--variants", *variants]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"stage {stage}, seed {seed}: exit status {done.returncode}\n{done.stderr[-4000:]}")
