@@ -173,9 +173,9 @@ class Patchset:
         raw = vars(owner).get(path[-1], _MISSING)
         if not isinstance(found, types.FunctionType):
             raise self._unsupported(seam, f"expected a Python function, found {_describe(found)}")
-        in_source = getattr(found, _IN_SOURCE, None) == seam.id
+        in_source = is_in_source(found, seam.id)
         if in_source:
-            found = found.__wrapped__  # type: ignore[attr-defined]
+            found = below_mark(found)
         parameters = tuple(inspect.signature(found).parameters)
         wrong = seam.wrong_parameters(parameters)
         if wrong is not None:
@@ -197,21 +197,32 @@ class Patchset:
         )
 
 
-def in_source(seam_id: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any] | None]) -> Any:
+def in_source(seam_id: str, replacement: Callable[..., Callable[..., Any] | None]) -> Any:
     """A decorator for sources that carry a seam themselves, so that nothing has to be replaced while they run.
 
-    replacement: asked at every call, with the decorated function; its answer is called, the function itself if None.
+    replacement: asked at every call, with the decorated function and the positional arguments of the call; its answer
+    is called, the function itself if None.
     """
 
     def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def function(*arguments: Any, **keywords: Any) -> Any:
-            return (replacement(original) or original)(*arguments, **keywords)
+            return (replacement(original, *arguments) or original)(*arguments, **keywords)
 
         setattr(function, _IN_SOURCE, seam_id)
         return function
 
     return decorate
+
+
+def is_in_source(function: Callable[..., Any], seam_id: str) -> bool:
+    """Whether the function's own source carries the seam, by `in_source`."""
+    return getattr(function, _IN_SOURCE, None) == seam_id
+
+
+def below_mark(function: Any) -> Callable[..., Any]:
+    """The function that `in_source` decorated."""
+    return cast(types.FunctionType, function.__wrapped__)
 
 
 def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., Any]:

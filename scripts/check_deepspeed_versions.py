@@ -53,9 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def problems(read: Read, seams: list[Seam]) -> list[str]:
     """One line for each function that does not fit the sources."""
-    # As the source spells it: names not mangled yet, and without the decorator that hides what it decorates.
-    spelled = [replace(seam, attribute=re.sub(r"\._[A-Za-z]\w*?(?=__)", ".", seam.attribute)) for seam in seams]
-    return sources.problems(lambda path: read(path).replace("@instrument_w_nvtx\n", "\n"), spelled)
+    # Without the decorator that hides what it decorates.
+    return sources.problems(lambda path: read(path).replace("@instrument_w_nvtx\n", "\n"), spelled(seams))
+
+
+def spelled(seams: list[Seam]) -> list[Seam]:
+    """The seams with their names as the source spells them: not mangled yet."""
+    return [replace(seam, attribute=re.sub(r"\._[A-Za-z]\w*?(?=__)", ".", seam.attribute)) for seam in seams]
 
 
 def reader(what: str, archives: Path) -> Read:

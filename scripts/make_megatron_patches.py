@@ -33,39 +33,42 @@ def main(releases: list[str]) -> None:
             print(target)
 
 
-def patch(read: Read, seams: Iterable[Seam]) -> str:
-    """A unified diff (for `git apply`, or `patch -p1`) that marks the place of every seam."""
+def patch(read: Read, seams: Iterable[Seam], line: str = IMPORT) -> str:
+    """A unified diff (for `git apply`, or `patch -p1`) that marks the place of every seam.
+
+    line: the import that the marks need.
+    """
     lines: list[str] = []
     for module, group in itertools.groupby(sorted(seams, key=lambda seam: seam.module), lambda seam: seam.module):
         path = module.replace(".", "/") + ".py"
         before = read(path)
-        after = marked(before, group)
+        after = marked(before, group, line)
         lines += difflib.unified_diff(
             before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{path}", f"b/{path}"
         )
     return "".join(lines)
 
 
-def marked(source: str, seams: Iterable[Seam]) -> str:
+def marked(source: str, seams: Iterable[Seam], line: str) -> str:
     """The source of a module with a mark at each of its seams, and the import that the marks need."""
     tree = ast.parse(source)
-    inserted = {_after_imports(tree): IMPORT + "\n"}
+    inserted = {_after_imports(tree): line + "\n"}
     for seam in seams:
         node = find(tree, seam.attribute.split("."))
         if isinstance(node, ast.FunctionDef):
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             first = node.decorator_list[0].lineno if decorators else node.lineno
-            line = first if decorators[:1] == ["staticmethod"] else first - 1
-            inserted[line] = f'{" " * node.col_offset}@flash_allreduce.seam("{seam.id}")\n'
+            above = first if decorators[:1] == ["staticmethod"] else first - 1
+            inserted[above] = f'{" " * node.col_offset}@flash_allreduce.seam("{seam.id}")\n'
         elif isinstance(node, ast.Assign):
             block = next(s for s in tree.body if s.lineno <= node.lineno <= (s.end_lineno or s.lineno))
             text = f'{seam.attribute} = flash_allreduce.seam("{seam.id}")({seam.attribute})\n'
-            line = block.end_lineno or block.lineno
-            inserted[line] = inserted.get(line, "") + text
+            last = block.end_lineno or block.lineno
+            inserted[last] = inserted.get(last, "") + text
         else:
             raise SystemExit(f"{seam.target} does not exist")
     lines = source.splitlines(keepends=True)
-    return "".join(line + inserted.get(number, "") for number, line in enumerate(lines, start=1))
+    return "".join(text + inserted.get(number, "") for number, text in enumerate(lines, start=1))
 
 
 def _after_imports(tree: ast.Module) -> int:

@@ -281,7 +281,8 @@ def test_several_signatures_serve_several_versions(library):
 def test_a_seam_that_the_source_carries_is_checked_and_not_replaced(library):
     switched_on = False
 
-    def chosen(original):
+    def chosen(original, *arguments):
+        assert arguments == (1, 2)
         return PLAIN.replacement(original) if switched_on else None
 
     original = library.plain

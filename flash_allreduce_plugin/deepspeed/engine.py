@@ -3,7 +3,7 @@ engine its reductions.
 
 That constructor is the one thing replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
-configurations, or none.
+configurations, or none. Functions whose own source carries the seam (source.py) find the replacement there instead.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Reduction, gradients
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_source
+
+CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
 # On an engine: its Reduction, and what was put on it or its optimizer, (owner, name). Kept there, to die with it.
 _BOUND = "_flash_allreduce"
+# On an engine or its optimizer: seam -> replacement, for the functions whose own source carries the seam.
+_IN_SOURCE = "_flash_allreduce_in_source"
+_attached = False
 _for_all: FlashConfig | None = None
 
 
@@ -38,22 +43,30 @@ def attach(config: FlashConfig | None = None) -> None:
 
     Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is not as this version knows it.
     """
-    global _for_all
+    global _attached, _for_all
     _patchset().apply()
+    _attached = True
     _for_all = config if config is not None else _for_all
+
+
+def attached_by_source() -> None:
+    """The constructor's own source carries its seam: nothing is to be replaced for sections to count."""
+    global _attached
+    _attached = True
 
 
 def detach() -> None:
     """Give DeepSpeed its constructor back and every engine its own functions."""
-    global _for_all
+    global _attached, _for_all
     _patchset().restore()
+    _attached = False
     _for_all = None
     for engine in list(_engines):
         release(engine)
 
 
 def is_attached() -> bool:
-    return _patchset().applied
+    return _attached
 
 
 def verify() -> None:
@@ -80,12 +93,25 @@ def bind(engine: Any, config: FlashConfig) -> None:
         class_name, name = place.attribute.split(".")
         owner = getattr(importlib.import_module(place.module), class_name)
         for candidate in (engine, getattr(engine, "optimizer", None)):
-            if isinstance(candidate, owner):
-                method = place.replacement(getattr(type(candidate), name))
-                setattr(candidate, name, types.MethodType(method, candidate))
+            if not isinstance(candidate, owner):
+                continue
+            function = getattr(type(candidate), name)
+            if is_in_source(function, place.id):
+                if _IN_SOURCE not in vars(candidate):
+                    setattr(candidate, _IN_SOURCE, {})
+                    bound.append((candidate, _IN_SOURCE))
+                replacements(candidate)[place.id] = place.replacement(below_mark(function))
+            else:
+                setattr(candidate, name, types.MethodType(place.replacement(function), candidate))
                 bound.append((candidate, name))
     setattr(engine, _BOUND, (reduction, bound))
     _engines.add(engine)
+
+
+def replacements(owner: Any) -> dict[str, Function]:
+    """What the functions of an engine or optimizer that carry seams are to be, by seam; empty if not served."""
+    found: dict[str, Function] = vars(owner).get(_IN_SOURCE, {})
+    return found
 
 
 def release(engine: Any) -> None:
@@ -99,19 +125,23 @@ def release(engine: Any) -> None:
 
 @functools.cache
 def _patchset() -> Patchset:
+    return Patchset("deepspeed", [constructor()], _supported())
+
+
+def constructor() -> Seam:
+    """The seam of DeepSpeedEngine.__init__."""
     parameters = (
         *("self", "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "mpu"),
         *("dist_init_required", "collate_fn", "config", "config_class", "mesh_device", "dont_change_device"),
     )
-    seam = Seam(
-        "deepspeed.engine",
+    return Seam(
+        CONSTRUCTOR,
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.__init__",
         parameters,
         _with_section,
         "reads the section, and gives the engine its reductions",
     )
-    return Patchset("deepspeed", [seam], _supported())
 
 
 def _supported() -> str:

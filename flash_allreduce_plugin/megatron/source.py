@@ -27,4 +27,4 @@ def seam(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         return next(seam for seam in megatron.seams() if seam.id == name).replacement(original)
 
-    return in_source(name, lambda original: replaced(original) if megatron.is_enabled() else None)
+    return in_source(name, lambda original, *_: replaced(original) if megatron.is_enabled() else None)

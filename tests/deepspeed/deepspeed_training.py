@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.metadata
 import os
 import sys
@@ -22,16 +23,25 @@ STEPS = 3
 
 def deepspeed() -> Any:
     """The package, on the CPU, with engines that have a section served."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed as package
-
-    # Shared-memory operators that training does not need and whose compilation takes a minute.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    package.utils.logging.logger.setLevel("ERROR")
+    theirs = package()
     from flash_allreduce_plugin.deepspeed import engine
 
     engine.attach()
-    return package
+    return theirs
+
+
+def package() -> Any:
+    """The package, on the CPU."""
+    first = "deepspeed" not in sys.modules
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed as theirs
+
+    if first:  # its see_memory_usage collects garbage, ten times an engine, and would look at all modules each time
+        gc.freeze()
+    # Shared-memory operators that training does not need and whose compilation takes a minute.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    theirs.utils.logging.logger.setLevel("ERROR")
+    return theirs
 
 
 def release() -> tuple[int, ...]:
@@ -126,3 +136,24 @@ def train(options: dict[str, Any], flash: dict[str, Any] | None, steps: int = ST
 def compare(options: dict[str, Any], eight: dict[str, Any] = EIGHT) -> list[dict[str, Any]]:
     """The engine left alone, with a section that is switched off, and at 8 bits."""
     return [train(options, flash) for flash in (None, OFF, eight)]
+
+
+def sparse(flash: dict[str, Any] | None) -> dict[str, Any]:
+    """Two steps with an embedding whose gradients are sparse."""
+    fap.reset_stats()
+    torch.manual_seed(2)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.out = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.words(x))  # type: ignore[no-any-return]
+
+    built = engine({}, flash, Words())
+    for number in range(2):
+        x = torch.arange(8) + 3 * number + dist.get_rank()
+        built.backward(nn.functional.cross_entropy(built(x), x))
+        built.step()
+    return {"weights": weights(built), **fap.stats()}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, configuration, deepspeed, engine, step, weights
+from deepspeed_training import EIGHT, configuration, deepspeed, engine, sparse, step, weights
 from torch import nn
 
 import flash_allreduce_plugin as fap
@@ -251,27 +251,6 @@ def test_a_slice_with_several_owners_is_for_everybody() -> None:
     bucket = [torch.zeros(3), torch.zeros(2, 2)]
     assert places._slices(bucket, [1, frozenset({0})]) == [(1, 3), (0, 4)]
     assert places._slices(bucket, [frozenset({1}), frozenset({0, 1})]) is None
-
-
-def sparse(flash: dict[str, Any] | None) -> dict[str, Any]:
-    deepspeed()
-    fap.reset_stats()
-    torch.manual_seed(2)
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.out = nn.Embedding(50, 16, sparse=True), nn.Linear(16, 50)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.words(x))  # type: ignore[no-any-return]
-
-    built = engine({}, flash, Words())
-    for number in range(2):
-        x = torch.arange(8) + 3 * number + dist.get_rank()
-        built.backward(nn.functional.cross_entropy(built(x), x))
-        built.step()
-    return {"weights": weights(built), **fap.stats()}
 
 
 def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
