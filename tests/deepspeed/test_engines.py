@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, configuration, deepspeed, engine, sparse, step, weights
+from deepspeed_training import EIGHT, OFF, configuration, deepspeed, engine, sparse, step, weights
 from torch import nn
 
 import flash_allreduce_plugin as fap
@@ -44,6 +44,20 @@ def test_two_configurations_in_one_process(engines: Callable[[int], Ranks]) -> N
         assert "deepspeed.stage2.gradients (not in place): 0 calls" in str(seen["report"])
 
 
+def different() -> str:
+    """One rank goes in full precision, which never reaches the plugin's collectives."""
+    # 7 bits: what a group has agreed on it does not compare again.
+    built = engine({}, {**EIGHT, "bits": 7, "enabled": dist.get_rank() == 0})
+    with pytest.raises(fap.MismatchError) as refused:
+        step(built, 0)
+    return str(refused.value)
+
+
+def test_ranks_that_differ_do_not_wait_for_each_other(engines: Callable[[int], Ranks]) -> None:
+    for message in engines(2).run(different):
+        assert "enabled" in message
+
+
 def off_again(stage: int) -> None:
     package = deepspeed()
     served = package.DeepSpeedEngine.__init__
@@ -56,6 +70,8 @@ def off_again(stage: int) -> None:
     assert fap.deepspeed.is_enabled() and package.DeepSpeedEngine.__init__ is not theirs
     built = engine_without_attach({"zero_optimization": {"stage": stage}}, None)
     assert replaced(built) and not replaced(left_alone)
+    with_section = engine_without_attach({"zero_optimization": {"stage": stage}}, {**EIGHT, "bits": 4})
+    assert vars(with_section)["_flash_allreduce"][0].config.bits == 4  # a section goes before what enable was given
     fap.reset_stats()
     step(built, 0)
     assert fap.stats()["quantized"] == fap.stats()["calls"] == 1
@@ -235,8 +251,10 @@ def experts(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int], Ranks], stage: int) -> None:
     """Four ranks, experts on two: their gradients are summed over two ranks and divided by four."""
-    plain, eight = (engines(4).run(experts, stage, flash) for flash in (None, EIGHT))
+    plain, off, eight = (engines(4).run(experts, stage, flash) for flash in (None, OFF, EIGHT))
     for rank in range(4):
+        assert torch.equal(off[rank]["weights"], plain[rank]["weights"])
+        assert off[rank]["full_precision"] == {"disabled by configuration": eight[rank]["calls"]}
         sites = eight[rank]["sites"]
         assert set(sites) == {f"deepspeed.stage{stage}.gradients", "deepspeed.experts"}
         for site in sites.values():

@@ -17,7 +17,9 @@ from tests.distributed import Ranks
 FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 1000}
 
 
-def overflowing(zero: dict[str, Any], accumulate: int, bad: float, parameter: int) -> list[dict[str, Any]]:
+def overflowing(
+    zero: dict[str, Any], accumulate: int, bad: float, parameter: int, flash: dict[str, Any] = EIGHT
+) -> list[dict[str, Any]]:
     """Three steps, the last rank's gradient spoiled in one element of the second one's first micro-batch."""
     deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -25,7 +27,7 @@ def overflowing(zero: dict[str, Any], accumulate: int, bad: float, parameter: in
     type(get_accelerator()).is_fp16_supported = lambda _: True  # asks for mkldnn's; torch computes without it
     fap.reset_stats()
     options = {"zero_optimization": zero, "fp16": FP16, "gradient_accumulation_steps": accumulate}
-    built = engine(options, EIGHT, lr=0.01)
+    built = engine(options, flash, lr=0.01)
     now = {"step": 0, "micro": 0}
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -49,10 +51,9 @@ def overflowing(zero: dict[str, Any], accumulate: int, bad: float, parameter: in
                 "finite": bool(torch.isfinite(after).all()),
                 "moved": not torch.equal(before, after),
                 "weights": after,
+                **{key: fap.stats()[key] for key in ("calls", "quantized")},
             }
         )
-    stats = fap.stats()
-    assert stats["quantized"] == stats["calls"] > 0
     built.destroy()
     return seen
 
@@ -85,6 +86,7 @@ def test_the_step_is_skipped_and_the_scale_lowered(
         assert [seen["moved"] for seen in (first, second, third)] == [True, False, True]
         assert first["finite"] and second["finite"] and third["finite"]
         assert torch.equal(third["weights"], outcomes[0][2]["weights"])
+        assert third["quantized"] == third["calls"] > 0
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -94,3 +96,11 @@ def test_while_gradients_accumulate_and_in_any_parameter(engines: Callable[[int]
         for _, second, third in engines(2).run(overflowing, {"stage": stage}, 2, math.nan, parameter):
             assert (second["skipped"], second["scale"], second["moved"]) == (1, 128, False)
             assert third["finite"] and third["moved"]
+            assert third["quantized"] == third["calls"] > 0
+
+
+def test_a_step_that_is_skipped_does_not_count_as_warm_up(engines: Callable[[int], Ranks]) -> None:
+    for seen in engines(2).run(overflowing, {"stage": 2}, 1, math.nan, 0, {**EIGHT, "warmup_steps": 2}):
+        assert [step["quantized"] for step in seen] == [0, 0, 0] and seen[2]["skipped"] == 1
+    for seen in engines(2).run(overflowing, {"stage": 2}, 1, math.nan, 0, {**EIGHT, "warmup_steps": 1}):
+        assert [step["quantized"] for step in seen] == [0, 1, 2]

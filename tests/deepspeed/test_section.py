@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,17 +80,44 @@ def test_is_refused_at_initialize(
             assert part in message
 
 
-def test_mics_is_refused() -> None:
-    """From 0.19 on DeepSpeed refuses it itself."""
-    configuration = SimpleNamespace(
-        zero_config=SimpleNamespace(mics_shard_size=2),
-        compile_config=SimpleNamespace(deepcompile=False),
-        optimizer_name=None,
+def settled(optimizer: str | None = None, deepcompile: bool = False, **zero: Any) -> SimpleNamespace:
+    """What DeepSpeed has made of its configuration, as far as it is looked at."""
+    return SimpleNamespace(
+        zero_config=SimpleNamespace(**zero),
+        compile_config=SimpleNamespace(deepcompile=deepcompile),
+        optimizer_name=optimizer,
     )
-    with pytest.raises(fap.ConfigError, match=r"zero_optimization\.mics_shard_size and flash_allreduce exclude"):
-        section.refuse_incompatible(configuration)
-    configuration.zero_config.mics_shard_size = -1
-    section.refuse_incompatible(configuration)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"zero_quantized_gradients": True}, "zero_optimization.zero_quantized_gradients"),
+        ({"zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_optimization.zero_quantized_nontrainable_weights"),
+        ({"mics_shard_size": 2}, "zero_optimization.mics_shard_size"),  # from 0.19 on DeepSpeed refuses it itself
+        ({"deepcompile": True}, "compile.deepcompile"),
+        *[({"optimizer": name}, f"optimizer.type {name}") for name in ("OneBitAdam", "onebitlamb", "ZeroOneAdam")],
+    ],
+    ids=str,
+)
+def test_what_cannot_go_together(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(fap.ConfigError, match=f"^{re.escape(named)} and flash_allreduce exclude each other"):
+        section.refuse_incompatible(settled(**given))
+    section.refuse_incompatible(settled("adam", zero_quantized_gradients=False, mics_shard_size=-1))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("backward_bits", "sequence_parallel_gather_bits", "grad_bits", "quantize_embedding", "expert_bits"),
+        *("quantize_evaluation", "include", "exclude"),
+    ],
+)
+def test_a_key_of_megatron_has_no_effect_here(key: str) -> None:
+    value = fap.FlashConfig().to_dict()[key]
+    with pytest.raises(fap.ConfigError, match=f"^flash_allreduce.{key}=.* has no effect in DeepSpeed"):
+        section.parse({"flash_allreduce": {key: value}})
 
 
 def from_file(folder: str) -> list[str]:
