@@ -6,6 +6,7 @@
 #   make test-slow   what takes minutes or many GiB
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
 #   make test-deepspeed   the DeepSpeed tests, on any release: make test-deepspeed DEEPSPEED=0.17.6
+#   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make bench       the tables of docs/benchmarks.md (the links need root)
@@ -18,16 +19,20 @@ DEMO ?=
 # An older release, for test-older; the one for test-deepspeed; every release of the windows, for check-versions.
 MEGATRON ?= 0.13.1
 DEEPSPEED ?= 0.19.8
+# For test-hf, with that DeepSpeed.
+TRANSFORMERS ?= 5.23.0
+ACCELERATE ?= 1.15.0
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
 DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
+HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed lint format bench check-versions clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf lint format bench check-versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -48,6 +53,10 @@ test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -W ignore -c "from importlib.metadata import version; import deepspeed; \
 		assert version('deepspeed') == '$(DEEPSPEED)', deepspeed.__file__; print('deepspeed', deepspeed.__file__)"
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/deepspeed
+
+test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
+	PYTHONPATH=$(DEEPSPEED_SITE):$(HF_SITE) $(BIN)/python -m pytest \
+		tests/deepspeed/test_deepspeed_examples.py tests/deepspeed/test_accelerate.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -90,6 +99,13 @@ $(DEEPSPEED_SITE): | $(VENV)/.torch
 	rm -rf $@.part
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --target $@.part \
 		"deepspeed==$(DEEPSPEED)" einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm
+	mv $@.part $@
+
+# accelerate without what it requires: torch is installed, and transformers brings the rest.
+$(HF_SITE): | $(VENV)/.torch
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --target $@.part "transformers==$(TRANSFORMERS)"
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "accelerate==$(ACCELERATE)"
 	mv $@.part $@
 
 clean:

@@ -29,14 +29,25 @@ def loss_and_report(command: str) -> tuple[float, str]:
     return float(loss), done.stdout
 
 
+def all_are_quantized(example: str, report: str) -> bool:
+    [counts] = re.findall(rf"^{example}\.gradients: (\d+) of (\d+) calls quantized", report, flags=re.MULTILINE)
+    return counts[0] == counts[1] != "0"
+
+
 @pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_quantized_gradients_train_as_full_ones(example: str) -> None:
-    mine = [command for command in COMMANDS if f"examples/{example}/" in command]
+    mine = [command for command in COMMANDS if f"--nproc-per-node 2 examples/{example}/" in command]
     plain = next(command for command in mine if "--bits" not in command)
     eight = next(command for command in mine if command.endswith("--bits 8"))
     loss, report = loss_and_report(plain)
     assert loss < 4 and "gradients" not in report  # log(256) = 5.5 at the start
     quantized, report = loss_and_report(eight)
     assert quantized == pytest.approx(loss, rel=2e-3)
-    [counts] = re.findall(rf"^{example}\.gradients: (\d+) of (\d+) calls quantized", report, flags=re.MULTILINE)
-    assert counts[0] == counts[1] != "0"
+    assert all_are_quantized(example, report)
+
+
+@pytest.mark.parametrize("example", ["ddp", "fsdp"])
+def test_four_ranks(example: str) -> None:
+    [command] = [command for command in COMMANDS if f"--nproc-per-node 4 examples/{example}/" in command]
+    loss, report = loss_and_report(command)
+    assert loss < 4 and all_are_quantized(example, report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_training import configuration, deepspeed, engine, model
+import torch.distributed as dist
+from deepspeed_training import EIGHT, configuration, deepspeed, engine, model, step, weights
+from torch import nn
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.deepspeed import section
@@ -145,6 +148,122 @@ def test_from_a_file_and_a_loud_line_on_rank_0(engines: Callable[[int], Ranks], 
         "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: gradients in 4 bits, "
         "groups of 64, buckets from 0 bytes, gather_bits=8"
     ]
+
+
+def mpu(tensor: int, sequence: int) -> SimpleNamespace:
+    """What DeepSpeed asks of megatron.core.parallel_state in Megatron-DeepSpeed, on 4 ranks; inner groups adjacent."""
+    rank, world, inner = dist.get_rank(), dist.get_world_size(), tensor * sequence
+    blocks = [list(range(first, first + inner)) for first in range(0, world, inner)]
+    across = [list(range(first, world, inner)) for first in range(inner)]
+    alone, everybody = [[r] for r in range(world)], [list(range(world))]
+    kinds = {
+        "model": blocks if tensor > 1 else alone,
+        "tensor_model": blocks if tensor > 1 else alone,
+        "pipeline_model": alone,
+        "sequence": blocks if sequence > 1 else alone,
+        "data": across,
+        "sequence_data": everybody if sequence > 1 else across,
+    }
+    functions: dict[str, Callable[[], Any]] = {}
+    for kind, lists in kinds.items():
+        [mine] = [ranks for ranks in lists if rank in ranks]
+        groups = {tuple(ranks): dist.new_group(ranks) for ranks in lists}
+        answers = {"group": groups[tuple(mine)], "world_size": len(mine), "rank": mine.index(rank)}
+        for question, answer in answers.items():
+            functions[f"get_{kind}_parallel_{question}"] = lambda answer=answer: answer
+    return SimpleNamespace(**functions)
+
+
+def arguments(path: Path) -> argparse.Namespace:
+    """Megatron-DeepSpeed's megatron/arguments.py, as far as DeepSpeed reads it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=None)
+    parser = deepspeed().add_config_arguments(parser)
+    return parser.parse_args(["--deepspeed", "--deepspeed_config", str(path), "--local_rank", os.environ["LOCAL_RANK"]])
+
+
+def as_megatron_deepspeed(form: str, folder: str, sizes: tuple[int, int]) -> dict[str, Any]:
+    """deepspeed.initialize as megatron/training.py calls it ("dict", "pipeline"), and as its converter does ("args").
+
+    https://github.com/deepspeedai/Megatron-DeepSpeed, commit 4efb479. The same twice from one file each: plain.json,
+    then section.json.
+    """
+    package = deepspeed()
+    from deepspeed.utils import groups
+
+    units = None if form == "pipeline" else mpu(*sizes)
+    result: dict[str, Any] = {}
+    for name in ("plain", "section"):
+        fap.reset_stats()
+        args = arguments(Path(folder) / f"{name}.json")
+        net: nn.Module = model()
+        if form == "pipeline":
+            net = package.pipe.PipelineModule(
+                layers=list(net), num_stages=2, loss_fn=lambda out, target: (out - target).square().mean()
+            )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        given: dict[str, Any] = {"model": net, "optimizer": optimizer, "args": args, "lr_scheduler": None, "mpu": units}
+        if form != "args":
+            with open(args.deepspeed_config, encoding="utf-8") as file:
+                args.deepspeed_config_dict = json.load(file)
+            args.deepspeed_config = None
+            given["config"] = args.deepspeed_config_dict
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text):
+                built, *_ = package.initialize(**given)
+            before = weights(built)
+            for number in range(2):
+                if form == "pipeline":
+                    generator = torch.Generator().manual_seed(10 * number + built.grid.get_data_parallel_rank())
+                    x = torch.randn(8, 48, generator=generator)
+                    built.train_batch(iter([(x, x.flip(1))]))
+                else:
+                    step(built, number)
+            result[name] = {
+                "moved": weights(built) - before,
+                "kind": type(built).__name__,
+                "said": [line for line in text.getvalue().splitlines() if line.startswith("flash")],
+                **fap.stats(),
+            }
+            built.destroy()
+        finally:
+            groups.mpu = None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("form", "stage", "sizes", "averaged"),
+    [
+        ("dict", 2, (2, 1), [(0, 2), (1, 3)]),
+        ("dict", 1, (1, 2), [(0, 1, 2, 3)]),
+        ("args", 0, (2, 1), [(0, 2), (1, 3)]),
+        ("pipeline", 1, (1, 1), [(0, 1), (2, 3)]),
+    ],
+    ids=["dict-tensor-parallel", "dict-sequence-parallel", "file-in-args", "pipeline"],
+)
+def test_as_megatron_deepspeed_calls_it(
+    engines: Callable[[int], Ranks], tmp_path: Path, form: str, stage: int, sizes: tuple[int, int],
+    averaged: list[tuple[int, ...]],
+) -> None:  # fmt: skip
+    """averaged: the ranks that share gradients, and nobody else's."""
+    for name, flash in (("plain", None), ("section", EIGHT)):
+        options = configuration({"zero_optimization": {"stage": stage}}, flash)
+        (tmp_path / f"{name}.json").write_text(json.dumps(options))
+    outcomes = engines(4).run(as_megatron_deepspeed, form, str(tmp_path), sizes)
+    for rank, outcome in enumerate(outcomes):
+        plain, eight = outcome["plain"], outcome["section"]
+        assert eight["kind"] == ("PipelineEngine" if form == "pipeline" else "DeepSpeedEngine")
+        assert plain["said"] == [] and plain["calls"] == 0
+        assert len(eight["said"]) == (rank == 0)
+        assert list(eight["sites"]) == [f"deepspeed.stage{stage}.gradients"]
+        assert eight["quantized"] == eight["calls"] >= 2
+        error = (eight["moved"] - plain["moved"]).norm() / plain["moved"].norm()
+        assert 0 < error < 0.01, error
+        [mine] = [ranks for ranks in averaged if rank in ranks]
+        for other, theirs in enumerate(outcomes):
+            if theirs["section"]["moved"].shape == eight["moved"].shape:  # not another stage of the pipeline
+                assert torch.equal(theirs["section"]["moved"], eight["moved"]) is (other in mine)
 
 
 def test_keys_before_environment_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
