@@ -70,7 +70,7 @@ def train(folder: Path, how: str, section: dict[str, int] | None) -> tuple[list[
     if how == "launch":
         launcher = ["accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file", "ds.json"]
         launcher += ["--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
-    printed, counted = launch(folder, *launcher, "script.py", how, "ds.json", cwd=folder, timeout=120)
+    printed, counted = launch(folder, *launcher, "script.py", how, "ds.json", cwd=folder)
     lines = printed.splitlines()
     [losses] = [line.removeprefix("losses ") for line in lines if line.startswith("losses ")]
     ours = [line for line in lines if line.startswith("flash")]
