@@ -7,6 +7,7 @@
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
 #   make test-deepspeed   the DeepSpeed tests, on any release: make test-deepspeed DEEPSPEED=0.17.6
 #   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
+#   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make bench       the tables of docs/benchmarks.md (the links need root)
@@ -32,7 +33,7 @@ HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERA
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf lint format bench check-versions clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -57,6 +58,9 @@ test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE):$(HF_SITE) $(BIN)/python -m pytest \
 		tests/deepspeed/test_deepspeed_examples.py tests/deepspeed/test_accelerate.py
+
+test-upstream-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/deepspeed/test_upstream.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

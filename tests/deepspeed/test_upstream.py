@@ -27,12 +27,7 @@ from flash_allreduce_plugin.config import FlashConfig
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("DEEPSPEED_PATH", "")
 TESTS = "tests/unit"
-FILES = (
-    "v1/zero/test_zero_coalesce_grad_reduction.py",
-    "v1/half_precision/test_gradient_clipping_default.py",
-    "runtime/zero/test_zero_autocast_mixed_dtype.py",
-    "v1/zero/test_zero_autocast.py",
-)
+FILES = ("v1/zero/test_zero_coalesce_grad_reduction.py",)
 
 MODES = {
     "without": None,
@@ -53,16 +48,45 @@ ENVIRONMENT = {
     "DEEPSPEED_TIMEOUT": "3",
 }
 COMPILE = "from deepspeed.accelerator import get_accelerator as a; [a().create_op_builder(b).load() for b in {}]"
-OPERATORS = ("ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder")
+OPERATORS = ("ShareMemCommBuilder", "CPUAdamBuilder")
 
-# What these tests reach, with and without parts of ZeRO.
-SITES = {f"deepspeed.stage{stage}.gradients" for stage in range(4)}
+# What these tests reach.
+SITES = {*(f"deepspeed.stage{stage}.gradients" for stage in (1, 2, 3)), "deepspeed.experts"}
 
-# What fails here whatever the mode.
-NOT_HERE: dict[str, str] = {}
+COALESCE = "v1/zero/test_zero_coalesce_grad_reduction.py::"
 
-# What fails at 8 bits and not without the plugin, and why.
-NOT_AT_8_BITS: dict[str, str] = {}
+# What fails here whatever the mode, by the reason.
+NOT_HERE = {
+    "fp16 is not supported on the CPU, which the test does not ask": [
+        f"{COALESCE}TestCoalesceFP16::test_fp16_bit_exact[{stage}]" for stage in (1, 2, 3)
+    ],
+}
+
+# What fails at 8 bits beyond that, by the reason.
+NOT_AT_8_BITS = {
+    # One step of bf16 in a weight (2e-3), which the first step of Adam makes of the smallest difference in a gradient.
+    "wants the same bits from two runs whose buckets differ, in number or order: they are rounded differently": [
+        f"{COALESCE}TestCoalesceCombinations::test_multi_backward_bit_exact[False-False-2]",
+        f"{COALESCE}TestCoalesceCombinations::test_multi_backward_bit_exact[True-False-2]",
+        f"{COALESCE}TestCoalesceCombinations::test_multi_backward_bit_exact[False-True-1]",
+        f"{COALESCE}TestCoalesceCombinations::test_multi_backward_bit_exact[False-True-2]",
+        f"{COALESCE}TestCoalesceCombinations::test_multi_backward_bit_exact[True-True-2]",
+        f"{COALESCE}TestCoalesceBucketOverflow::test_multi_bucket_flush[2]",
+        f"{COALESCE}TestCoalesceBucketOverflow::test_multi_bucket_flush[3]",
+        f"{COALESCE}TestCoalesceCpuOffload::test_cpu_offload_bit_exact[2-True-False]",
+        f"{COALESCE}TestCoalesceCorrectness::test_multi_step_no_state_leak[2]",
+        f"{COALESCE}TestCoalesceCorrectness::test_multi_step_no_state_leak[3]",
+        f"{COALESCE}TestCoalesceCorrectness::test_gradient_clipping[2]",
+        f"{COALESCE}TestCoalesceCorrectness::test_n1_inside_context[2]",
+        f"{COALESCE}TestCoalesceGradAccumDtype::test_zero2_bf16_fp32_grad_accum",
+        f"{COALESCE}TestCoalesceMoE_EpSize1::test_smoke[2]",
+        f"{COALESCE}TestCoalesceMoE_EpSize2::test_expert_parallel[2]",
+    ],
+    "counts the calls of deepspeed.comm's collectives, which a quantized reduction does not make": [
+        f"{COALESCE}TestCoalesceCollectiveCount::test_coalesce_issues_fewer_collectives[2]",
+        f"{COALESCE}TestCoalesceCollectiveCount::test_coalesce_issues_fewer_collectives[3]",
+    ],
+}
 
 
 def why_not() -> str:
@@ -160,7 +184,7 @@ def failures(mode: str) -> set[str]:
 
 
 def test_without_the_plugin() -> None:
-    assert failures("without") == set(NOT_HERE)
+    assert failures("without") == {test for tests in NOT_HERE.values() for test in tests}
     assert not calls(results("without"))
 
 
@@ -173,8 +197,8 @@ def test_in_pass_through_nothing_changes() -> None:
 
 
 def test_at_8_bits() -> None:
-    assert failures("8 bits") - failures("without") == set(NOT_AT_8_BITS)
-    assert failures("without") <= failures("8 bits")
+    expected = {test for tests in (*NOT_HERE.values(), *NOT_AT_8_BITS.values()) for test in tests}
+    assert failures("8 bits") == expected
     reached = calls(results("8 bits"))
     assert set(reached) == SITES
     assert all(counts["quantized"] for counts in reached.values())
