@@ -11,10 +11,16 @@ namespace flash_allreduce {
 
 using torch::stable::Tensor;
 
-inline void check_codec(int64_t bits, int64_t group_size) {
+inline void check_codec(int64_t bits, int64_t group_size, int64_t options) {
   STD_TORCH_CHECK(is_valid_bits(bits), "bits is ", bits, "; expected ", kMinBits, " to ", kMaxBits);
   STD_TORCH_CHECK(is_valid_group_size(group_size), "group_size is ", group_size,
                   "; expected a power of two from ", kMinGroupSize, " to ", kMaxGroupSize);
+  STD_TORCH_CHECK((options & ~static_cast<int64_t>(kAllOptions)) == 0, "options is ", options,
+                  "; expected 0 to ", static_cast<int>(kAllOptions));
+  STD_TORCH_CHECK(
+      !(options & kMse && options & kStochastic),
+      "mse and stochastic rounding exclude each other: what lies outside of the range could not be rounded "
+      "without a bias");
 }
 
 // [rows, columns] with contiguous rows.

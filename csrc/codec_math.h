@@ -18,6 +18,21 @@
 // (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint removes.
 // A group that holds a NaN or an Inf, or whose range float32 or bf16 cannot hold, travels as scale = NaN,
 // zero = 0, codes 0, and is read back as NaN throughout: an overflow is never hidden.
+//
+// Options, in the order in which encoding takes them:
+//   hadamard     the group, its signs changed after a fixed pattern, times the Hadamard matrix (entries +-1).
+//   Decoding
+//                multiplies the sum of the ranks by the same matrix, by 1 / g and by the signs. (TACO;
+//                SDP4Bit, arXiv 2410.15526.) A group's sum is encoded again as it is, rotated.
+//   spikes       the least and the greatest element, the first of equals, travel as bf16, rounded to nearest,
+//   and a third
+//                element stands in for them in what follows. (FlashCommunication V2, arXiv 2508.03760.)
+//   mse          narrower ranges are tried, whose ends lie up to 7/16 of a step inside of the group's own:
+//   every element
+//                still rounds to a code, so the error stays below half a step. The first with the least sum
+//                of squared errors serves. Errors are counted in whole 1/256 of a step: no order of adding
+//                changes the sum.
+//   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone.
 #pragma once
 
 #include <cstdint>
@@ -79,10 +94,10 @@ FLASH_HD float group_zero(float lo) {
 }
 
 // The bits, as a float, of the scale of a group between lo and hi: a bf16 value, NaN if there is none.
-// steps: code_levels asymmetric, code_half symmetric.
-FLASH_HD uint32_t group_scale(float lo, float hi, float zero, int steps, bool symmetric) {
+// steps: code_levels asymmetric, code_half symmetric; the mse range adds to it.
+FLASH_HD uint32_t group_scale(float lo, float hi, float zero, float steps, bool symmetric) {
   const float range = (symmetric ? (-lo > hi ? -lo : hi) : hi - zero) + 0.0f;  // a -0 would sort above Inf
-  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(range / static_cast<float>(steps))) << 16;
+  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(range / steps)) << 16;
   const uint32_t served = scale < kMinScaleBits ? kMinScaleBits : scale;
   return served >= kInfBits ? kNaNBits : served;
 }
@@ -95,6 +110,95 @@ FLASH_HD uint32_t encode_element(float x, float zero, float inverse_scale, int h
 
 FLASH_HD float decode_element(uint32_t code, float scale, float zero, int half) {
   return static_cast<float>(static_cast<int>(code) - half) * scale + zero;
+}
+
+// Nearest even; a NaN is the bf16 NaN. What rounds to Inf is the caller's to find.
+FLASH_HD uint16_t bf16_nearest(float x) {
+  const uint32_t bits = float_bits(x);
+  return x != x ? kNaNScale : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+FLASH_HD bool bf16_is_finite(uint16_t x) { return (x & 0x7f80u) != 0x7f80u; }
+
+// Whole numbers, spread (C. Wellons, "lowbias32"; S. Vigna, "splitmix64").
+FLASH_HD constexpr uint32_t mix32(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+FLASH_HD constexpr uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// Whether element i of a group changes its sign before the rotation.
+FLASH_HD constexpr bool rotation_flips(uint32_t i) { return (mix32(0x9e3779b9u + i) >> 31) != 0; }
+
+// What the random numbers of a group are made from.
+FLASH_HD constexpr uint64_t group_key(uint64_t key, int64_t group) {
+  return mix64(key + (static_cast<uint64_t>(group) + 1) * 0x9e3779b97f4a7c15u);
+}
+
+FLASH_HD constexpr uint32_t element_random(uint64_t of_group, uint32_t i) {
+  return mix32(static_cast<uint32_t>(of_group) + i * (static_cast<uint32_t>(of_group >> 32) | 1u));
+}
+
+// One of 4096 numbers, spread evenly between -1/2 and 1/2 and never at the ends: nothing leaves the range of
+// the codes.
+FLASH_HD float rounding_offset(uint32_t random) {
+  return static_cast<float>(random >> 20) * (1.0f / 4096) + (0.5f / 4096 - 0.5f);
+}
+
+// The ranges that mse tries: how far inside, in steps, their lower and their upper end lie.
+constexpr int kRanges = 5;
+constexpr int kSymmetricRanges = 3;
+constexpr float kInside = 7.0f / 16;
+FLASH_HD constexpr float inside_low(int range) {
+  return range == 1 || range == 3 ? kInside : range == 4 ? kInside / 2 : 0.0f;
+}
+FLASH_HD constexpr float inside_high(int range) {
+  return range == 2 || range == 3 ? kInside : range == 4 ? kInside / 2 : 0.0f;
+}
+FLASH_HD constexpr float inside_symmetric(int range) { return static_cast<float>(range) * (kInside / 2); }
+
+struct Range {
+  float zero;
+  uint32_t scale;  // the bits as a float
+};
+
+// Candidate `range` of a group between lo and hi; 0 is the whole one. A scale of NaN: it does not serve.
+FLASH_HD Range candidate(int range, float lo, float hi, int levels, int half, bool symmetric) {
+  Range r;
+  if (symmetric) {
+    r.zero = 0.0f;
+    r.scale = group_scale(lo, hi, 0.0f, static_cast<float>(half) + inside_symmetric(range), true);
+  } else if (range == 0) {
+    r.zero = group_zero(lo);
+    r.scale = group_scale(lo, hi, r.zero, static_cast<float>(levels), false);
+  } else {
+    const float low = inside_low(range), high = inside_high(range);
+    const float step = (hi - lo) / (static_cast<float>(levels) + (low + high));
+    r.zero = group_zero(lo + low * step);
+    r.scale = group_scale(lo, hi - high * step, r.zero, static_cast<float>(levels), false);
+  }
+  if (range != 0) {  // rounding may have moved an end by more than the rest of half a step
+    const float inverse = 1.0f / bits_float(r.scale);
+    const float first = (lo - r.zero) * inverse + kRoundMagic - kRoundMagic;
+    const float last = (hi - r.zero) * inverse + kRoundMagic - kRoundMagic;
+    const float low_code = static_cast<float>(symmetric ? -half : 0);
+    const float high_code = static_cast<float>(symmetric ? half : levels);
+    if (!(first >= low_code && last <= high_code)) r.scale = kNaNBits;
+  }
+  return r;
+}
+
+// The error of an element, squared, in (1/256 of a step)^2: a whole number up to 2^14.
+FLASH_HD float squared_error(float x, float zero, float inverse_scale) {
+  const float t = (x - zero) * inverse_scale;
+  const float q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
+  return q * q;
 }
 
 // Which NaN an invalid operation makes differs between machines; what we write does not.

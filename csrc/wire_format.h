@@ -5,9 +5,17 @@
 // group padded with code 0. Records have one size, so the payload of a part that starts at a group
 // boundary is a slice of the payload of the whole, and payloads concatenate.
 //
-//   asymmetric   | scale bf16 | zero bf16 | plane | plane | plane |
-//   symmetric    | scale bf16 |             plane | plane | plane |
-//                  2 bytes      2 bytes     g*4/8   g*2/8   g*1/8    bytes, of the planes that are there
+//   asymmetric   | scale bf16 | zero bf16 | spikes | plane | plane | plane |
+//   symmetric    | scale bf16 |             spikes | plane | plane | plane |
+//                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that are
+//                  there
+//
+//   spikes, only with spike reserving, the group's extremes and where they are:
+//                | least bf16 | greatest bf16 | place of the least | place of the greatest |
+//                  2 bytes      2 bytes         1 byte each, 2 bytes in groups of more than 256
+//
+// The codes at those two places mean nothing. Rotation, range and rounding (codec_math.h) change what codes
+// are chosen, not where they are.
 //
 // A code of b bits is split into units of 8, 4, 2 and 1 bits, widest first, as the binary digits of b say:
 // 8 = 8, 7 = 4+2+1, 6 = 4+2, 5 = 4+1, 4 = 4, 3 = 2+1, 2 = 2. The widest unit holds the lowest bits of the
@@ -31,7 +39,17 @@
 
 namespace flash_allreduce {
 
-constexpr int kWireVersion = 1;
+constexpr int kWireVersion = 2;
+
+// What a codec is made of besides its width and its group size.
+enum Option : int {
+  kSymmetricCodes = 1,
+  kSpikes = 2,
+  kHadamard = 4,
+  kMse = 8,
+  kStochastic = 16,
+  kAllOptions = 31
+};
 constexpr int kMinBits = 2;
 constexpr int kMaxBits = 8;
 constexpr int kMinGroupSize = 32;
@@ -43,18 +61,25 @@ FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
   return group_size >= kMinGroupSize && group_size <= kMaxGroupSize && (group_size & (group_size - 1)) == 0;
 }
 
-FLASH_HD constexpr int metadata_bytes(bool symmetric) { return symmetric ? 2 : 4; }
+FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 1 : 2; }
 
-FLASH_HD constexpr int64_t record_bytes(int bits, int group_size, bool symmetric) {
-  return metadata_bytes(symmetric) + static_cast<int64_t>(group_size) * bits / 8;
+// Bytes from the start of a record to its spikes, and to its planes.
+FLASH_HD constexpr int spikes_offset(int options) { return options & kSymmetricCodes ? 2 : 4; }
+
+FLASH_HD constexpr int metadata_bytes(int group_size, int options) {
+  return spikes_offset(options) + (options & kSpikes ? 4 + 2 * place_bytes(group_size) : 0);
+}
+
+FLASH_HD constexpr int64_t record_bytes(int bits, int group_size, int options) {
+  return metadata_bytes(group_size, options) + static_cast<int64_t>(group_size) * bits / 8;
 }
 
 FLASH_HD constexpr int64_t num_groups(int64_t numel, int group_size) {
   return (numel + group_size - 1) / group_size;
 }
 
-FLASH_HD constexpr int64_t payload_bytes(int64_t numel, int bits, int group_size, bool symmetric) {
-  return num_groups(numel, group_size) * record_bytes(bits, group_size, symmetric);
+FLASH_HD constexpr int64_t payload_bytes(int64_t numel, int bits, int group_size, int options) {
+  return num_groups(numel, group_size) * record_bytes(bits, group_size, options);
 }
 
 // Does the plane of `width`-bit units (8, 4, 2 or 1) exist for codes of `bits` bits?

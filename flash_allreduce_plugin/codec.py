@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import ops, reference, switches
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
@@ -108,18 +108,30 @@ def _check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"{dtype} cannot be quantized; expected float32, bfloat16 or float16.")
 
 
-def encode_rows(input: Tensor, payload: Tensor, codec: Codec) -> None:
-    """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own."""
+def encode_rows(input: Tensor, payload: Tensor, codec: Codec, draw: Draw = NO_DRAW) -> None:
+    """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own.
+
+    draw: the random numbers of stochastic rounding, not looked at otherwise.
+    """
     if _is_compiled(input):
-        _compiled.encode(input, payload, codec.bits, codec.group_size, codec.symmetric)
+        _compiled.encode(
+            input,
+            payload,
+            codec.bits,
+            codec.group_size,
+            codec.options,
+            draw.key,
+            draw.first_group,
+            draw.groups_a_row,
+        )
     else:
-        reference.encode(input, payload, codec)
+        reference.encode(input, payload, codec, draw)
 
 
 def decode_rows(payload: Tensor, output: Tensor, codec: Codec) -> None:
     """payload [rows, bytes] -> output [rows, numel]."""
     if _is_compiled(output):
-        _compiled.decode(payload, output, codec.bits, codec.group_size, codec.symmetric)
+        _compiled.decode(payload, output, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode(payload, output, codec)
 
@@ -127,16 +139,46 @@ def decode_rows(payload: Tensor, output: Tensor, codec: Codec) -> None:
 def decode_sum(payloads: Tensor, output: Tensor, codec: Codec, factor: float) -> None:
     """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
     if _is_compiled(output):
-        _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.symmetric)
+        _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode_sum(payloads, output, codec, factor)
 
 
-def decode_sum_encode(payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float) -> None:
-    """payloads [ranks, bytes] under `reduce` -> payload [bytes] of their sum times factor under `gather`."""
+def decode_sum_encode(
+    payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw = NO_DRAW
+) -> None:
+    """payloads [ranks, bytes] under `reduce` -> payload [bytes] of their sum times factor under `gather`.
+
+    The two differ in their width alone.
+    """
     if _is_compiled(payload):
         _compiled.decode_sum_encode(
-            payloads, payload, factor, reduce.bits, gather.bits, reduce.group_size, reduce.symmetric
+            payloads,
+            payload,
+            factor,
+            reduce.bits,
+            gather.bits,
+            reduce.group_size,
+            reduce.options,
+            draw.key,
+            draw.first_group,
         )
     else:
-        reference.decode_sum_encode(payloads, payload, reduce, gather, factor)
+        reference.decode_sum_encode(payloads, payload, reduce, gather, factor, draw)
+
+
+def draw_key(*numbers: int) -> int:
+    """A key for Draw from small whole numbers (seed, call, rank ...): 64 bits, signed, spread."""
+    key = 0
+    for number in numbers:
+        key = _mix64((key + number + 1) * 0x9E3779B97F4A7C15)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _mix64(x: int) -> int:
+    """S. Vigna, "splitmix64"."""
+    mask = (1 << 64) - 1
+    x &= mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31

@@ -7,6 +7,7 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     decode_sum(payloads [ranks, bytes], output [numel], factor)   sum in rank order, in float32, times factor
     decode_sum_encode(payloads [ranks, bytes], payload [bytes], factor)
 
+Each takes bits, group_size and options (wire.Codec.options) as well, and those that encode the numbers of a wire.Draw.
 Rows may be strided, elements of a row may not. Dtypes float32, bfloat16, float16; payloads uint8.
 """
 

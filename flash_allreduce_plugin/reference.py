@@ -9,14 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 
 _NAN_SCALE = 0x7FC0  # bf16: this group held a value that is not finite
 _MIN_SCALE = 0x0080  # bf16: 2^-126, whose inverse is finite
 _INF = 0x7F80  # bf16
+_M32 = 0xFFFFFFFF
+
+# By how many steps the ends of a range lie inside of the group's own, (lower, upper); the whole range is tried first.
+_INSIDE = 7 / 16
+_RANGES = ((_INSIDE, 0.0), (0.0, _INSIDE), (_INSIDE, _INSIDE), (_INSIDE / 2, _INSIDE / 2))
+_SYMMETRIC_RANGES = ((_INSIDE / 2, _INSIDE / 2), (_INSIDE, _INSIDE))
 
 
-def encode(input: Tensor, payload: Tensor, codec: Codec) -> None:
+def encode(input: Tensor, payload: Tensor, codec: Codec, draw: Draw = NO_DRAW) -> None:
     """input [rows, numel] of fp32, bf16 or fp16 -> payload [rows, codec.payload_bytes(numel)], uint8."""
     rows, numel = input.shape
     if numel == 0 or rows == 0:
@@ -28,73 +34,218 @@ def encode(input: Tensor, payload: Tensor, codec: Codec) -> None:
         first = x[:, numel - numel % g : numel - numel % g + 1]
         x = torch.cat([x, first.expand(rows, padding)], dim=1)
     x = x.reshape(rows, -1, g)
-    low, high = x.amin(-1), x.amax(-1)
+    if codec.hadamard:
+        x = _rotated(x * _signs(g, x.device))
+    payload.copy_(_encoded(x, codec, draw))
 
-    half = _half(codec)
-    if codec.symmetric:
-        zero_bits = torch.zeros_like(low, dtype=torch.int32)
-        step = (torch.maximum(-low, high) + 0.0) / half
-    else:
-        zero_bits = _bf16_down(low + 0.0)  # + 0 makes -0 and 0 the same bytes
-        step = (high - _from_bf16(zero_bits) + 0.0) / ((1 << codec.bits) - 1)
-    scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
-    lost = ~x.isfinite().all(-1) | (scale_bits >= _INF)
-    zero, scale = _from_bf16(zero_bits), _from_bf16(scale_bits)
+
+def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
+    """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
+    lost = ~x.isfinite().all(-1)
+    spikes = []
+    if codec.spikes:
+        x, spikes = _without_spikes(x, codec)
+        lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
+    low, high = x.amin(-1), x.amax(-1)
+    zero, scale = _best_range(x, low, high, codec) if codec.mse else _range(low, high, codec)
+    lost = lost | ~scale.isfinite()
 
     t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
-    codes = torch.where(lost.unsqueeze(-1), 0.0, t.round() + half).to(torch.int32)
-    scale_bits = torch.where(lost, _NAN_SCALE, scale_bits)
-    zero_bits = torch.where(lost, 0, zero_bits)
+    if codec.stochastic:
+        t = t + _rounding_offsets(x, draw)
+    codes = torch.where(lost.unsqueeze(-1), 0.0, t.round() + _half(codec)).to(torch.int32)
 
-    metadata = scale_bits.unsqueeze(-1) if codec.symmetric else torch.stack([scale_bits, zero_bits], dim=-1)
-    bytes_ = [torch.stack([metadata & 0xFF, metadata >> 8 & 0xFF], dim=-1).flatten(-2)]
+    words = [_upper(scale)] if codec.symmetric else [_upper(scale), _upper(zero)]
+    words += spikes[:2]
+    bytes_ = [_two_bytes(word) for word in words]
+    bytes_ += [place.unsqueeze(-1) if codec.place_bytes == 1 else _two_bytes(place) for place in spikes[2:]]
     for width, shift in _planes(codec.bits):
         units = (codes >> shift & ((1 << width) - 1)).unflatten(-1, (-1, 8 // width))
         places = torch.arange(0, 8, width, dtype=torch.int32, device=units.device)
         bytes_.append((units << places).sum(-1, dtype=torch.int32))
-    payload.copy_(torch.cat(bytes_, dim=-1).to(torch.uint8).flatten(1))
+    record = torch.cat(bytes_, dim=-1)
+    nothing = torch.zeros_like(record)
+    nothing[..., 0], nothing[..., 1] = _NAN_SCALE & 0xFF, _NAN_SCALE >> 8
+    return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
+
+
+def _range(
+    low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] = (0.0, 0.0)
+) -> tuple[Tensor, Tensor]:
+    """Zero point and scale, bf16 values as float32, of groups between low and high; a scale of NaN if there is none.
+
+    inside: by how many steps the ends of the range lie inside of low and high.
+    """
+    half = _half(codec)
+    if codec.symmetric:
+        zero = torch.zeros_like(low)
+        step = (torch.maximum(-low, high) + 0.0) / (half + inside[0])
+    elif inside == (0.0, 0.0):
+        zero = _from_bf16(_bf16_down(low + 0.0))  # + 0 makes -0 and 0 the same bytes
+        step = (high - zero + 0.0) / _levels(codec)
+    else:
+        ends = (high - low) / (_levels(codec) + sum(inside))
+        zero = _from_bf16(_bf16_down(low + inside[0] * ends + 0.0))
+        step = (high - inside[1] * ends - zero + 0.0) / _levels(codec)
+    scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
+    # What lies below zero has its sign in front: as bits above Inf.
+    lost = (scale_bits >= _INF) | step.isnan()
+    return zero, _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
+
+
+def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
+    """The first of several ranges with the least sum of squared errors."""
+    half, levels = _half(codec), _levels(codec)
+    zero, scale = _range(low, high, codec)
+    whole, least = scale, _sum_of_errors(x, zero, scale)
+    for inside in _SYMMETRIC_RANGES if codec.symmetric else _RANGES:
+        zero_, scale_ = _range(low, high, codec, inside)
+        inverse = torch.reciprocal(scale_)
+        first, last = ((low - zero_) * inverse).round(), ((high - zero_) * inverse).round()
+        inside_codes = (first >= -half) & (last <= (half if codec.symmetric else levels))
+        ratio = scale_ / whole
+        error = _sum_of_errors(x, zero_, scale_) * (ratio * ratio)
+        better = inside_codes & (error < least)
+        zero, scale, least = (
+            torch.where(better, new, old) for new, old in ((zero_, zero), (scale_, scale), (error, least))
+        )
+    return zero, scale
+
+
+def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+    """Squared errors in (1/256 of a step)^2, whole numbers: exact in any order."""
+    t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
+    return ((t - t.round()) * 256.0).round().square().sum(-1)
+
+
+def _without_spikes(x: Tensor, codec: Codec) -> tuple[Tensor, list[Tensor]]:
+    """The groups with another element in the places of the extremes; least, greatest (bf16 bits) and their places."""
+    places = [x.argmin(-1, keepdim=True), x.argmax(-1, keepdim=True)]
+    values = [_bf16_nearest(x.gather(-1, place) + 0.0) for place in places]
+    numbers = torch.arange(3, device=x.device)
+    free = ((numbers != places[0]) & (numbers != places[1])).int().argmax(-1, keepdim=True)
+    other = x.gather(-1, free)
+    for place in places:
+        x = x.scatter(-1, place, other)
+    return x, [value.squeeze(-1) for value in (*values, *(place.int() for place in places))]
+
+
+def _rounding_offsets(x: Tensor, draw: Draw) -> Tensor:
+    """Between -1/2 and 1/2, for every element of the groups [rows, groups, group_size]."""
+    rows, groups, g = x.shape
+    row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(-1) * draw.groups_a_row
+    number = draw.first_group + row + torch.arange(groups, dtype=torch.int64, device=x.device)
+    key = _mix64(draw.key + (number + 1) * _signed(0x9E3779B97F4A7C15)).unsqueeze(-1)
+    step = _shifted(key, 32) | 1
+    random = _mix32(((key & _M32) + torch.arange(g, dtype=torch.int64, device=x.device) * step) & _M32)
+    return (random >> 20).float() * (1 / 4096) + (0.5 / 4096 - 0.5)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """C. Wellons, "lowbias32"; 32-bit numbers in int64."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _M32
+    x = (x ^ x >> 15) * 0x846CA68B & _M32
+    return x ^ x >> 16
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """S. Vigna, "splitmix64"; int64, which wraps around."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by without its sign."""
+    return x >> by & ((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _signs(g: int, device: torch.device) -> Tensor:
+    """What the elements of a group are multiplied with before the rotation: 1 or -1."""
+    numbers = torch.arange(g, dtype=torch.int64, device=device) + 0x9E3779B9
+    return torch.where(_mix32(numbers & _M32) >> 31 != 0, -1.0, 1.0)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Times the Hadamard matrix of +-1: sums and differences of neighbours, then at distance 2, 4 ..."""
+    stride = 1
+    while stride < x.shape[-1]:
+        a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        stride *= 2
+    return x
 
 
 def decode(payload: Tensor, output: Tensor, codec: Codec) -> None:
     """payload [rows, bytes] -> output [rows, numel] of fp32, bf16 or fp16."""
-    output.copy_(_stored(_values(payload, codec)[:, : output.shape[1]], output.dtype))
+    values = _turned_back(_values(payload, codec), codec).flatten(1)
+    output.copy_(_stored(values[:, : output.shape[1]], output.dtype))
 
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Codec, factor: float) -> None:
     """payloads [ranks, bytes] -> output [numel]: the sum in rank order, in float32, times factor."""
-    output.copy_(_stored(_sum(payloads, codec, factor)[: output.shape[0]], output.dtype))
+    values = _turned_back(_sum(payloads, codec), codec).flatten() * factor
+    output.copy_(_stored(values[: output.shape[0]], output.dtype))
 
 
-def decode_sum_encode(payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float) -> None:
-    """payloads [ranks, bytes] -> payload [bytes]: what decode_sum gives, encoded again."""
-    encode(_sum(payloads, reduce, factor).unsqueeze(0), payload.unsqueeze(0), gather)
+def decode_sum_encode(
+    payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw = NO_DRAW
+) -> None:
+    """payloads [ranks, bytes] -> payload [bytes]: the sum times factor, encoded again.
+
+    Rotated groups stay so: the sum of the rotated is the rotated sum.
+    """
+    payload.copy_(_encoded((_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
 
 
-def _sum(payloads: Tensor, codec: Codec, factor: float) -> Tensor:
+def _sum(payloads: Tensor, codec: Codec) -> Tensor:
+    """[ranks, bytes] -> [groups, group_size], float32, rotated if they are."""
     total, *others = _values(payloads, codec).unbind(0)
     for value in others:
         total = total + value
-    return total * factor
+    return total
+
+
+def _turned_back(values: Tensor, codec: Codec) -> Tensor:
+    """[..., group_size]: the inverse of the rotation."""
+    if not codec.hadamard:
+        return values
+    return _rotated(values) * (1 / codec.group_size) * _signs(codec.group_size, values.device)
 
 
 def _values(payload: Tensor, codec: Codec) -> Tensor:
-    """Payloads [rows, bytes] -> their values [rows, groups * group_size], float32."""
+    """Payloads [rows, bytes] -> their values [rows, groups, group_size], float32, rotated if they are."""
     rows = payload.shape[0]
     if payload.numel() == 0:
-        return torch.zeros(rows, 0, device=payload.device)
+        return torch.zeros(rows, 0, codec.group_size, device=payload.device)
     record = payload.reshape(rows, -1, codec.record_bytes).to(torch.int32)
-    words = record[..., 0 : codec.metadata_bytes : 2] | record[..., 1 : codec.metadata_bytes : 2] << 8
-    scale = _from_bf16(words[..., :1])
-    zero = torch.zeros_like(scale) if codec.symmetric else _from_bf16(words[..., 1:])
+    front, at = record[..., : codec.metadata_bytes], 0
+
+    def word(width: int = 2) -> Tensor:
+        nonlocal at
+        bytes_ = front[..., at : at + width]
+        at += width
+        return bytes_ if width == 1 else bytes_[..., :1] | bytes_[..., 1:] << 8
+
+    scale = _from_bf16(word())
+    zero = torch.zeros_like(scale) if codec.symmetric else _from_bf16(word())
+    spikes = [_from_bf16(word()), _from_bf16(word())] if codec.spikes else []
+    places = [word(codec.place_bytes).long() & (codec.group_size - 1) for _ in spikes]
     codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=payload.device)
-    at = codec.metadata_bytes
     for width, shift in _planes(codec.bits):
         plane = record[..., at : at + codec.group_size * width // 8]
-        places = torch.arange(0, 8, width, dtype=torch.int32, device=payload.device)
-        units = (plane.unsqueeze(-1) >> places & ((1 << width) - 1)).flatten(-2)
+        positions = torch.arange(0, 8, width, dtype=torch.int32, device=payload.device)
+        units = (plane.unsqueeze(-1) >> positions & ((1 << width) - 1)).flatten(-2)
         codes |= units << shift
         at += codec.group_size * width // 8
-    return ((codes - _half(codec)).float() * scale + zero).flatten(1)
+    values = (codes - _half(codec)).float() * scale + zero
+    for spike, place in zip(spikes, places, strict=True):
+        values = values.scatter(-1, place, torch.where(scale.isnan(), values.gather(-1, place), spike))
+    return values
 
 
 def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,6 +256,11 @@ def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _half(codec: Codec) -> int:
     """What is added to a code so that none is negative."""
     return (1 << (codec.bits - 1)) - 1 if codec.symmetric else 0
+
+
+def _levels(codec: Codec) -> int:
+    """The greatest code."""
+    return 2 * _half(codec) if codec.symmetric else (1 << codec.bits) - 1
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
@@ -129,6 +285,26 @@ def _bf16_up(x: Tensor) -> Tensor:
     """Bits of the smallest bf16 not below x, x >= 0."""
     upper, lower = _bits(x)
     return upper + (lower != 0).int()
+
+
+def _bf16_nearest(x: Tensor) -> Tensor:
+    """Bits of the bf16 nearest to x, to even between two; those of Inf if it is too large."""
+    upper, lower = _bits(x)
+    up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 != 0))
+    return torch.where(x.isnan(), _NAN_SCALE, upper + up.int())
+
+
+def _is_not_finite(bits: Tensor) -> Tensor:
+    return bits & _INF == _INF
+
+
+def _upper(x: Tensor) -> Tensor:
+    """Bits of a bf16 value that is held in float32."""
+    return _bits(x)[0]
+
+
+def _two_bytes(word: Tensor) -> Tensor:
+    return torch.stack([word & 0xFF, word >> 8 & 0xFF], dim=-1)
 
 
 def _from_bf16(bits: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import reference
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(2, 9)
@@ -34,14 +34,14 @@ class Both:
     codec: Codec
 
     @property
-    def key(self) -> tuple[int, int, bool]:
-        return self.codec.bits, self.codec.group_size, self.codec.symmetric
+    def key(self) -> tuple[int, int, int]:
+        return self.codec.bits, self.codec.group_size, self.codec.options
 
-    def encode(self, rows: Tensor) -> Tensor:
+    def encode(self, rows: Tensor, draw: Draw = NO_DRAW) -> Tensor:
         shape = rows.shape[0], self.codec.payload_bytes(rows.shape[1])
         ours, theirs = torch.full(shape, 0xA5, dtype=torch.uint8), torch.full(shape, 0x5A, dtype=torch.uint8)
-        compiled.encode(rows, ours, *self.key)
-        reference.encode(rows, theirs, self.codec)
+        compiled.encode(rows, ours, *self.key, draw.key, draw.first_group, draw.groups_a_row)
+        reference.encode(rows, theirs, self.codec, draw)
         differing = (ours != theirs).nonzero()
         assert not len(differing), f"{self.codec} {rows.dtype}: bytes {differing[:4].tolist()} of the payload"
         return ours
@@ -62,12 +62,14 @@ class Both:
         assert same_bits(ours, theirs), f"{self.codec} sums differently into {dtype}"
         return ours
 
-    def decode_sum_encode(self, payloads: Tensor, gather: Codec, factor: float = 1.0) -> Tensor:
+    def decode_sum_encode(self, payloads: Tensor, gather: Codec, factor: float = 1.0, draw: Draw = NO_DRAW) -> Tensor:
         groups = payloads.shape[1] // self.codec.record_bytes
         ours, theirs = (torch.zeros(groups * gather.record_bytes, dtype=torch.uint8) for _ in range(2))
-        bits, group_size, symmetric = self.key
-        compiled.decode_sum_encode(payloads, ours, factor, bits, gather.bits, group_size, symmetric)
-        reference.decode_sum_encode(payloads, theirs, self.codec, gather, factor)
+        bits, group_size, options = self.key
+        compiled.decode_sum_encode(
+            payloads, ours, factor, bits, gather.bits, group_size, options, draw.key, draw.first_group
+        )
+        reference.decode_sum_encode(payloads, theirs, self.codec, gather, factor, draw)
         assert torch.equal(ours, theirs), f"{self.codec} to {gather}"
         return ours
 

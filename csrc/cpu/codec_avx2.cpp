@@ -11,6 +11,7 @@
 
 #define FLASH_LANES 8
 #include "codec_kernels.h"
+#include "option_kernels.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -19,6 +20,6 @@
 #endif
 
 namespace flash_allreduce {
-const Kernels& kernels_avx2(bool symmetric) { return symmetric ? kTable<true> : kTable<false>; }
+const Kernels& kernels_avx2() { return kTable; }
 }  // namespace flash_allreduce
 #endif

@@ -12,6 +12,7 @@
 
 #define FLASH_LANES 16
 #include "codec_kernels.h"
+#include "option_kernels.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop
@@ -20,6 +21,6 @@
 #endif
 
 namespace flash_allreduce {
-const Kernels& kernels_avx512(bool symmetric) { return symmetric ? kTable<true> : kTable<false>; }
+const Kernels& kernels_avx512() { return kTable; }
 }  // namespace flash_allreduce
 #endif

@@ -41,15 +41,18 @@ Capability capability() {
   return chosen;
 }
 
-const CodecKernels& kernels_of(const Codec& c) {
-  const int bits = c.bits - kMinBits;
+const Kernels& kernels(int group_size) {
 #if defined(__x86_64__)
-  if (capability() == Capability::kAvx512 && c.group_size >= 64) {
-    return kernels_avx512(c.symmetric).of_bits[bits];
-  }
-  if (capability() != Capability::kDefault) return kernels_avx2(c.symmetric).of_bits[bits];
+  if (capability() == Capability::kAvx512 && group_size >= 64) return kernels_avx512();
+  if (capability() != Capability::kDefault) return kernels_avx2();
 #endif
-  return kernels_default(c.symmetric).of_bits[bits];
+  return kernels_default();
+}
+
+const CodecKernels& kernels_of(const Codec& c) {
+  const Kernels& all = kernels(c.group_size);
+  const bool plain = (c.options & ~kSymmetricCodes) == 0;
+  return (plain ? all.plain : all.with_options)[is_symmetric(c)][c.bits - kMinBits];
 }
 
 int element_type(const Tensor& t, const char* name) {
@@ -66,13 +69,13 @@ int element_type(const Tensor& t, const char* name) {
   }
 }
 
-Codec make_codec(int64_t bits, int64_t group_size, bool symmetric) {
-  check_codec(bits, group_size);
-  return {static_cast<int>(bits), static_cast<int>(group_size), symmetric};
+Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
+  check_codec(bits, group_size, options);
+  return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
 }
 
 int64_t row_bytes(int64_t numel, const Codec& c) {
-  return payload_bytes(numel, c.bits, c.group_size, c.symmetric);
+  return payload_bytes(numel, c.bits, c.group_size, c.options);
 }
 
 // f(row, begin, end) over the groups of `rows` rows of `groups` groups.
@@ -89,8 +92,9 @@ void for_groups(int64_t rows, int64_t groups, int group_size, const F& f) {
   });
 }
 
-void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, bool symmetric) {
-  const Codec codec = make_codec(bits, group_size, symmetric);
+void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, int64_t options,
+            int64_t key, int64_t first_group, int64_t groups_a_row) {
+  const Codec codec = make_codec(bits, group_size, options);
   check_rows(input, "input");
   const int type = element_type(input, "input");
   const int64_t numel = input.size(1);
@@ -102,12 +106,15 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   const auto kernel = kernels_of(codec).encode[type];
   for_groups(input.size(0), num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t row, int64_t begin, int64_t end) {
-               kernel(x + row * x_stride, numel, codec, out + row * out_stride, begin, end);
+               Codec of_row = codec;
+               of_row.key = static_cast<uint64_t>(key);
+               of_row.first_group = first_group + row * groups_a_row;
+               kernel(x + row * x_stride, numel, of_row, out + row * out_stride, begin, end);
              });
 }
 
-void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_size, bool symmetric) {
-  const Codec codec = make_codec(bits, group_size, symmetric);
+void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_size, int64_t options) {
+  const Codec codec = make_codec(bits, group_size, options);
   check_rows(output, "output");
   const int type = element_type(output, "output");
   const int64_t numel = output.size(1);
@@ -131,8 +138,8 @@ Payloads check_payloads(const Tensor& payloads, int64_t numel, const Codec& code
 }
 
 void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bits, int64_t group_size,
-                bool symmetric) {
-  const Codec codec = make_codec(bits, group_size, symmetric);
+                int64_t options) {
+  const Codec codec = make_codec(bits, group_size, options);
   STD_TORCH_CHECK(output.dim() == 1 && output.is_contiguous(), "output is not a contiguous vector");
   const int type = element_type(output, "output");
   const int64_t numel = output.size(0);
@@ -146,13 +153,17 @@ void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bit
 }
 
 void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int64_t reduce_bits,
-                       int64_t gather_bits, int64_t group_size, bool symmetric) {
-  const Codec reduce = make_codec(reduce_bits, group_size, symmetric);
-  const Codec gather = make_codec(gather_bits, group_size, symmetric);
+                       int64_t gather_bits, int64_t group_size, int64_t options, int64_t key,
+                       int64_t first_group) {
+  // Rotating is linear: the sum of rotated groups is the rotated sum, and stays as it is.
+  const int64_t left = options & ~static_cast<int64_t>(kHadamard);
+  const Codec reduce = make_codec(reduce_bits, group_size, left);
+  Codec gather = make_codec(gather_bits, group_size, left);
+  gather.key = static_cast<uint64_t>(key);
   STD_TORCH_CHECK(payload.dim() == 1 && payload.is_contiguous() &&
                       payload.scalar_type() == torch::headeronly::ScalarType::Byte,
                   "payload is not a contiguous uint8 vector");
-  const int64_t record = record_bytes(gather.bits, gather.group_size, symmetric);
+  const int64_t record = record_bytes(gather);
   const int64_t groups = payload.size(0) / record;
   STD_TORCH_CHECK(payload.size(0) == groups * record, "payload has ", payload.size(0),
                   " bytes; expected a multiple of ", record);
@@ -160,7 +171,7 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   const auto sum = kernels_of(reduce).decode_sum[static_cast<int>(DType::kFloat32)];
   const auto encode = kernels_of(gather).encode[static_cast<int>(DType::kFloat32)];
-  const int64_t in_record = record_bytes(reduce.bits, reduce.group_size, symmetric);
+  const int64_t in_record = record_bytes(reduce);
   // A few groups at a time, so that the sums stay in the first-level cache. The padding of a ragged last
   // group needs no care: a copy of the first element on every rank, its sum is a copy of the first sum.
   const int64_t step = kSumElements / reduce.group_size;
@@ -170,13 +181,15 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
       const int64_t count = std::min(step, end - i);
       const Payloads part{in.data + i * in_record, in.count, in.stride, reduce};
       sum(part, static_cast<float>(factor), sums, count * group_size, 0, count);
-      encode(sums, count * group_size, gather, out + i * record, 0, count);
+      Codec of_part = gather;
+      of_part.first_group = first_group + i;
+      encode(sums, count * group_size, of_part, out + i * record, 0, count);
     }
   });
 }
 
-int64_t payload_bytes_op(int64_t numel, int64_t bits, int64_t group_size, bool symmetric) {
-  return row_bytes(numel, make_codec(bits, group_size, symmetric));
+int64_t payload_bytes_op(int64_t numel, int64_t bits, int64_t group_size, int64_t options) {
+  return row_bytes(numel, make_codec(bits, group_size, options));
 }
 
 int64_t wire_version() { return kWireVersion; }

@@ -10,8 +10,14 @@ enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 struct Codec {
   int bits;
   int group_size;
-  bool symmetric;
+  int options;  // of wire_format.h
+  // For stochastic rounding: the key of the call, and the number that the first group of the row has in it.
+  uint64_t key = 0;
+  int64_t first_group = 0;
 };
+
+inline bool is_symmetric(const Codec& c) { return (c.options & kSymmetricCodes) != 0; }
+inline int64_t record_bytes(const Codec& c) { return record_bytes(c.bits, c.group_size, c.options); }
 
 // `count` payloads of the same elements, `stride` bytes apart, in rank order.
 struct Payloads {
@@ -31,14 +37,15 @@ struct CodecKernels {
 };
 
 struct Kernels {
-  CodecKernels of_bits[kMaxBits - kMinBits + 1];
+  CodecKernels plain[2][kMaxBits - kMinBits + 1];         // [symmetric][bits - 2]: no other option
+  CodecKernels with_options[2][kMaxBits - kMinBits + 1];  // any options
 };
 
 // Blocks of 16, 32 and 64 elements: the last is not for groups of 32.
-const Kernels& kernels_default(bool symmetric);
+const Kernels& kernels_default();
 #if defined(__x86_64__)
-const Kernels& kernels_avx2(bool symmetric);
-const Kernels& kernels_avx512(bool symmetric);
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
 #endif
 
 }  // namespace flash_allreduce

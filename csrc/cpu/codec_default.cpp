@@ -1,7 +1,8 @@
 // The CPU codec for any machine: only what the compiler's default target has.
 #define FLASH_LANES 4
 #include "codec_kernels.h"
+#include "option_kernels.h"
 
 namespace flash_allreduce {
-const Kernels& kernels_default(bool symmetric) { return symmetric ? kTable<true> : kTable<false>; }
+const Kernels& kernels_default() { return kTable; }
 }  // namespace flash_allreduce

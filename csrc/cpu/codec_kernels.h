@@ -307,7 +307,7 @@ FLASH_INLINE void bounds(const uint8_t* x, int g, VecF& lo, VecF& hi) {
 template <DType kType>
 void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t* scale, uint8_t* records) {
   using E = Element<kType>;
-  const int64_t record = record_bytes(c.bits, c.group_size, c.symmetric);
+  const int64_t record = record_bytes(c);
   for (int j = 0; j < count; ++j) {
     VecI largest = VecI{};
     for (int i = 0; i < c.group_size; i += kLanes) {
@@ -344,7 +344,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   }
   for (int j = 0; j < kBatch; ++j) {
     zero[j] = kSymmetric ? 0.0f : group_zero(lo[j]);
-    scale[j] = group_scale(lo[j], hi[j], zero[j], kSymmetric ? half : levels, kSymmetric);
+    scale[j] = group_scale(lo[j], hi[j], zero[j], static_cast<float>(kSymmetric ? half : levels), kSymmetric);
     inverse[j] = 1.0f / bits_float(scale[j]);
   }
   VecU largest = VecU{};
@@ -352,7 +352,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
     const uint32_t metadata = (scale[j] >> 16) | (kSymmetric ? 0u : float_bits(zero[j]));
-    __builtin_memcpy(out, &metadata, metadata_bytes(kSymmetric));
+    __builtin_memcpy(out, &metadata, metadata_bytes(g, kSymmetric));
     const VecF z = VecF{} + zero[j];
     const VecF inv = VecF{} + inverse[j];
     for (int i = 0; i < g; i += kBlock) {
@@ -363,7 +363,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
         codes[l] = cast<VecU>(t) - (kRoundMagicBits - static_cast<uint32_t>(half));
         largest = codes[l] > largest ? codes[l] : largest;
       }
-      pack_block<kBits>(codes, g, i, out + metadata_bytes(kSymmetric));
+      pack_block<kBits>(codes, g, i, out + metadata_bytes(g, kSymmetric));
     }
     if (j < next_count) bounds<kType>(in + count * g * E::kBytes, g, next.least[j], next.greatest[j]);
   }
@@ -421,11 +421,11 @@ FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint
     for (int64_t rank = 0; rank < p.count; ++rank) {
       const uint8_t* record = first + rank * p.stride;
       uint16_t metadata[2] = {0, 0};
-      __builtin_memcpy(metadata, record, metadata_bytes(kSymmetric));
+      __builtin_memcpy(metadata, record, metadata_bytes(g, kSymmetric));
       const float scale = bf16_to_float(metadata[0]);
       const float zero = bf16_to_float(metadata[1]);
       VecU codes[4];
-      unpack_block<kBits>(record + metadata_bytes(kSymmetric), g, i, codes);
+      unpack_block<kBits>(record + metadata_bytes(g, kSymmetric), g, i, codes);
       for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
         sums[l] = sums[l] + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero);
       }
@@ -453,20 +453,13 @@ void decode_sum_range(const Payloads& p, float factor, uint8_t* y, int64_t numel
 // ---- the table ----------------------------------------------------------------------------------------
 
 template <int kBits, bool kSymmetric>
-constexpr CodecKernels kCodec = {
+constexpr CodecKernels kPlain = {
     {encode_range<DType::kFloat32, kBits, kSymmetric>, encode_range<DType::kBFloat16, kBits, kSymmetric>,
      encode_range<DType::kFloat16, kBits, kSymmetric>},
     {decode_sum_range<DType::kFloat32, kBits, kSymmetric>,
      decode_sum_range<DType::kBFloat16, kBits, kSymmetric>,
      decode_sum_range<DType::kFloat16, kBits, kSymmetric>},
 };
-
-template <bool kSymmetric>
-constexpr Kernels kTable = {{kCodec<2, kSymmetric>, kCodec<3, kSymmetric>, kCodec<4, kSymmetric>,
-                             kCodec<5, kSymmetric>, kCodec<6, kSymmetric>, kCodec<7, kSymmetric>,
-                             kCodec<8, kSymmetric>}};
-
-#undef FLASH_INLINE
 
 }  // namespace
 }  // namespace flash_allreduce

@@ -1,0 +1,402 @@
+// Encoding and decoding with options: rotation, spikes, a searched range, stochastic rounding. Included after
+// codec_kernels.h, for every instruction set; the order of the options is codec_math.h's.
+//
+//   encode   a batch of groups, as float, in the first-level cache:
+//              x -> [rotate] -> [take the spikes out] -> lo, hi -> [try ranges] -> codes [+ random] -> planes
+//   decode   a group at a time, as float: planes of each rank -> added, its spikes put in their places ->
+//   [rotate] -> stored
+//
+// A rotation takes log2(g) steps of sums and differences: those between elements of one vector first, then
+// those between vectors, two steps at a time.
+//
+//   stride 1   a b c d e f g h   ->  a+b a-b c+d c-d e+f e-f g+h g-h
+//   stride 2   a b c d e f g h   ->  a+c b+d a-c b-d e+g f+h e-g f-h     and so on
+
+#include "codec_cpu.h"
+
+namespace flash_allreduce {
+namespace {
+
+#define FLASH_INLINE static inline __attribute__((always_inline))
+
+constexpr int kBatchElements = 4096;
+
+// ---- rotation -----------------------------------------------------------------------------------------
+
+struct Signs {
+  uint32_t flip[kMaxGroupSize];
+};
+
+constexpr Signs make_signs() {
+  Signs s{};
+  for (uint32_t i = 0; i < kMaxGroupSize; ++i) s.flip[i] = rotation_flips(i) ? 0x80000000u : 0u;
+  return s;
+}
+
+alignas(64) constexpr Signs kSigns = make_signs();
+
+FLASH_INLINE VecF flipped(VecF v, int i) { return cast<VecF>(cast<VecU>(v) ^ load<VecU>(kSigns.flip + i)); }
+
+template <int kStride>
+FLASH_INLINE VecF sums_and_differences(VecF v) {
+  if constexpr (kStride >= kLanes) {
+    return v;
+  } else {
+    const VecF partner = cast<VecF>(FLASH_PERMUTE(VecU, cast<VecU>(v), FLASH_APART(kStride)));
+    const VecI second = (lane_numbers() & kStride) != 0;
+    return second ? partner - v : v + partner;
+  }
+}
+
+FLASH_INLINE VecF rotated_lanes(VecF v) {
+  v = sums_and_differences<1>(v);
+  v = sums_and_differences<2>(v);
+  v = sums_and_differences<4>(v);
+  return sums_and_differences<8>(v);
+}
+
+// The steps between vectors; x [g] already has those inside of vectors behind it.
+FLASH_INLINE void rotate_vectors(float* x, int g) {
+  int s = kLanes;
+  for (; 2 * s < g; s *= 4) {
+    for (int block = 0; block < g; block += 4 * s) {
+      for (int i = block; i < block + s; i += kLanes) {
+        const VecF a = load<VecF>(x + i), b = load<VecF>(x + i + s);
+        const VecF c = load<VecF>(x + i + 2 * s), d = load<VecF>(x + i + 3 * s);
+        const VecF ab = a + b, a_b = a - b, cd = c + d, c_d = c - d;
+        store(x + i, ab + cd);
+        store(x + i + s, a_b + c_d);
+        store(x + i + 2 * s, ab - cd);
+        store(x + i + 3 * s, a_b - c_d);
+      }
+    }
+  }
+  if (s < g) {
+    for (int i = 0; i < s; i += kLanes) {
+      const VecF a = load<VecF>(x + i), b = load<VecF>(x + i + s);
+      store(x + i, a + b);
+      store(x + i + s, a - b);
+    }
+  }
+}
+
+// ---- encoding -----------------------------------------------------------------------------------------
+
+// `count` whole groups as float, rotated if asked for.
+template <DType kType>
+FLASH_INLINE void load_groups(const uint8_t* x, int count, const Codec& c, float* out) {
+  using E = Element<kType>;
+  const int g = c.group_size;
+  for (int j = 0; j < count; ++j, x += g * E::kBytes, out += g) {
+    if (c.options & kHadamard) {
+      for (int i = 0; i < g; i += kLanes) {
+        store(out + i, rotated_lanes(flipped(E::read(x + i * E::kBytes), i)));
+      }
+      rotate_vectors(out, g);
+    } else {
+      for (int i = 0; i < g; i += kLanes) store(out + i, E::read(x + i * E::kBytes));
+    }
+  }
+}
+
+// What is known of the groups of a batch.
+struct Groups {
+  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
+  alignas(64) uint32_t scale[kBatch];
+  uint16_t least[kBatch], greatest[kBatch];  // the spikes, bf16
+  int least_at[kBatch], greatest_at[kBatch];
+  bool lost[kBatch];
+};
+
+// The first element that is `extreme`, by lane the first that is the lane's: at least 0 and below g.
+FLASH_INLINE void bounds_of(const float* x, int count, int g, Groups& b) {
+  VecF lo[kBatch] = {}, hi[kBatch] = {};
+  for (int j = 0; j < count; ++j) {
+    VecF least = load<VecF>(x + j * g), greatest = least;
+    for (int i = kLanes; i < g; i += kLanes) {
+      const VecF v = load<VecF>(x + j * g + i);
+      least = Least::of(v, least);
+      greatest = Greatest::of(v, greatest);
+    }
+    lo[j] = least;
+    hi[j] = greatest;
+  }
+  for (int j = 0; j < kBatch; j += kLanes) {
+    store(b.lo + j, across<Least>(lo + j));
+    store(b.hi + j, across<Greatest>(hi + j));
+  }
+}
+
+// Where b.lo and b.hi are, the first of equals; a group with a NaN may get any place inside of it.
+FLASH_INLINE void places_of(const float* x, int count, int g, Groups& b) {
+  VecF low_at[kBatch] = {}, high_at[kBatch] = {};
+  const VecF first = __builtin_convertvector(lane_numbers(), VecF);
+  for (int j = 0; j < count; ++j) {
+    const VecF lo = VecF{} + b.lo[j], hi = VecF{} + b.hi[j],
+               none = VecF{} + static_cast<float>(kMaxGroupSize);
+    VecF low = none, high = none;
+    for (int i = g - kLanes; i >= 0; i -= kLanes) {  // backwards: the first one stays
+      const VecF v = load<VecF>(x + j * g + i), place = first + static_cast<float>(i);
+      low = v == lo ? place : low;
+      high = v == hi ? place : high;
+    }
+    low_at[j] = low;
+    high_at[j] = high;
+  }
+  alignas(64) float low[kBatch], high[kBatch];
+  for (int j = 0; j < kBatch; j += kLanes) {
+    store(low + j, across<Least>(low_at + j));
+    store(high + j, across<Least>(high_at + j));
+  }
+  for (int j = 0; j < count; ++j) {
+    b.least_at[j] = static_cast<int>(low[j]) & (g - 1);
+    b.greatest_at[j] = static_cast<int>(high[j]) & (g - 1);
+  }
+}
+
+// The extremes out of the groups, something that is none in their places.
+FLASH_INLINE void take_spikes(float* x, int count, int g, Groups& b) {
+  bounds_of(x, count, g, b);
+  places_of(x, count, g, b);
+  for (int j = 0; j < count; ++j, x += g) {
+    const int low = b.least_at[j], high = b.greatest_at[j];
+    int other = 0;
+    while (other == low || other == high) ++other;
+    b.least[j] = bf16_nearest(x[low] + 0.0f);
+    b.greatest[j] = bf16_nearest(x[high] + 0.0f);
+    b.lost[j] = !(bf16_is_finite(b.least[j]) && bf16_is_finite(b.greatest[j]));
+    x[low] = x[other];
+    x[high] = x[other];
+  }
+}
+
+// The sum of squared errors of a group under a range, in (1/256 of a step)^2: exact, whatever the order.
+FLASH_INLINE float sum_of_errors(const float* x, int g, const Range& r) {
+  const VecF zero = VecF{} + r.zero, inverse = VecF{} + 1.0f / bits_float(r.scale);
+  VecF sum = VecF{};
+  for (int i = 0; i < g; i += kLanes) {  // squared_error, kLanes at once
+    const VecF t = (load<VecF>(x + i) - zero) * inverse;
+    const VecF q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
+    sum = sum + q * q;
+  }
+  float total = 0.0f;
+  for (int i = 0; i < kLanes; ++i) total += sum[i];
+  return total;
+}
+
+FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi, int levels, int half,
+                              bool symmetric) {
+  const Range whole = candidate(0, lo, hi, levels, half, symmetric);
+  Range best = whole;
+  float least = sum_of_errors(x, g, whole);
+  for (int i = 1; i < (symmetric ? kSymmetricRanges : kRanges); ++i) {
+    const Range range = candidate(i, lo, hi, levels, half, symmetric);
+    const float ratio = bits_float(range.scale) / bits_float(whole.scale);
+    const float error = sum_of_errors(x, g, range) * (ratio * ratio);
+    if (error < least) {  // not so if either is NaN
+      best = range;
+      least = error;
+    }
+  }
+  return best;
+}
+
+// `count` groups of floats, count <= kBatch, to their records. number: of the first in its call. Overwrites
+// x.
+template <int kBits, bool kSymmetric>
+void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t* records) {
+  const int g = c.group_size;
+  const int64_t record = record_bytes(c);
+  const int planes = metadata_bytes(g, c.options);
+  constexpr int levels = code_levels(kBits, kSymmetric);
+  constexpr int half = code_half(kBits, kSymmetric);
+  Groups b = {};
+  if (c.options & kSpikes) take_spikes(x, count, g, b);
+  bounds_of(x, count, g, b);
+  for (int j = 0; j < kBatch; ++j) {
+    const Range r = c.options & kMse && j < count
+                        ? best_range(x + j * g, g, b.lo[j], b.hi[j], levels, half, kSymmetric)
+                        : candidate(0, b.lo[j], b.hi[j], levels, half, kSymmetric);
+    b.zero[j] = r.zero;
+    b.scale[j] = r.scale;
+    b.inverse[j] = 1.0f / bits_float(r.scale);
+  }
+  for (int j = 0; j < count; ++j) {
+    uint8_t* out = records + j * record;
+    const float* in = x + j * g;
+    const uint32_t metadata = (b.scale[j] >> 16) | (kSymmetric ? 0u : float_bits(b.zero[j]));
+    __builtin_memcpy(out, &metadata, static_cast<size_t>(spikes_offset(c.options)));
+    if (c.options & kSpikes) {
+      uint8_t* spikes = out + spikes_offset(c.options);
+      const uint16_t values[2] = {b.least[j], b.greatest[j]};
+      __builtin_memcpy(spikes, values, sizeof values);
+      if (place_bytes(g) == 1) {
+        spikes[4] = static_cast<uint8_t>(b.least_at[j]);
+        spikes[5] = static_cast<uint8_t>(b.greatest_at[j]);
+      } else {
+        const uint16_t at[2] = {static_cast<uint16_t>(b.least_at[j]),
+                                static_cast<uint16_t>(b.greatest_at[j])};
+        __builtin_memcpy(spikes + 4, at, sizeof at);
+      }
+    }
+    const VecF z = VecF{} + b.zero[j];
+    const VecF inv = VecF{} + b.inverse[j];
+    const uint64_t key = group_key(c.key, number + j);
+    const VecU random_from = VecU{} + static_cast<uint32_t>(key);
+    const uint32_t random_step = static_cast<uint32_t>(key >> 32) | 1u;
+    VecU largest = VecU{};
+    for (int i = 0; i < g; i += kBlock) {
+      VecU codes[4];
+      for (int l = 0; l < 4; ++l) {
+        const VecF v = load<VecF>(in + i + l * kLanes);
+        VecF t = (kSymmetric ? v : v - z) * inv;
+        if (c.options & kStochastic) {  // element_random and rounding_offset, kLanes at once
+          VecU r = random_from +
+                   (cast<VecU>(lane_numbers()) + static_cast<uint32_t>(i + l * kLanes)) * random_step;
+          r = (r ^ (r >> 16)) * 0x7feb352du;
+          r = (r ^ (r >> 15)) * 0x846ca68bu;
+          r = (r ^ (r >> 16)) >> 20;
+          t = t + (__builtin_convertvector(cast<VecI>(r), VecF) * (1.0f / 4096) + (0.5f / 4096 - 0.5f));
+        }
+        codes[l] = cast<VecU>(t + kRoundMagic) - (kRoundMagicBits - static_cast<uint32_t>(half));
+        largest = codes[l] > largest ? codes[l] : largest;
+      }
+      pack_block<kBits>(codes, g, i, out + planes);
+    }
+    uint32_t worst = 0;
+    for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
+    if (worst > static_cast<uint32_t>(levels) || b.lost[j]) {  // a NaN, an Inf or a scale that is NaN
+      __builtin_memset(out, 0, static_cast<size_t>(record));
+      __builtin_memcpy(out, &kNaNScale, sizeof kNaNScale);
+    }
+  }
+}
+
+template <DType kType, int kBits, bool kSymmetric>
+void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
+                         int64_t end) {
+  constexpr int kBytes = Element<kType>::kBytes;
+  alignas(64) float groups[kBatchElements];
+  const int g = c.group_size;
+  const int64_t record = record_bytes(c);
+  const int64_t whole = numel / g < end ? numel / g : end;
+  const int64_t batch = kBatchElements / g < kBatch ? kBatchElements / g : kBatch;
+  for (int64_t i = begin; i < whole; i += batch) {
+    const int count = static_cast<int>(whole - i < batch ? whole - i : batch);
+    load_groups<kType>(x + i * g * kBytes, count, c, groups);
+    encode_floats<kBits, kSymmetric>(groups, count, c, c.first_group + i, payload + i * record);
+  }
+  if (whole < end) {  // the ragged group, filled up with its first element
+    alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
+    const uint8_t* first = x + whole * g * kBytes;
+    const int n = static_cast<int>(numel - whole * g);
+    for (int i = 0; i < g; ++i) {
+      __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
+    }
+    load_groups<kType>(group, 1, c, groups);
+    encode_floats<kBits, kSymmetric>(groups, 1, c, c.first_group + whole, payload + whole * record);
+  }
+}
+
+// ---- decoding -----------------------------------------------------------------------------------------
+
+// One rank's group added to sums [g].
+template <int kBits, bool kSymmetric>
+FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) {
+  constexpr int half = code_half(kBits, kSymmetric);
+  const int g = c.group_size;
+  uint16_t metadata[2] = {0, 0};
+  __builtin_memcpy(metadata, record, static_cast<size_t>(spikes_offset(c.options)));
+  const float scale = bf16_to_float(metadata[0]);
+  const float zero = bf16_to_float(metadata[1]);
+  const bool spikes = c.options & kSpikes && scale == scale;
+  uint16_t values[2] = {0, 0};
+  int at[2] = {0, 0};
+  float before[2] = {0, 0};
+  if (spikes) {
+    const uint8_t* p = record + spikes_offset(c.options);
+    __builtin_memcpy(values, p, sizeof values);
+    for (int k = 0; k < 2; ++k) {
+      uint16_t place = p[4 + k];
+      if (place_bytes(g) == 2) __builtin_memcpy(&place, p + 4 + 2 * k, sizeof place);
+      at[k] = place & (g - 1);
+      before[k] = sums[at[k]];
+    }
+  }
+  const uint8_t* planes = record + metadata_bytes(g, c.options);
+  for (int i = 0; i < g; i += kBlock) {
+    VecU codes[4];
+    unpack_block<kBits>(planes, g, i, codes);
+    for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
+      float* sum = sums + i + l * kLanes;
+      store(sum,
+            load<VecF>(sum) + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero));
+    }
+  }
+  if (spikes) {
+    for (int k = 0; k < 2; ++k) sums[at[k]] = before[k] + bf16_to_float(values[k]);
+  }
+}
+
+template <DType kType, int kBits, bool kSymmetric>
+FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float factor, uint8_t* y) {
+  using E = Element<kType>;
+  const Codec& c = p.codec;
+  const int g = c.group_size;
+  alignas(64) float sums[kMaxGroupSize];
+  for (int i = 0; i < g; i += kLanes) store(sums + i, -VecF{});  // -0 + v is v, whatever the sign of a zero
+  for (int64_t rank = 0; rank < p.count; ++rank) {
+    add_group<kBits, kSymmetric>(p.data + group * record_bytes(c) + rank * p.stride, c, sums);
+  }
+  if (c.options & kHadamard) {
+    for (int i = 0; i < g; i += kLanes) store(sums + i, rotated_lanes(load<VecF>(sums + i)));
+    rotate_vectors(sums, g);
+    const float shrink = 1.0f / static_cast<float>(g);
+    for (int i = 0; i < g; i += kLanes) {
+      E::write(y + i * E::kBytes, flipped(load<VecF>(sums + i) * shrink, i) * factor);
+    }
+  } else {
+    for (int i = 0; i < g; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+  }
+}
+
+template <DType kType, int kBits, bool kSymmetric>
+void decode_sum_with_options(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
+                             int64_t end) {
+  constexpr int kBytes = Element<kType>::kBytes;
+  const int g = p.codec.group_size;
+  const int64_t whole = numel / g < end ? numel / g : end;
+  for (int64_t i = begin; i < whole; ++i) {
+    sum_with_options<kType, kBits, kSymmetric>(p, i, factor, y + i * g * kBytes);
+  }
+  if (whole < end) {
+    alignas(64) uint8_t group[4 * kMaxGroupSize];
+    sum_with_options<kType, kBits, kSymmetric>(p, whole, factor, group);
+    __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
+  }
+}
+
+// ---- the table ----------------------------------------------------------------------------------------
+
+template <int kBits, bool kSymmetric>
+constexpr CodecKernels kOptions = {
+    {encode_with_options<DType::kFloat32, kBits, kSymmetric>,
+     encode_with_options<DType::kBFloat16, kBits, kSymmetric>,
+     encode_with_options<DType::kFloat16, kBits, kSymmetric>},
+    {decode_sum_with_options<DType::kFloat32, kBits, kSymmetric>,
+     decode_sum_with_options<DType::kBFloat16, kBits, kSymmetric>,
+     decode_sum_with_options<DType::kFloat16, kBits, kSymmetric>},
+};
+
+#define FLASH_WIDTHS(table, symmetric)                                                 \
+  {table<2, symmetric>, table<3, symmetric>, table<4, symmetric>, table<5, symmetric>, \
+   table<6, symmetric>, table<7, symmetric>, table<8, symmetric>}
+
+constexpr Kernels kTable = {{FLASH_WIDTHS(kPlain, false), FLASH_WIDTHS(kPlain, true)},
+                            {FLASH_WIDTHS(kOptions, false), FLASH_WIDTHS(kOptions, true)}};
+
+#undef FLASH_WIDTHS
+#undef FLASH_INLINE
+
+}  // namespace
+}  // namespace flash_allreduce
