@@ -46,19 +46,16 @@ def _is_compiled(tensor: Tensor) -> bool:
 
 def payload_bytes(numel: int, config: FlashConfig) -> int:
     """Length in bytes of the payload of `numel` elements."""
-    return codec_of(config).payload_bytes(numel)
+    return config.codec().payload_bytes(numel)
 
 
-def codec_of(config: FlashConfig) -> Codec:
-    return Codec(config.bits, config.group_size, config.symmetric)
-
-
-def encode(tensor: Tensor, config: FlashConfig) -> Tensor:
+def encode(tensor: Tensor, config: FlashConfig, call: int = 0) -> Tensor:
     """Quantize a tensor of any shape and stride.
 
     Args:
         tensor: float32, bfloat16 or float16. Groups are counted from its first element, in row-major order.
-        config: bits, group_size and symmetric are used.
+        config: bits, group_size and what says how a group is quantized are used.
+        call: with stochastic rounding, which random numbers: the same call, the same bytes.
 
     Returns:
         The payload, 1-D uint8 of payload_bytes(tensor.numel(), config), on the tensor's device. Its layout is
@@ -68,10 +65,10 @@ def encode(tensor: Tensor, config: FlashConfig) -> Tensor:
         TypeError: the tensor has another dtype.
     """
     _check_dtype(tensor.dtype)
-    codec = codec_of(config)
+    codec = config.codec()
     flat = tensor.detach().contiguous().view(1, -1)
     payload = torch.empty(1, codec.payload_bytes(flat.shape[1]), dtype=torch.uint8, device=tensor.device)
-    encode_rows(flat, payload, codec)
+    encode_rows(flat, payload, codec, Draw(draw_key(config.seed, call)))
     return payload[0]
 
 
@@ -91,7 +88,7 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
-    codec = codec_of(config)
+    codec = config.codec()
     output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
     expected = codec.payload_bytes(output.numel())
     if payload.numel() != expected:

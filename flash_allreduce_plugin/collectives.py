@@ -13,11 +13,13 @@ all_reduce of K chunks, per chunk i, everything issued by the calling thread:
 A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on.
 
 Each function is a generator that yields once, when the first chunks are on the wire (see work.py). Tensors are
-1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
+1-D and contiguous; `label` names the call in errors; `pool` lends the buffers. `key` is the call's, for stochastic
+rounding: before the sum every rank has random numbers of its own, after it every group, whoever encodes it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ from torch import Tensor
 from flash_allreduce_plugin import codec, transport
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.wire import Draw
+
+_REDUCE, _GATHER = 0, 1  # the halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +67,15 @@ def _chunks_of_shard(numel: int, record: int, plan: Plan, world_size: int) -> Ch
     return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // (record * world_size), 1)
 
 
-def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool) -> Iterator[None]:
+def all_reduce(
+    tensor: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+) -> Iterator[None]:
     """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
     world, rank = label.group.size(), label.group.rank()
     group_size = plan.reduce.group_size
     chunks = _chunks_of_tensor(tensor.numel(), plan, world)
     slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+    reduce_key, gather_key = codec.draw_key(key, _REDUCE, rank), codec.draw_key(key, _GATHER)
     sent = pool.take(chunks.count * slot)
     received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
     exchanges: deque[Pending] = deque()
@@ -90,7 +98,7 @@ def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: Bu
 
     def send(i: int) -> None:
         out, real = payload(i, plan.reduce.record_bytes)
-        codec.encode_rows(elements(i), out[:real].view(1, -1), plan.reduce)
+        codec.encode_rows(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, chunks[i][0]))
         out[real:].zero_()
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
         exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
@@ -99,7 +107,8 @@ def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: Bu
         exchanges.popleft().wait()
         out, _ = payload(i, plan.gather.record_bytes)
         mine = out.view(world, -1)[rank]
-        codec.decode_sum_encode(inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor)
+        draw = Draw(gather_key, chunks[i][0] + rank * (len(mine) // plan.gather.record_bytes))
+        codec.decode_sum_encode(inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor, draw)
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
@@ -124,7 +133,13 @@ def all_reduce(tensor: Tensor, factor: float, plan: Plan, label: Label, pool: Bu
 
 
 def reduce_scatter(
-    output: Tensor, shards: Tensor | Sequence[Tensor], factor: float, plan: Plan, label: Label, pool: BufferPool
+    output: Tensor,
+    shards: Tensor | Sequence[Tensor],
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
 ) -> Iterator[None]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
@@ -132,6 +147,8 @@ def reduce_scatter(
     """
     world = label.group.size()
     group_size, record = plan.reduce.group_size, plan.reduce.record_bytes
+    key = codec.draw_key(key, _REDUCE, label.group.rank())
+    starts = list(itertools.accumulate((plan.reduce.groups(len(shard)) for shard in shards), initial=0))
     chunks = _chunks_of_shard(max(len(shard) for shard in shards), record, plan, world)
     slot = world * chunks.size * record
     sent = pool.take(chunks.window * slot)
@@ -144,9 +161,10 @@ def reduce_scatter(
         parts = [shards[:, elements]] if isinstance(shards, Tensor) else [s[elements].view(1, -1) for s in shards]
         sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
         out = sent[start : start + sum(sizes)]
-        for part, payload in zip(parts, out.split(sizes), strict=True):
+        for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):
             if part.numel():
-                codec.encode_rows(part, payload.view(len(part), -1), plan.reduce)
+                draw = Draw(key, first + chunks[i][0], starts[1])
+                codec.encode_rows(part, payload.view(len(part), -1), plan.reduce, draw)
         size = plan.reduce.payload_bytes(len(mine))
         inbox = received[start : start + world * size]
         even = None if isinstance(shards, Tensor) else [size] * world
@@ -170,10 +188,13 @@ def reduce_scatter(
     pool.give(sent, received)
 
 
-def all_gather(output: Tensor, input: Tensor, plan: Plan, label: Label, pool: BufferPool) -> Iterator[None]:
+def all_gather(
+    output: Tensor, input: Tensor, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+) -> Iterator[None]:
     """input [numel] of every rank -> output [world * numel], one rounding."""
     world, rank = label.group.size(), label.group.rank()
     group_size, record = plan.gather.group_size, plan.gather.record_bytes
+    key, number = codec.draw_key(key, _GATHER), rank * plan.gather.groups(input.numel())
     chunks = _chunks_of_shard(input.numel(), record, plan, world)
     slot = world * chunks.size * record
     buffer = pool.take(chunks.window * slot)
@@ -188,7 +209,8 @@ def all_gather(output: Tensor, input: Tensor, plan: Plan, label: Label, pool: Bu
     def send(i: int) -> None:
         first, last = chunks[i]
         mine = at(i).view(world, -1)[rank]
-        codec.encode_rows(input[first * group_size : last * group_size].view(1, -1), mine.view(1, -1), plan.gather)
+        elements = input[first * group_size : last * group_size].view(1, -1)
+        codec.encode_rows(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
         doing = f"gathering chunk {i + 1} of {chunks.count}"
         gathers.append(transport.all_gather(at(i), mine, label, doing))
 

@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS
+from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
 ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
 # Switches of the package that are no fields of the configuration; read where they act, not here.
@@ -37,9 +37,6 @@ ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG")
 # Fields that are known but have nothing behind them yet, and what they will do.  The feature's own change
 # removes its line here; nothing else has to be touched for the field to be accepted.
 _NOT_YET = {
-    "rounding": "stochastic rounding, counter-based, the same bits on every device",
-    "spike_reserving": "the extremes of a group travel exactly, for 2 and 3 bits",
-    "hadamard": "rotate each group before it is quantized",
     "error_feedback": "add the error of one step to the gradients of the next",
     "hierarchical": "different widths inside a node and between nodes",
     "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
@@ -103,10 +100,14 @@ class FlashConfig(BaseModel):
         128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
     )
     symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
+    range: Literal["min-max", "mse"] = _field(
+        "min-max", '"min-max" or "mse"', "mse: of five ranges of each group, the one with the least squared error"
+    )
     rounding: Literal["nearest", "stochastic"] = _field(
         "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
     )
-    spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel exactly (2 and 3 bits)")
+    seed: Count = _field(0, _COUNT, "of the random numbers of stochastic rounding")
+    spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)")
     hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
     error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
     chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
@@ -166,6 +167,28 @@ class FlashConfig(BaseModel):
         if info.field_name in _NOT_YET and value != cls.model_fields[info.field_name].default:
             raise PydanticCustomError("not_yet", "not available yet")
         return value
+
+    @field_validator("rounding", mode="after")
+    @classmethod
+    def _refuse_biased(cls, value: str, info: ValidationInfo) -> str:
+        if value == "stochastic" and info.data.get("range") == "mse":
+            raise PydanticCustomError(
+                "exclusive",
+                'excludes range="mse": outside of its ranges nothing is rounded without a bias; drop one of the two',
+            )
+        return value
+
+    def codec(self, bits: int | None = None) -> Codec:
+        """How elements travel at `bits`, default `self.bits`."""
+        return Codec(
+            self.bits if bits is None else bits,
+            self.group_size,
+            self.symmetric,
+            spikes=self.spike_reserving,
+            hadamard=self.hadamard,
+            mse=self.range == "mse",
+            stochastic=self.rounding == "stochastic",
+        )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
         """A copy with `update` applied and validated (pydantic's own copy would not validate it)."""
@@ -282,6 +305,8 @@ def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Calla
         elif problem["type"] == "not_yet":
             default = _shown(FlashConfig.model_fields[key].default)
             lines[key] = f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
+        elif problem["type"] == "exclusive":
+            lines[key] = f"{given} {problem['msg']}."
         else:
             extra = FlashConfig.model_fields[key].json_schema_extra
             assert isinstance(extra, dict)

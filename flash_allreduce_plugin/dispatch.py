@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import collectives, groups, switches, telemetry, transport
+from flash_allreduce_plugin import codec, collectives, groups, switches, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
@@ -147,6 +147,7 @@ class _Call:
         if not isinstance(self.config, FlashConfig):
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
         _check_device(input, self.group)
+        self.key = 0  # of the random numbers of a call that is rounded stochastically
         self.sent_parts: list[int] | None = None  # elements for each other rank, where they are not all alike
 
     def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
@@ -234,6 +235,9 @@ class _Call:
         else:
             sent = sum(map(answer.reduce.payload_bytes, self.sent_parts))
         telemetry.record_quantized(self.site, sent, plain)
+        if answer.reduce.stochastic:
+            self.key = codec.draw_key(self.config.seed, self.state.draws)
+            self.state.draws += 1
         return answer
 
     def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
@@ -266,7 +270,7 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     else:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
-        yield from collectives.all_reduce(flat, call.factor, plan, call.label, pool)
+        yield from collectives.all_reduce(flat, call.factor, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(flat, call.site)
     if not tensor.is_contiguous():
@@ -294,7 +298,7 @@ def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tenso
     else:
         measurement = call.measurement(shards)
         pool = call.state.pool(shard.device)
-        yield from collectives.reduce_scatter(shard, shards, call.factor, plan, call.label, pool)
+        yield from collectives.reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(shard, call.site)
     if not output.is_contiguous():
@@ -323,7 +327,7 @@ def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
     else:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
-        yield from collectives.all_gather(whole, flat, plan, call.label, pool)
+        yield from collectives.all_gather(whole, flat, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(whole, call.site)
     if not output.is_contiguous():

@@ -30,6 +30,8 @@ class GroupState:
         self.world_size: int = group.size()
         #: quantized calls of a site on this group; the same on all its ranks
         self.calls: Counter[str] = Counter()
+        #: calls of the group that were rounded stochastically; the same on all its ranks
+        self.draws = 0
         self._pools: dict[torch.device, BufferPool] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
 

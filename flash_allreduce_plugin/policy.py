@@ -138,8 +138,8 @@ def make_plan(
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
     return Plan(
-        reduce=Codec(config.reduce_bits or bits, config.group_size, config.symmetric),
-        gather=Codec(config.gather_bits or bits, config.group_size, config.symmetric),
+        reduce=config.codec(config.reduce_bits or bits),
+        gather=config.codec(config.gather_bits or bits),
         chunk_bytes=config.chunk_bytes,
     )
 

@@ -42,7 +42,7 @@ def encode(input: Tensor, payload: Tensor, codec: Codec, draw: Draw = NO_DRAW) -
 def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
     """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
     lost = ~x.isfinite().all(-1)
-    spikes = []
+    spikes: list[Tensor] = []
     if codec.spikes:
         x, spikes = _without_spikes(x, codec)
         lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
@@ -69,9 +69,7 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
     return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
 
 
-def _range(
-    low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] = (0.0, 0.0)
-) -> tuple[Tensor, Tensor]:
+def _range(low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] = (0.0, 0.0)) -> tuple[Tensor, Tensor]:
     """Zero point and scale, bf16 values as float32, of groups between low and high; a scale of NaN if there is none.
 
     inside: by how many steps the ends of the range lie inside of low and high.

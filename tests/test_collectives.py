@@ -29,6 +29,10 @@ CONFIGS = [
     {"bits": 3, "group_size": 32},
     {"bits": 6, "group_size": 256, "symmetric": True},
     {"reduce_bits": 5, "gather_bits": 8, "group_size": 64},
+    {"bits": 2, "group_size": 64, "spike_reserving": True, "range": "mse"},
+    {"bits": 4, "hadamard": True},
+    {"reduce_bits": 3, "gather_bits": 4, "group_size": 32, "rounding": "stochastic", "hadamard": True},
+    {"bits": 3, "group_size": 512, "symmetric": True, "spike_reserving": True, "rounding": "stochastic"},
 ]
 
 

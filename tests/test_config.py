@@ -38,13 +38,14 @@ AVAILABLE = {
     "exclude": st.lists(st.text(max_size=5), max_size=3).map(tuple),
     "warmup_steps": st.integers(0, 1 << 40),
     "quality_interval": st.integers(0, 1 << 40),
+    "range": st.sampled_from(["min-max", "mse"]),
+    "seed": st.integers(0, 1 << 40),
+    "spike_reserving": st.booleans(),
+    "hadamard": st.booleans(),
     "check_ranks": st.booleans(),
 }
 # A valid value, other than the default, for each field that is refused for now.
 NOT_YET = {
-    "rounding": "stochastic",
-    "spike_reserving": True,
-    "hadamard": True,
     "error_feedback": True,
     "hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 8},
     "min_sqnr_db": 20.0,
@@ -57,6 +58,8 @@ WRONG: dict[str, list[Any]] = {
     "backward_bits": ["8", True, 8.0, 1, 9, None, "Full", "none"],
     "group_size": ["128", True, 128.0, 0, 16, 100, 2048, None],
     "symmetric": [1, "false", None],
+    "range": ["max", None, 1],
+    "seed": ["1", True, 1.0, -1, None],
     "rounding": ["up", None, 1],
     "spike_reserving": [1, "true"],
     "hadamard": [0, "false"],

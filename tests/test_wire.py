@@ -10,10 +10,11 @@ from flash_allreduce_plugin import ops, wire
 from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
 CODECS = [
-    Codec(bits, group_size, symmetric)
+    Codec(bits, group_size, symmetric, spikes)
     for bits in range(MIN_BITS, MAX_BITS + 1)
     for group_size in GROUP_SIZES
     for symmetric in (False, True)
+    for spikes in (False, True)
 ]
 NUMELS = (0, 1, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 999_983, (1 << 31) + 5, 1 << 40)
 
@@ -24,7 +25,7 @@ needs_library = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.u
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_sizes_are_those_of_the_compiled_library(codec: Codec) -> None:
     for numel in NUMELS:
-        compiled = torch.ops.flash_allreduce.payload_bytes(numel, codec.bits, codec.group_size, codec.symmetric)
+        compiled = torch.ops.flash_allreduce.payload_bytes(numel, codec.bits, codec.group_size, codec.options)
         assert codec.payload_bytes(numel) == compiled
 
 
@@ -34,9 +35,10 @@ def test_the_library_writes_this_wire_version() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_metadata_takes_at_most_4_bytes_a_group_and_2_symmetric(codec: Codec) -> None:
+def test_metadata_takes_4_bytes_a_group_or_2_symmetric_and_spikes_6_or_8_more(codec: Codec) -> None:
     overhead = codec.record_bytes - codec.group_size * codec.bits // 8
-    assert overhead == codec.metadata_bytes == (2 if codec.symmetric else 4)
+    spikes = (6 if codec.group_size <= 256 else 8) if codec.spikes else 0
+    assert overhead == codec.metadata_bytes == (2 if codec.symmetric else 4) + spikes
     assert codec.bits_per_element == codec.bits + 8 * overhead / codec.group_size
 
 
