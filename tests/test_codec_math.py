@@ -7,6 +7,7 @@ functions. This holds the two together.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from flash_allreduce_plugin import codec
-from flash_allreduce_plugin.wire import GROUP_SIZES, Codec
+from flash_allreduce_plugin.wire import GROUP_SIZES, Codec, Draw
 
 SOURCE = Path(__file__).parent / "host" / "group.cpp"
 
@@ -49,20 +50,26 @@ def groups(size: int) -> torch.Tensor:
     return torch.cat([ordinary, special, torch.tensor([[3.3e38, -3.3e38] * (size // 2)])])
 
 
-@pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("bits", range(2, 9))
-def test_the_shared_headers_give_the_bytes_of_the_kernels(host: ctypes.CDLL, bits: int, symmetric: bool) -> None:
-    for size in GROUP_SIZES:
-        layout = Codec(bits, size, symmetric)
-        rows = groups(size)
-        payload = torch.empty(len(rows), layout.record_bytes, dtype=torch.uint8)
-        values = torch.empty_like(rows)
-        codec.encode_rows(rows, payload, layout)
-        codec.decode_rows(payload, values, layout)
-        for x, record, value in zip(rows, payload, values, strict=True):
-            ours, back = torch.full_like(record, 0xAA), torch.empty_like(value)
-            arguments = (bits, size, ctypes.c_bool(symmetric))
-            host.encode_group(ctypes.c_void_p(x.data_ptr()), *arguments, ctypes.c_void_p(ours.data_ptr()))
-            host.decode_group(ctypes.c_void_p(ours.data_ptr()), *arguments, ctypes.c_void_p(back.data_ptr()))
-            assert torch.equal(ours, record)
-            assert torch.equal(back.view(torch.int32), value.view(torch.int32))
+OPTIONS = [sum(flags) for flags in itertools.product((0, 1), (0, 2), (0, 4), (0, 8, 16))]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_shared_headers_give_the_bytes_of_the_kernels(host: ctypes.CDLL, options: int) -> None:
+    flags = [bool(options & 1 << i) for i in range(5)]
+    draw = Draw(codec.draw_key(9), 4)
+    for i, size in enumerate(GROUP_SIZES):
+        for bits in range(2, 9) if options < 2 else (2 + i, 8 - i):
+            layout = Codec(bits, size, *flags)
+            rows = groups(size)
+            payload = torch.empty(len(rows), layout.record_bytes, dtype=torch.uint8)
+            values = torch.empty_like(rows)
+            codec.encode_rows(rows, payload, layout, draw)
+            codec.decode_rows(payload, values, layout)
+            for x, record, value in zip(rows, payload, values, strict=True):
+                ours, back = torch.full_like(record, 0xAA), torch.empty_like(value)
+                numbers = ctypes.c_int64(draw.key), ctypes.c_int64(draw.first_group)
+                x_at, ours_at, back_at = (ctypes.c_void_p(t.data_ptr()) for t in (x, ours, back))
+                host.encode_group(x_at, bits, size, options, *numbers, ours_at)
+                host.decode_group(ours_at, bits, size, options, back_at)
+                assert torch.equal(ours, record), layout
+                assert torch.equal(back.view(torch.int32), value.view(torch.int32)), layout

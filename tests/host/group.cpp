@@ -5,30 +5,103 @@
 
 using namespace flash_allreduce;
 
-// x [group_size] -> record.
-extern "C" void encode_group(const float* x, int bits, int group_size, bool symmetric, uint8_t* record) {
-  float lo = x[0], hi = x[0];
+namespace {
+
+void rotate(float* x, int group_size) {
+  for (int stride = 1; stride < group_size; stride *= 2) {
+    for (int i = 0; i < group_size; ++i) {
+      if (i & stride) continue;
+      const float a = x[i], b = x[i + stride];
+      x[i] = a + b;
+      x[i + stride] = a - b;
+    }
+  }
+}
+
+float flipped(float x, int i) { return rotation_flips(static_cast<uint32_t>(i)) ? -x : x; }
+
+float sum_of_errors(const float* x, int group_size, const Range& range) {
+  float sum = 0;
+  for (int i = 0; i < group_size; ++i) sum += squared_error(x[i], range.zero, 1.0f / bits_float(range.scale));
+  return sum;
+}
+
+void put_place(uint8_t* to, int group_size, int place) {
+  to[0] = static_cast<uint8_t>(place);
+  if (place_bytes(group_size) == 2) to[1] = static_cast<uint8_t>(place >> 8);
+}
+
+int place_at(const uint8_t* from, int group_size) {
+  return (place_bytes(group_size) == 2 ? from[0] | from[1] << 8 : from[0]) & (group_size - 1);
+}
+
+}  // namespace
+
+// input [group_size] -> record. number: of the group in its call.
+extern "C" void encode_group(const float* input, int bits, int group_size, int options, uint64_t key,
+                             int64_t number, uint8_t* record) {
+  float x[kMaxGroupSize];
+  for (int i = 0; i < group_size; ++i) x[i] = options & kHadamard ? flipped(input[i], i) : input[i];
+  if (options & kHadamard) rotate(x, group_size);
   bool finite = true;
+  int least = 0, greatest = 0;
+  for (int i = 0; i < group_size; ++i) {
+    if (x[i] < x[least]) least = i;
+    if (x[i] > x[greatest]) greatest = i;
+    finite = finite && (float_bits(x[i]) & 0x7fffffffu) < kInfBits;
+  }
+  memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, options)));
+  uint8_t* spikes = record + spikes_offset(options);
+  if (options & kSpikes) {
+    const uint16_t values[2] = {bf16_nearest(x[least] + 0.0f), bf16_nearest(x[greatest] + 0.0f)};
+    finite = finite && bf16_is_finite(values[0]) && bf16_is_finite(values[1]);
+    memcpy(spikes, values, sizeof values);
+    put_place(spikes + 4, group_size, least);
+    put_place(spikes + 4 + place_bytes(group_size), group_size, greatest);
+    int other = 0;
+    while (other == least || other == greatest) ++other;
+    x[least] = x[greatest] = x[other];
+  }
+  float lo = x[0], hi = x[0];
   for (int i = 0; i < group_size; ++i) {
     lo = x[i] < lo ? x[i] : lo;
     hi = x[i] > hi ? x[i] : hi;
-    finite = finite && (float_bits(x[i]) & 0x7fffffffu) < kInfBits;
   }
+  const bool symmetric = options & kSymmetricCodes;
   const int half = code_half(bits, symmetric);
   const int levels = code_levels(bits, symmetric);
-  const float zero = symmetric ? 0.0f : group_zero(lo);
-  const uint32_t scale = finite ? group_scale(lo, hi, zero, symmetric ? half : levels, symmetric) : kNaNBits;
-  memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, symmetric)));
-  const uint16_t metadata[2] = {static_cast<uint16_t>(scale >> 16),
-                                static_cast<uint16_t>(float_bits(zero) >> 16)};
-  if (scale == kNaNBits) {
+  const Range whole = candidate(0, lo, hi, levels, half, symmetric);
+  Range best = whole;
+  if (options & kMse) {
+    float error = sum_of_errors(x, group_size, whole);
+    for (int i = 1; i < (symmetric ? kSymmetricRanges : kRanges); ++i) {
+      const Range range = candidate(i, lo, hi, levels, half, symmetric);
+      const float ratio = bits_float(range.scale) / bits_float(whole.scale);
+      const float of_range = sum_of_errors(x, group_size, range) * (ratio * ratio);
+      if (of_range < error) {
+        best = range;
+        error = of_range;
+      }
+    }
+  }
+  if (!finite || best.scale == kNaNBits) {
+    memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, options)));
     memcpy(record, &kNaNScale, sizeof kNaNScale);
     return;
   }
-  memcpy(record, metadata, static_cast<size_t>(metadata_bytes(symmetric)));
-  uint8_t* planes = record + metadata_bytes(symmetric);
+  const uint16_t metadata[2] = {static_cast<uint16_t>(best.scale >> 16),
+                                static_cast<uint16_t>(float_bits(best.zero) >> 16)};
+  memcpy(record, metadata, static_cast<size_t>(spikes_offset(options)));
+  uint8_t* planes = record + metadata_bytes(group_size, options);
+  const float inverse = 1.0f / bits_float(best.scale);
+  const uint64_t of_group = group_key(key, number);
   for (int i = 0; i < group_size; ++i) {
-    const uint32_t code = encode_element(x[i], zero, 1.0f / bits_float(scale), half);
+    uint32_t code = encode_element(x[i], best.zero, inverse, half);
+    if (options & kStochastic) {
+      const float offset = rounding_offset(element_random(of_group, static_cast<uint32_t>(i)));
+      code = float_bits((x[i] - best.zero) * inverse + offset + kRoundMagic) - kRoundMagicBits +
+             static_cast<uint32_t>(half);
+    }
     for (int width = 8; width >= 1; width /= 2) {
       if (!has_plane(bits, width)) continue;
       const uint32_t unit = (code >> plane_shift(bits, width)) & ((1u << width) - 1);
@@ -39,10 +112,11 @@ extern "C" void encode_group(const float* x, int bits, int group_size, bool symm
 }
 
 // record -> y [group_size].
-extern "C" void decode_group(const uint8_t* record, int bits, int group_size, bool symmetric, float* y) {
+extern "C" void decode_group(const uint8_t* record, int bits, int group_size, int options, float* y) {
   uint16_t metadata[2] = {0, 0};
-  memcpy(metadata, record, static_cast<size_t>(metadata_bytes(symmetric)));
-  const uint8_t* planes = record + metadata_bytes(symmetric);
+  memcpy(metadata, record, static_cast<size_t>(spikes_offset(options)));
+  const float scale = bf16_to_float(metadata[0]), zero = bf16_to_float(metadata[1]);
+  const uint8_t* planes = record + metadata_bytes(group_size, options);
   for (int i = 0; i < group_size; ++i) {
     uint32_t code = 0;
     for (int width = 8; width >= 1; width /= 2) {
@@ -50,8 +124,19 @@ extern "C" void decode_group(const uint8_t* record, int bits, int group_size, bo
       const uint32_t byte = planes[plane_offset(bits, width, group_size) + i * width / 8];
       code |= ((byte >> (i * width % 8)) & ((1u << width) - 1)) << plane_shift(bits, width);
     }
-    const float value = decode_element(code, bf16_to_float(metadata[0]), bf16_to_float(metadata[1]),
-                                       code_half(bits, symmetric));
-    y[i] = canonical_nan(value);
+    y[i] = decode_element(code, scale, zero, code_half(bits, options & kSymmetricCodes));
   }
+  if (options & kSpikes && scale == scale) {
+    const uint8_t* spikes = record + spikes_offset(options);
+    uint16_t values[2];
+    memcpy(values, spikes, sizeof values);
+    for (int k = 0; k < 2; ++k) {
+      y[place_at(spikes + 4 + k * place_bytes(group_size), group_size)] = bf16_to_float(values[k]);
+    }
+  }
+  if (options & kHadamard) {
+    rotate(y, group_size);
+    for (int i = 0; i < group_size; ++i) y[i] = flipped(y[i] * (1.0f / static_cast<float>(group_size)), i);
+  }
+  for (int i = 0; i < group_size; ++i) y[i] = canonical_nan(y[i]);
 }
