@@ -141,14 +141,21 @@ FLASH_HD constexpr uint64_t group_key(uint64_t key, int64_t group) {
   return mix64(key + (static_cast<uint64_t>(group) + 1) * 0x9e3779b97f4a7c15u);
 }
 
-FLASH_HD constexpr uint32_t element_random(uint64_t of_group, uint32_t i) {
+// 32 random bits for elements i and i + g / 2 of a group, i < g / 2.
+FLASH_HD constexpr uint32_t pair_random(uint64_t of_group, uint32_t i) {
   return mix32(static_cast<uint32_t>(of_group) + i * (static_cast<uint32_t>(of_group >> 32) | 1u));
+}
+
+// 12 of them for element i.
+FLASH_HD constexpr uint32_t element_random(uint64_t of_group, int i, int group_size) {
+  const uint32_t pair = pair_random(of_group, static_cast<uint32_t>(i & (group_size / 2 - 1)));
+  return i < group_size / 2 ? pair >> 20 : (pair >> 4) & 0xfffu;
 }
 
 // One of 4096 numbers, spread evenly between -1/2 and 1/2 and never at the ends: nothing leaves the range of
 // the codes.
 FLASH_HD float rounding_offset(uint32_t random) {
-  return static_cast<float>(random >> 20) * (1.0f / 4096) + (0.5f / 4096 - 0.5f);
+  return static_cast<float>(random) * (1.0f / 4096) + (0.5f / 4096 - 0.5f);
 }
 
 // The ranges that mse tries: how far inside, in steps, their lower and their upper end lie.

@@ -135,8 +135,9 @@ def _rounding_offsets(x: Tensor, draw: Draw) -> Tensor:
     number = draw.first_group + row + torch.arange(groups, dtype=torch.int64, device=x.device)
     key = _mix64(draw.key + (number + 1) * _signed(0x9E3779B97F4A7C15)).unsqueeze(-1)
     step = _shifted(key, 32) | 1
-    random = _mix32(((key & _M32) + torch.arange(g, dtype=torch.int64, device=x.device) * step) & _M32)
-    return (random >> 20).float() * (1 / 4096) + (0.5 / 4096 - 0.5)
+    pairs = _mix32(((key & _M32) + torch.arange(g // 2, dtype=torch.int64, device=x.device) * step) & _M32)
+    random = torch.cat([pairs >> 20, pairs >> 4 & 0xFFF], dim=-1)  # an element of each half of the group
+    return random.float() * (1 / 4096) + (0.5 / 4096 - 0.5)
 
 
 def _mix32(x: Tensor) -> Tensor:

@@ -49,10 +49,21 @@ const Kernels& kernels(int group_size) {
   return kernels_default();
 }
 
-const CodecKernels& kernels_of(const Codec& c) {
-  const Kernels& all = kernels(c.group_size);
-  const bool plain = (c.options & ~kSymmetricCodes) == 0;
-  return (plain ? all.plain : all.with_options)[is_symmetric(c)][c.bits - kMinBits];
+const CodecKernels& plain(const Codec& c) {
+  return kernels(c.group_size).plain[is_symmetric(c)][c.bits - kMinBits];
+}
+
+const CodecKernels& with_options(const Codec& c) {
+  return kernels(c.group_size).with_options[is_symmetric(c)][c.bits - kMinBits];
+}
+
+Encode encoder(const Codec& c, int type) {
+  return (c.options & ~kSymmetricCodes ? with_options(c) : plain(c)).encode[type];
+}
+
+// How the codes were chosen does not matter to it.
+DecodeSum decoder(const Codec& c, int type) {
+  return (c.options & (kSpikes | kHadamard) ? with_options(c) : plain(c)).decode_sum[type];
 }
 
 int element_type(const Tensor& t, const char* name) {
@@ -103,7 +114,7 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   const int64_t x_stride = input.stride(0) * (type == 0 ? 4 : 2);
   const int64_t out_stride = payload.stride(0);
-  const auto kernel = kernels_of(codec).encode[type];
+  const auto kernel = encoder(codec, type);
   for_groups(input.size(0), num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t row, int64_t begin, int64_t end) {
                Codec of_row = codec;
@@ -123,7 +134,7 @@ void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_siz
   auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
   const int64_t in_stride = payload.stride(0);
   const int64_t y_stride = output.stride(0) * (type == 0 ? 4 : 2);
-  const auto kernel = kernels_of(codec).decode_sum[type];
+  const auto kernel = decoder(codec, type);
   for_groups(output.size(0), num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t row, int64_t begin, int64_t end) {
                kernel({in + row * in_stride, 1, 0, codec}, 1.0f, y + row * y_stride, numel, begin, end);
@@ -145,7 +156,7 @@ void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bit
   const int64_t numel = output.size(0);
   const Payloads in = check_payloads(payloads, numel, codec);
   auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
-  const auto kernel = kernels_of(codec).decode_sum[type];
+  const auto kernel = decoder(codec, type);
   for_groups(1, num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t, int64_t begin, int64_t end) {
                kernel(in, static_cast<float>(factor), y, numel, begin, end);
@@ -169,8 +180,8 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
                   " bytes; expected a multiple of ", record);
   const Payloads in = check_payloads(payloads, groups * group_size, reduce);
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
-  const auto sum = kernels_of(reduce).decode_sum[static_cast<int>(DType::kFloat32)];
-  const auto encode = kernels_of(gather).encode[static_cast<int>(DType::kFloat32)];
+  const auto sum = decoder(reduce, static_cast<int>(DType::kFloat32));
+  const auto encode = encoder(gather, static_cast<int>(DType::kFloat32));
   const int64_t in_record = record_bytes(reduce);
   // A few groups at a time, so that the sums stay in the first-level cache. The padding of a ragged last
   // group needs no care: a copy of the first element on every rank, its sum is a copy of the first sum.

@@ -28,12 +28,15 @@ struct Payloads {
 };
 
 // Each works on the groups [begin, end) of a row of `numel` elements; the pointers are the row's start.
+using Encode = void (*)(const uint8_t* x, int64_t numel, const Codec& codec, uint8_t* payload, int64_t begin,
+                        int64_t end);
+using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, int64_t numel, int64_t begin,
+                           int64_t end);
+
 // Indexed by DType.
 struct CodecKernels {
-  void (*encode[3])(const uint8_t* x, int64_t numel, const Codec& codec, uint8_t* payload, int64_t begin,
-                    int64_t end);
-  void (*decode_sum[3])(const Payloads& payloads, float factor, uint8_t* y, int64_t numel, int64_t begin,
-                        int64_t end);
+  Encode encode[3];
+  DecodeSum decode_sum[3];
 };
 
 struct Kernels {

@@ -37,14 +37,26 @@ alignas(64) constexpr Signs kSigns = make_signs();
 
 FLASH_INLINE VecF flipped(VecF v, int i) { return cast<VecF>(cast<VecU>(v) ^ load<VecU>(kSigns.flip + i)); }
 
+// +1 in the first lane of every pair that is kStride apart, -1 in the second.
+template <int kStride>
+FLASH_INLINE VecF first_and_second() {
+  const VecI second = (lane_numbers() & kStride) != 0;
+  return second ? VecF{} - 1.0f : VecF{} + 1.0f;
+}
+
 template <int kStride>
 FLASH_INLINE VecF sums_and_differences(VecF v) {
   if constexpr (kStride >= kLanes) {
     return v;
   } else {
     const VecF partner = cast<VecF>(FLASH_PERMUTE(VecU, cast<VecU>(v), FLASH_APART(kStride)));
-    const VecI second = (lane_numbers() & kStride) != 0;
-    return second ? partner - v : v + partner;
+#if FLASH_LANES == 16
+    // One rounding, and a product that is exact: the same as a sum or a difference.
+    return cast<VecF>(
+        _mm512_fmadd_ps(cast<__m512>(v), cast<__m512>(first_and_second<kStride>()), cast<__m512>(partner)));
+#else
+    return partner + v * first_and_second<kStride>();
+#endif
   }
 }
 
@@ -170,35 +182,53 @@ FLASH_INLINE void take_spikes(float* x, int count, int g, Groups& b) {
   }
 }
 
-// The sum of squared errors of a group under a range, in (1/256 of a step)^2: exact, whatever the order.
-FLASH_INLINE float sum_of_errors(const float* x, int g, const Range& r) {
-  const VecF zero = VecF{} + r.zero, inverse = VecF{} + 1.0f / bits_float(r.scale);
-  VecF sum = VecF{};
-  for (int i = 0; i < g; i += kLanes) {  // squared_error, kLanes at once
-    const VecF t = (load<VecF>(x + i) - zero) * inverse;
-    const VecF q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
-    sum = sum + q * q;
+// The sums of squared errors of a group under each range, in (1/256 of a step)^2: exact, whatever the order.
+template <int kCount>
+FLASH_INLINE void sums_of_errors(const float* x, int g, const Range* ranges, float* errors) {
+  VecF sums[kCount] = {}, zero[kCount], inverse[kCount];
+  for (int r = 0; r < kCount; ++r) {
+    zero[r] = VecF{} + ranges[r].zero;
+    inverse[r] = VecF{} + 1.0f / bits_float(ranges[r].scale);
   }
-  float total = 0.0f;
-  for (int i = 0; i < kLanes; ++i) total += sum[i];
-  return total;
-}
-
-FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi, int levels, int half,
-                              bool symmetric) {
-  const Range whole = candidate(0, lo, hi, levels, half, symmetric);
-  Range best = whole;
-  float least = sum_of_errors(x, g, whole);
-  for (int i = 1; i < (symmetric ? kSymmetricRanges : kRanges); ++i) {
-    const Range range = candidate(i, lo, hi, levels, half, symmetric);
-    const float ratio = bits_float(range.scale) / bits_float(whole.scale);
-    const float error = sum_of_errors(x, g, range) * (ratio * ratio);
-    if (error < least) {  // not so if either is NaN
-      best = range;
-      least = error;
+  for (int i = 0; i < g; i += kLanes) {
+    const VecF v = load<VecF>(x + i);
+    for (int r = 0; r < kCount; ++r) {  // squared_error, kLanes at once
+      const VecF t = (v - zero[r]) * inverse[r];
+      const VecF q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
+      sums[r] = sums[r] + q * q;
     }
   }
-  return best;
+  for (int r = 0; r < kCount; ++r) {
+    errors[r] = 0.0f;
+    for (int i = 0; i < kLanes; ++i) errors[r] += sums[r][i];
+  }
+}
+
+template <bool kSymmetric>
+FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi, int levels, int half) {
+  constexpr int count = kSymmetric ? kSymmetricRanges : kRanges;
+  Range ranges[count];
+  float errors[count];
+  for (int r = 0; r < count; ++r) ranges[r] = candidate(r, lo, hi, levels, half, kSymmetric);
+  sums_of_errors<count>(x, g, ranges, errors);
+  int best = 0;
+  for (int r = 1; r < count; ++r) {
+    const float ratio = bits_float(ranges[r].scale) / bits_float(ranges[0].scale);
+    errors[r] *= ratio * ratio;
+    if (errors[r] < errors[best]) best = r;  // not so if either is NaN
+  }
+  return ranges[best];
+}
+
+// pair_random of elements 0 to count - 1.
+FLASH_INLINE void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
+  const uint32_t step = static_cast<uint32_t>(of_group >> 32) | 1u;
+  VecU from = static_cast<uint32_t>(of_group) + cast<VecU>(lane_numbers()) * step;
+  for (int i = 0; i < count; i += kLanes, from = from + kLanes * step) {
+    VecU r = (from ^ (from >> 16)) * 0x7feb352du;
+    r = (r ^ (r >> 15)) * 0x846ca68bu;
+    store(pairs + i, r ^ (r >> 16));
+  }
 }
 
 // `count` groups of floats, count <= kBatch, to their records. number: of the first in its call. Overwrites
@@ -210,12 +240,13 @@ void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t*
   const int planes = metadata_bytes(g, c.options);
   constexpr int levels = code_levels(kBits, kSymmetric);
   constexpr int half = code_half(kBits, kSymmetric);
+  alignas(64) uint32_t pairs[kMaxGroupSize / 2];
   Groups b = {};
   if (c.options & kSpikes) take_spikes(x, count, g, b);
   bounds_of(x, count, g, b);
   for (int j = 0; j < kBatch; ++j) {
     const Range r = c.options & kMse && j < count
-                        ? best_range(x + j * g, g, b.lo[j], b.hi[j], levels, half, kSymmetric)
+                        ? best_range<kSymmetric>(x + j * g, g, b.lo[j], b.hi[j], levels, half)
                         : candidate(0, b.lo[j], b.hi[j], levels, half, kSymmetric);
     b.zero[j] = r.zero;
     b.scale[j] = r.scale;
@@ -241,22 +272,18 @@ void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t*
     }
     const VecF z = VecF{} + b.zero[j];
     const VecF inv = VecF{} + b.inverse[j];
-    const uint64_t key = group_key(c.key, number + j);
-    const VecU random_from = VecU{} + static_cast<uint32_t>(key);
-    const uint32_t random_step = static_cast<uint32_t>(key >> 32) | 1u;
+    if (c.options & kStochastic) random_pairs(group_key(c.key, number + j), g / 2, pairs);
     VecU largest = VecU{};
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {
-        const VecF v = load<VecF>(in + i + l * kLanes);
+        const int at = i + l * kLanes;
+        const VecF v = load<VecF>(in + at);
         VecF t = (kSymmetric ? v : v - z) * inv;
         if (c.options & kStochastic) {  // element_random and rounding_offset, kLanes at once
-          VecU r = random_from +
-                   (cast<VecU>(lane_numbers()) + static_cast<uint32_t>(i + l * kLanes)) * random_step;
-          r = (r ^ (r >> 16)) * 0x7feb352du;
-          r = (r ^ (r >> 15)) * 0x846ca68bu;
-          r = (r ^ (r >> 16)) >> 20;
-          t = t + (__builtin_convertvector(cast<VecI>(r), VecF) * (1.0f / 4096) + (0.5f / 4096 - 0.5f));
+          const VecU pair = load<VecU>(pairs + (at & (g / 2 - 1)));
+          const VecU random = at < g / 2 ? pair >> 20 : (pair >> 4) & 0xfffu;
+          t = t + (__builtin_convertvector(cast<VecI>(random), VecF) * (1.0f / 4096) + (0.5f / 4096 - 0.5f));
         }
         codes[l] = cast<VecU>(t + kRoundMagic) - (kRoundMagicBits - static_cast<uint32_t>(half));
         largest = codes[l] > largest ? codes[l] : largest;
@@ -300,8 +327,8 @@ void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_
 
 // ---- decoding -----------------------------------------------------------------------------------------
 
-// One rank's group added to sums [g].
-template <int kBits, bool kSymmetric>
+// One rank's group added to sums [g]; the first one's is stored.
+template <int kBits, bool kSymmetric, bool kFirst>
 FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) {
   constexpr int half = code_half(kBits, kSymmetric);
   const int g = c.group_size;
@@ -320,7 +347,7 @@ FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) 
       uint16_t place = p[4 + k];
       if (place_bytes(g) == 2) __builtin_memcpy(&place, p + 4 + 2 * k, sizeof place);
       at[k] = place & (g - 1);
-      before[k] = sums[at[k]];
+      before[k] = kFirst ? -0.0f : sums[at[k]];
     }
   }
   const uint8_t* planes = record + metadata_bytes(g, c.options);
@@ -344,9 +371,10 @@ FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float facto
   const Codec& c = p.codec;
   const int g = c.group_size;
   alignas(64) float sums[kMaxGroupSize];
-  for (int i = 0; i < g; i += kLanes) store(sums + i, -VecF{});  // -0 + v is v, whatever the sign of a zero
-  for (int64_t rank = 0; rank < p.count; ++rank) {
-    add_group<kBits, kSymmetric>(p.data + group * record_bytes(c) + rank * p.stride, c, sums);
+  const uint8_t* record = p.data + group * record_bytes(c);
+  add_group<kBits, kSymmetric, true>(record, c, sums);
+  for (int64_t rank = 1; rank < p.count; ++rank) {
+    add_group<kBits, kSymmetric, false>(record + rank * p.stride, c, sums);
   }
   if (c.options & kHadamard) {
     for (int i = 0; i < g; i += kLanes) store(sums + i, rotated_lanes(load<VecF>(sums + i)));

@@ -98,7 +98,7 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
   for (int i = 0; i < group_size; ++i) {
     uint32_t code = encode_element(x[i], best.zero, inverse, half);
     if (options & kStochastic) {
-      const float offset = rounding_offset(element_random(of_group, static_cast<uint32_t>(i)));
+      const float offset = rounding_offset(element_random(of_group, i, group_size));
       code = float_bits((x[i] - best.zero) * inverse + offset + kRoundMagic) - kRoundMagicBits +
              static_cast<uint32_t>(half);
     }
