@@ -356,8 +356,8 @@ FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) 
     unpack_block<kBits>(planes, g, i, codes);
     for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
       float* sum = sums + i + l * kLanes;
-      store(sum,
-            load<VecF>(sum) + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero));
+      const VecF value = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero;
+      store(sum, kFirst ? value : load<VecF>(sum) + value);
     }
   }
   if (spikes) {
