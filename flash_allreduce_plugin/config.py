@@ -38,7 +38,6 @@ ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG")
 # removes its line here; nothing else has to be touched for the field to be accepted.
 _NOT_YET = {
     "error_feedback": "add the error of one step to the gradients of the next",
-    "hierarchical": "different widths inside a node and between nodes",
     "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
 }
 

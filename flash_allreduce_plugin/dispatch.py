@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, switches, telemetry, transport
+from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
@@ -148,7 +149,7 @@ class _Call:
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
         _check_device(input, self.group)
         self.key = 0  # of the random numbers of a call that is rounded stochastically
-        self.sent_parts: list[int] | None = None  # elements for each other rank, where they are not all alike
+        self.parts: list[int] | None = None  # elements for each rank, where they are not all alike
 
     def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
         if numel != whole.numel():
@@ -185,7 +186,7 @@ class _Call:
                     f"input[{rank}] is {part.dtype} on {part.device} and output {output.dtype} on {output.device}; "
                     "expected the same dtype and device."
                 )
-        self.sent_parts = [part.numel() for rank, part in enumerate(parts) if rank != self.group.rank()]
+        self.parts = [part.numel() for part in parts]
 
     @property
     def factor(self) -> float:
@@ -221,24 +222,35 @@ class _Call:
                 site=self.site,
                 config=self.config,
                 step=self.step,
+                nodes=groups.nodes_of(self.label, self.config, self.input.device),
             )
-        plain = self.numel * self.input.element_size() * (self.world_size - 1) // self.world_size
-        if self.collective == "all_reduce":
-            plain *= 2
-        if self.sent_parts is not None:
-            plain = sum(self.sent_parts) * self.input.element_size()
         if isinstance(answer, FullPrecision):
-            telemetry.record_full_precision(self.site, answer.reason, plain)
+            telemetry.record_full_precision(self.site, answer.reason, self.plain_bytes())
             return None
-        if self.sent_parts is None:
-            sent = collectives.sent_bytes(self.collective, self.numel, answer, self.world_size)
-        else:
-            sent = sum(map(answer.reduce.payload_bytes, self.sent_parts))
-        telemetry.record_quantized(self.site, sent, plain)
+        sent, between_nodes = self.sent_bytes(answer)
+        telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes)
         if answer.reduce.stochastic:
             self.key = codec.draw_key(self.config.seed, self.state.draws)
             self.state.draws += 1
         return answer
+
+    def plain_bytes(self) -> int:
+        """What a rank sends in full precision."""
+        if self.parts is not None:
+            return (sum(self.parts) - self.parts[self.group.rank()]) * self.input.element_size()
+        half = self.numel * self.input.element_size() * (self.world_size - 1) // self.world_size
+        return 2 * half if self.collective == "all_reduce" else half
+
+    def sent_bytes(self, plan: Plan) -> tuple[int, int]:
+        """What a rank sends as planned, and what of it goes to another node; 0 where the call knows no nodes."""
+        rank = self.group.rank()
+        if plan.nodes is not None:
+            shards = self.parts or [self.numel // self.world_size] * self.world_size
+            sizes = self.numel if self.collective == "all_reduce" else shards
+            return hierarchical.sent_bytes(self.collective, sizes, plan, rank)
+        if self.parts is not None:
+            return sum(map(plan.reduce.payload_bytes, self.parts)) - plan.reduce.payload_bytes(self.parts[rank]), 0
+        return collectives.sent_bytes(self.collective, self.numel, plan, self.world_size), 0
 
     def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
         """Every quality_interval-th quantized call of a site on this group, the first one included."""
@@ -270,7 +282,7 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     else:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
-        yield from collectives.all_reduce(flat, call.factor, plan, call.label, pool, call.key)
+        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(flat, call.site)
     if not tensor.is_contiguous():
@@ -298,7 +310,7 @@ def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tenso
     else:
         measurement = call.measurement(shards)
         pool = call.state.pool(shard.device)
-        yield from collectives.reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key)
+        yield from _levels(plan).reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(shard, call.site)
     if not output.is_contiguous():
@@ -327,11 +339,15 @@ def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
     else:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
-        yield from collectives.all_gather(whole, flat, plan, call.label, pool, call.key)
+        yield from _levels(plan).all_gather(whole, flat, plan, call.label, pool, call.key)
         if measurement is not None:
             measurement.record(whole, call.site)
     if not output.is_contiguous():
         output.copy_(whole.view(output.shape))
+
+
+def _levels(plan: Plan) -> ModuleType:
+    return collectives if plan.nodes is None else hierarchical
 
 
 @cache

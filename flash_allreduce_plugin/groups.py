@@ -5,9 +5,12 @@ Everything here dies with the group.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import socket
 import struct
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import switches, transport
+from flash_allreduce_plugin import hierarchy, switches, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
+from flash_allreduce_plugin.hierarchy import Nodes
 from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
 
@@ -32,6 +36,8 @@ class GroupState:
         self.calls: Counter[str] = Counter()
         #: calls of the group that were rounded stochastically; the same on all its ranks
         self.draws = 0
+        #: the ranks of every host, once they were asked for
+        self.hosts: Nodes | None = None
         self._pools: dict[torch.device, BufferPool] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
 
@@ -75,11 +81,35 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     state._agreed.add(key)
 
 
-def _gather(mine: bytes, label: Label, device: torch.device) -> list[bytes]:
+def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes | None:
+    """The nodes of the label's group, as config.hierarchical has them; None: it is off.
+
+    "auto": the ranks that share a host are a node. Hosts are gathered at the first such call of a group.
+    """
+    state = state_of(label.group)
+    if config.hierarchical == "off" or not config.enabled or state.world_size == 1:
+        return None
+    if config.hierarchical != "auto":
+        return hierarchy.neighbours(state.world_size, config.hierarchical.ranks_per_node)
+    if state.hosts is None:
+        mine = hashlib.sha256(host().encode()).digest()
+        state.hosts = hierarchy.by_host(_gather(mine, label, device, "gathering the names of the hosts"))
+    return state.hosts
+
+
+def host() -> str:
+    """A name for this machine, that no other one has. Containers with host names of their own count as machines."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+
+
+def _gather(
+    mine: bytes, label: Label, device: torch.device, doing: str = "gathering the configurations"
+) -> list[bytes]:
     """`mine` of every rank; of one length."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received: Tensor = sent.new_empty(label.group.size() * sent.numel())
-    transport.all_gather(received, sent, label, "gathering the configurations").wait()
+    transport.all_gather(received, sent, label, doing).wait()
     return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
 
 

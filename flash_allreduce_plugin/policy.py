@@ -15,14 +15,15 @@ fixed order and the first that applies gives the reason, so that a counter's key
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.hierarchy import Nodes
+from flash_allreduce_plugin.wire import MAX_BITS, Codec
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
@@ -83,11 +84,15 @@ class Plan:
     reduce: codec of the half before the sum (all_reduce, reduce_scatter).
     gather: codec of the half after the sum (all_reduce, all_gather).
     chunk_bytes: payload bytes of one chunk in flight.
+    inside: codec of what is summed inside a node, if the call is hierarchical; reduce and gather are between nodes.
+    nodes: None: the call is flat, every rank deals with every other one.
     """
 
     reduce: Codec
     gather: Codec
     chunk_bytes: int
+    inside: Codec | None = None
+    nodes: Nodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +112,15 @@ def make_plan(
     site: Site,
     config: FlashConfig,
     step: int | None = None,
+    nodes: Nodes | None = None,
 ) -> Plan | FullPrecision:
     """Plan one call, or say why it goes in full precision.
 
     numel counts the whole tensor: the input of reduce_scatter, the output of all_gather.  op is "sum", "avg"
     or another operator's name, and is not looked at for all_gather.  step counts the training steps from 0;
     without it there is no warm-up.  reduce_bits and gather_bits override the width of their half for every
-    role that is quantized at all.
+    role that is quantized at all.  nodes are the group's if config.hierarchical is to be obeyed: a group within one
+    node is flat with the width inside, one with a rank a node with the width between nodes.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
@@ -137,11 +144,23 @@ def make_plan(
             return FullPrecision(EXCLUDED)
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
-    return Plan(
-        reduce=config.codec(config.reduce_bits or bits),
-        gather=config.codec(config.gather_bits or bits),
+    given = config.hierarchical
+    if nodes is None or given == "off":
+        inside, between, nodes = bits, bits, None
+    elif given == "auto":
+        inside, between = MAX_BITS, bits
+    else:
+        inside, between = given.intra_bits, given.inter_bits
+    if nodes is not None and len(nodes) == 1:
+        return Plan(config.codec(inside), config.codec(inside), config.chunk_bytes)
+    plan = Plan(
+        reduce=config.codec(config.reduce_bits or between),
+        gather=config.codec(config.gather_bits or between),
         chunk_bytes=config.chunk_bytes,
     )
+    if nodes is None or len(nodes) == world_size:
+        return plan
+    return replace(plan, inside=config.codec(inside), nodes=nodes)
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:

@@ -44,6 +44,7 @@ class _Counters:
     full_precision: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
     bytes_full_precision: int = 0
+    bytes_between_nodes: int = 0
     signal: float = 0.0
     noise: float = 0.0
     measured: int = 0
@@ -58,13 +59,16 @@ def _counters(site: Site) -> _Counters:
     return _sites.setdefault(site.name, _Counters())
 
 
-def record_quantized(site: Site, bytes_sent: int, bytes_full_precision: int) -> None:
-    """Count a quantized call: the payload bytes sent, and what the call would have sent in full precision."""
+def record_quantized(site: Site, bytes_sent: int, bytes_full_precision: int, bytes_between_nodes: int = 0) -> None:
+    """Count a quantized call: the payload bytes sent, what the call would have sent in full precision, and what of
+    the payload went to another node.
+    """
     with _lock:
         counters = _counters(site)
         counters.quantized += 1
         counters.bytes_sent += bytes_sent
         counters.bytes_full_precision += bytes_full_precision
+        counters.bytes_between_nodes += bytes_between_nodes
 
 
 def record_full_precision(site: Site, reason: str, bytes: int) -> None:
@@ -98,8 +102,9 @@ def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
-     "sites": {name: {the same keys, "sqnr_db": float or None}}}
+     "bytes_between_nodes", "sites": {name: {the same keys, "sqnr_db": float or None}}}
 
+    bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
     sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
     measured, inf if there was no noise at all.
     """
@@ -117,12 +122,13 @@ def reset_stats() -> None:
 
 
 def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
-    quantized = bytes_sent = bytes_full_precision = 0
+    quantized = bytes_sent = bytes_full_precision = bytes_between_nodes = 0
     reasons: Counter[str] = Counter()
     for site in sites:
         quantized += site.quantized
         bytes_sent += site.bytes_sent
         bytes_full_precision += site.bytes_full_precision
+        bytes_between_nodes += site.bytes_between_nodes
         reasons.update(site.full_precision)
     return {
         "calls": quantized + reasons.total(),
@@ -130,6 +136,7 @@ def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
         "full_precision": dict(reasons),
         "bytes_sent": bytes_sent,
         "bytes_full_precision": bytes_full_precision,
+        "bytes_between_nodes": bytes_between_nodes,
     }
 
 

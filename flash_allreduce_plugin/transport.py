@@ -102,6 +102,14 @@ def all_to_all(
     return Pending(lambda: _exchange(received, sent, group), label, doing)
 
 
+def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: str) -> Pending:
+    """sent[j] goes to rank j, received[j] comes from it; tensors of their own, some of them empty."""
+    group = label.group
+    if not _receives_first(group, sent[0]):
+        return Pending(lambda: dist.all_to_all(received, sent, group=group, async_op=True), label, doing)
+    return Pending(lambda: _exchange(received, sent, group), label, doing)
+
+
 def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
     """input of every rank, in rank order, to output; input may be this rank's own part of output."""
     group = label.group

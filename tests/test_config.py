@@ -48,7 +48,6 @@ AVAILABLE = {
 # A valid value, other than the default, for each field that is refused for now.
 NOT_YET = {
     "error_feedback": True,
-    "hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 8},
     "min_sqnr_db": 20.0,
 }
 WRONG: dict[str, list[Any]] = {

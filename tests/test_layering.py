@@ -18,10 +18,10 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("wire", "errors", "autoload"),
+    ("wire", "errors", "autoload", "hierarchy"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
     ("codec", "transport", "work"),
-    ("collectives", "groups", "quality"),
+    ("collectives", "hierarchical", "groups", "quality"),
     ("dispatch",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),

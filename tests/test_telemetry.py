@@ -20,7 +20,14 @@ from flash_allreduce_plugin.telemetry import (
 )
 
 A, B = Site("a", Role.FORWARD), Site("b")
-NOTHING = {"calls": 0, "quantized": 0, "full_precision": {}, "bytes_sent": 0, "bytes_full_precision": 0}
+NOTHING = {
+    "calls": 0,
+    "quantized": 0,
+    "full_precision": {},
+    "bytes_sent": 0,
+    "bytes_full_precision": 0,
+    "bytes_between_nodes": 0,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +44,7 @@ def test_nothing_recorded() -> None:
 
 def test_sites_and_totals() -> None:
     record_quantized(A, 100, 400)
-    record_quantized(A, 50, 200)
+    record_quantized(A, 50, 200, 30)
     record_full_precision(A, "warm-up", 7)
     record_full_precision(B, "warm-up", 8)
     record_full_precision(B, "dtype int64", 9)
@@ -47,6 +54,7 @@ def test_sites_and_totals() -> None:
         "full_precision": {"warm-up": 2, "dtype int64": 1},
         "bytes_sent": 174,
         "bytes_full_precision": 624,
+        "bytes_between_nodes": 30,
         "sites": {
             "a": {
                 "calls": 3,
@@ -54,6 +62,7 @@ def test_sites_and_totals() -> None:
                 "full_precision": {"warm-up": 1},
                 "bytes_sent": 157,
                 "bytes_full_precision": 607,
+                "bytes_between_nodes": 30,
                 "sqnr_db": None,
             },
             "b": {
@@ -62,6 +71,7 @@ def test_sites_and_totals() -> None:
                 "full_precision": {"warm-up": 1, "dtype int64": 1},
                 "bytes_sent": 17,
                 "bytes_full_precision": 17,
+                "bytes_between_nodes": 0,
                 "sqnr_db": None,
             },
         },
