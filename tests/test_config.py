@@ -43,6 +43,7 @@ AVAILABLE = {
     "seed": st.integers(0, 1 << 40),
     "spike_reserving": st.booleans(),
     "hadamard": st.booleans(),
+    "hierarchical": st.sampled_from(["off", "auto"]),
     "check_ranks": st.booleans(),
 }
 # A valid value, other than the default, for each field that is refused for now.
@@ -268,7 +269,18 @@ def test_not_yet_fields_accept_their_values_once_the_feature_is_there(
     assert config.to_dict() == {**FlashConfig().to_dict(), **NOT_YET}
     assert FlashConfig.from_dict(config.to_dict()) == config
     assert len({config, FlashConfig.from_dict(NOT_YET), FlashConfig()}) == 2
-    assert FlashConfig.from_dict({"hierarchical": "auto"}).hierarchical == "auto"
+
+
+def test_hierarchical_takes_widths_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 8}
+    config = FlashConfig(hierarchical=given)
+    assert config.to_dict()["hierarchical"] == given
+    assert FlashConfig.from_dict(config.to_dict()) == config == pickle.loads(pickle.dumps(config))
+    assert hash(config) == hash(FlashConfig(hierarchical=given))
+    monkeypatch.setenv("FLASH_ALLREDUCE_HIERARCHICAL", json.dumps(given))
+    assert FlashConfig.from_env() == config
+    (line,) = problems(FlashConfig, hierarchical={**given, "ranks_per_node": 0})
+    assert line.endswith('"inter_bits": 2 to 8, "ranks_per_node": 1 or more}.')
 
 
 # ---------------------------------------------------------------------------------------------- files

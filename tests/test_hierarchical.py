@@ -201,12 +201,26 @@ def test_guarantee_3_a_group_does_not_depend_on_the_rest_of_the_tensor(ranks: Ge
     assert len(set.union(*ranks(5).run(part_of_longer_tensors))) == 1
 
 
-def test_guarantee_3_sums_are_taken_in_rank_order_and_then_in_node_order(ranks: GetRanks) -> None:
-    """Values whose float32 sum depends on the order; the simulation has it from the lists of ranks."""
-    calls = [Call(c, 5003, config=widths(3, 8, 8), kind="cancelling") for c in COLLECTIVES[:2]]
+simulation.VALUES["cancelling nodes"] = lambda noise, rank: simulation.VALUES["cancelling"](noise, rank // 2)
+
+
+@pytest.mark.parametrize(("ranks_per_node", "kind"), [(4, "cancelling"), (2, "cancelling nodes")])
+def test_guarantee_3_sums_are_taken_in_rank_order_and_then_in_node_order(
+    ranks: GetRanks, ranks_per_node: int, kind: str
+) -> None:
+    """Values whose float32 sum depends on the order of the four ranks of a node, or of the four nodes."""
+    calls = [Call(c, 5003, config=widths(ranks_per_node, 8, 8), kind=kind) for c in COLLECTIVES[:2]]
+    inputs = [calls[0].input(rank, 8) for rank in range(8)]
+    inside, reduce, _ = calls[0].codecs()
+    if ranks_per_node == 4:
+        payloads = torch.cat([encoded(x, inside) for x in inputs[:4]])
+    else:
+        payloads = sums_of_nodes(inputs, calls[0].nodes(8), inside, reduce, 0)
+    both_ways = [torch.empty(5003), torch.empty(5003)]
+    reference.decode_sum(payloads, both_ways[0], reduce, 1.0)
+    reference.decode_sum(payloads.flip(0), both_ways[1], reduce, 1.0)
+    assert not torch.equal(*both_ways)
     check(ranks, 8, calls)
-    flat = simulation.Call("all_reduce", 5003, kind="cancelling").simulate(8)[0]
-    assert not torch.equal(calls[0].simulate(8)[0], flat)
 
 
 def values_of(call: Call) -> Tensor:
