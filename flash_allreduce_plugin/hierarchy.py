@@ -39,17 +39,15 @@ class Slab:
 
     Args:
         node: the owner.
+        groups: of the slab.
         parts: of every rank.
         numbers: of every rank: which group of the call the first one of its part is; looked at in the owner only.
     """
 
     node: int
+    groups: int
     parts: tuple[Part, ...]
     numbers: tuple[int, ...]
-
-    @property
-    def groups(self) -> int:
-        return max(last for _, last in self.parts)
 
     def meet(self, a: int, b: int) -> Part:
         """What the parts of two ranks have in common; (0, 0) if nothing."""
@@ -67,7 +65,7 @@ def slabs_of_tensor(groups: int, size: int, nodes: Nodes) -> tuple[Slab, ...]:
     for i, first in enumerate(range(0, groups, size)):
         node, of_slab = i % len(nodes), min(size, groups - first)
         parts = _parts(of_slab, node, _even(of_slab, len(nodes[node])), nodes)
-        slabs.append(Slab(node, parts, tuple(first + part[0] for part in parts)))
+        slabs.append(Slab(node, of_slab, parts, tuple(first + part[0] for part in parts)))
     return tuple(slabs)
 
 
@@ -90,7 +88,9 @@ def slabs_of_shards(groups: tuple[int, ...], size: int, nodes: Nodes) -> tuple[t
             bounds = (0, *itertools.accumulate(of_chunk[rank] for rank in ranks))
             if bounds[-1]:
                 parts = _parts(bounds[-1], node, bounds, nodes)
-                slabs.append((first, Slab(node, parts, tuple(starts[r] + first for r in range(len(groups))))))
+                slabs.append(
+                    (first, Slab(node, bounds[-1], parts, tuple(starts[r] + first for r in range(len(groups)))))
+                )
     return tuple(slabs)
 
 

@@ -288,6 +288,34 @@ def uneven_parts(sizes: tuple[int, ...]) -> None:
         assert owner != rank or torch.equal(output, shard)
 
 
+def what_is_kept() -> tuple[bool, int]:
+    """Whether ten more calls use the same buffers; how often the ranks told each other their hosts."""
+    config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096, hierarchical="auto")
+    gather, told, host = groups._gather, 0, groups.host
+
+    def counting(mine: bytes, *rest: Any) -> list[bytes]:
+        nonlocal told
+        told += rest[-1] == "gathering the names of the hosts"
+        return gather(mine, *rest)
+
+    group = dist.new_group()
+    pool = groups.state_of(group).pool(torch.device("cpu"))
+    groups._gather, groups.host = counting, lambda: "aab"[dist.get_rank()]
+    try:
+        fap.all_reduce(gaussian(60_000), group=group, config=config)
+        before = {id(buffer) for buffer in pool._free}
+        for _ in range(10):
+            fap.all_reduce(gaussian(60_000), group=group, config=config)
+        return {id(buffer) for buffer in pool._free} == before, told
+    finally:
+        groups._gather, groups.host = gather, host
+        dist.destroy_process_group(group)
+
+
+def test_buffers_and_hosts_are_kept_with_the_group(ranks: GetRanks) -> None:
+    assert ranks(3).run(what_is_kept) == [(True, 1)] * 3
+
+
 def measured_bytes(calls: list[Call]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """(bytes, bytes between nodes) of each call: as stats() has them, and as they were handed to the group."""
     rank, world = dist.get_rank(), dist.get_world_size()
