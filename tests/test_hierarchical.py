@@ -186,6 +186,27 @@ def test_guarantee_3_neither_the_chunk_size_nor_async_matters(ranks: GetRanks, c
         assert len(set(results[:6])) == len(set(results[6:])) == 1 and results[0] != results[6]
 
 
+def through_all_to_all(calls: list[Call]) -> list[str]:
+    """Over torch.distributed's all_to_all, as on other backends; gloo's own takes equal sizes only."""
+    receives_first, all_to_all = transport._receives_first, dist.all_to_all
+
+    def stand_in(received: list[Tensor], sent: list[Tensor], group: Any, async_op: bool) -> Any:
+        assert len(received) == len(sent) == dist.get_world_size() and async_op
+        assert all(part.is_contiguous() for part in received + sent)
+        return transport._exchange(received, sent, group)
+
+    transport._receives_first, dist.all_to_all = lambda group, tensor: False, stand_in
+    try:
+        return results_of(calls)
+    finally:
+        transport._receives_first, dist.all_to_all = receives_first, all_to_all
+
+
+def test_the_exchange_of_other_backends(ranks: GetRanks) -> None:
+    calls = [Call(c, 5003, config=widths(3)) for c in COLLECTIVES]
+    assert ranks(5).run(through_all_to_all, calls) == simulation.expected_of(calls, 5)
+
+
 def part_of_longer_tensors() -> set[str]:
     """The same 2048 elements by themselves, and at a group's boundary in other tensors."""
     config = fap.FlashConfig(bits=5, min_bytes=0, chunk_bytes=4096, **widths(3, 6, 4))
