@@ -1,7 +1,7 @@
 """The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
 
 (ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs; each has a node
-that owns it (hierarchy.py). per slab:
+that owns it (hierarchy.py). Per slab:
 
     1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
     2 between   that rank sums its node's in rank order, encodes with plan.reduce -> the owner of the part
