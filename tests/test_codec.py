@@ -15,7 +15,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import ops, reference
 from flash_allreduce_plugin.wire import Codec
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, LENGTHS, Both, as_bytes, gaussian, hard_values, same_bits
-from tests.golden.make import FOLDER, values_of
+from tests.golden.make import DRAW, FOLDER, values_of
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 
@@ -199,16 +199,16 @@ def test_encoding_a_leaf_that_needs_its_gradient_leaves_the_graph_alone() -> Non
 def test_golden_bytes(path: Path) -> None:
     """Payloads written once by tests/golden/make.py: a change of the wire format shows here."""
     for case in json.loads(path.read_text()):
-        codec = Codec(case["bits"], case["group_size"], case["symmetric"])
+        codec = Codec(case["bits"], case["group_size"], case["symmetric"], **case["options"])
         x = values_of(case["input"], getattr(torch, case["dtype"])).view(1, -1)
-        payload = Both(codec).encode(x)
+        payload = Both(codec).encode(x, DRAW)
         assert bytes(payload[0].tolist()).hex() == case["payload"], case["name"]
         decoded = Both(codec).decode(payload, x.shape[1])
         assert bytes(as_bytes(decoded).tolist()).hex() == case["decoded_float32"], case["name"]
 
 
 def test_there_are_golden_bytes() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["edges", "ramps"]
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["edges", "options", "ramps"]
 
 
 def _wire_format_example() -> tuple[Tensor, bytes]:

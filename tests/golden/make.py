@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import reference
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.wire import Codec, Draw
 
 FOLDER = Path(__file__).parent
 
@@ -47,10 +47,23 @@ def values_of(input: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor([float.fromhex(text) for text in input], dtype=torch.float64).to(dtype)
 
 
+# Options of every kind; the draw of the stochastic ones.
+OPTIONS = [
+    {"spikes": True},
+    {"spikes": True, "symmetric": True, "mse": True},
+    {"hadamard": True},
+    {"hadamard": True, "spikes": True, "mse": True},
+    {"mse": True},
+    {"stochastic": True},
+    {"hadamard": True, "symmetric": True, "stochastic": True},
+]
+DRAW = Draw(key=-1234567890123456789, first_group=3)
+
+
 def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
     x = values_of(input, getattr(torch, dtype)).view(1, -1)
     payload = torch.empty(1, codec.payload_bytes(x.shape[1]), dtype=torch.uint8)
-    reference.encode(x, payload, codec)
+    reference.encode(x, payload, codec, DRAW)
     decoded = torch.empty(x.shape)
     reference.decode(payload, decoded, codec)
     return {
@@ -58,6 +71,7 @@ def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
         "bits": codec.bits,
         "group_size": codec.group_size,
         "symmetric": codec.symmetric,
+        "options": {name: True for name in ("spikes", "hadamard", "mse", "stochastic") if getattr(codec, name)},
         "dtype": dtype,
         "input": input,
         "payload": bytes(payload[0].tolist()).hex(),
@@ -77,7 +91,13 @@ def main() -> None:
         for name, input in EDGES.items()
         for bits, symmetric in ((8, False), (4, True), (3, False))
     ]
-    for stem, cases in (("ramps", ramps), ("edges", edges)):
+    options = [
+        case(f"{ramp['count']} from {ramp['first']}", Codec(bits, group_size, **chosen), dtype, ramp)
+        for chosen in OPTIONS
+        for ramp, group_size, dtype in zip(RAMPS, (64, 32, 512), ("float32", "bfloat16", "float16"), strict=True)
+        for bits in (2, 3, 4, 8)
+    ]
+    for stem, cases in (("ramps", ramps), ("edges", edges), ("options", options)):
         (FOLDER / f"{stem}.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 
