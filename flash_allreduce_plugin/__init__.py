@@ -16,6 +16,7 @@ _HOMES = {
     "FlashAllReduceError": "errors",
     "MismatchError": "errors",
     "PatchError": "errors",
+    "Feedback": "feedback",
     "FlashAllGather": "fsdp",
     "FlashConfig": "config",
     "FlashReduceScatter": "fsdp",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.errors import FlashAllReduceError as FlashAllReduceError
     from flash_allreduce_plugin.errors import MismatchError as MismatchError
     from flash_allreduce_plugin.errors import PatchError as PatchError
+    from flash_allreduce_plugin.feedback import Feedback as Feedback
     from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
     from flash_allreduce_plugin.policy import Role as Role

@@ -24,6 +24,7 @@ from torch import Tensor
 from flash_allreduce_plugin import dispatch, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
 
@@ -38,6 +39,7 @@ _ALL_REDUCE = "dist.all_reduce"
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_feedback: WeakKeyDictionary[Any, Feedback] = WeakKeyDictionary()
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -68,10 +70,25 @@ def disable() -> None:
     _patchset.restore()
     _config = None
     _begun.clear()
+    _feedback.clear()
 
 
 def is_enabled() -> bool:
     return _config is not None
+
+
+def feedback(reducing: Any) -> Feedback | None:
+    """The residuals of a DistributedDataParallel or a Reducer of apex's, None without `error_feedback`.
+
+    To be saved beside the model on every rank, with state_dict and load_state_dict.
+    """
+    if _config is None or not _config.error_feedback:
+        return None
+    if reducing not in _feedback:
+        made = feedback_for(_config)
+        assert made is not None
+        _feedback[reducing] = made
+    return _feedback[reducing]
 
 
 def report() -> telemetry.Report:
@@ -91,10 +108,10 @@ def _of_buckets(original: Function) -> Function:
     @functools.wraps(original)
     def allreduce_bucket(self: Any, bucket: list[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
         # apex reduces its buckets in order: the first one begins a backward pass.
-        step = _step(self, begins=bucket_idx == 0)
+        step, slot = _step(self, begins=bucket_idx == 0), _slot(self, begins=bucket_idx == 0)
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-            dispatch.all_reduce(tensor, op, group, _config, site=GRADIENTS, step=step)
+            dispatch.all_reduce(tensor, op, group, _config, site=GRADIENTS, step=step, feedback=slot)
 
         reduced: Tensor = rebound(original, _ALL_REDUCE, all_reduce)(self, bucket, bucket_idx, force_default_stream)
         return reduced
@@ -112,10 +129,11 @@ def _of_reducer(original: Function) -> Function:
 
     @functools.wraps(original)
     def reduce(self: Any) -> None:
-        step = _step(self, begins=True)
+        step, begins = _step(self, begins=True), iter((True,))
 
         def all_reduce_mean(tensor: Tensor) -> None:
-            dispatch.all_reduce(tensor, config=_config, site=REDUCER, step=step)
+            slot = _slot(self, begins=next(begins, False))
+            dispatch.all_reduce(tensor, config=_config, site=REDUCER, step=step, feedback=slot)
             tensor /= dist.get_world_size()
 
         rebound(original, _ALL_REDUCE, all_reduce_mean)(self)
@@ -127,6 +145,16 @@ def _step(reducing: Any, *, begins: bool) -> int:
     """How many reductions `reducing` has begun before this one; `begins`: this call begins it."""
     _begun[reducing] = max(1, _begun.get(reducing, 0) + begins)
     return _begun[reducing] - 1
+
+
+def _slot(reducing: Any, *, begins: bool) -> Slot | None:
+    """Where the next reduction of `reducing` finds its residual."""
+    residuals = feedback(reducing)
+    if residuals is None:
+        return None
+    if begins:
+        residuals.begin()
+    return residuals.slot()
 
 
 _patchset = Patchset(

@@ -15,6 +15,8 @@ A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload fr
 Each function is a generator that yields once, when the first chunks are on the wire (see work.py). Tensors are
 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers. `key` is the call's, for stochastic
 rounding: before the sum every rank has random numbers of its own, after it every group, whoever encodes it.
+`residual`, for gradients, has what the last call of the same kind lost and is left with what this one loses
+(feedback.py).
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, transport
+from flash_allreduce_plugin import codec, feedback, transport
+from flash_allreduce_plugin.feedback import Residual
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import BufferPool, Label, Pending
-from flash_allreduce_plugin.wire import Draw
+from flash_allreduce_plugin.wire import Codec, Draw
 
 _REDUCE, _GATHER = 0, 1  # the halves
 
@@ -68,7 +71,13 @@ def _chunks_of_shard(numel: int, record: int, plan: Plan, world_size: int) -> Ch
 
 
 def all_reduce(
-    tensor: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+    tensor: Tensor,
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    residual: Residual | None = None,
 ) -> Iterator[None]:
     """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
     world, rank = label.group.size(), label.group.rank()
@@ -98,7 +107,8 @@ def all_reduce(
 
     def send(i: int) -> None:
         out, real = payload(i, plan.reduce.record_bytes)
-        codec.encode_rows(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, chunks[i][0]))
+        first, last = chunks[i]
+        _encode(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, first), residual, first, last)
         out[real:].zero_()
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
         exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
@@ -107,8 +117,13 @@ def all_reduce(
         exchanges.popleft().wait()
         out, _ = payload(i, plan.gather.record_bytes)
         mine = out.view(world, -1)[rank]
-        draw = Draw(gather_key, chunks[i][0] + rank * (len(mine) // plan.gather.record_bytes))
-        codec.decode_sum_encode(inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor, draw)
+        shard, first = len(mine) // plan.gather.record_bytes, i * (chunks.size // world)
+        draw = Draw(gather_key, chunks[i][0] + rank * shard)
+        half = (inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor, draw)
+        if residual is None:
+            codec.decode_sum_encode(*half)
+        else:
+            feedback.decode_sum_encode(*half, residual.after[first : first + shard])
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
@@ -140,6 +155,7 @@ def reduce_scatter(
     label: Label,
     pool: BufferPool,
     key: int = 0,
+    residual: Residual | None = None,
 ) -> Iterator[None]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
@@ -158,13 +174,15 @@ def reduce_scatter(
     def send(i: int) -> None:
         elements = slice(chunks[i][0] * group_size, chunks[i][1] * group_size)
         mine, start = output[elements], i % chunks.window * slot
-        parts = [shards[:, elements]] if isinstance(shards, Tensor) else [s[elements].view(1, -1) for s in shards]
+        at_once = isinstance(shards, Tensor) and residual is None
+        parts = [shards[:, elements]] if at_once else [s[elements].view(1, -1) for s in shards]
         sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
         out = sent[start : start + sum(sizes)]
         for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):
             if part.numel():
-                draw = Draw(key, first + chunks[i][0], starts[1])
-                codec.encode_rows(part, payload.view(len(part), -1), plan.reduce, draw)
+                first += chunks[i][0]
+                draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
+                _encode(part, payload.view(len(part), -1), plan.reduce, draw, residual, first, last)
         size = plan.reduce.payload_bytes(len(mine))
         inbox = received[start : start + world * size]
         even = None if isinstance(shards, Tensor) else [size] * world
@@ -227,6 +245,25 @@ def all_gather(
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
     pool.give(buffer)
+
+
+def _encode(
+    part: Tensor, payload: Tensor, wire: Codec, draw: Draw, residual: Residual | None, first: int, last: int
+) -> None:
+    """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call."""
+    if residual is None:
+        codec.encode_rows(part, payload, wire, draw)
+    else:
+        feedback.encode(part, payload, wire, draw, residual.before[first:last])
+
+
+def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:
+    """Groups that a Residual has, before and after the sum. sizes: elements of the tensor, or of each rank's part."""
+    before = sum(map(plan.reduce.groups, sizes))
+    if collective != "all_reduce":
+        return before, 0
+    chunks = _chunks_of_tensor(sizes[0], plan, world_size)
+    return before, chunks.count * (chunks.size // world_size)
 
 
 def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:

@@ -37,7 +37,6 @@ ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG")
 # Fields that are known but have nothing behind them yet, and what they will do.  The feature's own change
 # removes its line here; nothing else has to be touched for the field to be accepted.
 _NOT_YET = {
-    "error_feedback": "add the error of one step to the gradients of the next",
     "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
 }
 
@@ -109,6 +108,9 @@ class FlashConfig(BaseModel):
     spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)")
     hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
     error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
+    error_feedback_reset_interval: Count = _field(
+        0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
+    )
     chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
         1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
     )

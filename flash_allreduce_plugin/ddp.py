@@ -10,20 +10,32 @@ order on all ranks, and so are the collectives issued.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
-from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.work import Work
 
 SITE = Site("ddp.gradients")
 
 Future = torch.futures.Future[torch.Tensor]
-Hook = Callable[[dist.ProcessGroup | None, dist.GradBucket], Future]
+REBUILT = "DDP rebuilt its buckets"
+
+
+class Hook(Protocol):
+    """A communication hook of DDP's.
+
+    feedback: the residuals of `error_feedback`, with state_dict, load_state_dict and reset; None without it.
+    """
+
+    feedback: Feedback | None
+
+    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, /) -> Future: ...
 
 
 def ddp_hook(config: FlashConfig | None = None) -> Hook:
@@ -31,7 +43,8 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
 
     config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
     of, `include` and `exclude` do not apply. state is the model's process group, or None for the one of all ranks.
-    The hook averages, as DDP does without one. Counters: site "ddp.gradients".
+    The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
+    in its attribute `feedback`, to be saved beside the model on every rank.
     """
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
@@ -40,7 +53,9 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         return reduction.start(state, bucket)
 
-    return flash_allreduce_hook
+    hook = cast(Hook, flash_allreduce_hook)
+    hook.feedback = reduction.feedback
+    return hook
 
 
 class _Reduction:
@@ -49,6 +64,8 @@ class _Reduction:
     def __init__(self, config: FlashConfig) -> None:
         self.config = config
         self.step = 0
+        self.feedback = feedback_for(config)
+        self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: tuple[Work, torch.Tensor, Future] | None = None
 
     def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
@@ -56,7 +73,14 @@ class _Reduction:
         before, self.started = self.started, None  # nothing of a backward pass that failed stays for the next
         buffer, future = bucket.buffer(), Future()
         work = dispatch.all_reduce(
-            buffer, dist.ReduceOp.AVG, group, self.config, async_op=True, site=SITE, step=self.step
+            buffer,
+            dist.ReduceOp.AVG,
+            group,
+            self.config,
+            async_op=True,
+            site=SITE,
+            step=self.step,
+            feedback=self.slot(bucket),
         )
         assert work is not None
         if before is not None:
@@ -67,6 +91,19 @@ class _Reduction:
         else:
             self.started = (work, buffer, future)
         return future
+
+    def slot(self, bucket: dist.GradBucket) -> Slot | None:
+        if self.feedback is None:
+            return None
+        number, parameters = bucket.index(), bucket.parameters()
+        if number == 0:
+            self.feedback.begin()
+        # After the first backward pass DDP forms its buckets anew, maybe as large as before, in another order.
+        identities = [id(parameter) for parameter in parameters]
+        if self.parameters.setdefault(number, identities) != identities:
+            self.feedback.drop(number, REBUILT)
+            self.parameters[number] = identities
+        return self.feedback.slot(number, f"shapes {[tuple(parameter.shape) for parameter in parameters]}")
 
 
 def _finish(work: Work, buffer: torch.Tensor, future: Future) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
 from flash_allreduce_plugin.transport import Label
@@ -41,6 +42,7 @@ def all_reduce(
     *,
     site: Site = _ALL_REDUCE,
     step: int | None = None,
+    feedback: Slot | None = None,
 ) -> Work | None:
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
@@ -52,6 +54,7 @@ def all_reduce(
         async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
         site: what the counters call this place in the program.
         step: finished training steps, for warmup_steps; None: no warm-up.
+        feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
 
     Returns:
         A Work if async_op, else None.
@@ -63,7 +66,7 @@ def all_reduce(
     """
     _check_tensor(tensor, "tensor")
     _check_written(tensor, "tensor")
-    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step)
+    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
     return call.run(_all_reduce(call, tensor), async_op)
 
 
@@ -77,6 +80,7 @@ def reduce_scatter(
     *,
     site: Site = _REDUCE_SCATTER,
     step: int | None = None,
+    feedback: Slot | None = None,
 ) -> Work | None:
     """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
 
@@ -89,12 +93,12 @@ def reduce_scatter(
     _check_written(output, "output")
     if isinstance(input, Tensor):
         _check_tensor(input, "input")
-        call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step)
+        call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         return call.run(_reduce_scatter(call, output, input.detach().contiguous().view(call.world_size, -1)), async_op)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
-    call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step)
+    call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
     call.check_parts(output, input)
     return call.run(_reduce_scatter(call, output, [p.detach().contiguous().view(-1) for p in input]), async_op)
 
@@ -134,7 +138,9 @@ class _Call:
         config: FlashConfig | None,
         site: Site,
         step: int | None,
+        feedback: Slot | None = None,
     ) -> None:
+        self.feedback = feedback
         self.collective = collective
         self.input = input
         self.numel = numel
@@ -252,6 +258,17 @@ class _Call:
             return sum(map(plan.reduce.payload_bytes, self.parts)) - plan.reduce.payload_bytes(self.parts[rank]), 0
         return collectives.sent_bytes(self.collective, self.numel, plan, self.world_size), 0
 
+    def residual(self, plan: Plan, sizes: Sequence[int]) -> Residual | None:
+        """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
+        if self.feedback is None or plan.nodes is not None:  # the configuration refuses both
+            return None
+        layout = (
+            f"{self.collective} of {self.input.dtype} {list(sizes)} as rank {self.group.rank()} of {self.world_size} "
+            f"by {plan}"
+        )
+        groups = collectives.groups_of_residual(self.collective, sizes, plan, self.world_size)
+        return self.feedback.open(layout, self.site, groups, plan.reduce.group_size, self.input.device)
+
     def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
         """Every quality_interval-th quantized call of a site on this group, the first one included."""
         interval = self.config.quality_interval
@@ -282,7 +299,11 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     else:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
-        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key)
+        residual = call.residual(plan, [flat.numel()])
+        carried = () if residual is None else (residual,)
+        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
+        if call.feedback is not None:
+            call.feedback.check(flat)
         if measurement is not None:
             measurement.record(flat, call.site)
     if not tensor.is_contiguous():
@@ -310,7 +331,11 @@ def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tenso
     else:
         measurement = call.measurement(shards)
         pool = call.state.pool(shard.device)
-        yield from _levels(plan).reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key)
+        residual = call.residual(plan, list(map(len, shards)))
+        carried = () if residual is None else (residual,)
+        yield from _levels(plan).reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key, *carried)
+        if call.feedback is not None:
+            call.feedback.check(shard)
         if measurement is not None:
             measurement.record(shard, call.site)
     if not output.is_contiguous():

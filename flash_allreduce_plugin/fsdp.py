@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
 
 GRADIENTS = Site("fsdp.gradients")
@@ -44,7 +45,16 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
     """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
 
     Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
+
+    feedback: with `error_feedback`, the residuals, to be saved beside the model on every rank; else None. In an object
+    that several modules share they go by the order of the modules in the backward pass.
     """
+
+    def __init__(self, config: FlashConfig | None = None) -> None:
+        """config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply."""
+        super().__init__(config)
+        self.feedback = feedback_for(self.config)
+        self._in_pass = False
 
     def __call__(
         self,
@@ -56,8 +66,28 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
     ) -> Any:
         """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in."""
         return dispatch.reduce_scatter(
-            output_tensor, input_tensor, op, group, self.config, async_op=async_op, site=GRADIENTS
+            output_tensor,
+            input_tensor,
+            op,
+            group,
+            self.config,
+            async_op=async_op,
+            site=GRADIENTS,
+            feedback=self._slot(),
         )
+
+    def _slot(self) -> Slot | None:
+        if self.feedback is None:
+            return None
+        if not self._in_pass:
+            self.feedback.begin()
+        self._in_pass = True
+        # Asked again by every call: a backward pass that fails calls nobody back.
+        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)  # type: ignore[attr-defined]
+        return self.feedback.slot()
+
+    def _pass_ended(self) -> None:
+        self._in_pass = False
 
 
 class FlashAllGather(_Allocates, AllGather):

@@ -48,6 +48,7 @@ class _Counters:
     signal: float = 0.0
     noise: float = 0.0
     measured: int = 0
+    residuals_dropped: Counter[str] = field(default_factory=Counter)
 
 
 _lock = threading.Lock()
@@ -84,6 +85,12 @@ def record_full_precision(site: Site, reason: str, bytes: int) -> None:
         _log.info("%s goes in full precision: %s", site.name, reason)
 
 
+def record_residual_dropped(site: Site, reason: str) -> None:
+    """Count a residual of error feedback that was dropped."""
+    with _lock:
+        _counters(site).residuals_dropped[reason] += 1
+
+
 def record_sqnr(site: Site, signal: float, noise: float) -> None:
     """Add one measurement: sums of squares of the exact result and of the difference to it.
 
@@ -102,9 +109,10 @@ def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
-     "bytes_between_nodes", "sites": {name: {the same keys, "sqnr_db": float or None}}}
+     "bytes_between_nodes", "residuals_dropped": {reason: count}, "sites": {name: {the same keys, "sqnr_db": float or None}}}
 
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
+    residuals_dropped is of error feedback, see Feedback.
     sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
     measured, inf if there was no noise at all.
     """
@@ -124,12 +132,14 @@ def reset_stats() -> None:
 def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
     quantized = bytes_sent = bytes_full_precision = bytes_between_nodes = 0
     reasons: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
     for site in sites:
         quantized += site.quantized
         bytes_sent += site.bytes_sent
         bytes_full_precision += site.bytes_full_precision
         bytes_between_nodes += site.bytes_between_nodes
         reasons.update(site.full_precision)
+        dropped.update(site.residuals_dropped)
     return {
         "calls": quantized + reasons.total(),
         "quantized": quantized,
@@ -137,6 +147,7 @@ def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
         "bytes_sent": bytes_sent,
         "bytes_full_precision": bytes_full_precision,
         "bytes_between_nodes": bytes_between_nodes,
+        "residuals_dropped": dict(dropped),
     }
 
 

@@ -21,6 +21,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
     ("codec", "transport", "work"),
+    ("feedback",),
     ("collectives", "hierarchical", "groups", "quality"),
     ("dispatch",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),

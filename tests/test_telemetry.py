@@ -14,6 +14,7 @@ from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import (
     record_full_precision,
     record_quantized,
+    record_residual_dropped,
     record_sqnr,
     reset_stats,
     stats,
@@ -21,12 +22,9 @@ from flash_allreduce_plugin.telemetry import (
 
 A, B = Site("a", Role.FORWARD), Site("b")
 NOTHING = {
-    "calls": 0,
-    "quantized": 0,
-    "full_precision": {},
-    "bytes_sent": 0,
-    "bytes_full_precision": 0,
+    **{"calls": 0, "quantized": 0, "full_precision": {}, "bytes_sent": 0, "bytes_full_precision": 0},
     "bytes_between_nodes": 0,
+    "residuals_dropped": {},
 }
 
 
@@ -48,6 +46,8 @@ def test_sites_and_totals() -> None:
     record_full_precision(A, "warm-up", 7)
     record_full_precision(B, "warm-up", 8)
     record_full_precision(B, "dtype int64", 9)
+    record_residual_dropped(A, "another layout")
+    record_residual_dropped(A, "another layout")
     assert stats() == {
         "calls": 5,
         "quantized": 2,
@@ -55,6 +55,7 @@ def test_sites_and_totals() -> None:
         "bytes_sent": 174,
         "bytes_full_precision": 624,
         "bytes_between_nodes": 30,
+        "residuals_dropped": {"another layout": 2},
         "sites": {
             "a": {
                 "calls": 3,
@@ -63,6 +64,7 @@ def test_sites_and_totals() -> None:
                 "bytes_sent": 157,
                 "bytes_full_precision": 607,
                 "bytes_between_nodes": 30,
+                "residuals_dropped": {"another layout": 2},
                 "sqnr_db": None,
             },
             "b": {
@@ -72,6 +74,7 @@ def test_sites_and_totals() -> None:
                 "bytes_sent": 17,
                 "bytes_full_precision": 17,
                 "bytes_between_nodes": 0,
+                "residuals_dropped": {},
                 "sqnr_db": None,
             },
         },

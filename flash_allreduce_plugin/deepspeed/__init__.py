@@ -13,9 +13,12 @@ changes nothing and does not import DeepSpeed. Every rank must have the same con
 
 from __future__ import annotations
 
+from typing import Any
+
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import engine, places
+from flash_allreduce_plugin.feedback import Feedback
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -44,6 +47,14 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Whether engines are served when they are built: after `enable`, or attached by the entry point."""
     return engine.is_attached()
+
+
+def feedback(served: Any) -> Feedback | None:
+    """The residuals of an engine, None without `error_feedback`; its checkpoints have them too.
+
+    Raises ValueError if the engine has no configuration of ours.
+    """
+    return engine.reduction_of(served).feedback
 
 
 def report() -> telemetry.Report:

@@ -114,6 +114,14 @@ def replacements(owner: Any) -> dict[str, Function]:
     return found
 
 
+def reduction_of(engine: Any) -> Reduction:
+    """What serves an engine. Raises ValueError if nothing does."""
+    if not hasattr(engine, _BOUND):
+        raise ValueError(f"this {type(engine).__name__} has no flash_allreduce section and was not built after enable.")
+    reduction: Reduction = getattr(engine, _BOUND)[0]
+    return reduction
+
+
 def release(engine: Any) -> None:
     """Take off what `bind` put on an engine; its class's own functions show again."""
     _, bound = getattr(engine, _BOUND)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,25 @@ def places(reduction: Reduction | None) -> list[Seam]:
             lambda original: _rebound_below_nvtx(original, "dist.all_reduce", all_reduce),
             "all-reduce of a bucket at stage 3 with reduce_scatter: false",
         ),
+        Seam(
+            "deepspeed.engine.save",
+            ENGINE,
+            "DeepSpeedEngine.save_checkpoint",
+            ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
+            lambda original: _saves(original, reduction),
+            "writes the residuals of error feedback beside a checkpoint",
+        ),
+        Seam(
+            "deepspeed.engine.load",
+            ENGINE,
+            "DeepSpeedEngine.load_checkpoint",
+            (
+                *("self", "load_dir", "tag", "load_module_strict", "load_optimizer_states"),
+                *("load_lr_scheduler_states", "load_module_only", "custom_load_fn"),
+            ),
+            lambda original: _loads(original, reduction),
+            "reads the residuals of error feedback beside a checkpoint",
+        ),
     ]
 
 
@@ -141,6 +161,38 @@ def _counted(original: Function, reduction: Reduction | None) -> Function:
         return original(self, sparse, dp_group, dp_world_size)
 
     return sparse_allreduce
+
+
+def _saves(original: Function, reduction: Reduction | None) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert reduction is not None
+        given = signature.bind(self, *args, **kwargs).arguments
+        tag = given.get("tag")
+        folder = os.path.join(given["save_dir"], f"global_step{self.global_steps}" if tag is None else str(tag))
+        # Before DeepSpeed, which writes last which checkpoint is the latest.
+        reduction.save(folder)
+        return original(self, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _loads(original: Function, reduction: Reduction | None) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert reduction is not None
+        path, client_state = original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if path is not None:
+            reduction.load(os.path.dirname(path) if whole else None)
+        return path, client_state
+
+    return load_checkpoint
 
 
 def _rebound_below_nvtx(function: Function, path: str, new: Any) -> Function:

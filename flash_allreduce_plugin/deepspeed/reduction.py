@@ -7,6 +7,8 @@ stay DeepSpeed's, which calls these in the middle of its functions.
 from __future__ import annotations
 
 import math
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import dispatch, groups, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Slot, feedback_for
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.transport import Label
 
@@ -26,6 +29,11 @@ Function = Callable[..., Any]
 
 EXPERTS = Site("deepspeed.experts")
 SPARSE = "sparse gradient"
+
+# Why residuals of error feedback were dropped, beside the reasons in feedback.py.
+SKIPPED = "step skipped"
+SCALED = "loss scale changed"
+LOADED = "checkpoint loaded"
 
 Slices = Sequence[tuple[int, int]]  # (owner, elements) of a flat tensor, in order
 
@@ -55,7 +63,10 @@ class Reduction:
     def __init__(self, engine: Any, config: FlashConfig) -> None:
         self.config = config
         self.stage = int(engine.zero_optimization_stage())
+        self.feedback = feedback_for(config)
         self._engine = engine
+        self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
+        self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
@@ -69,7 +80,12 @@ class Reduction:
             comm.all_reduce(tensor, group=group)
         elif slices is None:
             dispatch.all_reduce(
-                tensor, group=group, config=self.config, site=self._site(group), step=self._finished_steps()
+                tensor,
+                group=group,
+                config=self.config,
+                site=self._site(group),
+                step=self._finished_steps(),
+                feedback=self._slot(),
             )
         else:
             self._to_owners(tensor, slices, group)
@@ -140,7 +156,51 @@ class Reduction:
             self.config,
             site=self._site(group),
             step=self._finished_steps(),
+            feedback=self._slot(),
         )
+
+    def _slot(self) -> Slot | None:
+        """Where the next reduction of this backward pass finds its residual."""
+        if self.feedback is None:
+            return None
+        engine = self._engine
+        now = (int(engine.micro_steps), int(engine.global_steps))
+        if now != self._pass:
+            self._pass = now
+            scale = (int(engine.skipped_steps), _loss_scale(engine))
+            if self._scale is not None and scale[0] != self._scale[0]:
+                self.feedback.reset(SKIPPED)
+            elif self._scale is not None and scale != self._scale:
+                self.feedback.reset(SCALED)
+            self._scale = scale
+            self.feedback.begin(self._finished_steps())
+        return self.feedback.slot()
+
+    def save(self, folder: str) -> None:
+        """Write this rank's residuals into the folder of a checkpoint."""
+        if self.feedback is not None:
+            os.makedirs(folder, exist_ok=True)
+            torch.save(self.feedback.state_dict(), self._file(folder))
+
+    def load(self, folder: str | None) -> None:
+        """Take up the residuals that this rank wrote into the folder; None: begin without."""
+        if self.feedback is None:
+            return
+        self._pass = self._scale = None
+        self.feedback.reset(LOADED)
+        if folder is None:
+            return
+        try:
+            self.feedback.load_state_dict(torch.load(self._file(folder), map_location="cpu", weights_only=True))
+        except FileNotFoundError:
+            warnings.warn(
+                f"flash_allreduce: {self._file(folder)} is not there, the checkpoint was written without "
+                "error_feedback or by fewer ranks; this rank goes on without residuals.",
+                stacklevel=2,
+            )
+
+    def _file(self, folder: str) -> str:
+        return os.path.join(folder, f"error_feedback_rank_{dist.get_rank():05d}.pt")
 
     def _site(self, group: dist.ProcessGroup) -> Site:
         experts = getattr(self._engine, "expert_data_parallel_group", None) or {}
@@ -177,6 +237,12 @@ class Reduction:
         numel = like.numel() if numel is None else numel
         volume = numel * like.element_size() * (group.size() - 1) // group.size()
         telemetry.record_full_precision(self._site(group), reason, halves * volume)
+
+
+def _loss_scale(engine: Any) -> float | None:
+    scaler = getattr(engine, "torch_autocast_z0_gradscaler", None)
+    scale = scaler.get_scale() if scaler else getattr(engine.optimizer, "loss_scale", None)
+    return None if scale is None else float(scale)
 
 
 def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -15,6 +15,7 @@ import warnings
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import (
     data_parallel,
     expert_parallel,
@@ -58,7 +59,14 @@ def enable(config: FlashConfig | None = None) -> None:
         patchset = _made(transformer_engine_seams)
         patchset.apply()
         _patchset = patchset
+    if config.error_feedback and config.grad_bits == "full":
+        warnings.warn(
+            "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
+            'grad_bits is "full"; set grad_bits, or leave error_feedback out.',
+            stacklevel=2,
+        )
     modules.start(config)
+    data_parallel.residuals.configure(config)
     _config = config
 
 
@@ -71,11 +79,20 @@ def disable() -> None:
     if _patchset is not None:
         _patchset.restore()
     modules.stop()
+    data_parallel.residuals.configure(None)
     _config = _patchset = None
 
 
 def is_enabled() -> bool:
     return _config is not None
+
+
+def feedback() -> Feedback | None:
+    """The residuals of the data-parallel gradients of this process, None without `error_feedback`.
+
+    To be saved beside the model on every rank, with state_dict and load_state_dict.
+    """
+    return data_parallel.residuals.feedback
 
 
 def report() -> telemetry.Report:

@@ -12,16 +12,20 @@ The broadcast and the all-gather of parameters are other methods and stay as the
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, groups, switches
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
 from flash_allreduce_plugin.patching import Seam, rebound
@@ -61,7 +65,11 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), switches.is_on(switches.DISABLE), self.buckets[0].grad_data.device)
-        body(self, *args, **kwargs)
+        token = _slots.set(residuals.slots(self))
+        try:
+            body(self, *args, **kwargs)
+        finally:
+            _slots.reset(token)
 
     return start_grad_sync
 
@@ -75,6 +83,51 @@ class _Handle:
     def wait(self) -> None:
         for handle in self.started:
             handle.wait()
+
+
+class Residuals:
+    """Those of `error_feedback`, of all gradients of this process."""
+
+    def __init__(self) -> None:
+        self.feedback: Feedback | None = None
+        # Bucket groups, numbered in the order in which they are first reduced, and those of the current pass.
+        self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._started: set[int] = set()
+
+    def configure(self, config: FlashConfig | None) -> None:
+        """None, or one without error_feedback: forget what there is."""
+        if config is None or not config.error_feedback:
+            self.feedback = None
+        elif self.feedback is None:
+            self.feedback = feedback_for(config)
+
+    def slots(self, bucket_group: Any) -> Iterator[Slot] | None:
+        """Where the collectives of one bucket group find theirs, in order."""
+        if self.feedback is None:
+            return None
+        number = self._numbers.get(bucket_group)
+        if number is None:
+            number = self._numbers[bucket_group] = max(self._numbers.values(), default=-1) + 1
+            weakref.finalize(bucket_group, self._forget, number)
+        if number in self._started or not self._started:
+            self.feedback.begin(modules.step())
+            self._started.clear()
+        self._started.add(number)
+        feedback = self.feedback
+        return (feedback.slot(f"{number}.{place}") for place in itertools.count())
+
+    def _forget(self, number: int) -> None:
+        """The bucket group is gone."""
+        self._started.discard(number)
+        if self.feedback is not None:
+            for key in self.feedback.keys():  # noqa: SIM118
+                if key.startswith(f"{number}."):
+                    self.feedback.drop(key)
+
+
+residuals = Residuals()
+# For the collectives of the bucket group that is being started.
+_slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of_buckets", default=None)
 
 
 # The handle of the call whose buckets are being started, None under torch.distributed's own manager.
@@ -112,7 +165,9 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
         reason = _full_precision("reduce_scatter", input, op, group, config(), step)
         if reason is None:
             return _started(
-                dispatch.reduce_scatter(output, input, op, group, config(), async_op, site=GRADIENTS, step=step)
+                dispatch.reduce_scatter(
+                    output, input, op, group, config(), async_op, site=GRADIENTS, step=step, feedback=_slot()
+                )
             )
         # Looked up now: with reduce_scatter_with_fp32_accumulation a constructor of Megatron's replaces this global.
         from megatron.core.distributed import param_and_grad_buffer
@@ -131,11 +186,18 @@ def _all_reduce(config: CurrentConfig) -> Function:
         step = modules.current().step
         reason = _full_precision("all_reduce", tensor, op, group, config(), step)
         if reason is None:
-            return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, site=GRADIENTS, step=step))
+            return _started(
+                dispatch.all_reduce(tensor, op, group, config(), async_op, site=GRADIENTS, step=step, feedback=_slot())
+            )
         record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
         return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
 
     return all_reduce
+
+
+def _slot() -> Slot | None:
+    slots = _slots.get()
+    return None if slots is None else next(slots)
 
 
 def _started(handle: Any) -> Any:

@@ -1,0 +1,217 @@
+"""Error feedback: what quantizing took from a gradient at one step is added to it at the next.
+
+F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy et al., "Error Feedback Fixes SignSGD"
+(arXiv 1901.09847); X. Xie et al., "LoCo" (arXiv 2407.04480), which keeps the error in 8 bits and resets it at times.
+
+    x = gradient + residual;  payload = encode(x);  residual = x - decode(payload)
+
+A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
+or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import codec, telemetry
+from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.policy import Site
+
+# Why residuals were dropped: keys of counters.
+ASKED = "asked for"
+INTERVAL = "error_feedback_reset_interval"
+LAYOUT = "another layout"
+NOT_FINITE = "result not finite"
+
+_BITS = 8
+
+
+def feedback_for(config: FlashConfig) -> Feedback | None:
+    """A new owner of residuals if the configuration asks for one."""
+    return Feedback(config.error_feedback_reset_interval) if config.error_feedback else None
+
+
+class Residual:
+    """What one call lost, as records of 8 bits [groups, bytes]: `before` the sum for every group of the call, `after`
+    it for the groups whose sum this rank encodes, as they are encoded (rotated, if they are). Zeros stand for nothing.
+    """
+
+    __slots__ = ("after", "before", "layout", "loaded", "site")
+
+    def __init__(self, layout: str, before: Tensor, after: Tensor) -> None:
+        self.layout = layout
+        self.before = before
+        self.after = after
+        self.site: Site | None = None  # of the last call
+        self.loaded = False  # and not used since
+
+
+class Feedback:
+    """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
+
+    A call finds its residual by a key, or by its place in the backward pass. One that was left by a call of another
+    layout (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" what was
+    dropped and why. Calls in full precision neither use nor change a residual.
+    """
+
+    def __init__(self, reset_interval: int = 0) -> None:
+        """reset_interval: every so many steps all residuals are dropped; 0: never."""
+        self.step = 0  # finished steps, as `begin` was told
+        self._interval = reset_interval
+        self._order = 0
+        self._spoiled = False
+        self._residuals: dict[str, Residual] = {}
+
+    def begin(self, step: int | None = None) -> None:
+        """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
+        step = self.step + 1 if step is None else step
+        if self._spoiled:  # the step may have been skipped, and the scale of the loss be another
+            self.reset(NOT_FINITE)
+        elif self._interval and step // self._interval != self.step // self._interval:
+            self.reset(INTERVAL)
+        self.step = step
+        self._order = 0
+
+    def slot(self, key: object = None, holds: str = "") -> Slot:
+        """Where a call finds its residual.
+
+        key: tells the calls of a pass apart by its text; None: the n-th call that asks for a slot in this pass.
+        holds: what the tensor is made of, where its size does not say it; part of the layout.
+        """
+        if key is None:
+            key = self._order
+            self._order += 1
+        return Slot(self, str(key), holds)
+
+    def reset(self, reason: str = ASKED) -> None:
+        """Drop every residual; `reason` is a key of the counters."""
+        for key in list(self._residuals):
+            self.drop(key, reason)
+        self._spoiled = False
+
+    def drop(self, key: object, reason: str = ASKED) -> None:
+        """Drop the residual of one key, if there is one."""
+        residual = self._residuals.pop(str(key), None)
+        if residual is not None and residual.site is not None:
+            telemetry.record_residual_dropped(residual.site, reason)
+
+    def keys(self) -> list[str]:
+        """Of the residuals that there are."""
+        return list(self._residuals)
+
+    def nbytes(self) -> int:
+        """Memory of the residuals."""
+        return sum(residual.before.numel() + residual.after.numel() for residual in self._residuals.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies, on the CPU: strings, numbers and tensors, which torch.load reads with weights_only=True.
+
+        Each rank has its own. To be taken between steps.
+        """
+        residuals = {
+            key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
+            for key, residual in self._residuals.items()
+        }
+        return {"step": self.step, "residuals": residuals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict gave on this rank.
+
+        Residuals that do not fit the calls to come (another number of ranks, other buckets) are dropped, with a
+        warning, when those calls come.
+        """
+        self.reset()
+        self.step = int(state["step"])
+        for key, kept in state["residuals"].items():
+            residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]))
+            residual.loaded = True
+            self._residuals[key] = residual
+
+    def _open(
+        self, key: str, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device
+    ) -> Residual:
+        residual = self._residuals.get(key)
+        if residual is not None and residual.layout != layout:
+            residual.site = site
+            self.drop(key, LAYOUT)
+            if residual.loaded:
+                warnings.warn(
+                    f"flash_allreduce: the loaded residual {key!r} of {site.name!r} is dropped: it was left by "
+                    f"{residual.layout}, and the call now is {layout}.",
+                    stacklevel=2,
+                )
+            residual = None
+        if residual is None:
+            record = _residual_codec(group_size).record_bytes
+            before, after = (torch.zeros(n, record, dtype=torch.uint8, device=device) for n in groups)
+            residual = self._residuals[key] = Residual(layout, before, after)
+        elif residual.before.device != device:
+            residual.before, residual.after = residual.before.to(device), residual.after.to(device)
+        residual.site, residual.loaded = site, False
+        return residual
+
+
+class Slot:
+    """The place of one call's residual in its owner; see Feedback.slot."""
+
+    __slots__ = ("_feedback", "_holds", "_key")
+
+    def __init__(self, feedback: Feedback, key: str, holds: str) -> None:
+        self._feedback = feedback
+        self._key = key
+        self._holds = holds
+
+    def open(self, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device) -> Residual:
+        """The residual that the last call of the same layout left, or a new one. groups: before and after the sum."""
+        layout = f"{layout}, {self._holds}" if self._holds else layout
+        return self._feedback._open(self._key, layout, site, groups, group_size, device)
+
+    def check(self, result: Tensor) -> None:
+        """A result that is not finite drops all residuals of the owner when the next backward pass begins."""
+        if not bool(result.isfinite().all()):
+            self._feedback._spoiled = True
+
+
+def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor) -> None:
+    """codec.encode_rows of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
+
+    What is not finite leaves nothing behind.
+    """
+    own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
+    x = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+    codec.decode_rows(kept, x, own)
+    x += part
+    codec.encode_rows(x, payload, wire, draw)
+    arrives = torch.empty_like(x)
+    codec.decode_rows(payload, arrives, wire)
+    codec.encode_rows(x.sub_(arrives).nan_to_num_(0.0, 0.0, 0.0), kept, own, NO_DRAW)
+
+
+def decode_sum_encode(
+    payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw, kept: Tensor
+) -> None:
+    """codec.decode_sum_encode with feedback; kept: the residual's records of these groups.
+
+    Rotated groups stay so here too.
+    """
+    reduce, gather = (dataclasses.replace(wire, hadamard=False) for wire in (reduce, gather))
+    sums = torch.empty(len(kept) * gather.group_size, dtype=torch.float32, device=payload.device)
+    codec.decode_sum(payloads, sums, reduce, factor)
+    encode(sums.view(1, -1), payload.view(1, -1), gather, draw, kept)
+
+
+def _residual_codec(group_size: int) -> Codec:
+    return Codec(_BITS, group_size, symmetric=True)
+
+
+def _copy(records: Tensor) -> Tensor:
+    return records.detach().to("cpu", copy=True)
