@@ -103,8 +103,8 @@ def test_a_skipped_step_and_another_scale_drop_the_residuals(engines: Callable[[
         assert skipped == (0, 1, 1, 1, 1, 1)
         calls = sum(dropped[2].values())
         expected: list[dict[str, int]] = [{}, {}, {"step skipped": calls}]
-        for before, after in zip(scales[2:], scales[1:], strict=False):
-            expected.append({} if before == after else {"loss scale changed": calls})
+        for later, earlier in zip(scales[2:], scales[1:], strict=False):
+            expected.append({} if later == earlier else {"loss scale changed": calls})
         assert list(dropped) == expected[:6]
         assert calls > 0 and {"loss scale changed": calls} in dropped
 
