@@ -174,8 +174,10 @@ def reduce_scatter(
     def send(i: int) -> None:
         elements = slice(chunks[i][0] * group_size, chunks[i][1] * group_size)
         mine, start = output[elements], i % chunks.window * slot
-        at_once = isinstance(shards, Tensor) and residual is None
-        parts = [shards[:, elements]] if at_once else [s[elements].view(1, -1) for s in shards]
+        if isinstance(shards, Tensor) and residual is None:
+            parts = [shards[:, elements]]
+        else:
+            parts = [shard[elements].view(1, -1) for shard in shards]
         sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
         out = sent[start : start + sum(sizes)]
         for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):

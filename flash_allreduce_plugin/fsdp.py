@@ -83,7 +83,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
             self.feedback.begin()
         self._in_pass = True
         # Asked again by every call: a backward pass that fails calls nobody back.
-        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
         return self.feedback.slot()
 
     def _pass_ended(self) -> None:

@@ -424,6 +424,54 @@ def test_a_module_made_up_by_hand_is_refused(no_apex: None, monkeypatch: pytest.
         fap.apex.enable(EIGHT)
 
 
+def fed_back(what: str, config: fap.FlashConfig) -> dict[str, Any]:
+    """The mean of the reduced gradients of the same backward pass, after the first, which forms the buckets."""
+    from apex.parallel import Reducer
+
+    repeats = 12
+    fap.reset_stats()
+    fap.apex.enable(config)
+    try:
+        if what == "model":
+            reducing = wrapped({"message_size": MESSAGE})
+            backward(reducing, 0)
+            mean = sum(backward(reducing, 1) for _ in range(repeats)) / repeats
+        else:
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            own = [torch.randn(size, generator=generator) for size in (3000, 500)]
+            grads, mean = [x.clone() for x in own], torch.zeros(3500)
+            reducing = Reducer(grads)
+            for _ in range(repeats):
+                for grad, x in zip(grads, own, strict=True):
+                    grad.copy_(x)
+                reducing.reduce()
+                mean += torch.cat(grads) / repeats
+        owner = fap.apex.feedback(reducing)
+        seen = {"mean": mean, "keys": [] if owner is None else owner.keys(), "steps": owner and owner.step}
+    finally:
+        fap.apex.disable()
+    assert fap.apex.feedback(reducing) is None
+    return {**seen, "dropped": fap.stats()["residuals_dropped"]}
+
+
+@pytest.mark.parametrize("what", ["model", "reducer"])
+def test_error_feedback(group: Ranks, what: str) -> None:
+    three = fap.FlashConfig(bits=3, min_bytes=0)
+    configs = (OFF, three, three.model_copy(update={"error_feedback": True}))
+    exact, off, on = (group.run(fed_back, what, config) for config in configs)
+    for rank in range(WORLD):
+        errors = [float((one[rank]["mean"] - exact[rank]["mean"]).norm()) for one in (off, on)]
+        assert 0 < errors[1] < 0.2 * errors[0]
+        assert torch.equal(on[rank]["mean"], on[0]["mean"])
+        assert off[rank]["keys"] == []
+        if what == "model":
+            assert on[rank]["keys"] == [str(number) for number in range(LAYERS)]
+            assert on[rank]["steps"] == 13
+            assert on[rank]["dropped"] == {"another layout": 1}, "the first pass reduces everything at once"
+        else:
+            assert on[rank]["keys"] == ["0"] and on[rank]["dropped"] == {}
+
+
 def test_a_dict_is_refused() -> None:
     with pytest.raises(TypeError, match="config must be a FlashConfig, got dict"):
         fap.apex.enable({"bits": 8})  # type: ignore[arg-type]
