@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import collectives, feedback
+from flash_allreduce_plugin.ddp import REBUILT, _Reduction
 from flash_allreduce_plugin.policy import Plan, Site
 from tests.distributed import Ranks
 
@@ -291,6 +292,26 @@ def test_ddp(ranks: Callable[[int], Ranks], rebuilds: bool, accumulate: bool) ->
             assert STEPS * len(one["keys"]) == one["calls"]
         else:
             assert set(one["on dropped"]) <= {"DDP rebuilt its buckets", feedback.LAYOUT}
+
+
+class Bucket:
+    """A GradBucket that holds these parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = lambda: parameters
+        self.index = lambda: 1
+
+
+def test_a_bucket_that_ddp_rebuilt_from_parameters_as_large_begins_anew() -> None:
+    fap.reset_stats()
+    reduction = _Reduction(configuration())
+    owner, (a, b) = reduction.feedback, (nn.Parameter(torch.zeros(8)) for _ in range(2))
+    assert owner is not None
+    for parameters, kept in (([a, b], 0), ([a, b], 1), ([b, a], 0), ([b, a], 1)):
+        slot = reduction.slot(Bucket(parameters))  # type: ignore[arg-type]
+        assert slot is not None and len(owner.keys()) == kept
+        slot.open("16 elements", SITE, (1, 1), 128, torch.device("cpu"))
+    assert fap.stats()["residuals_dropped"] == {REBUILT: 1}
 
 
 def ddp_resumed(interval: int) -> dict[str, Any]:

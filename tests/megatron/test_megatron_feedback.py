@@ -44,7 +44,7 @@ def average(way: dict[str, Any], config: FlashConfig) -> dict[str, Any]:
     telemetry.reset_stats()
     with enabled(config):
         for number in range(PASSES + 1):
-            for bucket, gradient, mean in zip(group.buckets, gradients, means, strict=True):
+            for bucket, gradient in zip(group.buckets, gradients, strict=True):
                 bucket.grad_data.copy_(gradient)
                 if number == 2 and rank == 1:
                     bucket.grad_data[3] = math.nan
