@@ -179,6 +179,15 @@ class FlashConfig(BaseModel):
             )
         return value
 
+    @field_validator("hierarchical", mode="after")
+    @classmethod
+    def _refuse_residuals_of_nodes(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != "off" and info.data.get("error_feedback"):
+            raise PydanticCustomError(
+                "exclusive", "excludes error_feedback=True, which knows no sums of nodes; drop one of the two"
+            )
+        return value
+
     def codec(self, bits: int | None = None) -> Codec:
         """How elements travel at `bits`, default `self.bits`."""
         return Codec(

@@ -109,7 +109,8 @@ def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
-     "bytes_between_nodes", "residuals_dropped": {reason: count}, "sites": {name: {the same keys, "sqnr_db": float or None}}}
+     "bytes_between_nodes", "residuals_dropped": {reason: count},
+     "sites": {name: {the same keys, "sqnr_db": float or None}}}
 
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback.

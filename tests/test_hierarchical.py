@@ -454,3 +454,8 @@ def test_widths(config: dict[str, Any], nodes: Nodes | None, bits: tuple[int | N
     assert (plan.inside and plan.inside.bits, plan.reduce.bits, plan.gather.bits) == bits
     assert (plan.nodes is not None) == (plan.inside is not None)
     assert all(c is None or c.hadamard for c in (plan.inside, plan.reduce, plan.gather))
+
+
+def test_error_feedback_excludes_it() -> None:
+    with pytest.raises(fap.ConfigError, match="hierarchical='auto' excludes error_feedback=True"):
+        fap.FlashConfig(hierarchical="auto", error_feedback=True)
