@@ -10,7 +10,7 @@
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
-#   make bench       the tables of docs/benchmarks.md (the links need root)
+#   make bench       the tables of docs/benchmarks.md (the links need root) and docs/accuracy.md
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -75,6 +75,7 @@ format: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.codec
+	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate 1gbit
 	$(BIN)/python -m benchmarks.collectives --hosts 4 --rate 1gbit
 	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate loopback

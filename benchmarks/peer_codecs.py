@@ -1,0 +1,225 @@
+"""The formats that other projects send, in plain PyTorch, and floating-point formats nobody sends yet.
+
+Each function takes a matrix [rows, columns] in float32 and returns what its receiver would see, in float32, and
+the bytes on the wire, metadata included. Where a kernel computes in fp16 or bf16, float32 is used here: that can
+only flatter it. What is stored is rounded as it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+RoundTrip = Callable[[Tensor], tuple[Tensor, int]]
+
+E4M3_MAX = 448.0
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """slow: its two roundings are left out."""
+
+    name: str
+    round_trip: RoundTrip
+    slow: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Minifloat:
+    """A float of few bits without infinities: sign, exponent, mantissa, subnormals, a largest value."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def name(self) -> str:
+        return f"e{self.exponent_bits}m{self.mantissa_bits}"
+
+    def round(self, x: Tensor) -> Tensor:
+        """Nearest, ties to even, beyond the largest value the largest value."""
+        x = x.clamp(-self.largest, self.largest)
+        least = 2 - 2 ** (self.exponent_bits - 1)  # exponent of the least normal number
+        exponent = (torch.frexp(x).exponent - 1).clamp(min=least)
+        step = torch.ldexp(torch.ones_like(x), exponent - self.mantissa_bits)
+        return ((x / step).round() * step).clamp(-self.largest, self.largest)
+
+
+# OCP Microscaling Formats (MX) v1.0, table 1 and section 5.3; e4m3 as in torch.float8_e4m3fn.
+E4M3 = Minifloat(4, 3, E4M3_MAX)
+E3M2 = Minifloat(3, 2, 28.0)
+E2M3 = Minifloat(2, 3, 7.5)
+E2M1 = Minifloat(2, 1, 6.0)
+
+
+def _groups(x: Tensor, size: int) -> Tensor:
+    """[groups, size]; the matrix must divide."""
+    if x.numel() % size:
+        raise ValueError(f"{x.numel()} elements do not divide into groups of {size}; take a multiple.")
+    return x.reshape(-1, size)
+
+
+def quickreduce(x: Tensor, bits: int) -> tuple[Tensor, int]:
+    """QuickReduce's line codecs, 4, 6 and 8 bits: csrc/core/allreduce.h of mk1-project/quickreduce, the same in
+    vLLM's csrc/quickreduce/quick_reduce_impl.cuh and in AITER.
+
+    Eight threads hold 64 elements; their even ones make a block of 32, their odd ones another. The element that is
+    greatest in magnitude, with its sign, times -1 / 2^(bits - 1), is the block's fp16 scale, so that this element
+    is the lowest code; codes -2^(bits - 1) ... 2^(bits - 1) - 1.
+    """
+    half = 2 ** (bits - 1)
+    blocks = _groups(x, 64).view(-1, 32, 2).transpose(1, 2)
+    extreme = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    scale = (extreme * (-1.0 / half)).half().float()
+    divisor = scale + 2.0**-24
+    codes = torch.where(divisor == 0, 0.0, blocks / divisor).round().clamp(-half, half - 1)
+    decoded = (codes * scale).transpose(1, 2).reshape(x.shape)
+    return decoded, x.numel() * bits // 8 + 2 * (x.numel() // 32)
+
+
+def flydsl(x: Tensor, bits: int) -> tuple[Tensor, int]:
+    """AITER's FlyDSL all-reduce, 4 and 6 bits: aiter/ops/flydsl/kernels/quick_allreduce_codec.py of ROCm/aiter.
+
+    As QuickReduce, with groups of 16 in a row and the scale, with its sign, as 8 bits: 3 of mantissa and an
+    exponent from -7 to 8, without subnormals.
+    """
+    half = 2 ** (bits - 1)
+    groups = _groups(x, 16)
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) * (-1.0 / half)
+    mantissa, exponent = torch.frexp(extreme.abs())
+    rounded = torch.ldexp((mantissa * 16 + 0.5).floor(), exponent - 4).clamp(2.0**-7 * 1.125, 480.0)
+    scale = torch.where(extreme == 0, 0.0, rounded.copysign(extreme))
+    codes = torch.where(scale == 0, 0.0, groups / scale).round().clamp(-half, half - 1)
+    return (codes * scale).view(x.shape), x.numel() * bits // 8 + len(groups)
+
+
+def flashinfer_fp8(x: Tensor) -> tuple[Tensor, int]:
+    """flashinfer/comm/quantized_allreduce.py: e4m3, groups of 256, one fp32 scale max |x| / 448."""
+    groups = _groups(x, 256)
+    most = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    codes = (groups * (E4M3_MAX / most)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return (codes.float() * (most / E4M3_MAX)).view(x.shape), x.numel() + 4 * len(groups)
+
+
+def torchft_fp8(x: Tensor) -> tuple[Tensor, int]:
+    """torchft/quantization.py: e4m3, one fp32 scale 448 / max |x| a row; rows are filled up to 4 bytes."""
+    scale = E4M3_MAX / x.abs().amax(-1, keepdim=True)
+    scale = torch.where(scale.isinf(), 1.0, scale)
+    codes = (x * scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.float() / scale, x.shape[0] * 4 * (-(-x.shape[1] // 4) + 1)
+
+
+def deepspeed(x: Tensor, bits: int, world: int = 8) -> tuple[Tensor, int]:
+    """DeepSpeed's qgZ: Params<Symmetric> of csrc/includes/quantization_utils.h, with the groups of
+    runtime/comm/coalesced_collectives.py, max(rows, columns, world) of them.
+
+    fp32 scale; scale = 2^bits / (2 max |x|), codes clamped to -2^(bits - 1) ... 2^(bits - 1) - 1.
+    """
+    count = max(*x.shape, world)
+    groups = _groups(x, x.numel() // count)
+    most = groups.abs().amax(-1, keepdim=True)
+    scale = torch.where(most == 0, 1.0, 2**bits / (2 * most))
+    codes = (groups * scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (codes * (1 / scale)).view(x.shape), x.numel() * bits // 8 + 4 * count
+
+
+def fbgemm(x: Tensor, bits: int, row: int = 128, optimized: bool = False) -> tuple[Tensor, int]:
+    """FBGEMM's row-wise codec, the real one, as torch carries it: scale and bias fp32 at 8 bits, fp16 below.
+
+    optimized: its greedy search of the range that has the least squared error, 4 and 2 bits.
+    """
+    name = "byte" if bits == 8 else f"{bits}bit"
+    pack = getattr(torch.ops.quantized, f"embedding_bag_{name}_prepack")
+    unpack = getattr(torch.ops.quantized, f"embedding_bag_{name}_unpack")
+    rows = _groups(x, row).contiguous()
+    packed = pack(rows, True) if optimized else pack(rows)
+    return unpack(packed).view(x.shape), packed.numel()
+
+
+def taco(x: Tensor, size: int = 128) -> tuple[Tensor, int]:
+    """TACO, arXiv 2604.24088, as in taco.cu of hpdps-group/COCCL (compressor_plugin), by default groups of 128.
+
+    The group times 448 / root mean square (fp32, stored), Hadamard, e4m3 with the scale max / 448 (fp32, stored).
+    """
+    groups = _groups(x, size)
+    adaptive = (E4M3_MAX * torch.rsqrt(groups.square().mean(-1, keepdim=True) + 1e-6)).clamp(1e-3, 1e3)
+    rotation = _hadamard(size)
+    rotated = (groups * adaptive) @ rotation
+    scale = rotated.abs().amax(-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
+    codes = (rotated / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    decoded = (codes.float() * scale) @ rotation / adaptive
+    return decoded.view(x.shape), x.numel() + 8 * len(groups)
+
+
+def _hadamard(size: int) -> Tensor:
+    """Sylvester's, orthonormal, symmetric."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+def mx(x: Tensor, element: Minifloat) -> tuple[Tensor, int]:
+    """OCP Microscaling Formats (MX) v1.0: groups of 32, scale 2^k in 8 bits (e8m0), section 6.3's conversion.
+
+    k = floor(log2 max |x|) - the exponent of the element's largest value; saturating.
+    """
+    groups = _groups(x, 32)
+    most = groups.abs().amax(-1, keepdim=True)
+    largest = int(torch.frexp(torch.tensor(element.largest)).exponent) - 1
+    exponent = torch.where(most == 0, 0, torch.frexp(most).exponent - 1 - largest)
+    scale = torch.ldexp(torch.ones_like(most), exponent)
+    return (element.round(groups / scale) * scale).view(x.shape), x.numel() * element.bits // 8 + len(groups)
+
+
+def nvfp4(x: Tensor) -> tuple[Tensor, int]:
+    """NVFP4 (NVIDIA, "Introducing NVFP4", 2025): e2m1, groups of 16, an e4m3 scale each, one fp32 scale a tensor."""
+    groups = _groups(x, 16)
+    most = groups.abs().amax(-1, keepdim=True)
+    whole = (most.max() / (E2M1.largest * E4M3_MAX)).clamp(min=1e-30)
+    scale = (most / E2M1.largest / whole).to(torch.float8_e4m3fn).float() * whole
+    codes = E2M1.round(torch.where(scale == 0, 0.0, groups / scale))
+    return (codes * scale).view(x.shape), x.numel() // 2 + len(groups) + 4
+
+
+def float_groups(x: Tensor, element: Minifloat, size: int) -> tuple[Tensor, int]:
+    """What our codec would be with floats for codes: groups of `size`, a bf16 scale max |x| / largest, rounded up."""
+    groups = _groups(x, size)
+    exact = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / element.largest
+    stored = exact.bfloat16().float()
+    scale = torch.where(stored < exact, stored * (1 + 2.0**-7), stored).bfloat16().float()
+    return (element.round(groups / scale) * scale).view(x.shape), x.numel() * element.bits // 8 + 2 * len(groups)
+
+
+PEERS = (
+    *(Peer(f"QuickReduce INT{bits}", partial(quickreduce, bits=bits)) for bits in (4, 6, 8)),
+    *(Peer(f"FlyDSL INT{bits}", partial(flydsl, bits=bits)) for bits in (4, 6)),
+    Peer("FlashInfer FP8", flashinfer_fp8),
+    Peer("torchft FP8", torchft_fp8),
+    Peer("TACO FP8", taco),
+    *(Peer(f"DeepSpeed INT{bits}", partial(deepspeed, bits=bits)) for bits in (4, 8)),
+    *(Peer(f"FBGEMM {bits}", partial(fbgemm, bits=bits)) for bits in (2, 4, 8)),
+    *(Peer(f"FBGEMM {bits} searched", partial(fbgemm, bits=bits, optimized=True), slow=True) for bits in (2, 4)),
+)
+
+# Would they be better codes than integers are?
+FLOATS = (
+    Peer("MXFP4", partial(mx, element=E2M1)),
+    Peer("NVFP4", nvfp4),
+    Peer("MXFP6 e2m3", partial(mx, element=E2M3)),
+    Peer("MXFP6 e3m2", partial(mx, element=E3M2)),
+    Peer("MXFP8 e4m3", partial(mx, element=E4M3)),
+    *(
+        Peer(f"{element.name} g{size}", partial(float_groups, element=element, size=size))
+        for element in (E2M1, E2M3, E4M3)
+        for size in (32, 128)
+    ),
+)
