@@ -237,11 +237,14 @@ def report(results: Sequence[dict[str, Any]], budgets: Sequence[float]) -> None:
     table(head, _by_format(results, is_peer=True))
     print("\nFloating-point formats, as codes instead of whole numbers: the same.")
     table(head, _by_format(results, is_peer=False))
-    names = [row["name"] for row in results[0]["others"]]
-    print("\nThe same by tensor: the format's dB (our lead).")
+    names = [row["name"] for row in results[0]["others"] if row["is peer"]]
+    print("\nOne rounding by tensor: the peer's dB (our lead).")
     table(
         ["tensor", *names],
-        [[r["tensor"], *(f"{row['dB']:.1f} ({row['difference']:+.2f})" for row in r["others"])] for r in results],
+        [
+            [r["tensor"], *(f"{o['dB']:.1f} ({o['difference']:+.2f})" for o in r["others"] if o["is peer"])]
+            for r in results
+        ],
     )
     print("\nThe best setting at a budget of bits per element: its dB. 4/128 mH: 4 bits, groups of 128; s symmetric,")
     print("p spikes, H Hadamard, m range=mse. Of settings as good to within")
@@ -254,10 +257,10 @@ def report(results: Sequence[dict[str, Any]], budgets: Sequence[float]) -> None:
             cells.append(f"{max(db.values()):.1f} ({simplest(db)})")
         rows.append([result["tensor"], *cells])
     table(["tensor", *map(str, budgets)], rows)
-    for kinds in ({"activation"}, {"activation gradient"}, {"weight gradient"}, {"made up"}):
-        chosen = [result for result in results if result["kind"] in kinds]
+    for kind in ("activation", "activation gradient", "weight gradient", "made up", ""):
+        chosen = [result for result in results if kind in ("", result["kind"])]
         if chosen:
-            print(f"\nOne setting for all tensors of {', '.join(sorted(kinds))}: dB behind each one's own best.")
+            print(f"\nOne setting for every {kind or 'tensor'}: dB behind each one's own best.")
             rows = [[budget, *recommended(chosen, budget)] for budget in budgets]
             table(["bits", "setting", "mean", "largest"], rows)
     gains = spikes_gains(results)
@@ -317,7 +320,7 @@ def main() -> int:
     lost = wins(results)
     print("\n" + ("\n".join(lost) if lost else "No peer wins anywhere."))
     if arguments.json:
-        arguments.json.write_text(json.dumps(_as_json(results, arguments), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(_as_json(results, arguments)) + "\n")
     if arguments.plot:
         plot(results, arguments.plot)
     return 1 if arguments.check and lost else 0
@@ -341,7 +344,7 @@ def _as_json(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -
 
 def _rounded(value: object) -> object:
     if isinstance(value, float):
-        return round(value, 4) if math.isfinite(value) else None
+        return round(value, 3) if math.isfinite(value) else None
     return value
 
 

@@ -7,6 +7,7 @@ only flatter it. What is stored is rounded as it is stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +175,7 @@ def mx(x: Tensor, element: Minifloat) -> tuple[Tensor, int]:
     """
     groups = _groups(x, 32)
     most = groups.abs().amax(-1, keepdim=True)
-    largest = int(torch.frexp(torch.tensor(element.largest)).exponent) - 1
+    largest = math.frexp(element.largest)[1] - 1
     exponent = torch.where(most == 0, 0, torch.frexp(most).exponent - 1 - largest)
     scale = torch.ldexp(torch.ones_like(most), exponent)
     return (element.round(groups / scale) * scale).view(x.shape), x.numel() * element.bits // 8 + len(groups)
@@ -191,12 +192,32 @@ def nvfp4(x: Tensor) -> tuple[Tensor, int]:
 
 
 def float_groups(x: Tensor, element: Minifloat, size: int) -> tuple[Tensor, int]:
-    """What our codec would be with floats for codes: groups of `size`, a bf16 scale max |x| / largest, rounded up."""
+    """What this project's codec would be with floats for codes: groups of `size` with a bf16 scale, the options as
+    settings of the tensor.
+
+    Range as range="mse": of three scales, from max |x| / largest, rounded up, to where max |x| still rounds to the
+    largest value, the one with the least squared error. Rotated by Hadamard or not, whichever is better.
+    """
     groups = _groups(x, size)
-    exact = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / element.largest
-    stored = exact.bfloat16().float()
-    scale = torch.where(stored < exact, stored * (1 + 2.0**-7), stored).bfloat16().float()
-    return (element.round(groups / scale) * scale).view(x.shape), x.numel() * element.bits // 8 + 2 * len(groups)
+    rotation = _hadamard(size)
+    plain = _least_error(groups, element)
+    rotated = _least_error(groups @ rotation, element) @ rotation
+    best = min((plain, rotated), key=lambda decoded: float((groups - decoded).square().sum()))
+    return best.view(x.shape), x.numel() * element.bits // 8 + 2 * len(groups)
+
+
+def _least_error(groups: Tensor, element: Minifloat) -> Tensor:
+    half_step = math.ldexp(0.5, math.frexp(element.largest)[1] - 1 - element.mantissa_bits)
+    most = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+    decoded, errors = [], []
+    for inside in (0.0, half_step / 2, half_step * 7 / 8):
+        exact = most / (element.largest + inside)
+        stored = exact.bfloat16().float()
+        scale = torch.where(stored < exact, stored * (1 + 2.0**-7), stored).bfloat16().float()
+        decoded.append(element.round(groups / scale) * scale)
+        errors.append((groups - decoded[-1]).square().sum(-1))
+    chosen = torch.stack(errors).argmin(0)
+    return torch.stack(decoded)[chosen, torch.arange(len(groups))]
 
 
 PEERS = (
@@ -220,6 +241,6 @@ FLOATS = (
     *(
         Peer(f"{element.name} g{size}", partial(float_groups, element=element, size=size))
         for element in (E2M1, E2M3, E4M3)
-        for size in (32, 128)
+        for size in (32, 64, 128, 256)
     ),
 )

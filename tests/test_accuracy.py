@@ -178,5 +178,5 @@ def test_end_to_end(tmp_path: Path) -> None:
     assert len(names) == len(set(names)) == 4 + 18
     assert {name.rpartition(" ")[2] for name in names if "gradient" in name} == {"early", "middle", "late"}
     assert all(math.isfinite(row["dB"]) for tensor in tensors for row in tensor["others"])
-    assert "| 2 ranks: least |" in done.stdout and "One setting for all tensors of weight gradient" in done.stdout
+    assert "| 2 ranks: least |" in done.stdout and "One setting for every weight gradient" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
