@@ -170,7 +170,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="the training needs megatron-core")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.accuracy", "--numel", "2048", "--steps", "3"]
-    command += ["--hidden", "64", "--layers", "2", "--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
+    command += ["--hidden", "32", "--layers", "2", "--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     tensors = json.loads((tmp_path / "a.json").read_text())["tensors"]
