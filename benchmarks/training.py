@@ -25,7 +25,7 @@ def run(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> 
     output = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "flash_allreduce_plugin", "demo", "--output", str(output)]
     command += [f"--seed={seed}", f"--steps={arguments.steps}", f"--bits={arguments.bits}", f"--tp={arguments.tp}"]
-    command += [f"--hidden={arguments.hidden}", f"--layers={arguments.layers}"]
+    command += [f"--hidden={arguments.hidden}", f"--layers={arguments.layers}", f"--options={arguments.options}"]
     command += ["--sequence-parallel"] * arguments.sequence_parallel + ["--noise-control"] * noise
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL if arguments.quiet else None)
     variants: dict[str, Any] = json.loads((output / "demo.json").read_text())["variants"]
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--bits", default="8,4")
+    parser.add_argument("--options", default="{}", help="more fields of their configuration, as JSON")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def run_demo(
     json_file: Path | None,
     noise_control: bool,
     size: ModelSize,
+    options: Mapping[str, Any],
 ) -> bool:
     """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png; whether
     all checks held.
@@ -67,6 +68,7 @@ def run_demo(
         size=size,
         data=data,
         threads=max(1, len(os.sched_getaffinity(0)) // tensor_parallel),
+        options=options,
     )
     _check(settings)
     _missing_packages()
@@ -107,7 +109,8 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"--hidden {size.hidden} is not a multiple of the {size.heads} heads")
     for variant in settings.variants:
         if variant.bits is not None:
-            variant.config(measure=False)  # ConfigError, a ValueError, for a width there is not
+            # ConfigError, a ValueError, for a width or an option there is not
+            variant.config(measure=False, options=settings.options)
     split(corpus(settings.data), size.sequence)
 
 

@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -55,12 +55,13 @@ class Variant:
     bits: int | None = None
     noise: float = 0.0
 
-    def config(self, *, measure: bool) -> FlashConfig:
+    def config(self, *, measure: bool, options: Mapping[str, Any]) -> FlashConfig:
         """Every call is quantized whatever its size: the demo is about numerics and bytes, not about
         thresholds.
         """
         assert self.bits is not None
-        return FlashConfig(bits=self.bits, backward_bits=self.bits, min_bytes=0, quality_interval=1 if measure else 0)
+        values = {"bits": self.bits, "backward_bits": self.bits, "min_bytes": 0, "quality_interval": int(measure)}
+        return FlashConfig.from_dict({**values, **options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Settings:
     size: ModelSize = field(default_factory=ModelSize)
     data: Path | None = None
     threads: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)  # further fields of the quantized variants' FlashConfig
 
 
 @dataclass(slots=True)
@@ -227,7 +229,7 @@ def _validate(run: _Run, data: torch.Tensor, settings: Settings) -> float:
 def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> Iterator[None]:
     """The variant's patches in place; the reductions of full precision are Megatron's own."""
     if variant.bits is not None:
-        megatron.enable(variant.config(measure=measure))
+        megatron.enable(variant.config(measure=measure, options=settings.options))
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,9 @@ def demo(
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 300,
     bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
+    options: Annotated[
+        str, typer.Option(help='More of the configuration of these, as JSON: \'{"range": "mse"}\'.')
+    ] = "{}",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the batches.")] = 1234,
     data: Annotated[
         Path | None,
@@ -57,6 +61,12 @@ def demo(
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     try:
+        fields = json.loads(options)
+    except ValueError as error:
+        raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
+    if not isinstance(fields, dict):
+        raise typer.BadParameter(f"--options {options}: expected a JSON object")
+    try:
         held = run_demo(
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
@@ -68,6 +78,7 @@ def demo(
             json_file=json_file,
             noise_control=noise_control,
             size=ModelSize(hidden=hidden, layers=layers, sequence=sequence),
+            options=fields,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -42,7 +42,8 @@ def run(*arguments, timeout=100):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_short_demo(tmp_path, text, sequence_parallel):
-    extra = ["--sequence-parallel"] if sequence_parallel else ["--noise-control"]
+    options = {"hadamard": True} if sequence_parallel else {}
+    extra = ["--sequence-parallel", "--options", json.dumps(options)] if sequence_parallel else ["--noise-control"]
     done = run(
         "--steps",
         "4",
@@ -60,6 +61,7 @@ def test_a_short_demo(tmp_path, text, sequence_parallel):
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "demo.json").exists()
     assert all(check["held"] for check in result["checks"])
+    assert result["settings"]["options"] == options
     variants = result["variants"]
     noisy = [] if sequence_parallel else [name for name in variants if name.startswith("noise")]
     assert list(variants) == ["full precision", "INT8", "INT4", *noisy]
@@ -90,6 +92,9 @@ def refusal(*arguments):
     [
         (["--bits", "9"], "bits=9"),
         (["--bits", "8,four"], "whole numbers from 2 to 8"),
+        (["--options", "mse"], "expected a JSON object"),
+        (["--options", "[1]"], "expected a JSON object"),
+        (["--options", '{"rang": "mse"}'], "the nearest is range"),
         (["--tp", "1"], "at least 2 ranks"),
         (["--tp", "3"], "does not divide heads"),
         (["--hidden", "60"], "not a multiple of the 8 heads"),
