@@ -227,7 +227,7 @@ class Experts(nn.Module):
         return self.experts(self.dense(x))[0]  # type: ignore[no-any-return]
 
 
-def experts(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
+def experts(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
     package = deepspeed()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -237,7 +237,7 @@ def experts(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
         {"params": list(net.parameters()), "name": "parameters"}
     )
     optimizer = torch.optim.SGD(groups, lr=0.5)
-    options = {"zero_optimization": {"stage": stage, "reduce_scatter": True}}
+    options = {"zero_optimization": {"reduce_scatter": True, **zero}}
     built, *_ = package.initialize(model=net, optimizer=optimizer, config=configuration(options, flash))
     before = weights(built)
     for number in range(2):
@@ -248,15 +248,19 @@ def experts(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
     return {"weights": weights(built), "moved": weights(built) - before, **fap.stats()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int], Ranks], stage: int) -> None:
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "use_multi_rank_bucket_allreduce": False}],
+    ids=["0", "1", "2", "2-one-owner"],
+)
+def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int], Ranks], zero: dict[str, Any]) -> None:
     """Four ranks, experts on two: their gradients are summed over two ranks and divided by four."""
-    plain, off, eight = (engines(4).run(experts, stage, flash) for flash in (None, OFF, EIGHT))
+    plain, off, eight = (engines(4).run(experts, zero, flash) for flash in (None, OFF, EIGHT))
     for rank in range(4):
         assert torch.equal(off[rank]["weights"], plain[rank]["weights"])
         assert off[rank]["full_precision"] == {"disabled by configuration": eight[rank]["calls"]}
         sites = eight[rank]["sites"]
-        assert set(sites) == {f"deepspeed.stage{stage}.gradients", "deepspeed.experts"}
+        assert set(sites) == {f"deepspeed.stage{zero['stage']}.gradients", "deepspeed.experts"}
         for site in sites.values():
             assert site["quantized"] == site["calls"] > 0
         error = (eight[rank]["moved"] - plain[rank]["moved"]).norm() / plain[rank]["moved"].norm()
