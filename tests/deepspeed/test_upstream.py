@@ -39,16 +39,25 @@ FILES: dict[str, tuple[str, ...]] = {
         "TestZero3ParamPartitioningLargeParam",
         "TestZero3ParamPartitioningManyParams",
         "TestZero3SwitchModes",
+        "TestZeroToFP32",
+        "TestParamPartitioningSkipInit",
     ),
     "v1/zero/test_zero_user_backward.py": (
         "TestUnmanagedGradientAccumulation::test_step_always_applies_update",
         "TestUnmanagedGradientAccumulation::test_managed_baseline_applies_only_on_boundary",
     ),
-    "v1/zero/test_zero_cpu_offload_grad_accum.py": (),
     "v1/moe/test_moe.py": ("TestExpertWeightGradWithZero",),
     "v1/moe/test_autoep_grad_parity.py": (),
+    "v1/moe/test_autoep_integration.py": ("TestAutoEPOnly", "TestAutoEPZero3ReplicaGroups"),
+    "v1/zero/test_zero_hook_count_regression.py": (),
+    "runtime/half_precision/test_zero_optim_overflow.py": ("TestZeROBFloat16",),
+    "runtime/zero/test_zero_tensor_fragment.py": tuple(
+        f"TestTensorFragmentUpdate::test_zero_fragments[none-{stage}-False-dtype{dtype}]"
+        for stage in (1, 2, 3)
+        for dtype in (0, 2)  # bf16, fp32
+    ),
     "runtime/zero/test_zero_leaf_module.py": ("TestSetZ3LeafModule", "TestZ3LeafOptimization"),
-    "runtime/pipe/test_pipe.py": ("TestPipeGradientAccumulationScaling", "TestPipeDynamicShape"),
+    "runtime/pipe/test_pipe.py": ("TestPipeDynamicShape",),
 }
 
 MODES = {
