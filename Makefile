@@ -60,7 +60,7 @@ test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
 		tests/deepspeed/test_deepspeed_examples.py tests/deepspeed/test_accelerate.py
 
 test-upstream-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/deepspeed/test_upstream.py
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/deepspeed/test_deepspeed_upstream.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

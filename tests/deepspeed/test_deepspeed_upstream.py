@@ -1,6 +1,6 @@
 """DeepSpeed's own unit tests of what reduces gradients, unedited: without the plugin, in pass-through and at 8 bits.
 
-    DEEPSPEED_PATH=<a DeepSpeed checkout> pytest -s tests/deepspeed/test_upstream.py
+    DEEPSPEED_PATH=<a DeepSpeed checkout> pytest -s tests/deepspeed/test_deepspeed_upstream.py
 
 Ranks on gloo and the CPU, as DeepSpeed's harness makes them; upstream_plugin.py brings the plugin into them and
 writes down how each test ended. Only `tests` of the checkout is used, on the installed deepspeed. The operators that
