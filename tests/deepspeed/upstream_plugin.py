@@ -1,4 +1,4 @@
-"""A pytest plugin for test_upstream.py: DeepSpeed's own tests, unedited, on gloo and the CPU.
+"""A pytest plugin for test_deepspeed_upstream.py: DeepSpeed's own tests, unedited, on gloo and the CPU.
 
 DeepSpeed's harness starts the ranks of every test from a fork server. That server imports this module first, and with
 it DeepSpeed and the plugin, so each rank has both. UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for
