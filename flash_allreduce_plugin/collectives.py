@@ -123,7 +123,7 @@ def all_reduce(
         if residual is None:
             codec.decode_sum_encode(*half)
         else:
-            feedback.decode_sum_encode(*half, residual.after[first : first + shard])
+            feedback.decode_sum_encode(*half, residual.after[first : first + shard], residual.momentum)
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
@@ -256,7 +256,7 @@ def _encode(
     if residual is None:
         codec.encode_rows(part, payload, wire, draw)
     else:
-        feedback.encode(part, payload, wire, draw, residual.before[first:last])
+        feedback.encode(part, payload, wire, draw, residual.before[first:last], residual.momentum)
 
 
 def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:

@@ -108,6 +108,11 @@ class FlashConfig(BaseModel):
     spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)")
     hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
     error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
+    error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _field(
+        0.8,
+        "a number, 0 or more and below 1",
+        "share of what was carried over that stays; 0: all is made up for at once",
+    )
     error_feedback_reset_interval: Count = _field(
         0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
     )

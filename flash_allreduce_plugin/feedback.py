@@ -3,7 +3,11 @@
 F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy et al., "Error Feedback Fixes SignSGD"
 (arXiv 1901.09847); X. Xie et al., "LoCo" (arXiv 2407.04480), which keeps the error in 8 bits and resets it at times.
 
-    x = gradient + residual;  payload = encode(x);  residual = x - decode(payload)
+    x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
+
+With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
+error and little of its noise: Adam divides by the size of what it sees, noise included. Either way the sum of what was
+lost stays bounded.
 
 A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
 or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
@@ -37,18 +41,22 @@ _BITS = 8
 
 def feedback_for(config: FlashConfig) -> Feedback | None:
     """A new owner of residuals if the configuration asks for one."""
-    return Feedback(config.error_feedback_reset_interval) if config.error_feedback else None
+    if not config.error_feedback:
+        return None
+    return Feedback(config.error_feedback_reset_interval, config.error_feedback_momentum)
 
 
 class Residual:
     """What one call lost, as records of 8 bits [groups, bytes]: `before` the sum for every group of the call, `after`
     it for the groups whose sum this rank encodes, as they are encoded (rotated, if they are). Zeros stand for nothing.
+    `momentum` is the share of it that stays when a call adds its own.
     """
 
-    __slots__ = ("after", "before", "layout", "loaded", "site")
+    __slots__ = ("after", "before", "layout", "loaded", "momentum", "site")
 
-    def __init__(self, layout: str, before: Tensor, after: Tensor) -> None:
+    def __init__(self, layout: str, before: Tensor, after: Tensor, momentum: float) -> None:
         self.layout = layout
+        self.momentum = momentum
         self.before = before
         self.after = after
         self.site: Site | None = None  # of the last call
@@ -63,8 +71,14 @@ class Feedback:
     dropped and why. Calls in full precision neither use nor change a residual.
     """
 
-    def __init__(self, reset_interval: int = 0) -> None:
-        """reset_interval: every so many steps all residuals are dropped; 0: never."""
+    def __init__(self, reset_interval: int = 0, momentum: float = 0.8) -> None:
+        """reset_interval: every so many steps all residuals are dropped; 0: never.
+
+        momentum: the share of a residual that stays at each step, 0 or more and below 1.
+        """
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}; expected 0 or more and below 1.")
+        self._momentum = momentum
         self.step = 0  # finished steps, as `begin` was told
         self._interval = reset_interval
         self._order = 0
@@ -132,7 +146,7 @@ class Feedback:
         self.reset()
         self.step = int(state["step"])
         for key, kept in state["residuals"].items():
-            residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]))
+            residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]), self._momentum)
             residual.loaded = True
             self._residuals[key] = residual
 
@@ -153,7 +167,7 @@ class Feedback:
         if residual is None:
             record = _residual_codec(group_size).record_bytes
             before, after = (torch.zeros(n, record, dtype=torch.uint8, device=device) for n in groups)
-            residual = self._residuals[key] = Residual(layout, before, after)
+            residual = self._residuals[key] = Residual(layout, before, after, self._momentum)
         elif residual.before.device != device:
             residual.before, residual.after = residual.before.to(device), residual.after.to(device)
         residual.site, residual.loaded = site, False
@@ -181,23 +195,31 @@ class Slot:
             self._feedback._spoiled = True
 
 
-def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor) -> None:
+def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor, momentum: float) -> None:
     """codec.encode_rows of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
 
     What is not finite leaves nothing behind.
     """
     own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
-    x = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-    codec.decode_rows(kept, x, own)
-    x += part
+    carried = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+    codec.decode_rows(kept, carried, own)
+    x = carried + part
     codec.encode_rows(x, payload, wire, draw)
     arrives = torch.empty_like(x)
     codec.decode_rows(payload, arrives, wire)
-    codec.encode_rows(x.sub_(arrives).nan_to_num_(0.0, 0.0, 0.0), kept, own, NO_DRAW)
+    lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
+    codec.encode_rows(lost.nan_to_num_(0.0, 0.0, 0.0), kept, own, NO_DRAW)
 
 
 def decode_sum_encode(
-    payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw, kept: Tensor
+    payloads: Tensor,
+    payload: Tensor,
+    reduce: Codec,
+    gather: Codec,
+    factor: float,
+    draw: Draw,
+    kept: Tensor,
+    momentum: float,
 ) -> None:
     """codec.decode_sum_encode with feedback; kept: the residual's records of these groups.
 
@@ -206,7 +228,7 @@ def decode_sum_encode(
     reduce, gather = (dataclasses.replace(wire, hadamard=False) for wire in (reduce, gather))
     sums = torch.empty(len(kept) * gather.group_size, dtype=torch.float32, device=payload.device)
     codec.decode_sum(payloads, sums, reduce, factor)
-    encode(sums.view(1, -1), payload.view(1, -1), gather, draw, kept)
+    encode(sums.view(1, -1), payload.view(1, -1), gather, draw, kept, momentum)
 
 
 def _residual_codec(group_size: int) -> Codec:

@@ -54,9 +54,11 @@ def reduced(collective: str, x: torch.Tensor, config: fap.FlashConfig, slot: Any
 COLLECTIVES = ["all_reduce", "reduce_scatter", "uneven"]
 
 
-def errors_of_average(collective: str, fields: Case, steps: int, numel: int = NUMEL) -> tuple[float, float]:
+def errors_of_average(
+    collective: str, fields: Case, steps: int, numel: int = NUMEL, momentum: float = 0.0
+) -> tuple[float, float]:
     """Relative error of the average over the steps of a constant gradient, without feedback and with."""
-    config, owner = configuration(**fields), fap.Feedback()
+    config, owner = configuration(**fields), fap.Feedback(momentum=momentum)
     x = gradient(numel=numel)
     exact = reduced(collective, x, fap.FlashConfig(enabled=False), None)
     errors = []
@@ -74,6 +76,21 @@ def test_the_average_converges(ranks: Callable[[int], Ranks], world: int, bits: 
         for without, with_feedback in ranks(world).run(errors_of_average, collective, {"bits": bits}, steps):
             # The sum of what was sent lacks one residual in all: 1 / steps of it a step.
             assert with_feedback < 1.5 / steps * without, (collective, without, with_feedback)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.8])
+def test_the_average_converges_with_momentum(ranks: Callable[[int], Ranks], momentum: float) -> None:
+    steps = 32
+    for collective in COLLECTIVES:
+        for without, with_feedback in ranks(2).run(errors_of_average, collective, {"bits": 3}, steps, NUMEL, momentum):
+            # One residual in all over 1 - momentum: what is added at a step is that share of what was lost.
+            assert with_feedback < 1.5 / steps / (1 - momentum) * without, (collective, without, with_feedback)
+
+
+def test_a_momentum_that_cannot_be() -> None:
+    for momentum in (-0.1, 1.0):
+        with pytest.raises(ValueError, match="expected 0 or more and below 1"):
+            fap.Feedback(momentum=momentum)
 
 
 OPTIONS: list[Case] = [
@@ -140,7 +157,7 @@ def test_replicas_and_chunk_sizes_agree(ranks: Callable[[int], Ranks]) -> None:
 def poisoned(collective: str, bad: float) -> tuple[bool, bool, float, dict[str, int]]:
     """A step with a bad element at one rank, then many good ones; the error of their average."""
     fap.reset_stats()
-    config, owner = configuration(bits=3), fap.Feedback()
+    config, owner = configuration(bits=3), fap.Feedback(momentum=0.0)
     x = gradient()
     exact = reduced(collective, x, fap.FlashConfig(enabled=False), None)
     owner.begin()
