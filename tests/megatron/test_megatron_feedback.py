@@ -21,7 +21,7 @@ from flash_allreduce_plugin import feedback, megatron, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 
 OFF = FlashConfig(grad_bits=3, min_bytes=0)
-ON = FlashConfig(grad_bits=3, min_bytes=0, error_feedback=True)
+ON = FlashConfig(grad_bits=3, min_bytes=0, error_feedback=True, error_feedback_momentum=0.0)
 PASSES = 16
 
 
