@@ -145,6 +145,9 @@ class FlashConfig(BaseModel):
         None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
     )
     quality_interval: Count = _field(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
+    target_sqnr_db: float | None = _field(
+        None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
+    )
     check_ranks: bool = _field(True, _BOOL, "compare the configuration across the group at first use")
 
     # A type checker keeps the constructor that pydantic derives from the fields, with their names and types.
@@ -179,7 +182,7 @@ class FlashConfig(BaseModel):
     def _refuse_biased(cls, value: str, info: ValidationInfo) -> str:
         if value == "stochastic" and info.data.get("range") == "mse":
             raise PydanticCustomError(
-                "exclusive",
+                "combination",
                 'excludes range="mse": outside of its ranges nothing is rounded without a bias; drop one of the two',
             )
         return value
@@ -189,7 +192,17 @@ class FlashConfig(BaseModel):
     def _refuse_residuals_of_nodes(cls, value: Any, info: ValidationInfo) -> Any:
         if value != "off" and info.data.get("error_feedback"):
             raise PydanticCustomError(
-                "exclusive", "excludes error_feedback=True, which knows no sums of nodes; drop one of the two"
+                "combination", "excludes error_feedback=True, which knows no sums of nodes; drop one of the two"
+            )
+        return value
+
+    @field_validator("target_sqnr_db", mode="after")
+    @classmethod
+    def _refuse_unmeasured(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("quality_interval") == 0:
+            raise PydanticCustomError(
+                "combination",
+                "needs measurements, and quality_interval is 0: never; set it, for example to 100",
             )
         return value
 
@@ -320,7 +333,7 @@ def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Calla
         elif problem["type"] == "not_yet":
             default = _shown(FlashConfig.model_fields[key].default)
             lines[key] = f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
-        elif problem["type"] == "exclusive":
+        elif problem["type"] == "combination":
             lines[key] = f"{given} {problem['msg']}."
         else:
             extra = FlashConfig.model_fields[key].json_schema_extra

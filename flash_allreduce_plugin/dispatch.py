@@ -24,6 +24,7 @@ from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.work import Work
 
 if TYPE_CHECKING:
+    from flash_allreduce_plugin.adaptive import SiteWidth
     from flash_allreduce_plugin.groups import GroupState
 
 SWITCHED_OFF = switches.DISABLE
@@ -156,6 +157,9 @@ class _Call:
         _check_device(input, self.group)
         self.key = 0  # of the random numbers of a call that is rounded stochastically
         self.parts: list[int] | None = None  # elements for each rank, where they are not all alike
+        self.measured = False
+        self.width: SiteWidth | None = None  # where it adapts
+        self.bits = 0  # of it, in this call
 
     def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
         if numel != whole.numel():
@@ -215,30 +219,50 @@ class _Call:
         """The plan, counted; None if the call goes in full precision."""
         disabled = switches.is_on(switches.DISABLE)
         groups.agree(self.label, self.config, disabled, self.input.device)
-        answer: Plan | FullPrecision
-        if disabled:
-            answer = FullPrecision(SWITCHED_OFF)
-        else:
-            answer = make_plan(
-                self.collective,
-                numel=self.numel,
-                dtype=self.input.dtype,
-                world_size=self.world_size,
-                op=_op_name(self.op),
-                site=self.site,
-                config=self.config,
-                step=self.step,
-                nodes=groups.nodes_of(self.label, self.config, self.input.device),
-            )
+        answer = FullPrecision(SWITCHED_OFF) if disabled else self._make_plan()
         if isinstance(answer, FullPrecision):
             telemetry.record_full_precision(self.site, answer.reason, self.plain_bytes())
             return None
+        answer = self._adapted(answer)
         sent, between_nodes = self.sent_bytes(answer)
-        telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes)
+        telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes, answer.bits(self.collective))
         if answer.reduce.stochastic:
             self.key = codec.draw_key(self.config.seed, self.state.draws)
             self.state.draws += 1
         return answer
+
+    def _make_plan(self, width: int | None = None) -> Plan | FullPrecision:
+        return make_plan(
+            self.collective,
+            numel=self.numel,
+            dtype=self.input.dtype,
+            world_size=self.world_size,
+            op=_op_name(self.op),
+            site=self.site,
+            config=self.config,
+            step=self.step,
+            nodes=groups.nodes_of(self.label, self.config, self.input.device),
+            width=width,
+        )
+
+    def _adapted(self, plan: Plan) -> Plan:
+        """The plan at the site's width. Counts the call; at one that is measured the ranks decide about the width."""
+        interval = self.config.quality_interval
+        if interval == 0:
+            return plan
+        number = self.state.calls[self.site.name]
+        self.state.calls[self.site.name] += 1
+        self.measured = number % interval == 0
+        if plan.width is None:
+            return plan
+        self.width = self.state.width(self.site.name, self.config, plan.width)
+        if self.measured and number:
+            signal, noise = groups.add_up(self.width.take(), self.label, self.input.device)
+            self.width.update(signal, noise, number, log=self.state.rank == 0)
+        self.bits = self.width.bits
+        adapted = self._make_plan(self.bits)
+        assert isinstance(adapted, Plan)
+        return adapted
 
     def plain_bytes(self) -> int:
         """What a rank sends in full precision."""
@@ -271,16 +295,17 @@ class _Call:
 
     def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
         """Every quality_interval-th quantized call of a site on this group, the first one included."""
-        interval = self.config.quality_interval
-        if interval == 0:
-            return None
-        number = self.state.calls[self.site.name]
-        self.state.calls[self.site.name] += 1
-        if number % interval:
+        if not self.measured:
             return None
         op, factor = self.plain()
         even = input if isinstance(input, Tensor) else _padded(input)
         return Measurement(self.collective, even, op, factor, self.label)
+
+    def record(self, measurement: Measurement | None, result: Tensor) -> None:
+        if measurement is not None:
+            signal, noise = measurement.record(result, self.site)
+            if self.width is not None:
+                self.width.record(self.bits, signal, noise)
 
 
 def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
@@ -304,8 +329,7 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
         yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
         if call.feedback is not None:
             call.feedback.check(flat)
-        if measurement is not None:
-            measurement.record(flat, call.site)
+        call.record(measurement, flat)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
 
@@ -336,8 +360,7 @@ def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tenso
         yield from _levels(plan).reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key, *carried)
         if call.feedback is not None:
             call.feedback.check(shard)
-        if measurement is not None:
-            measurement.record(shard, call.site)
+        call.record(measurement, shard)
     if not output.is_contiguous():
         output.copy_(shard.view(output.shape))
 
@@ -365,8 +388,7 @@ def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
         measurement = call.measurement(flat)
         pool = call.state.pool(flat.device)
         yield from _levels(plan).all_gather(whole, flat, plan, call.label, pool, call.key)
-        if measurement is not None:
-            measurement.record(whole, call.site)
+        call.record(measurement, whole)
     if not output.is_contiguous():
         output.copy_(whole.view(output.shape))
 

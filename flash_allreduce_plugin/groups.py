@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import hierarchy, switches, transport
+from flash_allreduce_plugin.adaptive import SiteWidth
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.hierarchy import Nodes
@@ -38,11 +39,21 @@ class GroupState:
         self.draws = 0
         #: the ranks of every host, once they were asked for
         self.hosts: Nodes | None = None
+        #: of a site under a configuration, where it adapts
+        self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
         self._pools: dict[torch.device, BufferPool] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
 
     def pool(self, device: torch.device) -> BufferPool:
         return self._pools.setdefault(device, BufferPool(device))
+
+    def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
+        """The width of a site, which starts at `bits`."""
+        width = self._widths.get((site, config))
+        if width is None:
+            assert config.target_sqnr_db is not None
+            width = self._widths[site, config] = SiteWidth(site, bits, config.target_sqnr_db, config.symmetric)
+        return width
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -95,6 +106,15 @@ def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes |
         mine = hashlib.sha256(host().encode()).digest()
         state.hosts = hierarchy.by_host(_gather(mine, label, device, "gathering the names of the hosts"))
     return state.hosts
+
+
+def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple[float, ...]:
+    """Sums over the ranks of the label's group, added in rank order: the same bits on every rank."""
+    layout = f"<{len(mine)}d"
+    ranks = [
+        struct.unpack(layout, row) for row in _gather(struct.pack(layout, *mine), label, device, "agreeing on a width")
+    ]
+    return tuple(map(sum, zip(*ranks, strict=True)))
 
 
 def host() -> str:

@@ -86,6 +86,7 @@ class Plan:
     chunk_bytes: payload bytes of one chunk in flight.
     inside: codec of what is summed inside a node, if the call is hierarchical; reduce and gather are between nodes.
     nodes: None: the call is flat, every rank deals with every other one.
+    width: the one that target_sqnr_db may change; None: no target, or the configuration gives every width of the call.
     """
 
     reduce: Codec
@@ -93,6 +94,13 @@ class Plan:
     chunk_bytes: int
     inside: Codec | None = None
     nodes: Nodes | None = None
+    width: int | None = None
+
+    def bits(self, collective: Collective) -> int:
+        """The width of the half that the collective has; of its two, the narrower one."""
+        if collective == "all_reduce":
+            return min(self.reduce.bits, self.gather.bits)
+        return self.gather.bits if collective == "all_gather" else self.reduce.bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,7 @@ def make_plan(
     config: FlashConfig,
     step: int | None = None,
     nodes: Nodes | None = None,
+    width: int | None = None,
 ) -> Plan | FullPrecision:
     """Plan one call, or say why it goes in full precision.
 
@@ -120,7 +129,9 @@ def make_plan(
     or another operator's name, and is not looked at for all_gather.  step counts the training steps from 0;
     without it there is no warm-up.  reduce_bits and gather_bits override the width of their half for every
     role that is quantized at all.  nodes are the group's if config.hierarchical is to be obeyed: a group within one
-    node is flat with the width inside, one with a rank a node with the width between nodes.
+    node is flat with the width inside, one with a rank a node with the width between nodes.  width takes the place
+    of the role's width, of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized does
+    not depend on it.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
@@ -134,9 +145,10 @@ def make_plan(
         return FullPrecision(EMPTY)
     if numel * dtype.itemsize < config.min_bytes:
         return FullPrecision(SMALL)
-    bits = _bits(site.role, config)
-    if isinstance(bits, FullPrecision):
-        return bits
+    configured = _bits(site.role, config)
+    if isinstance(configured, FullPrecision):
+        return configured
+    bits = width or configured
     if site.module is not None:
         if config.include and not matches(site.module, config.include):
             return FullPrecision(NOT_INCLUDED)
@@ -150,13 +162,14 @@ def make_plan(
     elif given == "auto":
         inside, between = MAX_BITS, bits
     else:
-        inside, between = given.intra_bits, given.inter_bits
+        inside, between = given.intra_bits, width or given.inter_bits
     if nodes is not None and len(nodes) == 1:
         return Plan(config.codec(inside), config.codec(inside), config.chunk_bytes)
     plan = Plan(
         reduce=config.codec(config.reduce_bits or between),
         gather=config.codec(config.gather_bits or between),
         chunk_bytes=config.chunk_bytes,
+        width=between if _adapts(collective, config) else None,
     )
     if nodes is None or len(nodes) == world_size:
         return plan
@@ -166,6 +179,16 @@ def make_plan(
 def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether one of the fnmatch patterns names the module or one that it is part of."""
     return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
+
+
+def _adapts(collective: Collective, config: FlashConfig) -> bool:
+    """Whether there is a target, and a half that the collective has whose width is not given."""
+    given = {
+        "all_reduce": config.reduce_bits is not None and config.gather_bits is not None,
+        "reduce_scatter": config.reduce_bits is not None,
+        "all_gather": config.gather_bits is not None,
+    }
+    return config.target_sqnr_db is not None and not given[collective]
 
 
 def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:

@@ -35,11 +35,12 @@ class Measurement:
             shard, self._exact = self._exact, self._exact.new_empty(self._exact.numel() * world)
             self._pending = transport.all_gather(self._exact, shard, label, "gathering in full precision")
 
-    def record(self, result: Tensor, site: Site) -> None:
-        """Compare with the quantized result and add to the site's counters."""
+    def record(self, result: Tensor, site: Site) -> tuple[float, float]:
+        """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""
         self._pending.wait()
         signal, noise = signal_and_noise(self._exact[: result.numel()] * self._factor, result)
         telemetry.record_sqnr(site, signal, noise)
+        return signal, noise
 
 
 def signal_and_noise(exact: Tensor, result: Tensor) -> tuple[float, float]:

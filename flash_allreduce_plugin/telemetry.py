@@ -41,6 +41,7 @@ class Report(dict[str, dict[str, Any]]):
 @dataclass(slots=True)
 class _Counters:
     quantized: int = 0
+    bits: int | None = None
     full_precision: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
     bytes_full_precision: int = 0
@@ -60,13 +61,16 @@ def _counters(site: Site) -> _Counters:
     return _sites.setdefault(site.name, _Counters())
 
 
-def record_quantized(site: Site, bytes_sent: int, bytes_full_precision: int, bytes_between_nodes: int = 0) -> None:
-    """Count a quantized call: the payload bytes sent, what the call would have sent in full precision, and what of
-    the payload went to another node.
+def record_quantized(
+    site: Site, bytes_sent: int, bytes_full_precision: int, bytes_between_nodes: int = 0, bits: int | None = None
+) -> None:
+    """Count a quantized call: the payload bytes sent, what the call would have sent in full precision, what of the
+    payload went to another node, and the width of its codes.
     """
     with _lock:
         counters = _counters(site)
         counters.quantized += 1
+        counters.bits = bits
         counters.bytes_sent += bytes_sent
         counters.bytes_full_precision += bytes_full_precision
         counters.bytes_between_nodes += bytes_between_nodes
@@ -105,22 +109,32 @@ def record_sqnr(site: Site, signal: float, noise: float) -> None:
         counters.measured += 1
 
 
+def sqnr_db(signal: float, noise: float) -> float:
+    """Of sums of squares; inf if there was no noise at all."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
 def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
      "bytes_between_nodes", "residuals_dropped": {reason: count},
-     "sites": {name: {the same keys, "sqnr_db": float or None}}}
+     "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}}}
 
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback.
+    bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
     sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
     measured, inf if there was no noise at all.
     """
     with _lock:
         return {
             **_counts(_sites.values()),
-            "sites": {name: {**_counts([site]), "sqnr_db": _sqnr_db(site)} for name, site in _sites.items()},
+            "sites": {
+                name: {**_counts([site]), "bits": site.bits, "sqnr_db": _sqnr_db(site)} for name, site in _sites.items()
+            },
         }
 
 
@@ -153,10 +167,4 @@ def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
 
 
 def _sqnr_db(site: _Counters) -> float | None:
-    if site.measured == 0:
-        return None
-    if site.noise == 0:
-        return math.inf
-    if site.signal == 0:
-        return -math.inf
-    return 10 * math.log10(site.signal / site.noise)
+    return None if site.measured == 0 else sqnr_db(site.signal, site.noise)

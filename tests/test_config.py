@@ -38,6 +38,7 @@ AVAILABLE = {
     "exclude": st.lists(st.text(max_size=5), max_size=3).map(tuple),
     "warmup_steps": st.integers(0, 1 << 40),
     "quality_interval": st.integers(0, 1 << 40),
+    "target_sqnr_db": st.none(),  # with a target, quality_interval is not free
     "range": st.sampled_from(["min-max", "mse"]),
     "rounding": st.just("nearest"),  # with "stochastic", range is not free
     "seed": st.integers(0, 1 << 40),
@@ -91,6 +92,7 @@ WRONG: dict[str, list[Any]] = {
     "warmup_steps": ["10", True, 1.0, -1, None],
     "min_sqnr_db": ["20", True, float("nan"), float("inf")],
     "quality_interval": ["1", True, 1.0, -1, None],
+    "target_sqnr_db": ["20", True, float("nan"), float("inf")],
     "check_ranks": [1, "true", None],
 }
 
@@ -285,6 +287,20 @@ def test_hierarchical_takes_widths_and_ranks(monkeypatch: pytest.MonkeyPatch) ->
     assert FlashConfig.from_env() == config
     (line,) = problems(FlashConfig, hierarchical={**given, "ranks_per_node": 0})
     assert line.endswith('"inter_bits": 2 to 8, "ranks_per_node": 1 or more}.')
+
+
+def test_a_target_needs_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = FlashConfig(target_sqnr_db=18, quality_interval=50)
+    assert FlashConfig.from_dict(config.to_dict()) == config == pickle.loads(pickle.dumps(config))
+    assert config.digest() != FlashConfig(target_sqnr_db=18.5, quality_interval=50).digest()
+    monkeypatch.setenv("FLASH_ALLREDUCE_TARGET_SQNR_DB", "18")
+    monkeypatch.setenv("FLASH_ALLREDUCE_QUALITY_INTERVAL", "50")
+    assert FlashConfig.from_env() == config
+    assert problems(FlashConfig, target_sqnr_db=18.0) == [
+        "target_sqnr_db=18.0 needs measurements, and quality_interval is 0: never; set it, for example to 100."
+    ]
+    (line,) = problems(FlashConfig, target_sqnr_db=18.0, quality_interval="50")
+    assert line.startswith("quality_interval='50' is not valid")
 
 
 # ---------------------------------------------------------------------------------------------- files

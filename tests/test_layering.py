@@ -20,7 +20,7 @@ NAME = ROOT.name
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
-    ("codec", "transport", "work"),
+    ("adaptive", "codec", "transport", "work"),
     ("feedback",),
     ("collectives", "hierarchical", "groups", "quality"),
     ("dispatch",),

@@ -42,7 +42,7 @@ def test_nothing_recorded() -> None:
 
 def test_sites_and_totals() -> None:
     record_quantized(A, 100, 400)
-    record_quantized(A, 50, 200, 30)
+    record_quantized(A, 50, 200, 30, bits=4)
     record_full_precision(A, "warm-up", 7)
     record_full_precision(B, "warm-up", 8)
     record_full_precision(B, "dtype int64", 9)
@@ -65,6 +65,7 @@ def test_sites_and_totals() -> None:
                 "bytes_full_precision": 607,
                 "bytes_between_nodes": 30,
                 "residuals_dropped": {"another layout": 2},
+                "bits": 4,
                 "sqnr_db": None,
             },
             "b": {
@@ -75,6 +76,7 @@ def test_sites_and_totals() -> None:
                 "bytes_full_precision": 17,
                 "bytes_between_nodes": 0,
                 "residuals_dropped": {},
+                "bits": None,
                 "sqnr_db": None,
             },
         },
@@ -106,13 +108,14 @@ def test_reset_forgets_counts_and_measurements() -> None:
     record_sqnr(A, 100.0, 1.0)
     reset_stats()
     assert stats() == {**NOTHING, "sites": {}}
-    record_quantized(A, 3, 4)
+    record_quantized(A, 3, 4, bits=8)
     assert stats()["sites"]["a"] == {
         **NOTHING,
         "calls": 1,
         "quantized": 1,
         "bytes_sent": 3,
         "bytes_full_precision": 4,
+        "bits": 8,
         "sqnr_db": None,
     }
 

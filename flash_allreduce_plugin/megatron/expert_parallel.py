@@ -265,7 +265,7 @@ def _exchange(
     transport.all_to_all(arrived, sent, label, "exchanging hidden states", in_bytes, out_bytes).wait()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     plain = sum(parts[rank].numel() for rank in others) * parts[0].element_size()
-    telemetry.record_quantized(site, sum(out_bytes[rank] for rank in others), plain)
+    telemetry.record_quantized(site, sum(out_bytes[rank] for rank in others), plain, bits=codec.bits)
     return list(torch.split(arrived, in_bytes))
 
 
