@@ -100,3 +100,11 @@ def test_a_nan_of_one_rank_reaches_all(ranks: Callable[[int], Ranks]) -> None:
 def test_a_dict_is_refused() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.ddp_hook({"bits": 8})  # type: ignore[arg-type]
+
+
+def test_buckets_in_flight_find_a_width_together(ranks: Callable[[int], Ranks]) -> None:
+    config = fap.FlashConfig(bits=2, min_bytes=0, target_sqnr_db=20.0, quality_interval=2)
+    outcomes = ranks(3).run(train, config)
+    assert {outcome["sites"]["ddp.gradients"]["bits"] for outcome in outcomes} <= {5, 6}
+    assert len({outcome["sites"]["ddp.gradients"]["bits"] for outcome in outcomes}) == 1
+    assert all(torch.equal(outcome["weights"], outcomes[0]["weights"]) for outcome in outcomes)
