@@ -6,8 +6,7 @@ F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy e
     x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
 
 With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
-error and little of its noise: Adam divides by the size of what it sees, noise included. Either way the sum of what was
-lost stays bounded.
+error and little of its noise. Either way the sum of what was lost stays bounded.
 
 A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
 or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.

@@ -120,7 +120,7 @@ struct Groups {
   bool lost[kBatch];
 };
 
-// The first element that is `extreme`, by lane the first that is the lane's: at least 0 and below g.
+// Least and greatest of each group; a NaN may be passed over.
 FLASH_INLINE void bounds_of(const float* x, int count, int g, Groups& b) {
   VecF lo[kBatch] = {}, hi[kBatch] = {};
   for (int j = 0; j < count; ++j) {
