@@ -44,11 +44,11 @@ class Label:
         self.site = site
         self.group = group
 
-    def refused(self, cause: BaseException) -> CollectiveError:
-        """torch.distributed did not take the call: a dtype or operator that the backend has not, a broken group."""
+    def refused(self, doing: str, cause: BaseException) -> CollectiveError:
+        """The call could not be posted: its group is broken, or the backend has not its dtype or operator."""
         return CollectiveError(
-            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, could not be "
-            f"started: {cause}"
+            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
+            f"while {doing}: it could not be started, because a peer died or the backend does not take it ({cause})"
         )
 
     def error(self, doing: str, cause: BaseException) -> CollectiveError:
@@ -71,7 +71,7 @@ class Pending:
         try:
             works = issue()
         except RuntimeError as error:
-            raise label.refused(error) from error
+            raise label.refused(doing, error) from error
         self._works = works if isinstance(works, list) else [works]
         self._number = next(_numbers)
         _unfinished.setdefault(label.group, {})[self._number] = self._works

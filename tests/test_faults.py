@@ -69,8 +69,31 @@ def test_guarantee_7_a_rank_that_is_killed(collective: str) -> None:
         assert kind == "value", value
         message, seconds = value
         assert message.startswith(f"{collective} at site 'layer 7', rank {rank} of 3, failed while "), message
-        assert "a peer died, did not answer within the group's timeout" in message
+        # The connection is found closed by a wait, or by the next post where that is earlier.
+        waited = "a peer died, did not answer within the group's timeout" in message
+        assert waited or "could not be started, because a peer died" in message, message
         assert seconds < TIMEOUT.total_seconds() + 3
+
+
+def dead_before_the_call(victim: int) -> tuple[str, float]:
+    fap.all_reduce(torch.ones(1000), config=CONFIG)
+    if dist.get_rank() == victim:
+        os._exit(17)
+    time.sleep(1)  # its connections are closed by now: the first post of the call finds that out
+    return message_of("all_reduce")
+
+
+def test_guarantee_7_a_rank_that_died_before_the_call() -> None:
+    with Ranks(3, TIMEOUT) as ranks:
+        outcomes = ranks.outcomes(dead_before_the_call, 1, timeout=30)
+    assert outcomes[1] == ("died", 17)
+    for rank in (0, 2):
+        kind, value = outcomes[rank]
+        assert kind == "value", value
+        message, seconds = value
+        assert message.startswith(f"all_reduce at site 'layer 7', rank {rank} of 3, failed while "), message
+        assert "it could not be started, because a peer died" in message
+        assert seconds < TIMEOUT.total_seconds()
 
 
 def absent(agreed: bool) -> tuple[str, float]:
