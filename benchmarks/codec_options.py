@@ -25,12 +25,14 @@ from flash_allreduce_plugin import codec, ops
 from flash_allreduce_plugin.wire import Codec, Draw
 
 OPTIONS: dict[str, dict[str, bool]] = {
+    "compact": {"compact": True},
     "hadamard": {"hadamard": True},
     "stochastic": {"stochastic": True},
     "spikes": {"spikes": True},
     "mse": {"mse": True},
     "spikes, mse": {"spikes": True, "mse": True},
     "hadamard, mse": {"hadamard": True, "mse": True},
+    "compact, mse": {"compact": True, "mse": True},
 }
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")
 

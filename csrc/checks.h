@@ -21,6 +21,8 @@ inline void check_codec(int64_t bits, int64_t group_size, int64_t options) {
       !(options & kMse && options & kStochastic),
       "mse and stochastic rounding exclude each other: what lies outside of the range could not be rounded "
       "without a bias");
+  STD_TORCH_CHECK(!(options & kSymmetricCodes && options & kCompact),
+                  "symmetric and compact exclude each other: both say how the scale travels");
 }
 
 // [rows, columns] with contiguous rows.

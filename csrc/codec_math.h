@@ -13,6 +13,15 @@
 //                scale = bf16 rounded up (max |x| / half), at least 2^-126
 //                code  = rint(x * (1 / scale)) + half
 //                value = (code - half) * scale
+//   compact      scale = the least of 3 bits of mantissa for which an offset serves, at least 2^-120
+//                zero  = offset * 2^b / 32 * scale, offset -31 ... 0, the one that puts the middle of the
+//                codes
+//                        nearest to the middle of the group
+//                code, value as asymmetric, codes 0 ... 2^b - 1
+//                An offset serves if no element lies more than 7/16 of a step outside of the codes' values
+//                (not at all with stochastic rounding). The least scale of 3 bits that is as large as the
+//                group asks for, or the next one, has one: offsets are so close that 1/23 more is enough, and
+//                the next is 1/15 larger.
 //
 // Rounding the metadata outwards keeps every element inside the range of the codes, so nothing is clipped:
 // (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint removes.
@@ -76,17 +85,13 @@ FLASH_HD uint16_t bf16_round_up(float x) {
   return static_cast<uint16_t>((bits >> 16) + ((bits & 0xffffu) != 0 ? 1u : 0u));
 }
 
-FLASH_HD constexpr int code_half(int bits, bool symmetric) { return symmetric ? (1 << (bits - 1)) - 1 : 0; }
-
-FLASH_HD constexpr int code_levels(int bits, bool symmetric) {
-  return symmetric ? 2 * code_half(bits, true) : (1 << bits) - 1;
+FLASH_HD constexpr int code_half(int bits, Layout layout) {
+  return layout == Layout::kSymmetric ? (1 << (bits - 1)) - 1 : 0;
 }
 
-// What travels in front of a group's codes, as bf16 bit patterns.
-struct Metadata {
-  uint16_t scale;
-  uint16_t zero;
-};
+FLASH_HD constexpr int code_levels(int bits, Layout layout) {
+  return layout == Layout::kSymmetric ? 2 * code_half(bits, layout) : (1 << bits) - 1;
+}
 
 // The asymmetric zero point, a bf16 value. + 0 makes -0 and 0 the same bytes.
 FLASH_HD float group_zero(float lo) {
@@ -158,10 +163,18 @@ FLASH_HD float rounding_offset(uint32_t random) {
   return static_cast<float>(random) * (1.0f / 4096) + (0.5f / 4096 - 0.5f);
 }
 
-// The ranges that mse tries: how far inside, in steps, their lower and their upper end lie.
-constexpr int kRanges = 5;
-constexpr int kSymmetricRanges = 3;
+// The scale and the zero point of a group.
+struct Range {
+  float zero;
+  uint32_t scale;     // the bits as a float; NaN: it does not serve
+  uint32_t metadata;  // what travels, 2 or 4 bytes
+};
+
+// By how many steps the ends of a group may lie outside of the values of its codes.
 constexpr float kInside = 7.0f / 16;
+FLASH_HD constexpr float slack_of(int options) { return options & kStochastic ? 0.0f : kInside; }
+
+// ---- asymmetric and symmetric: how far inside, in steps, the lower and the upper end of each range lie
 FLASH_HD constexpr float inside_low(int range) {
   return range == 1 || range == 3 ? kInside : range == 4 ? kInside / 2 : 0.0f;
 }
@@ -170,13 +183,9 @@ FLASH_HD constexpr float inside_high(int range) {
 }
 FLASH_HD constexpr float inside_symmetric(int range) { return static_cast<float>(range) * (kInside / 2); }
 
-struct Range {
-  float zero;
-  uint32_t scale;  // the bits as a float
-};
-
-// Candidate `range` of a group between lo and hi; 0 is the whole one. A scale of NaN: it does not serve.
-FLASH_HD Range candidate(int range, float lo, float hi, int levels, int half, bool symmetric) {
+FLASH_HD Range wide_candidate(int range, float lo, float hi, int bits, Layout layout) {
+  const bool symmetric = layout == Layout::kSymmetric;
+  const int levels = code_levels(bits, layout), half = code_half(bits, layout);
   Range r;
   if (symmetric) {
     r.zero = 0.0f;
@@ -198,7 +207,82 @@ FLASH_HD Range candidate(int range, float lo, float hi, int levels, int half, bo
     const float high_code = static_cast<float>(symmetric ? half : levels);
     if (!(first >= low_code && last <= high_code)) r.scale = kNaNBits;
   }
+  r.metadata = (r.scale >> 16) | float_bits(r.zero);
   return r;
+}
+
+// ---- compact: a scale, and the nearest offset to the one that lies in the middle or its neighbours
+constexpr uint32_t kMinCompactBits = 0x03800000u;  // 2^-120: an offset's part of it is no subnormal
+constexpr uint32_t kCompactStep = 0x00100000u;     // from a scale to the next
+constexpr int kOffsets = 32;
+
+// In steps, from an offset to the next.
+FLASH_HD constexpr float offset_unit(int bits) { return static_cast<float>(1 << bits) / kOffsets; }
+
+FLASH_HD constexpr float offset_shift(int range) {
+  return range % 3 == 1 ? 1.0f : range % 3 == 2 ? -1.0f : 0.0f;
+}
+
+FLASH_HD Range with_offset(uint32_t scale, float shift, float lo, float hi, int bits, float slack) {
+  const float levels = static_cast<float>(code_levels(bits, Layout::kCompact));
+  const float unit = offset_unit(bits), inverse = 1.0f / bits_float(scale);
+  const float middle = ((lo * 0.5f + hi * 0.5f) * inverse - levels * 0.5f) * (1.0f / unit);
+  const float nearest = middle + kRoundMagic - kRoundMagic + shift;
+  const float offset = nearest < 1 - kOffsets ? 1 - kOffsets : nearest > 0.0f ? 0.0f : nearest;
+  Range r;
+  r.zero = offset * unit * bits_float(scale);
+  const bool serves = (lo - r.zero) * inverse >= -slack && (hi - r.zero) * inverse <= levels + slack;
+  r.scale = serves ? scale : kNaNBits;
+  const uint32_t number = float_bits(offset + (kRoundMagic + (kOffsets - 1)));  // 0 ... 31 in its last bits
+  r.metadata = (r.scale >> 16) | (number & 15u) | (number & 16u) << 11;
+  return r;
+}
+
+FLASH_HD Range compact_candidate(int range, float lo, float hi, int bits, float slack) {
+  const float levels = static_cast<float>(code_levels(bits, Layout::kCompact));
+  const float spread = (hi - lo) / (levels + 2 * slack);
+  const float below = -lo / (offset_unit(bits) * (kOffsets - 1) + slack);
+  const float above = hi / (levels + slack);
+  const float most = below > spread ? below : spread;
+  const float least = above > most ? above : most;  // a scale below it has no offset that serves
+  const uint32_t up = (float_bits(least) + (kCompactStep - 1)) & ~(kCompactStep - 1);
+  const uint32_t served = up < kMinCompactBits ? kMinCompactBits : up;
+  const uint32_t first = served >= kInfBits ? kNaNBits : served;
+  const Range r = with_offset(first, 0.0f, lo, hi, bits, slack);
+  const uint32_t scale = r.scale == kNaNBits ? first + kCompactStep : first;
+  if (range != 0) {
+    return with_offset(range < 3 ? scale : scale + kCompactStep, offset_shift(range), lo, hi, bits, slack);
+  }
+  const Range next = with_offset(first + kCompactStep, 0.0f, lo, hi, bits, slack);
+  const bool serves = r.scale != kNaNBits;
+  return {serves ? r.zero : next.zero, serves ? r.scale : next.scale, serves ? r.metadata : next.metadata};
+}
+
+// The ranges that mse tries.
+constexpr int kMostRanges = 6;
+FLASH_HD constexpr int ranges_of(Layout layout) {
+  return layout == Layout::kSymmetric ? 3 : layout == Layout::kCompact ? 6 : 5;
+}
+
+// Range `range` of a group between lo and hi. The first is the one without a search. slack: see slack_of.
+FLASH_HD Range candidate(int range, float lo, float hi, int bits, Layout layout, float slack) {
+  return layout == Layout::kCompact ? compact_candidate(range, lo, hi, bits, slack)
+                                    : wide_candidate(range, lo, hi, bits, layout);
+}
+
+// What travels in front of a group's codes.
+struct Metadata {
+  float scale;
+  float zero;
+};
+
+FLASH_HD Metadata read_metadata(const uint8_t* record, int bits, Layout layout) {
+  uint32_t word = 0;
+  memcpy(&word, record, static_cast<size_t>(spikes_offset(options_of(layout))));
+  if (layout != Layout::kCompact) return {bits_float(word << 16), bits_float(word & 0xffff0000u)};
+  const float scale = bits_float((word & 0x7ff0u) << 16);
+  const int offset = static_cast<int>((word & 15u) | (word >> 11 & 16u)) - (kOffsets - 1);
+  return {scale, static_cast<float>(offset) * offset_unit(bits) * scale};
 }
 
 // The error of an element, squared, in (1/256 of a step)^2: a whole number up to 2^14.

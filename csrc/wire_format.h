@@ -7,8 +7,14 @@
 //
 //   asymmetric   | scale bf16 | zero bf16 | spikes | plane | plane | plane |
 //   symmetric    | scale bf16 |             spikes | plane | plane | plane |
+//   compact      | both       |             spikes | plane | plane | plane |
 //                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that are
 //                  there
+//
+//   compact, scale and zero point in one word: a bf16 scale of 3 bits of mantissa, in whose sign and last
+//   bits the zero point travels, a multiple of 1/32 of the range of the codes (codec_math.h)
+//                | bit 4 of the multiple | exponent, 8 bits | mantissa, 3 bits | bits 3 to 0 of the multiple
+//                |
 //
 //   spikes, only with spike reserving, the group's extremes and where they are:
 //                | least bf16 | greatest bf16 | place of the least | place of the greatest |
@@ -48,8 +54,23 @@ enum Option : int {
   kHadamard = 4,
   kMse = 8,
   kStochastic = 16,
-  kAllOptions = 31
+  kCompact = 32,
+  kAllOptions = 63
 };
+
+// How a group's scale and zero point travel.
+enum class Layout : int { kAsymmetric, kSymmetric, kCompact };
+
+FLASH_HD constexpr Layout layout_of(int options) {
+  return options & kSymmetricCodes ? Layout::kSymmetric
+         : options & kCompact      ? Layout::kCompact
+                                   : Layout::kAsymmetric;
+}
+
+FLASH_HD constexpr int options_of(Layout layout) {
+  return layout == Layout::kSymmetric ? kSymmetricCodes : layout == Layout::kCompact ? kCompact : 0;
+}
+
 constexpr int kMinBits = 2;
 constexpr int kMaxBits = 8;
 constexpr int kMinGroupSize = 32;
@@ -64,7 +85,9 @@ FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
 FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 1 : 2; }
 
 // Bytes from the start of a record to its spikes, and to its planes.
-FLASH_HD constexpr int spikes_offset(int options) { return options & kSymmetricCodes ? 2 : 4; }
+FLASH_HD constexpr int spikes_offset(int options) {
+  return layout_of(options) == Layout::kAsymmetric ? 4 : 2;
+}
 
 FLASH_HD constexpr int metadata_bytes(int group_size, int options) {
   return spikes_offset(options) + (options & kSpikes ? 4 + 2 * place_bytes(group_size) : 0);

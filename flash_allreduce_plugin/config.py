@@ -98,6 +98,7 @@ class FlashConfig(BaseModel):
         128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
     )
     symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
+    compact: bool = _field(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
     range: Literal["min-max", "mse"] = _field(
         "min-max", '"min-max" or "mse"', "mse: of five ranges of each group, the one with the least squared error"
     )
@@ -177,6 +178,15 @@ class FlashConfig(BaseModel):
             raise PydanticCustomError("not_yet", "not available yet")
         return value
 
+    @field_validator("compact", mode="after")
+    @classmethod
+    def _refuse_two_layouts(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("symmetric"):
+            raise PydanticCustomError(
+                "combination", "excludes symmetric=True, which sends no zero point at all; drop one of the two"
+            )
+        return value
+
     @field_validator("rounding", mode="after")
     @classmethod
     def _refuse_biased(cls, value: str, info: ValidationInfo) -> str:
@@ -216,6 +226,7 @@ class FlashConfig(BaseModel):
             hadamard=self.hadamard,
             mse=self.range == "mse",
             stochastic=self.rounding == "stochastic",
+            compact=self.compact,
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:

@@ -15,6 +15,9 @@ _NAN_SCALE = 0x7FC0  # bf16: this group held a value that is not finite
 _MIN_SCALE = 0x0080  # bf16: 2^-126, whose inverse is finite
 _INF = 0x7F80  # bf16
 _M32 = 0xFFFFFFFF
+_OFFSETS = 32  # compact: zero points that a scale can have
+_COMPACT_STEP = 0x10  # bf16: from a scale of 3 bits of mantissa to the next
+_MIN_COMPACT_SCALE = 0x0380  # bf16: 2^-120
 
 # By how many steps the ends of a range lie inside of the group's own, (lower, upper); the whole range is tried first.
 _INSIDE = 7 / 16
@@ -47,7 +50,7 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
         x, spikes = _without_spikes(x, codec)
         lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
     low, high = x.amin(-1), x.amax(-1)
-    zero, scale = _best_range(x, low, high, codec) if codec.mse else _range(low, high, codec)
+    zero, scale, *offset = _best_range(x, low, high, codec) if codec.mse else _ranges(low, high, codec, 1)[0]
     lost = lost | ~scale.isfinite()
 
     t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
@@ -55,7 +58,11 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
         t = t + _rounding_offsets(x, draw)
     codes = torch.where(lost.unsqueeze(-1), 0.0, t.round() + _half(codec)).to(torch.int32)
 
-    words = [_upper(scale)] if codec.symmetric else [_upper(scale), _upper(zero)]
+    if codec.compact:
+        number = torch.where(lost, 0, offset[0] + (_OFFSETS - 1)).to(torch.int32)
+        words = [_upper(scale) | (number & 15) | (number >> 4) << 15]
+    else:
+        words = [_upper(scale)] if codec.symmetric else [_upper(scale), _upper(zero)]
     words += spikes[:2]
     bytes_ = [_two_bytes(word) for word in words]
     bytes_ += [place.unsqueeze(-1) if codec.place_bytes == 1 else _two_bytes(place) for place in spikes[2:]]
@@ -91,23 +98,58 @@ def _range(low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] 
     return zero, _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
 
 
-def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
+def _ranges(low: Tensor, high: Tensor, codec: Codec, count: int = 6) -> list[tuple[Tensor, ...]]:
+    """The first `count` ranges that mse tries, zero point and scale of each; compact, the offset too.
+
+    A scale of NaN: it does not serve. The first one serves wherever any does.
+    """
+    if codec.compact:
+        return _compact_ranges(low, high, codec)[:count]
+    ranges: list[tuple[Tensor, ...]] = [_range(low, high, codec)]
+    for inside in (_SYMMETRIC_RANGES if codec.symmetric else _RANGES)[: count - 1]:
+        zero, scale = _range(low, high, codec, inside)
+        inverse = torch.reciprocal(scale)
+        first, last = ((low - zero) * inverse).round(), ((high - zero) * inverse).round()
+        serves = (first >= -_half(codec)) & (last <= (_half(codec) if codec.symmetric else _levels(codec)))
+        ranges.append((zero, torch.where(serves, scale, torch.nan)))
+    return ranges
+
+
+def _compact_ranges(low: Tensor, high: Tensor, codec: Codec) -> list[tuple[Tensor, ...]]:
+    slack = 0.0 if codec.stochastic else _INSIDE
+    levels, unit = _levels(codec), (1 << codec.bits) / _OFFSETS
+    spread = (high - low) / (levels + 2 * slack)
+    below, above = -low / (unit * (_OFFSETS - 1) + slack), high / (levels + slack)
+    least = torch.where(below > spread, below, spread)
+    least = torch.where(above > least, above, least)
+    upper, lower = _bits(least)
+    up = (upper + (_COMPACT_STEP - 1) + (lower != 0).int()) & ~(_COMPACT_STEP - 1)
+    up = torch.where((up >= _INF) | least.isnan(), _NAN_SCALE, up.clamp(min=_MIN_COMPACT_SCALE))
+
+    def with_offset(scale_bits: Tensor, shift: int) -> tuple[Tensor, ...]:
+        scale = _from_bf16(scale_bits)
+        inverse = torch.reciprocal(scale)
+        middle = ((low * 0.5 + high * 0.5) * inverse - levels * 0.5) * (1 / unit)
+        offset = (middle.round() + shift).clamp(1 - _OFFSETS, 0)
+        zero = offset * unit * scale
+        serves = ((low - zero) * inverse >= -slack) & ((high - zero) * inverse <= levels + slack)
+        return zero, torch.where(serves, scale, torch.nan), offset
+
+    first = up + with_offset(up, 0)[1].isnan().int() * _COMPACT_STEP
+    return [with_offset(first + step, shift) for step in (0, _COMPACT_STEP) for shift in (0, 1, -1)]
+
+
+def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, ...]:
     """The first of several ranges with the least sum of squared errors."""
-    half, levels = _half(codec), _levels(codec)
-    zero, scale = _range(low, high, codec)
-    whole, least = scale, _sum_of_errors(x, zero, scale)
-    for inside in _SYMMETRIC_RANGES if codec.symmetric else _RANGES:
-        zero_, scale_ = _range(low, high, codec, inside)
-        inverse = torch.reciprocal(scale_)
-        first, last = ((low - zero_) * inverse).round(), ((high - zero_) * inverse).round()
-        inside_codes = (first >= -half) & (last <= (half if codec.symmetric else levels))
-        ratio = scale_ / whole
-        error = _sum_of_errors(x, zero_, scale_) * (ratio * ratio)
-        better = inside_codes & (error < least)
-        zero, scale, least = (
-            torch.where(better, new, old) for new, old in ((zero_, zero), (scale_, scale), (error, least))
-        )
-    return zero, scale
+    best, *others = _ranges(low, high, codec)
+    whole, least = best[1], _sum_of_errors(x, *best[:2])
+    for other in others:
+        ratio = other[1] / whole
+        error = _sum_of_errors(x, *other[:2]) * (ratio * ratio)
+        better = error < least
+        best = tuple(torch.where(better, new, old) for new, old in zip(other, best, strict=True))
+        least = torch.where(better, error, least)
+    return best
 
 
 def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
@@ -230,8 +272,13 @@ def _values(payload: Tensor, codec: Codec) -> Tensor:
         at += width
         return bytes_ if width == 1 else bytes_[..., :1] | bytes_[..., 1:] << 8
 
-    scale = _from_bf16(word())
-    zero = torch.zeros_like(scale) if codec.symmetric else _from_bf16(word())
+    scale_bits = word()
+    scale = _from_bf16(scale_bits & 0x7FF0 if codec.compact else scale_bits)
+    if codec.compact:
+        offset = (scale_bits & 15 | scale_bits >> 11 & 16) - (_OFFSETS - 1)
+        zero = offset.float() * ((1 << codec.bits) / _OFFSETS) * scale
+    else:
+        zero = torch.zeros_like(scale) if codec.symmetric else _from_bf16(word())
     spikes = [_from_bf16(word()), _from_bf16(word())] if codec.spikes else []
     places = [word(codec.place_bytes).long() & (codec.group_size - 1) for _ in spikes]
     codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=payload.device)

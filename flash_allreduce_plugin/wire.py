@@ -28,6 +28,7 @@ class Codec:
         hadamard: each group is rotated before it is quantized, and back after the sum.
         mse: of several ranges, the one with the least squared error; otherwise the group's whole range.
         stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
+        compact: scale and zero point share two bytes, the zero point one of 32 multiples of the scale.
     """
 
     bits: int
@@ -37,11 +38,12 @@ class Codec:
     hadamard: bool = False
     mse: bool = False
     stochastic: bool = False
+    compact: bool = False
 
     @property
     def options(self) -> int:
         """The options as the compiled operators take them (csrc/wire_format.h)."""
-        flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic)
+        flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic, self.compact)
         return sum(1 << i for i, flag in enumerate(flags) if flag)
 
     @property
@@ -51,9 +53,9 @@ class Codec:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of a record before its planes: scale and zero point (bfloat16 each), spikes and their places."""
+        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places."""
         spikes = 2 * (2 + self.place_bytes) if self.spikes else 0
-        return (2 if self.symmetric else 4) + spikes
+        return (2 if self.symmetric or self.compact else 4) + spikes
 
     @property
     def record_bytes(self) -> int:

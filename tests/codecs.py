@@ -13,6 +13,7 @@ from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(2, 9)
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
+LAYOUTS: tuple[dict[str, bool], ...] = ({}, {"symmetric": True}, {"compact": True})
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
 
 compiled = torch.ops.flash_allreduce

@@ -105,7 +105,7 @@ def test_the_greatest_element_is_quickreduce_lowest_code() -> None:
 
 
 def test_settings_are_all_there_under_names_of_their_own() -> None:
-    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 16
+    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 24
 
 
 def test_frontier_rises_and_keeps_to_the_budget() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,31 +15,37 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import ops, reference
 from flash_allreduce_plugin.wire import Codec
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, LENGTHS, Both, as_bytes, gaussian, hard_values, same_bits
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, LENGTHS, Both, as_bytes, gaussian, hard_values, same_bits
 from tests.golden.make import DRAW, FOLDER, values_of
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 
-codecs = st.builds(Codec, st.sampled_from(BITS), st.sampled_from(GROUP_SIZES), st.booleans())
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["asymmetric", "symmetric", "compact"])
+codecs = st.builds(
+    lambda bits, group_size, layout: Codec(bits, group_size, **layout),
+    st.sampled_from(BITS),
+    st.sampled_from(GROUP_SIZES),
+    st.sampled_from(LAYOUTS),
+)
 dtypes = st.sampled_from(DTYPES)
 
 
-@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+@layouts
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("bits", BITS)
-def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size: int, symmetric: bool) -> None:
-    both = Both(Codec(bits, group_size, symmetric))
+def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size: int, layout: dict[str, bool]) -> None:
+    both = Both(Codec(bits, group_size, **layout))
     for dtype in DTYPES:
         for numel in LENGTHS:
             payload = both.encode(gaussian(2, numel).to(dtype))
             both.decode(payload, numel, dtype)
 
 
-@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+@layouts
 @pytest.mark.parametrize("bits", BITS)
-def test_compiled_is_reference_for_hard_values(bits: int, symmetric: bool) -> None:
+def test_compiled_is_reference_for_hard_values(bits: int, layout: dict[str, bool]) -> None:
     for group_size in (32, 128, 1024):
-        both = Both(Codec(bits, group_size, symmetric))
+        both = Both(Codec(bits, group_size, **layout))
         # In rows, so that decode_sum adds hard values to one another.
         rows = torch.stack(list(hard_values(1100).values()))
         for dtype in DTYPES:
@@ -47,20 +54,20 @@ def test_compiled_is_reference_for_hard_values(bits: int, symmetric: bool) -> No
                 both.decode(payload, 1100, output)
             for first in (0, 3, 12, 15, 18):
                 both.decode_sum(payload[first : first + 3], 1100, dtype, factor=1 / 3)
-            both.decode_sum_encode(payload[:3], Codec(8, group_size, symmetric))
-            both.decode_sum_encode(payload[2:5], Codec(3, group_size, symmetric), factor=0.5)
+            both.decode_sum_encode(payload[:3], Codec(8, group_size, **layout))
+            both.decode_sum_encode(payload[2:5], Codec(3, group_size, **layout), factor=0.5)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_compiled_is_reference_for_sums_over_ranks(ranks: int) -> None:
-    for codec in (Codec(8, 128), Codec(4, 32), Codec(5, 256, True)):
+    for codec in (Codec(8, 128), Codec(4, 32), Codec(5, 256, symmetric=True), Codec(4, 64, compact=True)):
         both = Both(codec)
         for numel in LENGTHS:
             payloads = both.encode(gaussian(ranks, numel))
             for dtype in DTYPES:
                 both.decode_sum(payloads, numel, dtype, factor=1 / ranks)
             for bits in (2, 7, 8):
-                both.decode_sum_encode(payloads, Codec(bits, codec.group_size, codec.symmetric))
+                both.decode_sum_encode(payloads, replace(codec, bits=bits))
 
 
 def test_sums_are_taken_in_rank_order_in_float32() -> None:
@@ -119,7 +126,9 @@ def test_any_shape_and_stride_is_encoded_in_row_major_order(
             x = x.unsqueeze(0).expand(data.draw(st.integers(1, 3)), *x.shape)
         elif kind == "flip" and x.dim():
             x = x.flip(-1)
-    config = fap.FlashConfig(bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric)
+    config = fap.FlashConfig(
+        bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric, compact=codec.compact
+    )
     payload = fap.encode(x, config)
     assert torch.equal(payload, fap.encode(x.clone(memory_format=torch.contiguous_format).view(-1), config))
     decoded = fap.decode(payload, x.shape, dtype, config)
@@ -154,11 +163,11 @@ def test_the_payload_of_a_part_is_a_slice_of_the_payload_of_the_whole(codec: Cod
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, symmetric: bool) -> None:
+@layouts
+def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, layout: dict[str, bool]) -> None:
     for bits in BITS:
         for place in (0, 1, 127, 128, 200, 255, 256, 299):
-            both = Both(Codec(bits, 128, symmetric))
+            both = Both(Codec(bits, 128, **layout))
             clean = gaussian(1, 300)
             x = clean.clone()
             x[0, place] = value
@@ -169,8 +178,8 @@ def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, s
 
 
 def test_zeros_come_back_as_zeros_and_their_signs_do_not_travel() -> None:
-    for symmetric in (False, True):
-        both = Both(Codec(8, 32, symmetric))
+    for layout in LAYOUTS:
+        both = Both(Codec(8, 32, **layout))
         plus, minus = both.encode(torch.zeros(1, 32)), both.encode(-torch.zeros(1, 32))
         assert torch.equal(plus, minus)
         assert (both.decode(plus, 32) == 0).all()

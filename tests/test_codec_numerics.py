@@ -12,7 +12,7 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.quality import signal_and_noise
 from flash_allreduce_plugin.wire import Codec
-from tests.codecs import BITS, DTYPES, gaussian, hard_values
+from tests.codecs import BITS, DTYPES, LAYOUTS, gaussian, hard_values
 
 HARD = hard_values(2311)
 FINITE = [name for name, values in HARD.items() if values.isfinite().all()]
@@ -22,20 +22,26 @@ FITTING = [(name, dtype) for name in FINITE for dtype in DTYPES if HARD[name].to
 def metadata(payload: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
     """scale, zero of every group, float64, read from the payload as docs/wire_format.md draws it."""
     words = payload.view(-1, codec.record_bytes)[:, : codec.metadata_bytes].contiguous().view(torch.bfloat16)
+    if codec.compact:
+        word = words[:, 0].view(torch.int16).int() & 0xFFFF
+        scale = (word & 0x7FF0).to(torch.int16).view(torch.bfloat16).double()
+        return scale, ((word & 15) + 16 * (word >> 15) - 31) * 2.0**codec.bits / 32 * scale
     scale = words[:, 0].double()
     return scale, (torch.zeros_like(scale) if codec.symmetric else words[:, 1].double())
 
 
 def config_of(codec: Codec) -> fap.FlashConfig:
-    return fap.FlashConfig(bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric)
+    return fap.FlashConfig(
+        bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric, compact=codec.compact
+    )
 
 
 @pytest.mark.parametrize(("name", "dtype"), FITTING, ids=str)
 def test_guarantee_6_the_error_is_at_most_half_a_step_of_the_group(name: str, dtype: torch.dtype) -> None:
     x = HARD[name].to(dtype)
-    for symmetric in (False, True):
+    for layout in LAYOUTS:
         for bits in BITS:
-            codec = Codec(bits, 64, symmetric)
+            codec = Codec(bits, 64, **layout)
             payload = fap.encode(x, config_of(codec))
             decoded = fap.decode(payload, x.shape, torch.float32, config_of(codec)).double()
             scale, zero = (v.repeat_interleave(64)[: x.numel()] for v in metadata(payload, codec))
@@ -69,6 +75,33 @@ def test_guarantee_6_the_step_is_the_range_of_the_group_rounded_outwards(name: s
             if not symmetric:
                 assert (zero <= low)[served].all()
                 assert (low - zero <= low.abs() * 2.0**-7 + 2.0**-133)[served].all()
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_guarantee_6_a_compact_step_is_the_least_that_three_bits_of_mantissa_allow(name: str) -> None:
+    """Every end within 7/16 of a step of a code, at that scale or at the next; below it no offset could do that."""
+    groups = HARD[name][:2304].view(-1, 64).double()
+    low, high = groups.amin(1), groups.amax(1)
+    for bits in BITS:
+        codec = Codec(bits, 64, compact=True)
+        scale, zero = metadata(fap.encode(HARD[name][:2304], config_of(codec)), codec)
+        served = scale.isfinite()
+        levels, slack = 2**bits - 1, 7 / 16
+        least = torch.maximum((high - low) / (levels + 2 * slack), high / (levels + slack))
+        least = torch.maximum(least, -low / (31 * 2**bits / 32 + slack)).clamp(min=2.0**-120)
+        assert (scale >= least * (1 - 2.0**-22))[served].all()
+        assert (scale <= least * 1.125**2 * (1 + 2.0**-22))[served].all()
+        assert (low - zero >= -(slack + 1e-4) * scale)[served].all()
+        assert (high - zero <= (levels + slack + 1e-4) * scale)[served].all()
+
+
+@pytest.mark.parametrize(("bits", "floor"), [(4, 20.7), (3, 14.5), (2, 8.4)])
+def test_compact_groups_of_64_take_no_more_bytes_and_lose_less(bits: int, floor: float) -> None:
+    compact, plain = fap.FlashConfig(bits=bits, group_size=64, compact=True), fap.FlashConfig(bits=bits)
+    x = gaussian(1 << 18)
+    assert fap.payload_bytes(x.numel(), compact) == fap.payload_bytes(x.numel(), plain)
+    signal, noise = signal_and_noise(x, fap.decode(fap.encode(x, compact), x.shape, x.dtype, compact))
+    assert 10 * torch.tensor(signal / noise).log10() >= floor
 
 
 @pytest.mark.parametrize(("bits", "floor"), [(8, 44.4), (6, 32.2), (4, 19.9), (3, 13.2), (2, 5.9)])

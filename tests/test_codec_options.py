@@ -15,16 +15,16 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import codec as codec_
 from flash_allreduce_plugin import ops, reference
 from flash_allreduce_plugin.wire import Codec, Draw
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, LENGTHS, Both, gaussian, hard_values, same_bits
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, LENGTHS, Both, gaussian, hard_values, same_bits
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 
 DRAW = Draw(codec_.draw_key(3, 5), first_group=7, groups_a_row=1000)
 OPTIONS = [
-    {"symmetric": symmetric, "spikes": spikes, "hadamard": hadamard, **last}
-    for symmetric, spikes, hadamard in itertools.product((False, True), repeat=3)
+    {**layout, "spikes": spikes, "hadamard": hadamard, **last}
+    for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-    if spikes or hadamard or last
+    if spikes or hadamard or last or "compact" in layout
 ]
 NAMES = ["+".join(name for name, on in options.items() if on) for options in OPTIONS]
 
@@ -135,7 +135,12 @@ def test_guarantee_6_the_error_stays_below_half_a_step(options: dict[str, bool],
         quantized = reference._rotated(groups * reference._signs(g, x.device)) if codec.hadamard else groups
         low, high = quantized.amin(1), quantized.amax(1)
         largest = torch.maximum(low.abs(), high.abs())
-        step = (largest if codec.symmetric else high - low + largest / 128) / steps * (1 + 1 / 128) + 2.0**-126
+        if codec.compact:  # a scale of three bits: the next or the one after, with mse one more
+            spread = torch.maximum(high - low, torch.maximum(high, -low * steps / (31 * 2**bits / 32)))
+            step = spread / steps * 1.125 ** (3 if codec.mse else 2) + 2.0**-120
+        else:
+            spread = largest if codec.symmetric else high - low + largest / 128
+            step = spread / steps * (1 + 1 / 128) + 2.0**-126
         allowed = step * (1.0 if codec.stochastic else 0.5) + largest * 2.0**-20
         if codec.spikes:
             allowed = allowed + largest / 256
@@ -178,23 +183,22 @@ def test_rotation_spreads_what_is_constant_and_what_sticks_out(bits: int) -> Non
 
 
 @pytest.mark.parametrize("spikes", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_no_group_is_worse_with_a_searched_range(symmetric: bool, spikes: bool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes: bool) -> None:
     for bits in BITS:
         better = 0
         for values in ("gaussian", "one spike", "100 +- 0.1", "constant", "all 0"):
             x = hard_values(64 * 200)[values].view(1, -1)
             errors = [
-                (Both(of(bits, 64, symmetric=symmetric, spikes=spikes, mse=mse)).round_trip(x) - x)
-                .view(-1, 64)
-                .double()
+                (Both(of(bits, 64, **layout, spikes=spikes, mse=mse)).round_trip(x) - x).view(-1, 64).double()
                 for mse in (False, True)
             ]
             before, after = (error.square().sum(1) for error in errors)
             # Errors are counted in 1/256 of a step, and those of an element that stands in for spikes three times.
             assert (after <= before * (1.1 if spikes else 1.02) + 1e-12).all(), (bits, values)
             better += int((after < 0.98 * before).sum())
-        assert better > 60
+        # Compact ranges are narrow without a search; at 8 bits only the next scale differs.
+        assert better > (10 if "compact" in layout else 60)
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
@@ -248,11 +252,15 @@ def test_the_public_functions_take_the_options() -> None:
     assert not torch.equal(fap.encode(x, config, call=3), fap.encode(x, config, call=4))
 
 
-def test_a_searched_range_and_stochastic_rounding_exclude_each_other() -> None:
+def test_options_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(fap.ConfigError, match=r"compact=True excludes symmetric=True"):
+        fap.FlashConfig(symmetric=True, compact=True)
     with pytest.raises(fap.ConfigError, match=r"rounding='stochastic' excludes range=\"mse\""):
         fap.FlashConfig(range="mse", rounding="stochastic")
     payload = torch.empty(1, 36, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="exclude each other"):
+    with pytest.raises(RuntimeError, match="mse and stochastic rounding exclude each other"):
         torch.ops.flash_allreduce.encode(torch.zeros(1, 64), payload, 4, 64, 24)
-    with pytest.raises(RuntimeError, match="options is 32; expected 0 to 31"):
-        torch.ops.flash_allreduce.encode(torch.zeros(1, 64), payload, 4, 64, 32)
+    with pytest.raises(RuntimeError, match="symmetric and compact exclude each other"):
+        torch.ops.flash_allreduce.encode(torch.zeros(1, 64), payload, 4, 64, 33)
+    with pytest.raises(RuntimeError, match="options is 64; expected 0 to 63"):
+        torch.ops.flash_allreduce.encode(torch.zeros(1, 64), payload, 4, 64, 64)

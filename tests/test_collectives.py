@@ -28,6 +28,7 @@ CONFIGS = [
     INT4,
     {"bits": 3, "group_size": 32},
     {"bits": 6, "group_size": 256, "symmetric": True},
+    {"bits": 4, "group_size": 64, "compact": True},
     {"reduce_bits": 5, "gather_bits": 8, "group_size": 64},
     {"bits": 2, "group_size": 64, "spike_reserving": True, "range": "mse"},
     {"bits": 4, "hadamard": True},

@@ -97,6 +97,7 @@ OPTIONS: list[Case] = [
     {"hadamard": True},
     {"spike_reserving": True},
     {"symmetric": True, "group_size": 32},
+    {"compact": True, "group_size": 64},
     {"range": "mse"},
     {"rounding": "stochastic"},
     {"reduce_bits": 2, "gather_bits": 5},

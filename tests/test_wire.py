@@ -8,12 +8,13 @@ import torch
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import ops, wire
 from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
+from tests.codecs import LAYOUTS
 
 CODECS = [
-    Codec(bits, group_size, symmetric, spikes)
+    Codec(bits, group_size, **layout, spikes=spikes)
     for bits in range(MIN_BITS, MAX_BITS + 1)
     for group_size in GROUP_SIZES
-    for symmetric in (False, True)
+    for layout in LAYOUTS
     for spikes in (False, True)
 ]
 NUMELS = (0, 1, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 999_983, (1 << 31) + 5, 1 << 40)
@@ -35,16 +36,17 @@ def test_the_library_writes_this_wire_version() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_metadata_takes_4_bytes_a_group_or_2_symmetric_and_spikes_6_or_8_more(codec: Codec) -> None:
+def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_and_spikes_6_or_8_more(codec: Codec) -> None:
     overhead = codec.record_bytes - codec.group_size * codec.bits // 8
     spikes = (6 if codec.group_size <= 256 else 8) if codec.spikes else 0
-    assert overhead == codec.metadata_bytes == (2 if codec.symmetric else 4) + spikes
+    assert overhead == codec.metadata_bytes == (2 if codec.symmetric or codec.compact else 4) + spikes
     assert codec.bits_per_element == codec.bits + 8 * overhead / codec.group_size
 
 
 def test_int4_in_groups_of_128_takes_4_25_bits() -> None:
     assert Codec(4, 128).bits_per_element == 4.25
     assert Codec(4, 128, symmetric=True).bits_per_element == 4.125
+    assert Codec(4, 64, compact=True).bits_per_element == 4.25
 
 
 @pytest.mark.parametrize("numel", NUMELS)

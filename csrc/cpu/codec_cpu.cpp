@@ -50,15 +50,15 @@ const Kernels& kernels(int group_size) {
 }
 
 const CodecKernels& plain(const Codec& c) {
-  return kernels(c.group_size).plain[is_symmetric(c)][c.bits - kMinBits];
+  return kernels(c.group_size).plain[layout_index(c)][c.bits - kMinBits];
 }
 
 const CodecKernels& with_options(const Codec& c) {
-  return kernels(c.group_size).with_options[is_symmetric(c)][c.bits - kMinBits];
+  return kernels(c.group_size).with_options[layout_index(c)][c.bits - kMinBits];
 }
 
 Encode encoder(const Codec& c, int type) {
-  return (c.options & ~kSymmetricCodes ? with_options(c) : plain(c)).encode[type];
+  return (c.options & ~(kSymmetricCodes | kCompact) ? with_options(c) : plain(c)).encode[type];
 }
 
 // How the codes were chosen does not matter to it.

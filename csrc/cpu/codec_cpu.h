@@ -16,7 +16,7 @@ struct Codec {
   int64_t first_group = 0;
 };
 
-inline bool is_symmetric(const Codec& c) { return (c.options & kSymmetricCodes) != 0; }
+inline int layout_index(const Codec& c) { return static_cast<int>(layout_of(c.options)); }
 inline int64_t record_bytes(const Codec& c) { return record_bytes(c.bits, c.group_size, c.options); }
 
 // `count` payloads of the same elements, `stride` bytes apart, in rank order.
@@ -40,8 +40,8 @@ struct CodecKernels {
 };
 
 struct Kernels {
-  CodecKernels plain[2][kMaxBits - kMinBits + 1];         // [symmetric][bits - 2]: no other option
-  CodecKernels with_options[2][kMaxBits - kMinBits + 1];  // any options
+  CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option
+  CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
 };
 
 // Blocks of 16, 32 and 64 elements: the last is not for groups of 32.

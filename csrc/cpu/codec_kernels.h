@@ -328,42 +328,44 @@ struct Bounds {
 
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
 // way, group by group, so that memory is read at an even pace.
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, int next_count, Bounds& next,
                                const Codec& c, uint8_t* records) {
   using E = Element<kType>;
   const int g = c.group_size;
-  const int64_t record = record_bytes(kBits, g, kSymmetric);
-  constexpr int levels = code_levels(kBits, kSymmetric);
-  constexpr int half = code_half(kBits, kSymmetric);
+  const int64_t record = record_bytes(kBits, g, options_of(kLayout));
+  constexpr int levels = code_levels(kBits, kLayout);
+  constexpr int half = code_half(kBits, kLayout);
+  constexpr int front = spikes_offset(options_of(kLayout));
   alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
-  alignas(64) uint32_t scale[kBatch];  // the bits of the scale as a float
+  alignas(64) uint32_t scale[kBatch], metadata[kBatch];
   for (int j = 0; j < kBatch; j += kLanes) {
     store(lo + j, across<Least>(now.least + j));
     store(hi + j, across<Greatest>(now.greatest + j));
   }
   for (int j = 0; j < kBatch; ++j) {
-    zero[j] = kSymmetric ? 0.0f : group_zero(lo[j]);
-    scale[j] = group_scale(lo[j], hi[j], zero[j], static_cast<float>(kSymmetric ? half : levels), kSymmetric);
-    inverse[j] = 1.0f / bits_float(scale[j]);
+    const Range r = candidate(0, lo[j], hi[j], kBits, kLayout, kInside);
+    zero[j] = r.zero;
+    scale[j] = r.scale;
+    metadata[j] = r.metadata;
+    inverse[j] = 1.0f / bits_float(r.scale);
   }
   VecU largest = VecU{};
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
-    const uint32_t metadata = (scale[j] >> 16) | (kSymmetric ? 0u : float_bits(zero[j]));
-    __builtin_memcpy(out, &metadata, metadata_bytes(g, kSymmetric));
+    __builtin_memcpy(out, metadata + j, front);
     const VecF z = VecF{} + zero[j];
     const VecF inv = VecF{} + inverse[j];
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
         const VecF v = E::read(in + (i + l * kLanes) * E::kBytes);
-        const VecF t = (kSymmetric ? v : v - z) * inv + kRoundMagic;
+        const VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv + kRoundMagic;
         codes[l] = cast<VecU>(t) - (kRoundMagicBits - static_cast<uint32_t>(half));
         largest = codes[l] > largest ? codes[l] : largest;
       }
-      pack_block<kBits>(codes, g, i, out + metadata_bytes(g, kSymmetric));
+      pack_block<kBits>(codes, g, i, out + front);
     }
     if (j < next_count) bounds<kType>(in + count * g * E::kBytes, g, next.least[j], next.greatest[j]);
   }
@@ -372,12 +374,12 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   if (worst > static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
 }
 
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                   int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
   const int g = c.group_size;
-  const int64_t record = record_bytes(kBits, g, kSymmetric);
+  const int64_t record = record_bytes(kBits, g, options_of(kLayout));
   const int64_t whole = numel / g < end ? numel / g : end;
   const int batch = batch_of(g);
   const auto count_from = [=](int64_t i) {
@@ -389,9 +391,8 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
   }
   int now = 0;
   for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
-    encode_batch<kType, kBits, kSymmetric>(x + i * g * kBytes, count_from(i), bounds_of[now],
-                                           count_from(i + batch), bounds_of[now ^ 1], c,
-                                           payload + i * record);
+    encode_batch<kType, kBits, kLayout>(x + i * g * kBytes, count_from(i), bounds_of[now],
+                                        count_from(i + batch), bounds_of[now ^ 1], c, payload + i * record);
   }
   if (whole < end) {  // the ragged group, filled up with its first element
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
@@ -402,63 +403,60 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
     }
     Bounds& ragged = bounds_of[0];
     bounds<kType>(group, g, ragged.least[0], ragged.greatest[0]);
-    encode_batch<kType, kBits, kSymmetric>(group, 1, ragged, 0, ragged, c, payload + whole * record);
+    encode_batch<kType, kBits, kLayout>(group, 1, ragged, 0, ragged, c, payload + whole * record);
   }
 }
 
 // ---- decoding -----------------------------------------------------------------------------------------
 
 // The sum of one group over the payloads, in rank order, stored in the tensor's dtype.
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint8_t* y) {
   using E = Element<kType>;
   const int g = p.codec.group_size;
-  constexpr int half = code_half(kBits, kSymmetric);
-  const uint8_t* first = p.data + group * record_bytes(kBits, g, kSymmetric);
+  constexpr int half = code_half(kBits, kLayout);
+  constexpr int front = spikes_offset(options_of(kLayout));
+  const uint8_t* first = p.data + group * record_bytes(kBits, g, options_of(kLayout));
   for (int i = 0; i < g; i += kBlock) {
     VecF sums[4];
     for (VecF& sum : sums) sum = -VecF{};  // -0 + v is v, whatever the sign of a zero
     for (int64_t rank = 0; rank < p.count; ++rank) {
       const uint8_t* record = first + rank * p.stride;
-      uint16_t metadata[2] = {0, 0};
-      __builtin_memcpy(metadata, record, metadata_bytes(g, kSymmetric));
-      const float scale = bf16_to_float(metadata[0]);
-      const float zero = bf16_to_float(metadata[1]);
+      const Metadata m = read_metadata(record, kBits, kLayout);
       VecU codes[4];
-      unpack_block<kBits>(record + metadata_bytes(g, kSymmetric), g, i, codes);
+      unpack_block<kBits>(record + front, g, i, codes);
       for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
-        sums[l] = sums[l] + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero);
+        sums[l] = sums[l] + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero);
       }
     }
     for (int l = 0; l < 4; ++l) E::write(y + (i + l * kLanes) * E::kBytes, sums[l] * factor);
   }
 }
 
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 void decode_sum_range(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
                       int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
   const int g = p.codec.group_size;
   const int64_t whole = numel / g < end ? numel / g : end;
   for (int64_t i = begin; i < whole; ++i) {
-    sum_group<kType, kBits, kSymmetric>(p, i, factor, y + i * g * kBytes);
+    sum_group<kType, kBits, kLayout>(p, i, factor, y + i * g * kBytes);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_group<kType, kBits, kSymmetric>(p, whole, factor, group);
+    sum_group<kType, kBits, kLayout>(p, whole, factor, group);
     __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
   }
 }
 
 // ---- the table ----------------------------------------------------------------------------------------
 
-template <int kBits, bool kSymmetric>
+template <int kBits, Layout kLayout>
 constexpr CodecKernels kPlain = {
-    {encode_range<DType::kFloat32, kBits, kSymmetric>, encode_range<DType::kBFloat16, kBits, kSymmetric>,
-     encode_range<DType::kFloat16, kBits, kSymmetric>},
-    {decode_sum_range<DType::kFloat32, kBits, kSymmetric>,
-     decode_sum_range<DType::kBFloat16, kBits, kSymmetric>,
-     decode_sum_range<DType::kFloat16, kBits, kSymmetric>},
+    {encode_range<DType::kFloat32, kBits, kLayout>, encode_range<DType::kBFloat16, kBits, kLayout>,
+     encode_range<DType::kFloat16, kBits, kLayout>},
+    {decode_sum_range<DType::kFloat32, kBits, kLayout>, decode_sum_range<DType::kBFloat16, kBits, kLayout>,
+     decode_sum_range<DType::kFloat16, kBits, kLayout>},
 };
 
 }  // namespace

@@ -114,7 +114,7 @@ FLASH_INLINE void load_groups(const uint8_t* x, int count, const Codec& c, float
 // What is known of the groups of a batch.
 struct Groups {
   alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
-  alignas(64) uint32_t scale[kBatch];
+  alignas(64) uint32_t metadata[kBatch];
   uint16_t least[kBatch], greatest[kBatch];  // the spikes, bf16
   int least_at[kBatch], greatest_at[kBatch];
   bool lost[kBatch];
@@ -204,12 +204,12 @@ FLASH_INLINE void sums_of_errors(const float* x, int g, const Range* ranges, flo
   }
 }
 
-template <bool kSymmetric>
-FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi, int levels, int half) {
-  constexpr int count = kSymmetric ? kSymmetricRanges : kRanges;
+template <int kBits, Layout kLayout>
+FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi) {
+  constexpr int count = ranges_of(kLayout);
   Range ranges[count];
   float errors[count];
-  for (int r = 0; r < count; ++r) ranges[r] = candidate(r, lo, hi, levels, half, kSymmetric);
+  for (int r = 0; r < count; ++r) ranges[r] = candidate(r, lo, hi, kBits, kLayout, kInside);
   sums_of_errors<count>(x, g, ranges, errors);
   int best = 0;
   for (int r = 1; r < count; ++r) {
@@ -233,32 +233,32 @@ FLASH_INLINE void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
 
 // `count` groups of floats, count <= kBatch, to their records. number: of the first in its call. Overwrites
 // x.
-template <int kBits, bool kSymmetric>
+template <int kBits, Layout kLayout>
 void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t* records) {
   const int g = c.group_size;
   const int64_t record = record_bytes(c);
   const int planes = metadata_bytes(g, c.options);
-  constexpr int levels = code_levels(kBits, kSymmetric);
-  constexpr int half = code_half(kBits, kSymmetric);
+  constexpr int levels = code_levels(kBits, kLayout);
+  constexpr int half = code_half(kBits, kLayout);
+  constexpr int front = spikes_offset(options_of(kLayout));
+  const float slack = slack_of(c.options);
   alignas(64) uint32_t pairs[kMaxGroupSize / 2];
   Groups b = {};
   if (c.options & kSpikes) take_spikes(x, count, g, b);
   bounds_of(x, count, g, b);
   for (int j = 0; j < kBatch; ++j) {
-    const Range r = c.options & kMse && j < count
-                        ? best_range<kSymmetric>(x + j * g, g, b.lo[j], b.hi[j], levels, half)
-                        : candidate(0, b.lo[j], b.hi[j], levels, half, kSymmetric);
+    const Range r = c.options & kMse && j < count ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
+                                                  : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
     b.zero[j] = r.zero;
-    b.scale[j] = r.scale;
+    b.metadata[j] = r.metadata;
     b.inverse[j] = 1.0f / bits_float(r.scale);
   }
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const float* in = x + j * g;
-    const uint32_t metadata = (b.scale[j] >> 16) | (kSymmetric ? 0u : float_bits(b.zero[j]));
-    __builtin_memcpy(out, &metadata, static_cast<size_t>(spikes_offset(c.options)));
+    __builtin_memcpy(out, b.metadata + j, front);
     if (c.options & kSpikes) {
-      uint8_t* spikes = out + spikes_offset(c.options);
+      uint8_t* spikes = out + front;
       const uint16_t values[2] = {b.least[j], b.greatest[j]};
       __builtin_memcpy(spikes, values, sizeof values);
       if (place_bytes(g) == 1) {
@@ -279,7 +279,7 @@ void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t*
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
         const VecF v = load<VecF>(in + at);
-        VecF t = (kSymmetric ? v : v - z) * inv;
+        VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv;
         if (c.options & kStochastic) {  // element_random and rounding_offset, kLanes at once
           const VecU pair = load<VecU>(pairs + (at & (g / 2 - 1)));
           const VecU random = at < g / 2 ? pair >> 20 : (pair >> 4) & 0xfffu;
@@ -299,7 +299,7 @@ void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t*
   }
 }
 
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                          int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
@@ -311,7 +311,7 @@ void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_
   for (int64_t i = begin; i < whole; i += batch) {
     const int count = static_cast<int>(whole - i < batch ? whole - i : batch);
     load_groups<kType>(x + i * g * kBytes, count, c, groups);
-    encode_floats<kBits, kSymmetric>(groups, count, c, c.first_group + i, payload + i * record);
+    encode_floats<kBits, kLayout>(groups, count, c, c.first_group + i, payload + i * record);
   }
   if (whole < end) {  // the ragged group, filled up with its first element
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
@@ -321,27 +321,24 @@ void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_
       __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
     }
     load_groups<kType>(group, 1, c, groups);
-    encode_floats<kBits, kSymmetric>(groups, 1, c, c.first_group + whole, payload + whole * record);
+    encode_floats<kBits, kLayout>(groups, 1, c, c.first_group + whole, payload + whole * record);
   }
 }
 
 // ---- decoding -----------------------------------------------------------------------------------------
 
 // One rank's group added to sums [g]; the first one's is stored.
-template <int kBits, bool kSymmetric, bool kFirst>
+template <int kBits, Layout kLayout, bool kFirst>
 FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) {
-  constexpr int half = code_half(kBits, kSymmetric);
+  constexpr int half = code_half(kBits, kLayout);
   const int g = c.group_size;
-  uint16_t metadata[2] = {0, 0};
-  __builtin_memcpy(metadata, record, static_cast<size_t>(spikes_offset(c.options)));
-  const float scale = bf16_to_float(metadata[0]);
-  const float zero = bf16_to_float(metadata[1]);
-  const bool spikes = c.options & kSpikes && scale == scale;
+  const Metadata m = read_metadata(record, kBits, kLayout);
+  const bool spikes = c.options & kSpikes && m.scale == m.scale;
   uint16_t values[2] = {0, 0};
   int at[2] = {0, 0};
   float before[2] = {0, 0};
   if (spikes) {
-    const uint8_t* p = record + spikes_offset(c.options);
+    const uint8_t* p = record + spikes_offset(options_of(kLayout));
     __builtin_memcpy(values, p, sizeof values);
     for (int k = 0; k < 2; ++k) {
       uint16_t place = p[4 + k];
@@ -356,7 +353,7 @@ FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) 
     unpack_block<kBits>(planes, g, i, codes);
     for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
       float* sum = sums + i + l * kLanes;
-      const VecF value = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * scale + zero;
+      const VecF value = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero;
       store(sum, kFirst ? value : load<VecF>(sum) + value);
     }
   }
@@ -365,16 +362,16 @@ FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) 
   }
 }
 
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float factor, uint8_t* y) {
   using E = Element<kType>;
   const Codec& c = p.codec;
   const int g = c.group_size;
   alignas(64) float sums[kMaxGroupSize];
   const uint8_t* record = p.data + group * record_bytes(c);
-  add_group<kBits, kSymmetric, true>(record, c, sums);
+  add_group<kBits, kLayout, true>(record, c, sums);
   for (int64_t rank = 1; rank < p.count; ++rank) {
-    add_group<kBits, kSymmetric, false>(record + rank * p.stride, c, sums);
+    add_group<kBits, kLayout, false>(record + rank * p.stride, c, sums);
   }
   if (c.options & kHadamard) {
     for (int i = 0; i < g; i += kLanes) store(sums + i, rotated_lanes(load<VecF>(sums + i)));
@@ -388,42 +385,44 @@ FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float facto
   }
 }
 
-template <DType kType, int kBits, bool kSymmetric>
+template <DType kType, int kBits, Layout kLayout>
 void decode_sum_with_options(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
                              int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
   const int g = p.codec.group_size;
   const int64_t whole = numel / g < end ? numel / g : end;
   for (int64_t i = begin; i < whole; ++i) {
-    sum_with_options<kType, kBits, kSymmetric>(p, i, factor, y + i * g * kBytes);
+    sum_with_options<kType, kBits, kLayout>(p, i, factor, y + i * g * kBytes);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_with_options<kType, kBits, kSymmetric>(p, whole, factor, group);
+    sum_with_options<kType, kBits, kLayout>(p, whole, factor, group);
     __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
   }
 }
 
 // ---- the table ----------------------------------------------------------------------------------------
 
-template <int kBits, bool kSymmetric>
+template <int kBits, Layout kLayout>
 constexpr CodecKernels kOptions = {
-    {encode_with_options<DType::kFloat32, kBits, kSymmetric>,
-     encode_with_options<DType::kBFloat16, kBits, kSymmetric>,
-     encode_with_options<DType::kFloat16, kBits, kSymmetric>},
-    {decode_sum_with_options<DType::kFloat32, kBits, kSymmetric>,
-     decode_sum_with_options<DType::kBFloat16, kBits, kSymmetric>,
-     decode_sum_with_options<DType::kFloat16, kBits, kSymmetric>},
+    {encode_with_options<DType::kFloat32, kBits, kLayout>,
+     encode_with_options<DType::kBFloat16, kBits, kLayout>,
+     encode_with_options<DType::kFloat16, kBits, kLayout>},
+    {decode_sum_with_options<DType::kFloat32, kBits, kLayout>,
+     decode_sum_with_options<DType::kBFloat16, kBits, kLayout>,
+     decode_sum_with_options<DType::kFloat16, kBits, kLayout>},
 };
 
-#define FLASH_WIDTHS(table, symmetric)                                                 \
-  {table<2, symmetric>, table<3, symmetric>, table<4, symmetric>, table<5, symmetric>, \
-   table<6, symmetric>, table<7, symmetric>, table<8, symmetric>}
+#define FLASH_WIDTHS(table, layout)                                                                        \
+  {table<2, Layout::layout>, table<3, Layout::layout>, table<4, Layout::layout>, table<5, Layout::layout>, \
+   table<6, Layout::layout>, table<7, Layout::layout>, table<8, Layout::layout>}
+#define FLASH_LAYOUTS(table) \
+  {FLASH_WIDTHS(table, kAsymmetric), FLASH_WIDTHS(table, kSymmetric), FLASH_WIDTHS(table, kCompact)}
 
-constexpr Kernels kTable = {{FLASH_WIDTHS(kPlain, false), FLASH_WIDTHS(kPlain, true)},
-                            {FLASH_WIDTHS(kOptions, false), FLASH_WIDTHS(kOptions, true)}};
+constexpr Kernels kTable = {FLASH_LAYOUTS(kPlain), FLASH_LAYOUTS(kOptions)};
 
 #undef FLASH_WIDTHS
+#undef FLASH_LAYOUTS
 #undef FLASH_INLINE
 
 }  // namespace

@@ -56,6 +56,9 @@ OPTIONS = [
     {"mse": True},
     {"stochastic": True},
     {"hadamard": True, "symmetric": True, "stochastic": True},
+    {"compact": True},
+    {"compact": True, "spikes": True, "mse": True},
+    {"compact": True, "stochastic": True},
 ]
 DRAW = Draw(key=-1234567890123456789, first_group=3)
 
@@ -71,7 +74,9 @@ def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
         "bits": codec.bits,
         "group_size": codec.group_size,
         "symmetric": codec.symmetric,
-        "options": {name: True for name in ("spikes", "hadamard", "mse", "stochastic") if getattr(codec, name)},
+        "options": {
+            name: True for name in ("spikes", "hadamard", "mse", "stochastic", "compact") if getattr(codec, name)
+        },
         "dtype": dtype,
         "input": input,
         "payload": bytes(payload[0].tolist()).hex(),

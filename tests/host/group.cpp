@@ -67,15 +67,15 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
     lo = x[i] < lo ? x[i] : lo;
     hi = x[i] > hi ? x[i] : hi;
   }
-  const bool symmetric = options & kSymmetricCodes;
-  const int half = code_half(bits, symmetric);
-  const int levels = code_levels(bits, symmetric);
-  const Range whole = candidate(0, lo, hi, levels, half, symmetric);
+  const Layout layout = layout_of(options);
+  const float slack = slack_of(options);
+  const int half = code_half(bits, layout);
+  const Range whole = candidate(0, lo, hi, bits, layout, slack);
   Range best = whole;
   if (options & kMse) {
     float error = sum_of_errors(x, group_size, whole);
-    for (int i = 1; i < (symmetric ? kSymmetricRanges : kRanges); ++i) {
-      const Range range = candidate(i, lo, hi, levels, half, symmetric);
+    for (int i = 1; i < ranges_of(layout); ++i) {
+      const Range range = candidate(i, lo, hi, bits, layout, slack);
       const float ratio = bits_float(range.scale) / bits_float(whole.scale);
       const float of_range = sum_of_errors(x, group_size, range) * (ratio * ratio);
       if (of_range < error) {
@@ -89,9 +89,7 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
     memcpy(record, &kNaNScale, sizeof kNaNScale);
     return;
   }
-  const uint16_t metadata[2] = {static_cast<uint16_t>(best.scale >> 16),
-                                static_cast<uint16_t>(float_bits(best.zero) >> 16)};
-  memcpy(record, metadata, static_cast<size_t>(spikes_offset(options)));
+  memcpy(record, &best.metadata, static_cast<size_t>(spikes_offset(options)));
   uint8_t* planes = record + metadata_bytes(group_size, options);
   const float inverse = 1.0f / bits_float(best.scale);
   const uint64_t of_group = group_key(key, number);
@@ -113,9 +111,8 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
 
 // record -> y [group_size].
 extern "C" void decode_group(const uint8_t* record, int bits, int group_size, int options, float* y) {
-  uint16_t metadata[2] = {0, 0};
-  memcpy(metadata, record, static_cast<size_t>(spikes_offset(options)));
-  const float scale = bf16_to_float(metadata[0]), zero = bf16_to_float(metadata[1]);
+  const Layout layout = layout_of(options);
+  const Metadata m = read_metadata(record, bits, layout);
   const uint8_t* planes = record + metadata_bytes(group_size, options);
   for (int i = 0; i < group_size; ++i) {
     uint32_t code = 0;
@@ -124,9 +121,9 @@ extern "C" void decode_group(const uint8_t* record, int bits, int group_size, in
       const uint32_t byte = planes[plane_offset(bits, width, group_size) + i * width / 8];
       code |= ((byte >> (i * width % 8)) & ((1u << width) - 1)) << plane_shift(bits, width);
     }
-    y[i] = decode_element(code, scale, zero, code_half(bits, options & kSymmetricCodes));
+    y[i] = decode_element(code, m.scale, m.zero, code_half(bits, layout));
   }
-  if (options & kSpikes && scale == scale) {
+  if (options & kSpikes && m.scale == m.scale) {
     const uint8_t* spikes = record + spikes_offset(options);
     uint16_t values[2];
     memcpy(values, spikes, sizeof values);
