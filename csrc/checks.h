@@ -5,7 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "wire_format.h"
+#include "codec_math.h"
 
 namespace flash_allreduce {
 
@@ -38,6 +38,42 @@ inline void check_payload(const Tensor& t, const char* name, int64_t rows, int64
   STD_TORCH_CHECK(t.scalar_type() == torch::headeronly::ScalarType::Byte, name, " is not uint8");
   STD_TORCH_CHECK(t.size(0) == rows, name, " has ", t.size(0), " rows; expected ", rows);
   STD_TORCH_CHECK(t.size(1) == bytes, name, " has ", t.size(1), " bytes a row; expected ", bytes);
+}
+
+// One a rank, each long enough for `bytes` bytes.
+inline void check_payloads(const Tensor& payloads, int64_t bytes) {
+  check_payload(payloads, "payloads", payloads.size(0), bytes);
+  STD_TORCH_CHECK(payloads.size(0) > 0, "payloads has no rows; expected one a rank");
+}
+
+inline void check_vector(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.dim() == 1 && t.is_contiguous(), name, " is not a contiguous vector");
+}
+
+// A payload of whole records; returns their number.
+inline int64_t check_records(const Tensor& payload, int64_t record) {
+  STD_TORCH_CHECK(payload.dim() == 1 && payload.is_contiguous() &&
+                      payload.scalar_type() == torch::headeronly::ScalarType::Byte,
+                  "payload is not a contiguous uint8 vector");
+  const int64_t groups = payload.size(0) / record;
+  STD_TORCH_CHECK(payload.size(0) == groups * record, "payload has ", payload.size(0),
+                  " bytes; expected a multiple of ", record);
+  return groups;
+}
+
+// The dtype of a tensor that is or will be quantized, as a number of DType.
+inline int element_type(const Tensor& t, const char* name) {
+  using torch::headeronly::ScalarType;
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return static_cast<int>(DType::kFloat32);
+    case ScalarType::BFloat16:
+      return static_cast<int>(DType::kBFloat16);
+    case ScalarType::Half:
+      return static_cast<int>(DType::kFloat16);
+    default:
+      STD_TORCH_CHECK(false, name, " has an unsupported dtype; expected float32, bfloat16 or float16");
+  }
 }
 
 }  // namespace flash_allreduce

@@ -51,6 +51,9 @@
 
 namespace flash_allreduce {
 
+// Of a tensor.
+enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
 constexpr uint16_t kNaNScale = 0x7fc0;           // bf16
 constexpr uint32_t kNaNBits = 0x7fc00000u;       // the one NaN that decoding writes
 constexpr uint32_t kInfBits = 0x7f800000u;       // |bits| at or above it: not finite
@@ -121,6 +124,26 @@ FLASH_HD float decode_element(uint32_t code, float scale, float zero, int half) 
 FLASH_HD uint16_t bf16_nearest(float x) {
   const uint32_t bits = float_bits(x);
   return x != x ? kNaNScale : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Half precision, as codec_kernels.h does it for vectors. Nearest even; 65520 and above become Inf.
+FLASH_HD float half_to_float(uint16_t h) {
+  const uint32_t exponent = (h & 0x7c00u) << 13;
+  const uint32_t normal = ((h & 0x7fffu) << 13) + (112u << 23);
+  uint32_t bits = normal;
+  if (exponent == 0) bits = float_bits(bits_float(normal + (1u << 23)) - bits_float(113u << 23));
+  if (exponent == (0x7c00u << 13)) bits = normal + (112u << 23);
+  return bits_float(bits | (h & 0x8000u) << 16);
+}
+
+FLASH_HD uint16_t half_nearest(float x) {
+  if (x != x) return 0x7e00u;
+  const uint32_t bits = float_bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t h = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  if (magnitude < (113u << 23)) h = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
+  if (magnitude >= 0x47800000u) h = 0x7c00u;
+  return static_cast<uint16_t>(h | ((bits >> 16) & 0x8000u));
 }
 
 FLASH_HD bool bf16_is_finite(uint16_t x) { return (x & 0x7f80u) != 0x7f80u; }
@@ -276,13 +299,18 @@ struct Metadata {
   float zero;
 };
 
-FLASH_HD Metadata read_metadata(const uint8_t* record, int bits, Layout layout) {
-  uint32_t word = 0;
-  memcpy(&word, record, static_cast<size_t>(spikes_offset(options_of(layout))));
+// word: the 2 or 4 bytes that travel.
+FLASH_HD Metadata metadata_of(uint32_t word, int bits, Layout layout) {
   if (layout != Layout::kCompact) return {bits_float(word << 16), bits_float(word & 0xffff0000u)};
   const float scale = bits_float((word & 0x7ff0u) << 16);
   const int offset = static_cast<int>((word & 15u) | (word >> 11 & 16u)) - (kOffsets - 1);
   return {scale, static_cast<float>(offset) * offset_unit(bits) * scale};
+}
+
+FLASH_HD Metadata read_metadata(const uint8_t* record, int bits, Layout layout) {
+  uint32_t word = 0;
+  memcpy(&word, record, static_cast<size_t>(spikes_offset(options_of(layout))));
+  return metadata_of(word, bits, layout);
 }
 
 // The error of an element, squared, in (1/256 of a step)^2: a whole number up to 2^14.

@@ -66,20 +66,6 @@ DecodeSum decoder(const Codec& c, int type) {
   return (c.options & (kSpikes | kHadamard) ? with_options(c) : plain(c)).decode_sum[type];
 }
 
-int element_type(const Tensor& t, const char* name) {
-  using torch::headeronly::ScalarType;
-  switch (t.scalar_type()) {
-    case ScalarType::Float:
-      return static_cast<int>(DType::kFloat32);
-    case ScalarType::BFloat16:
-      return static_cast<int>(DType::kBFloat16);
-    case ScalarType::Half:
-      return static_cast<int>(DType::kFloat16);
-    default:
-      STD_TORCH_CHECK(false, name, " has an unsupported dtype; expected float32, bfloat16 or float16");
-  }
-}
-
 Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
   check_codec(bits, group_size, options);
   return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
@@ -141,9 +127,8 @@ void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_siz
              });
 }
 
-Payloads check_payloads(const Tensor& payloads, int64_t numel, const Codec& codec) {
-  check_payload(payloads, "payloads", payloads.size(0), row_bytes(numel, codec));
-  STD_TORCH_CHECK(payloads.size(0) > 0, "payloads has no rows; expected one a rank");
+Payloads sources(const Tensor& payloads, int64_t numel, const Codec& codec) {
+  check_payloads(payloads, row_bytes(numel, codec));
   return {static_cast<const uint8_t*>(payloads.const_data_ptr()), payloads.size(0), payloads.stride(0),
           codec};
 }
@@ -151,10 +136,10 @@ Payloads check_payloads(const Tensor& payloads, int64_t numel, const Codec& code
 void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bits, int64_t group_size,
                 int64_t options) {
   const Codec codec = make_codec(bits, group_size, options);
-  STD_TORCH_CHECK(output.dim() == 1 && output.is_contiguous(), "output is not a contiguous vector");
+  check_vector(output, "output");
   const int type = element_type(output, "output");
   const int64_t numel = output.size(0);
-  const Payloads in = check_payloads(payloads, numel, codec);
+  const Payloads in = sources(payloads, numel, codec);
   auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
   const auto kernel = decoder(codec, type);
   for_groups(1, num_groups(numel, codec.group_size), codec.group_size,
@@ -171,14 +156,9 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   const Codec reduce = make_codec(reduce_bits, group_size, left);
   Codec gather = make_codec(gather_bits, group_size, left);
   gather.key = static_cast<uint64_t>(key);
-  STD_TORCH_CHECK(payload.dim() == 1 && payload.is_contiguous() &&
-                      payload.scalar_type() == torch::headeronly::ScalarType::Byte,
-                  "payload is not a contiguous uint8 vector");
   const int64_t record = record_bytes(gather);
-  const int64_t groups = payload.size(0) / record;
-  STD_TORCH_CHECK(payload.size(0) == groups * record, "payload has ", payload.size(0),
-                  " bytes; expected a multiple of ", record);
-  const Payloads in = check_payloads(payloads, groups * group_size, reduce);
+  const int64_t groups = check_records(payload, record);
+  const Payloads in = sources(payloads, groups * group_size, reduce);
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   const auto sum = decoder(reduce, static_cast<int>(DType::kFloat32));
   const auto encode = encoder(gather, static_cast<int>(DType::kFloat32));

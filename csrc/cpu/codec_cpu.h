@@ -5,8 +5,6 @@
 
 namespace flash_allreduce {
 
-enum class DType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-
 struct Codec {
   int bits;
   int group_size;

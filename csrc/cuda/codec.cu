@@ -1,0 +1,305 @@
+// The CUDA operators: launches of the warps of codec_warp.h on torch's current stream. Nothing synchronizes,
+// nothing allocates, so that a graph can capture them.
+//
+// A block is 8 warps, 8192 elements (Flash Communication, arXiv 2412.04964, section 4). An encoding block
+// makes its payload in shared memory and copies it out whole: 8192 elements are whole records and a multiple
+// of 16 bytes at every width, whatever the alignment of a record.
+//
+//   row of numel elements   | block 0: 8192      | block 1            | block 2, fewer |
+//                             warp 0 | 1 | ... 7
+//   shared memory             records of block 1, as they travel
+//   payload of the row      | 8192 / g records   | 8192 / g records   | the rest       |
+//
+// A decoding block has no shared memory: a lane reads its part of each rank's planes and writes 16 bytes at a
+// time.
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+
+#include <algorithm>
+
+#include "../checks.h"
+#include "codec_warp.h"
+
+namespace flash_allreduce {
+namespace {
+
+constexpr int kBlockWarps = 8;
+constexpr int kBlockThreads = kBlockWarps * kWarpLanes;
+constexpr int kBlockElements = kBlockWarps * kWarpElements;
+// Groups of 32 with 8 bits and spikes have the most.
+constexpr int kBlockBytes =
+    kBlockElements / kMinGroupSize * static_cast<int>(record_bytes(kMaxBits, kMinGroupSize, kSpikes));
+
+struct DeviceWarp {
+  Lane own;
+  int lane;
+
+  template <class F>
+  __device__ __forceinline__ void each(F f) {
+    f(lane, own);
+  }
+
+  template <class Get, class F>
+  __device__ __forceinline__ void exchange(int mask, Get get, F f) {
+    f(lane, own, __shfl_xor_sync(0xffffffffu, get(own), mask));
+  }
+
+  template <class Get, class F>
+  __device__ __forceinline__ void from_first(int lanes, Get get, F f) {
+    f(lane, own, __shfl_sync(0xffffffffu, get(own), lane & ~(lanes - 1)));
+  }
+};
+
+// Which groups are a block's.
+struct Span {
+  int64_t row;
+  int64_t first;  // group of the row
+  int64_t groups;
+
+  __device__ __forceinline__ Span(int64_t blocks_a_row, int64_t total, int group_size)
+      : row(blockIdx.x / blocks_a_row), first(blockIdx.x % blocks_a_row * (kBlockElements / group_size)) {
+    const int64_t left = total - first, whole = kBlockElements / group_size;
+    groups = left < whole ? left : whole;
+  }
+
+  // The first group of this thread's warp; there may be none.
+  __device__ __forceinline__ int64_t of_warp(int group_size) const {
+    return first + threadIdx.x / kWarpLanes * (kWarpElements / group_size);
+  }
+};
+
+__device__ __forceinline__ uint8_t* image_of_warp(uint8_t* image, const Form& form) {
+  return image + threadIdx.x / kWarpLanes * (kWarpElements / form.group_size) * form.record;
+}
+
+// By all threads of a block, from an address that 16 divides.
+__device__ __forceinline__ void copy_out(const uint8_t* from, uint8_t* to, int bytes) {
+  const bool words = reinterpret_cast<uintptr_t>(to) % sizeof(Words) == 0;
+  const int whole = words ? bytes / static_cast<int>(sizeof(Words)) * static_cast<int>(sizeof(Words)) : 0;
+  for (int i = threadIdx.x * static_cast<int>(sizeof(Words)); i < whole;
+       i += kBlockThreads * static_cast<int>(sizeof(Words))) {
+    put_words(to + i, get_words(from + i));
+  }
+  // What is left, or a payload that begins at an even address only, or at any.
+  const int step = reinterpret_cast<uintptr_t>(to) % 4 == 0   ? 4
+                   : reinterpret_cast<uintptr_t>(to) % 2 == 0 ? 2
+                                                              : 1;
+  const int stepped = whole + (bytes - whole) / step * step;
+  for (int i = whole + static_cast<int>(threadIdx.x) * step; i < stepped; i += kBlockThreads * step) {
+    put(to + i, get(from + i, step, step), step, step);
+  }
+  for (int i = stepped + static_cast<int>(threadIdx.x); i < bytes; i += kBlockThreads) to[i] = from[i];
+}
+
+struct Rows {
+  int64_t numel;
+  int64_t stride;  // bytes
+  bool fast;       // 16 divides the address of every row
+  int64_t blocks;  // a row
+};
+
+template <DType kType, bool kOptions>
+__global__ void __launch_bounds__(kBlockThreads)
+    encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, int64_t first_group,
+                  int64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
+  __shared__ alignas(16) uint8_t image[kBlockBytes];
+  const Span span(rows.blocks, num_groups(rows.numel, form.group_size), form.group_size);
+  const int64_t group = span.of_warp(form.group_size);
+  if (group < span.first + span.groups) {
+    DeviceWarp warp;
+    warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    warp_encode<kType, kOptions>(warp, form, x + span.row * rows.stride, rows.numel, rows.fast, group, key,
+                                 first_group + span.row * groups_a_row, image_of_warp(image, form));
+  }
+  __syncthreads();
+  copy_out(image, payload + span.row * payload_stride + span.first * form.record,
+           static_cast<int>(span.groups) * form.record);
+}
+
+// rows of output; each the sum of from.count payloads, those of the next row `row_stride` bytes further.
+template <DType kType, bool kOptions>
+__global__ void __launch_bounds__(kBlockThreads)
+    decode_kernel(Sources from, int64_t row_stride, Form form, float factor, uint8_t* y, Rows rows) {
+  const Span span(rows.blocks, num_groups(rows.numel, form.group_size), form.group_size);
+  const int64_t group = span.of_warp(form.group_size);
+  if (group >= span.first + span.groups) return;
+  from.data += span.row * row_stride;
+  DeviceWarp warp;
+  warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  warp_decode_sum<kType, kOptions>(warp, form, from, factor, y + span.row * rows.stride, rows.numel,
+                                   rows.fast, group);
+}
+
+template <bool kOptions>
+__global__ void __launch_bounds__(kBlockThreads)
+    decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
+                             uint64_t key, int64_t first_group, uint8_t* payload) {
+  __shared__ alignas(16) uint8_t image[kBlockBytes];
+  const Span span(gridDim.x, total, gather.group_size);
+  const int64_t group = span.of_warp(gather.group_size);
+  if (group < span.first + span.groups) {
+    DeviceWarp warp;
+    warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    warp_decode_sum_encode<kOptions>(warp, reduce, gather, from, factor, group, total, key, first_group,
+                                     image_of_warp(image, gather));
+  }
+  __syncthreads();
+  copy_out(image, payload + span.first * gather.record, static_cast<int>(span.groups) * gather.record);
+}
+
+// ---- launches -------------------------------------------------------------------------------------------
+
+// f(dtype, whether options are on), as constants.
+template <class F>
+void choose(int type, bool options, const F& f) {
+  const auto with = [&](auto t) {
+    options ? f(t, std::bool_constant<true>()) : f(t, std::bool_constant<false>());
+  };
+  if (type == static_cast<int>(DType::kFloat32)) with(std::integral_constant<DType, DType::kFloat32>());
+  if (type == static_cast<int>(DType::kBFloat16)) with(std::integral_constant<DType, DType::kBFloat16>());
+  if (type == static_cast<int>(DType::kFloat16)) with(std::integral_constant<DType, DType::kFloat16>());
+}
+
+Form make_form(int64_t bits, int64_t group_size, int64_t options) {
+  check_codec(bits, group_size, options);
+  return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
+}
+
+int64_t row_bytes(int64_t numel, const Form& form) {
+  return num_groups(numel, form.group_size) * form.record;
+}
+
+int64_t blocks_of(int64_t groups, const Form& form) {
+  const int64_t a_block = kBlockElements / form.group_size;
+  return (groups + a_block - 1) / a_block;
+}
+
+unsigned grid(int64_t blocks) {
+  STD_TORCH_CHECK(blocks < (int64_t{1} << 31), "a call of ", blocks, " blocks of 8192 elements is too large");
+  return static_cast<unsigned>(blocks);
+}
+
+cudaStream_t current_stream(const Tensor& t) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+void check_same_device(const Tensor& a, const Tensor& b) {
+  STD_TORCH_CHECK(a.is_cuda() && b.is_cuda() && a.get_device_index() == b.get_device_index(),
+                  "input and output are on different devices; expected one GPU");
+}
+
+// What the address and every stride in use is a multiple of, 16 at most.
+int64_t alignment(const void* data, int64_t rows, int64_t stride) {
+  const int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)) | (rows > 1 ? stride : 0) | 16;
+  return bits & -bits;
+}
+
+Rows rows_of(const Tensor& t, const void* data, int type, const Form& form) {
+  const int64_t stride = t.dim() == 2 ? t.stride(0) * (type == 0 ? 4 : 2) : 0;
+  const int64_t rows = t.dim() == 2 ? t.size(0) : 1, numel = t.size(t.dim() - 1);
+  return {numel, stride, alignment(data, rows, stride) == 16,
+          blocks_of(num_groups(numel, form.group_size), form)};
+}
+
+// Payloads [rows, bytes]: of `count` ranks, or one a row of the output.
+Sources sources_of(const Tensor& payloads, int64_t count, const Form& form) {
+  const auto* data = static_cast<const uint8_t*>(payloads.const_data_ptr());
+  const int64_t of_rows = alignment(data, payloads.size(0), payloads.stride(0));
+  const int64_t of_records = of_rows | form.record;
+  return {data, count, payloads.stride(0), static_cast<int>(std::min<int64_t>(of_records & -of_records, 4))};
+}
+
+void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, int64_t options,
+            int64_t key, int64_t first_group, int64_t groups_a_row) {
+  const Form form = make_form(bits, group_size, options);
+  check_same_device(input, payload);
+  check_rows(input, "input");
+  const int type = element_type(input, "input");
+  check_payload(payload, "payload", input.size(0), row_bytes(input.size(1), form));
+  const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
+  const Rows rows = rows_of(input, x, type, form);
+  if (input.size(0) * rows.blocks == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
+    encode_kernel<t.value, with_options.value>
+        <<<grid(input.size(0) * rows.blocks), kBlockThreads, 0, current_stream(input)>>>(
+            x, rows, form, static_cast<uint64_t>(key), first_group, groups_a_row,
+            static_cast<uint8_t*>(payload.mutable_data_ptr()), payload.stride(0));
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Rows of output, each of `count` payloads.
+void launch_decode(const Tensor& payloads, int64_t count, Tensor& output, float factor, const Form& form) {
+  const int type = element_type(output, "output");
+  auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
+  const Rows rows = rows_of(output, y, type, form);
+  const int64_t blocks = (output.dim() == 2 ? output.size(0) : 1) * rows.blocks;
+  if (blocks == 0) return;
+  const Sources from = sources_of(payloads, count, form);
+  const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
+  choose(type, (form.options & (kSpikes | kHadamard)) != 0, [&](auto t, auto with_options) {
+    decode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(
+        from, from.stride, form, factor, y, rows);
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_size, int64_t options) {
+  const Form form = make_form(bits, group_size, options);
+  check_same_device(payload, output);
+  check_rows(output, "output");
+  check_payload(payload, "payload", output.size(0), row_bytes(output.size(1), form));
+  launch_decode(payload, 1, output, 1.0f, form);
+}
+
+void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bits, int64_t group_size,
+                int64_t options) {
+  const Form form = make_form(bits, group_size, options);
+  check_same_device(payloads, output);
+  check_vector(output, "output");
+  check_payloads(payloads, row_bytes(output.size(0), form));
+  launch_decode(payloads, payloads.size(0), output, static_cast<float>(factor), form);
+}
+
+void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int64_t reduce_bits,
+                       int64_t gather_bits, int64_t group_size, int64_t options, int64_t key,
+                       int64_t first_group) {
+  // Rotating is linear: the sum of rotated groups is the rotated sum, and stays as it is.
+  const int64_t left = options & ~static_cast<int64_t>(kHadamard);
+  const Form reduce = make_form(reduce_bits, group_size, left),
+             gather = make_form(gather_bits, group_size, left);
+  check_same_device(payloads, payload);
+  const int64_t groups = check_records(payload, gather.record);
+  check_payloads(payloads, groups * reduce.record);
+  if (groups == 0) return;
+  const Sources from = sources_of(payloads, payloads.size(0), reduce);
+  const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
+  const auto launch = [&](auto with_options) {
+    decode_sum_encode_kernel<with_options.value>
+        <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
+            from, reduce, gather, static_cast<float>(factor), groups, static_cast<uint64_t>(key), first_group,
+            static_cast<uint8_t*>(payload.mutable_data_ptr()));
+  };
+  if (left & ~(kSymmetricCodes | kCompact)) {
+    launch(std::bool_constant<true>());
+  } else {
+    launch(std::bool_constant<false>());
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+}  // namespace
+}  // namespace flash_allreduce
+
+STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CUDA, m) {
+  m.impl("encode", TORCH_BOX(&flash_allreduce::encode));
+  m.impl("decode", TORCH_BOX(&flash_allreduce::decode));
+  m.impl("decode_sum", TORCH_BOX(&flash_allreduce::decode_sum));
+  m.impl("decode_sum_encode", TORCH_BOX(&flash_allreduce::decode_sum_encode));
+}

@@ -1,0 +1,621 @@
+// The codec as a warp does it. The same text for the device and, with the warp of tests/host/warp.cpp, for
+// the host, where every lane, shuffle and address is tested without a GPU. The arithmetic is codec_math.h's.
+//
+// A lane holds 32 elements of one group, four times 8 neighbours (16 bytes of bf16), so a group of g elements
+// has g / 32 lanes and a warp 1024 elements:
+//
+//   g = 128     lane 0        lane 1        lane 2        lane 3      | lane 4 ...
+//   x[0..7]     0  ...  7     8  ... 15     16 ... 23     24 ... 31   | the next group
+//   x[8..15]    32 ... 39     40 ... 47     48 ... 55     56 ... 63   |
+//   x[16..23]   64 ... 71     ...                                     |
+//   x[24..31]   96 ... 103    ...                         120 ... 127 |
+//
+// Bounds, errors and the worst code of a group are reduced by shuffles between its lanes. What a lane packs
+// of a plane of w bits is w bytes for each 8 elements, next to those of the lanes beside it.
+//
+// Code is written in phases, functions of one lane that a warp runs for each of its lanes, with shuffles
+// between them:
+//
+//   warp.each(f)                    f(lane, own)
+//   warp.exchange(mask, get, f)     f(lane, own, get of the lane whose number differs by mask)
+//   warp.from_first(lanes, get, f)  f(lane, own, get of the first lane of its group)
+#pragma once
+
+#include "../codec_math.h"
+
+namespace flash_allreduce {
+
+// A lane's elements are registers only where every index is known: loops over them are unrolled.
+#if defined(__CUDACC__)
+#define FLASH_UNROLL _Pragma("unroll")
+#else
+#define FLASH_UNROLL
+#endif
+
+constexpr int kWarpLanes = 32;
+constexpr int kLaneElements = 32;
+constexpr int kNeighbours = 8;
+constexpr int kWarpElements = kWarpLanes * kLaneElements;
+
+// What an encoding or a decoding is made of, the same for all groups of a row.
+struct Form {
+  int bits;
+  int group_size;
+  int options;
+  int record;  // bytes
+  int lanes;   // of a group
+
+  FLASH_HD Form(int bits_, int group_size_, int options_)
+      : bits(bits_),
+        group_size(group_size_),
+        options(options_),
+        record(static_cast<int>(record_bytes(bits_, group_size_, options_))),
+        lanes(group_size_ / kLaneElements) {}
+};
+
+struct Lane {
+  float x[kLaneElements];
+  float lo, hi;
+  uint32_t low_at, high_at;  // where they are in the group; kept for spikes
+  float least, greatest;     // the spikes
+  float stand_in;
+  Range range, best;
+  float error, least_error;
+  uint32_t codes[kLaneElements];
+  uint32_t worst;  // of the codes
+};
+
+// Where in its group element i of a lane is.
+FLASH_HD uint32_t place_of(int lane, int i, int lanes) {
+  return static_cast<uint32_t>((i / kNeighbours * lanes + (lane & (lanes - 1))) * kNeighbours +
+                               i % kNeighbours);
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------
+
+struct alignas(16) Words {
+  uint32_t w[4];
+};
+
+// A device faults where an address is not a multiple of what is read there; the host would not. It is told.
+#if !defined(FLASH_ALIGNED)
+#define FLASH_ALIGNED(p, bytes)
+#endif
+
+// n bytes, 1, 2 or 4, of an address that `align`, 1, 2 or 4, divides.
+FLASH_HD uint32_t get(const uint8_t* p, int n, int align) {
+  const int step = n < align ? n : align;
+  FLASH_ALIGNED(p, step);
+#if defined(__CUDA_ARCH__)
+  if (step == 4) return *reinterpret_cast<const uint32_t*>(p);
+  if (step == 2) {
+    const auto* half = reinterpret_cast<const uint16_t*>(p);
+    return n == 2 ? half[0] : half[0] | static_cast<uint32_t>(half[1]) << 16;
+  }
+#endif
+  uint32_t value = 0;
+  for (int i = 0; i < n; ++i) value |= static_cast<uint32_t>(p[i]) << (8 * i);
+  return value;
+}
+
+FLASH_HD void put(uint8_t* p, uint32_t value, int n, int align) {
+  const int step = n < align ? n : align;
+  FLASH_ALIGNED(p, step);
+#if defined(__CUDA_ARCH__)
+  if (step == 4) {
+    *reinterpret_cast<uint32_t*>(p) = value;
+    return;
+  }
+  if (step == 2) {
+    auto* half = reinterpret_cast<uint16_t*>(p);
+    half[0] = static_cast<uint16_t>(value);
+    if (n == 4) half[1] = static_cast<uint16_t>(value >> 16);
+    return;
+  }
+#endif
+  for (int i = 0; i < n; ++i) p[i] = static_cast<uint8_t>(value >> (8 * i));
+}
+
+FLASH_HD Words get_words(const uint8_t* p) {
+  FLASH_ALIGNED(p, 16);
+  Words words;
+#if defined(__CUDA_ARCH__)
+  words = *reinterpret_cast<const Words*>(p);
+#else
+  memcpy(&words, p, sizeof words);
+#endif
+  return words;
+}
+
+FLASH_HD void put_words(uint8_t* p, const Words& words) {
+  FLASH_ALIGNED(p, 16);
+#if defined(__CUDA_ARCH__)
+  *reinterpret_cast<Words*>(p) = words;
+#else
+  memcpy(p, &words, sizeof words);
+#endif
+}
+
+FLASH_HD constexpr int element_bytes(DType type) { return type == DType::kFloat32 ? 4 : 2; }
+
+template <DType kType>
+FLASH_HD float to_float(uint32_t bits) {
+  if constexpr (kType == DType::kFloat32) return bits_float(bits);
+  if constexpr (kType == DType::kBFloat16) return bits_float(bits << 16);
+  return half_to_float(static_cast<uint16_t>(bits));
+}
+
+// Rounded to nearest even, every NaN the same NaN.
+template <DType kType>
+FLASH_HD uint32_t from_float(float x) {
+  if constexpr (kType == DType::kFloat32) return float_bits(canonical_nan(x));
+  if constexpr (kType == DType::kBFloat16) return bf16_nearest(x);
+  return half_nearest(x);
+}
+
+// 8 neighbours; fast: at an address that 16 divides.
+template <DType kType>
+FLASH_HD void read_neighbours(const uint8_t* p, bool fast, float* x) {
+  constexpr int bytes = element_bytes(kType);
+  if (!fast) {
+    FLASH_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) x[k] = to_float<kType>(get(p + k * bytes, bytes, bytes));
+    return;
+  }
+  FLASH_UNROLL
+  for (int half = 0; half < bytes / 2; ++half) {
+    const Words words = get_words(p + 16 * half);
+    FLASH_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (bytes == 4) {
+        x[4 * half + i] = bits_float(words.w[i]);
+      } else {
+        x[2 * i] = to_float<kType>(words.w[i] & 0xffffu);
+        x[2 * i + 1] = to_float<kType>(words.w[i] >> 16);
+      }
+    }
+  }
+}
+
+template <DType kType>
+FLASH_HD void write_neighbours(uint8_t* p, bool fast, const float* x) {
+  constexpr int bytes = element_bytes(kType);
+  if (!fast) {
+    FLASH_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) put(p + k * bytes, from_float<kType>(x[k]), bytes, bytes);
+    return;
+  }
+  FLASH_UNROLL
+  for (int half = 0; half < bytes / 2; ++half) {
+    Words words;
+    FLASH_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (bytes == 4) {
+        words.w[i] = from_float<kType>(x[4 * half + i]);
+      } else {
+        words.w[i] = from_float<kType>(x[2 * i]) | from_float<kType>(x[2 * i + 1]) << 16;
+      }
+    }
+    put_words(p + 16 * half, words);
+  }
+}
+
+// The elements of a lane's group out of a row of `numel`; what a ragged group lacks is its first element.
+template <DType kType>
+FLASH_HD void load_lane(Lane& own, int lane, const Form& form, const uint8_t* row, int64_t numel,
+                        int64_t group, bool fast) {
+  constexpr int bytes = element_bytes(kType);
+  const int64_t first = group * form.group_size;
+  if (first + form.group_size <= numel) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; i += kNeighbours) {
+      read_neighbours<kType>(row + (first + place_of(lane, i, form.lanes)) * bytes, fast, own.x + i);
+    }
+    return;
+  }
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; ++i) {
+    const int64_t at = first + place_of(lane, i, form.lanes);
+    own.x[i] =
+        first < numel ? to_float<kType>(get(row + (at < numel ? at : first) * bytes, bytes, bytes)) : 0.0f;
+  }
+}
+
+template <DType kType>
+FLASH_HD void store_lane(const Lane& own, int lane, const Form& form, uint8_t* row, int64_t numel,
+                         int64_t group, bool fast) {
+  constexpr int bytes = element_bytes(kType);
+  const int64_t first = group * form.group_size;
+  if (first + form.group_size <= numel) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; i += kNeighbours) {
+      write_neighbours<kType>(row + (first + place_of(lane, i, form.lanes)) * bytes, fast, own.x + i);
+    }
+    return;
+  }
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; ++i) {
+    const int64_t at = first + place_of(lane, i, form.lanes);
+    if (at < numel) put(row + at * bytes, from_float<kType>(own.x[i]), bytes, bytes);
+  }
+}
+
+// ---- rotation -------------------------------------------------------------------------------------------
+
+FLASH_HD void flip(Lane& own, int lane, int lanes) {
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; ++i) {
+    if (rotation_flips(place_of(lane, i, lanes))) own.x[i] = -own.x[i];
+  }
+}
+
+// Sums and differences of elements of one lane, `stride` apart in it.
+FLASH_HD void butterfly(float* x, int stride) {
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; ++i) {
+    if (i & stride) continue;
+    const float a = x[i], b = x[i + stride];
+    x[i] = a + b;
+    x[i + stride] = a - b;
+  }
+}
+
+// Strides 1, 2, 4 lie in a lane's neighbours, 8 ... g / 8 between lanes, g / 4 and g / 2 between its rows of
+// neighbours.
+template <class Warp>
+FLASH_HD void rotate(Warp& warp, int lanes) {
+  warp.each([](int, Lane& own) {
+    butterfly(own.x, 1);
+    butterfly(own.x, 2);
+    butterfly(own.x, 4);
+  });
+  for (int mask = 1; mask < lanes; mask *= 2) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) {
+      warp.exchange(
+          mask, [i](const Lane& own) { return own.x[i]; },
+          [i, mask](int lane, Lane& own, float other) {
+            own.x[i] = lane & mask ? other - own.x[i] : own.x[i] + other;
+          });
+    }
+  }
+  warp.each([](int, Lane& own) {
+    butterfly(own.x, 8);
+    butterfly(own.x, 16);
+  });
+}
+
+// ---- encoding -------------------------------------------------------------------------------------------
+
+template <class Warp>
+FLASH_HD void find_bounds(Warp& warp, int lanes) {
+  warp.each([](int, Lane& own) {
+    own.lo = own.hi = own.x[0];
+    FLASH_UNROLL
+    for (int i = 1; i < kLaneElements; ++i) {
+      own.lo = own.x[i] < own.lo ? own.x[i] : own.lo;
+      own.hi = own.x[i] > own.hi ? own.x[i] : own.hi;
+    }
+  });
+  for (int mask = 1; mask < lanes; mask *= 2) {
+    warp.exchange(
+        mask, [](const Lane& own) { return own.lo; },
+        [](int, Lane& own, float other) { own.lo = other < own.lo ? other : own.lo; });
+    warp.exchange(
+        mask, [](const Lane& own) { return own.hi; },
+        [](int, Lane& own, float other) { own.hi = other > own.hi ? other : own.hi; });
+  }
+}
+
+// The extremes out of the groups, the first of equals, and a third element in their places.
+template <class Warp>
+FLASH_HD void take_spikes(Warp& warp, int lanes) {
+  find_bounds(warp, lanes);
+  warp.each([lanes](int lane, Lane& own) {
+    own.low_at = own.high_at = kMaxGroupSize;
+    FLASH_UNROLL
+    for (int i = kLaneElements - 1; i >= 0; --i) {
+      const uint32_t place = place_of(lane, i, lanes);
+      if (own.x[i] == own.lo) own.low_at = place;
+      if (own.x[i] == own.hi) own.high_at = place;
+    }
+  });
+  for (int mask = 1; mask < lanes; mask *= 2) {
+    warp.exchange(
+        mask, [](const Lane& own) { return own.low_at; },
+        [](int, Lane& own, uint32_t other) { own.low_at = other < own.low_at ? other : own.low_at; });
+    warp.exchange(
+        mask, [](const Lane& own) { return own.high_at; },
+        [](int, Lane& own, uint32_t other) { own.high_at = other < own.high_at ? other : own.high_at; });
+  }
+  warp.each([](int, Lane& own) {
+    own.least = own.lo + 0.0f;
+    own.greatest = own.hi + 0.0f;
+    // One of the group's first three elements, which its first lane holds.
+    const auto taken = [&](uint32_t i) { return i == own.low_at || i == own.high_at; };
+    own.stand_in = !taken(0) ? own.x[0] : !taken(1) ? own.x[1] : own.x[2];
+  });
+  warp.from_first(
+      lanes, [](const Lane& own) { return own.stand_in; },
+      [lanes](int lane, Lane& own, float other) {
+        FLASH_UNROLL
+        for (int i = 0; i < kLaneElements; ++i) {
+          const uint32_t place = place_of(lane, i, lanes);
+          if (place == own.low_at || place == own.high_at) own.x[i] = other;
+        }
+      });
+}
+
+// Leaves in `best` the range with the least sum of squared errors.
+template <class Warp>
+FLASH_HD void search_range(Warp& warp, const Form& form) {
+  const Layout layout = layout_of(form.options);
+  for (int r = 0; r < ranges_of(layout); ++r) {
+    warp.each([&](int, Lane& own) {
+      own.range = candidate(r, own.lo, own.hi, form.bits, layout, kInside);
+      const float inverse = 1.0f / bits_float(own.range.scale);
+      own.error = 0.0f;
+      FLASH_UNROLL
+      for (int i = 0; i < kLaneElements; ++i) own.error += squared_error(own.x[i], own.range.zero, inverse);
+    });
+    for (int mask = 1; mask < form.lanes; mask *= 2) {
+      warp.exchange(
+          mask, [](const Lane& own) { return own.error; },
+          [](int, Lane& own, float other) { own.error += other; });
+    }
+    warp.each([r](int, Lane& own) {
+      if (r == 0) {
+        own.best = own.range;
+        own.least_error = own.error;
+        own.stand_in = bits_float(own.range.scale);  // of the first range
+        return;
+      }
+      const float ratio = bits_float(own.range.scale) / own.stand_in;
+      const float error = own.error * (ratio * ratio);
+      if (error < own.least_error) {
+        own.best = own.range;
+        own.least_error = error;
+      }
+    });
+  }
+}
+
+// Units of `width` bits, 1, 2 or 4, of the codes of 8 neighbours: `width` bytes.
+FLASH_HD uint32_t pack(const uint32_t* codes, int width, int shift) {
+  uint32_t units = 0;
+  FLASH_UNROLL
+  for (int k = 0; k < kNeighbours; ++k) units |= (codes[k] >> shift & ((1u << width) - 1)) << (k * width);
+  return units;
+}
+
+// The record of a lane's group, as far as it is the lane's. image: where record 0 of the warp begins, 2
+// divides it.
+FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool lost, uint8_t* image) {
+  uint8_t* record = image + lane / form.lanes * form.record;
+  const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
+  const int align = form.record % 4 == 0 ? 4 : 2;
+  if (in_group == 0) {
+    put(record, lost ? kNaNScale : own.best.metadata, front, 2);
+    if (form.options & kSpikes) {
+      const int bytes = place_bytes(form.group_size);
+      put(record + front, lost ? 0 : bf16_nearest(own.least), 2, 2);
+      put(record + front + 2, lost ? 0 : bf16_nearest(own.greatest), 2, 2);
+      put(record + front + 4, lost ? 0 : own.low_at, bytes, bytes);
+      put(record + front + 4 + bytes, lost ? 0 : own.high_at, bytes, bytes);
+    }
+  }
+  uint8_t* planes = record + metadata_bytes(form.group_size, form.options);
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; i += kNeighbours) {
+    const int at = i / kNeighbours * form.lanes + in_group;  // in neighbours of 8
+    const uint32_t* codes = own.codes + i;
+    if (form.bits == 8) {
+      FLASH_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        uint32_t four = 0;
+        FLASH_UNROLL
+        for (int k = 0; k < 4; ++k) four |= codes[4 * half + k] << (8 * k);
+        put(planes + 8 * at + 4 * half, lost ? 0 : four, 4, align);
+      }
+      continue;
+    }
+    FLASH_UNROLL
+    for (int width = 4; width >= 1; width /= 2) {
+      if (!has_plane(form.bits, width)) continue;
+      const uint32_t units = pack(codes, width, plane_shift(form.bits, width));
+      put(planes + plane_offset(form.bits, width, form.group_size) + width * at, lost ? 0 : units, width,
+          width == 4 ? align : width);
+    }
+  }
+}
+
+// The groups that a warp holds, to records at `image`, an address that 2 divides. groups: how many of them
+// there are; number: of the first one in its call. kOptions: others than the layout may be on. Overwrites the
+// lanes.
+template <bool kOptions, class Warp>
+FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t key, int64_t number,
+                            uint8_t* image) {
+  const Layout layout = layout_of(form.options);
+  if (kOptions && form.options & kSpikes) take_spikes(warp, form.lanes);
+  find_bounds(warp, form.lanes);
+  if (kOptions && form.options & kMse) {
+    search_range(warp, form);
+  } else {
+    const float slack = kOptions ? slack_of(form.options) : kInside;
+    warp.each([&](int, Lane& own) { own.best = candidate(0, own.lo, own.hi, form.bits, layout, slack); });
+  }
+  const int half = code_half(form.bits, layout);
+  warp.each([&](int lane, Lane& own) {
+    const float inverse = 1.0f / bits_float(own.best.scale);
+    const uint64_t of_group = group_key(key, number + lane / form.lanes);
+    own.worst = 0;
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) {
+      float t = (own.x[i] - own.best.zero) * inverse;
+      if (kOptions && form.options & kStochastic) {
+        const int place = static_cast<int>(place_of(lane, i, form.lanes));
+        t = t + rounding_offset(element_random(of_group, place, form.group_size));
+      }
+      const uint32_t code = float_bits(t + kRoundMagic) - (kRoundMagicBits - static_cast<uint32_t>(half));
+      own.worst = code > own.worst ? code : own.worst;
+      own.codes[i] = code;
+    }
+  });
+  for (int mask = 1; mask < form.lanes; mask *= 2) {
+    warp.exchange(
+        mask, [](const Lane& own) { return own.worst; },
+        [](int, Lane& own, uint32_t other) { own.worst = other > own.worst ? other : own.worst; });
+  }
+  warp.each([&](int lane, Lane& own) {
+    if (lane / form.lanes >= groups) return;
+    bool lost = own.worst > static_cast<uint32_t>(code_levels(form.bits, layout));
+    if (kOptions && form.options & kSpikes) {
+      lost = lost || !bf16_is_finite(bf16_nearest(own.least)) || !bf16_is_finite(bf16_nearest(own.greatest));
+    }
+    write_record(own, lane, form, lost, image);
+  });
+}
+
+// ---- decoding -------------------------------------------------------------------------------------------
+
+// What one rank sent of a lane's elements, added to x; the first rank's is put there. align: 1, 2 or 4
+// divides the address of every record.
+template <bool kOptions>
+FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* record, bool first,
+                         int align) {
+  const Layout layout = layout_of(form.options);
+  const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
+  const Metadata m = metadata_of(get(record, front, align), form.bits, layout);
+  const int half = code_half(form.bits, layout);
+  const bool spikes = kOptions && form.options & kSpikes && m.scale == m.scale;
+  float values[2] = {0.0f, 0.0f};
+  uint32_t at[2] = {0, 0};
+  if (spikes) {
+    const int bytes = place_bytes(form.group_size);
+    FLASH_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      values[k] = bf16_to_float(static_cast<uint16_t>(get(record + front + 2 * k, 2, align)));
+      at[k] = get(record + front + 4 + k * bytes, bytes, align) & static_cast<uint32_t>(form.group_size - 1);
+    }
+  }
+  const uint8_t* planes = record + metadata_bytes(form.group_size, form.options);
+  FLASH_UNROLL
+  for (int i = 0; i < kLaneElements; i += kNeighbours) {
+    const int neighbours = i / kNeighbours * form.lanes + in_group;
+    uint32_t codes[kNeighbours] = {};
+    if (form.bits == 8) {
+      FLASH_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        const uint32_t four = get(planes + 8 * neighbours + 4 * part, 4, align);
+        FLASH_UNROLL
+        for (int k = 0; k < 4; ++k) codes[4 * part + k] = four >> (8 * k) & 0xffu;
+      }
+    } else {
+      FLASH_UNROLL
+      for (int width = 4; width >= 1; width /= 2) {
+        if (!has_plane(form.bits, width)) continue;
+        const uint8_t* plane = planes + plane_offset(form.bits, width, form.group_size);
+        const uint32_t units = get(plane + width * neighbours, width, align);
+        const int shift = plane_shift(form.bits, width);
+        FLASH_UNROLL
+        for (int k = 0; k < kNeighbours; ++k)
+          codes[k] |= (units >> (k * width) & ((1u << width) - 1)) << shift;
+      }
+    }
+    FLASH_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) {
+      float value = decode_element(codes[k], m.scale, m.zero, half);
+      if (spikes) {
+        const uint32_t place = place_of(lane, i + k, form.lanes);
+        value = place == at[1] ? values[1] : place == at[0] ? values[0] : value;
+      }
+      own.x[i + k] = first ? value : own.x[i + k] + value;
+    }
+  }
+}
+
+// Payloads of the same elements, one a rank, `stride` bytes apart.
+struct Sources {
+  const uint8_t* data;
+  int64_t count;
+  int64_t stride;
+  int align;  // 1, 2 or 4 divides the address of every record
+};
+
+// The sums of a warp's groups, the first of which is `group` of `total`, in rank order, left in its lanes;
+// rotated groups stay so.
+template <bool kOptions, class Warp>
+FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int64_t group, int64_t total) {
+  warp.each([&](int lane, Lane& own) {
+    const int64_t mine = group + lane / form.lanes;
+    if (mine >= total) {
+      FLASH_UNROLL
+      for (float& x : own.x) x = 0.0f;
+      return;
+    }
+    const uint8_t* record = from.data + mine * form.record;
+    for (int64_t rank = 0; rank < from.count; ++rank) {
+      add_record<kOptions>(own, lane, form, record + rank * from.stride, rank == 0, from.align);
+    }
+  });
+}
+
+template <bool kOptions, class Warp>
+FLASH_HD void turn_back(Warp& warp, const Form& form, float factor) {
+  const bool rotated = kOptions && form.options & kHadamard;
+  if (rotated) rotate(warp, form.lanes);
+  const float shrink = 1.0f / static_cast<float>(form.group_size);
+  warp.each([&](int lane, Lane& own) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) {
+      if (rotated) {
+        own.x[i] = own.x[i] * shrink;
+        if (rotation_flips(place_of(lane, i, form.lanes))) own.x[i] = -own.x[i];
+      }
+      own.x[i] = own.x[i] * factor;
+    }
+  });
+}
+
+// ---- what a warp of each kernel does ----------------------------------------------------------------------
+
+template <DType kType, bool kOptions, class Warp>
+FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,
+                          int64_t group, uint64_t key, int64_t number, uint8_t* image) {
+  warp.each([&](int lane, Lane& own) {
+    load_lane<kType>(own, lane, form, row, numel, group + lane / form.lanes, fast);
+    if (kOptions && form.options & kHadamard) flip(own, lane, form.lanes);
+  });
+  if (kOptions && form.options & kHadamard) rotate(warp, form.lanes);
+  const int64_t left = num_groups(numel, form.group_size) - group;
+  const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
+  encode_groups<kOptions>(warp, form, groups, key, number + group, image);
+}
+
+template <DType kType, bool kOptions, class Warp>
+FLASH_HD void warp_decode_sum(Warp& warp, const Form& form, const Sources& from, float factor, uint8_t* row,
+                              int64_t numel, bool fast, int64_t group) {
+  const int64_t total = num_groups(numel, form.group_size);
+  sum_groups<kOptions>(warp, form, from, group, total);
+  turn_back<kOptions>(warp, form, factor);
+  warp.each([&](int lane, Lane& own) {
+    store_lane<kType>(own, lane, form, row, numel, group + lane / form.lanes, fast);
+  });
+}
+
+// The two forms differ in their width alone, and are without rotation: rotated sums are encoded as they are.
+template <bool kOptions, class Warp>
+FLASH_HD void warp_decode_sum_encode(Warp& warp, const Form& reduce, const Form& gather, const Sources& from,
+                                     float factor, int64_t group, int64_t total, uint64_t key, int64_t number,
+                                     uint8_t* image) {
+  sum_groups<kOptions>(warp, reduce, from, group, total);
+  warp.each([&](int, Lane& own) {
+    FLASH_UNROLL
+    for (float& x : own.x) x = x * factor;
+  });
+  const int64_t left = total - group;
+  const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
+  encode_groups<kOptions>(warp, gather, groups, key, number + group, image);
+}
+
+}  // namespace flash_allreduce

@@ -1,0 +1,111 @@
+// The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes everybody's value
+// before anybody goes on. tests/test_codec_warp.py compares what it does with the codec.
+#include <cstdint>
+#include <type_traits>
+
+// Accesses that a device would fault on, since the library was loaded.
+extern "C" {
+long misaligned = 0;
+}
+#define FLASH_ALIGNED(p, bytes) (misaligned += reinterpret_cast<uintptr_t>(p) % (bytes) != 0)
+
+#include "../../csrc/cuda/codec_warp.h"
+
+using namespace flash_allreduce;
+
+namespace {
+
+struct HostWarp {
+  Lane lanes[kWarpLanes] = {};
+
+  template <class F>
+  void each(F f) {
+    for (int lane = 0; lane < kWarpLanes; ++lane) f(lane, lanes[lane]);
+  }
+
+  template <class Get, class F>
+  void exchange(int mask, Get get, F f) {
+    shuffle([mask](int lane) { return lane ^ mask; }, get, f);
+  }
+
+  template <class Get, class F>
+  void from_first(int lanes_of_group, Get get, F f) {
+    shuffle([lanes_of_group](int lane) { return lane & ~(lanes_of_group - 1); }, get, f);
+  }
+
+ private:
+  template <class From, class Get, class F>
+  void shuffle(From from, Get get, F f) {
+    decltype(get(lanes[0])) values[kWarpLanes];
+    for (int lane = 0; lane < kWarpLanes; ++lane) values[lane] = get(lanes[lane]);
+    for (int lane = 0; lane < kWarpLanes; ++lane) f(lane, lanes[lane], values[from(lane)]);
+  }
+};
+
+// f(the type, as a value), f being generic.
+template <class F>
+void with_type(int type, F f) {
+  if (type == 0) f(std::integral_constant<DType, DType::kFloat32>());
+  if (type == 1) f(std::integral_constant<DType, DType::kBFloat16>());
+  if (type == 2) f(std::integral_constant<DType, DType::kFloat16>());
+}
+
+template <class F>
+void for_warps(int64_t groups, const Form& form, F f) {
+  for (int64_t group = 0; group < groups; group += kWarpElements / form.group_size) f(group);
+}
+
+bool plain(int options) { return (options & ~(kSymmetricCodes | kCompact)) == 0; }
+
+}  // namespace
+
+extern "C" void warp_encode_row(const uint8_t* row, int64_t numel, int type, int fast, int bits,
+                                int group_size, int options, uint64_t key, int64_t number, uint8_t* payload) {
+  const Form form(bits, group_size, options);
+  for_warps(num_groups(numel, group_size), form, [&](int64_t group) {
+    HostWarp warp;
+    uint8_t* image = payload + group * form.record;
+    with_type(type, [&](auto t) {
+      if (plain(options)) {
+        warp_encode<t.value, false>(warp, form, row, numel, fast, group, key, number, image);
+      } else {
+        warp_encode<t.value, true>(warp, form, row, numel, fast, group, key, number, image);
+      }
+    });
+  });
+}
+
+extern "C" void warp_decode_sum_row(const uint8_t* payloads, int64_t count, int64_t stride, int align,
+                                    float factor, int64_t numel, int type, int fast, int bits, int group_size,
+                                    int options, uint8_t* row) {
+  const Form form(bits, group_size, options);
+  const Sources from{payloads, count, stride, align};
+  for_warps(num_groups(numel, group_size), form, [&](int64_t group) {
+    HostWarp warp;
+    with_type(type, [&](auto t) {
+      if (plain(options)) {
+        warp_decode_sum<t.value, false>(warp, form, from, factor, row, numel, fast, group);
+      } else {
+        warp_decode_sum<t.value, true>(warp, form, from, factor, row, numel, fast, group);
+      }
+    });
+  });
+}
+
+extern "C" void warp_decode_sum_encode_row(const uint8_t* payloads, int64_t count, int64_t stride, int align,
+                                           float factor, int64_t groups, int reduce_bits, int gather_bits,
+                                           int group_size, int options, uint64_t key, int64_t number,
+                                           uint8_t* payload) {
+  const int left = options & ~kHadamard;
+  const Form reduce(reduce_bits, group_size, left), gather(gather_bits, group_size, left);
+  const Sources from{payloads, count, stride, align};
+  for_warps(groups, gather, [&](int64_t group) {
+    HostWarp warp;
+    uint8_t* image = payload + group * gather.record;
+    if (plain(left)) {
+      warp_decode_sum_encode<false>(warp, reduce, gather, from, factor, group, groups, key, number, image);
+    } else {
+      warp_decode_sum_encode<true>(warp, reduce, gather, from, factor, group, groups, key, number, image);
+    }
+  });
+}
