@@ -10,6 +10,7 @@
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
+#   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make bench       the tables of docs/benchmarks.md (the links need root) and docs/accuracy.md
 
 PYTHON ?= python3
@@ -23,17 +24,22 @@ DEEPSPEED ?= 0.19.8
 # For test-hf, with that DeepSpeed.
 TRANSFORMERS ?= 5.23.0
 ACCELERATE ?= 1.15.0
+# For check-cuda where there is no nvcc.
+NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
-DEEPSPEED_VERSIONS ?=
+DEEPSPEED_# For check-cuda where there is no nvcc.
+NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
+VERSIONS ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
 DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
+NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp tests/host/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -84,6 +90,10 @@ check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)
 	$(BIN)/python -m scripts.check_deepspeed_versions --archives $(VENV)/archives $(DEEPSPEED_VERSIONS)
 
+check-cuda: $(VENV)/.installed
+	command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
+	NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc) $(BIN)/python -m scripts.check_cuda
+
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
@@ -114,4 +124,4 @@ $(HF_SITE): | $(VENV)/.torch
 	mv $@.part $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info flash_allreduce_plugin/_C*.so
+	rm -rf $(VENV) build dist *.egg-info flash_allreduce_plugin/_C*.so flash_allreduce_plugin/_cuda.so

@@ -1,28 +1,112 @@
-"""Builds the C++ extension against the torch that is installed, on its stable ABI (torch >= 2.11).
+"""Builds the compiled libraries against the torch that is installed, on its stable ABI (torch >= 2.11).
 
     pip install --no-build-isolation -e .
 
-FLASH_ALLREDUCE_BUILD=none installs the pure-PyTorch codec only (no compiler needed, slower).
+FLASH_ALLREDUCE_BUILD says what is built:
+    auto   the CPU library, and the CUDA library where torch is a CUDA build and nvcc is there (the default)
+    cpu    the CPU library
+    cuda   both; it is an error if nvcc is not there
+    none   neither: the codec in plain PyTorch, slower, no compiler needed
+TORCH_CUDA_ARCH_LIST (for example "8.0;9.0+PTX") says for which GPUs; NVCC or CUDA_HOME, where nvcc is.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from setuptools import setup
+from setuptools import Command, setup
 
 # The first release whose stable ABI has all we use: one binary serves this one and every later one.
 TORCH_TARGET = "0x020b000000000000"
 PACKAGE = "flash_allreduce_plugin"
+# A100, H100, B200; their binaries serve the chips of the same generation, the PTX later ones.
+CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+CHOICES = ("auto", "cpu", "cuda", "none")
+DEFINES = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
+
+
+def find_nvcc() -> str | None:
+    home = os.environ.get("CUDA_HOME")
+    wished = os.environ.get("NVCC") or (f"{home}/bin/nvcc" if home else None)
+    return shutil.which(wished or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def architecture_flags(architectures: str) -> list[str]:
+    """-gencode flags of a TORCH_CUDA_ARCH_LIST: "9.0 10.0+PTX"."""
+    flags = []
+    for name in architectures.replace(";", " ").split():
+        number = name.removesuffix("+PTX").replace(".", "")
+        codes = [f"sm_{number}", *([f"compute_{number}"] if name.endswith("+PTX") else [])]
+        flags.append(f"-gencode=arch=compute_{number},code=[{','.join(codes)}]")
+    return flags
+
+
+class BuildCuda(Command):
+    """The CUDA library: one nvcc call, also against a torch without CUDA, where it can be linked but not loaded."""
+
+    description = "compile csrc/cuda into one library"
+    user_options: ClassVar = [("build-lib=", "b", "folder to put the package's library in")]
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        import torch
+        from torch.utils.cpp_extension import include_paths
+
+        nvcc = find_nvcc()
+        if nvcc is None:
+            sys.exit("FLASH_ALLREDUCE_BUILD=cuda: no nvcc found; put it on PATH, or name it in NVCC or CUDA_HOME.")
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
+        libraries = Path(torch.__file__).parent / "lib"
+        assert self.build_lib is not None
+        target = Path(self.build_lib) / PACKAGE / "_cuda.so"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        linked = [name for name in ("torch_cuda", "torch_cpu", "c10") if (libraries / f"lib{name}.so").exists()]
+        command = [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            # Results must not depend on where the compiler fuses a multiply with an add: see csrc/codec_math.h.
+            "-fmad=false",
+            "-DUSE_CUDA",
+            *DEFINES,
+            *architecture_flags(architectures),
+            "-Werror=all-warnings",
+            "-Xcompiler=-fPIC,-fvisibility=hidden",
+            *(f"-isystem={path}" for path in include_paths()),
+            "--threads=0",
+            "-shared",
+            *sorted(map(str, Path("csrc/cuda").glob("*.cu"))),
+            f"--output-file={target}",
+            f"-L{libraries}",
+            f"-L{Path(nvcc).resolve().parent.parent / 'lib'}",  # where NVIDIA's wheels have the runtime
+            *(f"-l{name}" for name in linked),
+        ]
+        print(f"{PACKAGE}: building the CUDA library for {architectures} with {nvcc}", flush=True)
+        subprocess.run(command, check=True, cwd=Path(__file__).parent)
+
+
+def wants_cuda(wanted: str) -> bool:
+    if wanted != "auto":
+        return wanted == "cuda"
+    import torch
+
+    return torch.version.cuda is not None and find_nvcc() is not None
 
 
 def extension() -> dict[str, Any]:
-    wanted = os.environ.get("FLASH_ALLREDUCE_BUILD", "cpu")
-    if wanted not in ("cpu", "none"):
-        sys.exit(f"FLASH_ALLREDUCE_BUILD={wanted!r}: expected cpu or none.")
+    wanted = os.environ.get("FLASH_ALLREDUCE_BUILD", "auto")
+    if wanted not in CHOICES:
+        sys.exit(f"FLASH_ALLREDUCE_BUILD={wanted!r}: expected {', '.join(CHOICES[:-1])} or {CHOICES[-1]}.")
     if wanted == "none" or sys.argv[1:2] in (["egg_info"], ["dist_info"], ["sdist"]):
         return {}
     try:
@@ -32,6 +116,16 @@ def extension() -> dict[str, Any]:
             "flash_allreduce_plugin compiles against the torch that will run it, and none is installed here: "
             "install torch>=2.11 first, then run `pip install --no-build-isolation .`"
         )
+    cuda = wants_cuda(wanted)
+
+    class Build(BuildExtension):
+        def run(self) -> None:
+            super().run()
+            if cuda:
+                command = self.get_finalized_command("build_cuda")
+                command.build_lib = "." if self.inplace else self.build_lib
+                command.run()
+
     root = Path(__file__).parent
     sources = ["csrc/ops.cpp", *sorted(str(p.relative_to(root)) for p in (root / "csrc/cpu").glob("*.cpp"))]
     flags = [
@@ -42,12 +136,14 @@ def extension() -> dict[str, Any]:
         "-Wextra",
         "-Wno-psabi",
         "-fvisibility=hidden",
-        # Results must not depend on where the compiler fuses a multiply with an add: see csrc/codec_math.h.
+        # As above.
         "-ffp-contract=off",
-        f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
+        *DEFINES,
         *(f"-isystem{path}" for path in include_paths()),  # torch's headers may warn, ours may not
     ]
     print(f"{PACKAGE}: building the CPU library (AVX-512, AVX2 and plain code; chosen at run time)")
+    if not cuda:
+        print(f"{PACKAGE}: no CUDA library ({'asked for none' if wanted == 'cpu' else 'no CUDA torch, or no nvcc'})")
     module = CppExtension(
         name=f"{PACKAGE}._C",
         sources=sources,
@@ -57,7 +153,7 @@ def extension() -> dict[str, Any]:
     )
     return {
         "ext_modules": [module],
-        "cmdclass": {"build_ext": BuildExtension},
+        "cmdclass": {"build_ext": Build, "build_cuda": BuildCuda},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _compiled = torch.ops.flash_allreduce
+# What it takes to have compiled operators for tensors of a device.
+_COMPILERS = {"cpu": "a C++ compiler", "cuda": "nvcc"}
 
 
 @cache
-def use_reference() -> bool:
-    """Whether the plain PyTorch codec serves CPU tensors; says why, once, when it was not asked for."""
-    if switches.is_on(switches.REFERENCE):
+def use_reference(device_type: str = "cpu") -> bool:
+    """Whether the plain PyTorch codec serves tensors of a device; says why, once, when it was not asked for."""
+    if switches.is_on(switches.REFERENCE) or device_type not in _COMPILERS:
         return True
-    if ops.unavailable is not None:
+    missing = ops.unavailable if device_type == "cpu" else ops.cuda_unavailable
+    if missing is not None:
         warnings.warn(
-            f"flash_allreduce_plugin uses its plain PyTorch codec, which is slower: {ops.unavailable}. "
-            "Install a compiler and run `pip install --no-build-isolation flash-allreduce-plugin`.",
+            f"flash_allreduce_plugin uses its plain PyTorch codec, which is slower: {missing}. "
+            f"Install {_COMPILERS[device_type]} and run `pip install --no-build-isolation flash-allreduce-plugin`.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -41,7 +44,7 @@ def use_reference() -> bool:
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not use_reference()
+    return not use_reference(tensor.device.type)
 
 
 def payload_bytes(numel: int, config: FlashConfig) -> int:

@@ -43,8 +43,26 @@ def _fake(*_: Any) -> None:
     return None
 
 
+def _load_cuda() -> str | None:
+    """Load the operators for CUDA tensors; why they could not be, or None. Needs no GPU, only a CUDA build of torch."""
+    if unavailable is not None:
+        return unavailable
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    library = Path(__file__).parent / "_cuda.so"
+    if not library.exists():
+        return "no CUDA library is installed"
+    try:
+        torch.ops.load_library(library)
+    except (OSError, RuntimeError) as error:
+        return f"{library.name} could not be loaded: {error}"
+    return None
+
+
 #: Why the compiled operators are not there, or None if they are.
 unavailable: str | None = _load()
+#: Why those for CUDA tensors are not there, or None if they are.
+cuda_unavailable: str | None = _load_cuda()
 
 
 def cpu_capability() -> str:

@@ -102,7 +102,7 @@ struct Rows {
 };
 
 template <DType kType, bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, int64_t first_group,
                   int64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // rows of output; each the sum of from.count payloads, those of the next row `row_stride` bytes further.
 template <DType kType, bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(Sources from, int64_t row_stride, Form form, float factor, uint8_t* y, Rows rows) {
   const Span span(rows.blocks, num_groups(rows.numel, form.group_size), form.group_size);
   const int64_t group = span.of_warp(form.group_size);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 template <bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)
     decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
                              uint64_t key, int64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];

@@ -1,0 +1,140 @@
+"""Compile the CUDA library for every architecture, and hold the compiler's report to limits. Needs no GPU.
+
+    python -m scripts.check_cuda
+
+What it refuses: a warning, a kernel that spills or keeps a stack frame (registers that went to memory), one that uses
+more registers than two blocks of 256 threads leave it, and a symbol that the library asks for and that neither this
+torch nor the list below has: a CUDA build of torch would not load it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REGISTERS = 128  # of 65 536, for 2 x 256 threads
+# What libtorch_cuda.so has of torch's stable ABI, checked on torch 2.11.0+cu130; the CPU build has it not.
+OF_TORCH_CUDA = {
+    "aoti_torch_get_current_cuda_stream",
+    "torch_c10_cuda_check_msg",
+    "torch_c10_cuda_free_error_msg",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the compiler reports of one kernel on one architecture."""
+
+    name: str
+    architecture: str
+    registers: int
+    stack: int  # bytes
+    spills: int  # bytes, stored and loaded
+    shared: int  # bytes
+
+
+def parse(report: str) -> list[Kernel]:
+    """The kernels of a report of `ptxas -v`, in its order."""
+    pattern = re.compile(
+        r"Compiling entry function '(?P<name>\S+)' for '(?P<architecture>\S+)'"
+        r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+        r".*?Used (?P<registers>\d+) registers(?P<rest>[^\n]*)",
+        re.DOTALL,
+    )
+    kernels = []
+    for found in pattern.finditer(report):
+        shared = re.search(r"(\d+) bytes smem", found["rest"])
+        kernels.append(
+            Kernel(
+                found["name"],
+                found["architecture"],
+                registers=int(found["registers"]),
+                stack=int(found["stack"]),
+                spills=int(found["stores"]) + int(found["loads"]),
+                shared=int(shared[1]) if shared else 0,
+            )
+        )
+    return kernels
+
+
+def problems(kernels: Sequence[Kernel]) -> list[str]:
+    found = [] if kernels else ["the compiler reported no kernel"]
+    for k in kernels:
+        name = f"{k.name} on {k.architecture}"
+        if k.spills or k.stack:
+            found.append(f"{name}: {k.spills} bytes of spills, a stack frame of {k.stack}; expected none")
+        if k.registers > REGISTERS:
+            found.append(f"{name}: {k.registers} registers; expected {REGISTERS} at most")
+    return found
+
+
+def missing_symbols(library: Path) -> list[str]:
+    """Symbols of torch that the library asks for and that no CUDA build of torch is known to have."""
+    import torch
+
+    def symbols(path: Path, kind: str) -> set[str]:
+        listing = subprocess.run(["nm", "-D", kind, str(path)], capture_output=True, text=True, check=True).stdout
+        return {line.split()[-1].split("@")[0] for line in listing.splitlines()}
+
+    torch_libraries = Path(torch.__file__).parent / "lib"
+    there = set(OF_TORCH_CUDA)
+    for name in ("libtorch_cpu.so", "libc10.so"):
+        there |= symbols(torch_libraries / name, "--defined-only")
+    asked = {name for name in symbols(library, "--undefined-only") if re.match(r"aoti_|torch_|_ZN3c10|_ZN5torch", name)}
+    return sorted(asked - there)
+
+
+def short(names: Sequence[str]) -> list[str]:
+    """Readable names, without the parameters."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if tool is None:
+        return list(names)
+    text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|flash_allreduce::|void |_INTERNAL\w*", "", text)
+    return [line.split("(")[0] if "DType)" not in line else re.split(r">\(", line)[0] for line in plain.splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build-lib", type=Path, help="keep the library here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        target = arguments.build_lib or Path(folder)
+        build = subprocess.run(
+            [sys.executable, "setup.py", "build_cuda", "--build-lib", str(target)],
+            cwd=ROOT,
+            env={**os.environ, "NVCC_APPEND_FLAGS": "-Xptxas -v"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if build.returncode:
+            print(build.stdout)
+            return 1
+        kernels = parse(build.stdout)
+        found = problems(kernels)
+        found += [
+            f"{name}: torch is not known to have this symbol"
+            for name in missing_symbols(target / "flash_allreduce_plugin" / "_cuda.so")
+        ]
+    names = dict(zip((k.name for k in kernels), short([k.name for k in kernels]), strict=True))
+    architectures = sorted({k.architecture for k in kernels})
+    print(f"{'kernel':60}" + "".join(f"{a:>9}" for a in architectures) + "   registers")
+    for name in dict.fromkeys(k.name for k in kernels):
+        registers = {k.architecture: k.registers for k in kernels if k.name == name}
+        print(f"{names[name][:60]:60}" + "".join(f"{registers.get(a, ''):>9}" for a in architectures))
+    print("\n".join(found) if found else f"{len(kernels)} kernels: no spills, no stack, at most {REGISTERS} registers.")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
