@@ -21,7 +21,7 @@ from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
 from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.work import Work
+from flash_allreduce_plugin.work import StreamWork, Work
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.adaptive import SiteWidth
@@ -68,7 +68,7 @@ def all_reduce(
     _check_tensor(tensor, "tensor")
     _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
-    return call.run(_all_reduce(call, tensor), async_op)
+    return call.run(_all_reduce(call, tensor), async_op, tensor)
 
 
 def reduce_scatter(
@@ -96,12 +96,14 @@ def reduce_scatter(
         _check_tensor(input, "input")
         call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
-        return call.run(_reduce_scatter(call, output, input.detach().contiguous().view(call.world_size, -1)), async_op)
+        shards = input.detach().contiguous().view(call.world_size, -1)
+        return call.run(_reduce_scatter(call, output, shards), async_op, output, shards)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
     call.check_parts(output, input)
-    return call.run(_reduce_scatter(call, output, [p.detach().contiguous().view(-1) for p in input]), async_op)
+    parts = [part.detach().contiguous().view(-1) for part in input]
+    return call.run(_reduce_scatter(call, output, parts), async_op, output, *parts)
 
 
 def all_gather(
@@ -123,7 +125,7 @@ def all_gather(
     _check_tensor(input, "input")
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
-    return call.run(_all_gather(call, output, input), async_op)
+    return call.run(_all_gather(call, output, input), async_op, output, input)
 
 
 class _Call:
@@ -173,8 +175,12 @@ class _Call:
                 f"{whole.device}; expected the same dtype and device."
             )
 
-    def run(self, steps: Iterator[None], async_op: bool) -> Work | None:
-        work = Work(steps, f"{self.collective} at site {self.site.name!r}")
+    def run(self, steps: Iterator[None], async_op: bool, *tensors: Tensor) -> Work | None:
+        """tensors: that the call reads or writes."""
+        name, device = f"{self.collective} at site {self.site.name!r}", self.input.device
+        if async_op and transport.queues(self.group, device):
+            return StreamWork(steps, name, device, tensors)
+        work = Work(steps, name)
         if async_op:
             return work
         work.wait()

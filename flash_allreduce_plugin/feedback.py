@@ -36,6 +36,7 @@ LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
 
 _BITS = 8
+_MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
 
 
 def feedback_for(config: FlashConfig) -> Feedback | None:
@@ -81,16 +82,17 @@ class Feedback:
         self.step = 0  # finished steps, as `begin` was told
         self._interval = reset_interval
         self._order = 0
-        self._spoiled = False
+        self._finite: list[Tensor] = []  # whether each result since then was, on its device: nobody waits for it yet
         self._residuals: dict[str, Residual] = {}
 
     def begin(self, step: int | None = None) -> None:
         """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
         step = self.step + 1 if step is None else step
-        if self._spoiled:  # the step may have been skipped, and the scale of the loss be another
+        if not all(map(bool, self._finite)):  # the step may have been skipped, and the scale of the loss be another
             self.reset(NOT_FINITE)
         elif self._interval and step // self._interval != self.step // self._interval:
             self.reset(INTERVAL)
+        self._finite.clear()
         self.step = step
         self._order = 0
 
@@ -109,7 +111,7 @@ class Feedback:
         """Drop every residual; `reason` is a key of the counters."""
         for key in list(self._residuals):
             self.drop(key, reason)
-        self._spoiled = False
+        self._finite.clear()
 
     def drop(self, key: object, reason: str = ASKED) -> None:
         """Drop the residual of one key, if there is one."""
@@ -190,8 +192,10 @@ class Slot:
 
     def check(self, result: Tensor) -> None:
         """A result that is not finite drops all residuals of the owner when the next backward pass begins."""
-        if not bool(result.isfinite().all()):
-            self._feedback._spoiled = True
+        finite = self._feedback._finite
+        finite.append(result.isfinite().all())
+        if len(finite) > _MOST_KEPT:  # nobody calls begin
+            finite[:] = [flag for flag in finite if not bool(flag)][:1]
 
 
 def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor, momentum: float) -> None:

@@ -41,11 +41,13 @@ class GroupState:
         self.hosts: Nodes | None = None
         #: of a site under a configuration, where it adapts
         self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
-        self._pools: dict[torch.device, BufferPool] = {}
+        self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
 
     def pool(self, device: torch.device) -> BufferPool:
-        return self._pools.setdefault(device, BufferPool(device))
+        """The buffers of the current stream: what is given back before it was read is used again behind that."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return self._pools.setdefault((device, stream), BufferPool(device))
 
     def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
         """The width of a site, which starts at `bits`."""

@@ -120,6 +120,11 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pendi
     )
 
 
+def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective holds up a stream of the device and not the caller."""
+    return device.type == "cuda" and group._get_backend(device).name() == "nccl"
+
+
 def _receives_first(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and group._get_backend(tensor.device).name() == "gloo"
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
 
 
 class Work:
@@ -61,3 +65,41 @@ class Work:
                 ResourceWarning,
                 stacklevel=2,
             )
+
+
+class StreamWork(Work):
+    """A call over a backend that queues its work on the GPU (NCCL), where waiting holds up a stream and not the caller.
+
+    All of it is issued at once, on a stream of its own, behind what the current stream has to do by now:
+
+        current stream   ... | gradient      | other work, which overlaps     | wait(): goes on behind the event
+        our stream                           | encode | sum | decode | event
+        NCCL's stream                                 | all-to-all | all-gather
+    """
+
+    def __init__(self, steps: Iterator[None], label: str, device: torch.device, tensors: Sequence[Tensor]) -> None:
+        """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before."""
+        stream = _stream_of(device)
+        self._device = device
+        stream.wait_stream(torch.cuda.current_stream(device))
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            super().__init__(steps, label)
+            super().wait()
+            self._event = stream.record_event()
+
+    def wait(self) -> bool:
+        """Have the current stream wait for the result; the caller goes on. True."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place."""
+        return self._event.query()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream of asynchronous calls, one a device: calls of a group follow one another on the wire as it is."""
+    return torch.cuda.Stream(device)

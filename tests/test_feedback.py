@@ -167,11 +167,10 @@ def poisoned(collective: str, bad: float) -> tuple[bool, bool, float, dict[str, 
     spoiled = x.clone()
     if dist.get_rank() == 1:
         spoiled[7] = bad
-    result = reduced(collective, spoiled, config, owner.slot())
+    reduced(collective, spoiled, config, owner.slot())
     left = bool(next(iter(owner._residuals.values())).before.any())
     # Even if the residuals were kept, nothing of the bad group has stayed.
     kept = reduced(collective, x, config, owner.slot("0"))
-    owner._spoiled = not bool(result.isfinite().all())
     results = []
     for _ in range(32):
         owner.begin()
