@@ -184,7 +184,8 @@ unsigned grid(int64_t blocks) {
 
 cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+                  "torch has no current stream on GPU ", t.get_device_index());
   return static_cast<cudaStream_t>(stream);
 }
 
