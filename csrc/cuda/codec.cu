@@ -53,26 +53,34 @@ struct DeviceWarp {
   }
 };
 
+struct Rows {
+  int64_t numel;
+  int64_t stride;   // bytes
+  bool fast;        // 16 divides the address of every row
+  unsigned blocks;  // a row
+};
+
 // Which groups are a block's.
 struct Span {
   int64_t row;
   int64_t first;  // group of the row
-  int64_t groups;
+  int groups;
 
-  __device__ __forceinline__ Span(int64_t blocks_a_row, int64_t total, int group_size)
-      : row(blockIdx.x / blocks_a_row), first(blockIdx.x % blocks_a_row * (kBlockElements / group_size)) {
-    const int64_t left = total - first, whole = kBlockElements / group_size;
-    groups = left < whole ? left : whole;
+  __device__ __forceinline__ Span(unsigned blocks_a_row, int64_t total, const Form& form)
+      : row(blockIdx.x / blocks_a_row) {
+    const int whole = kBlockWarps * form.groups_a_warp();
+    first = static_cast<int64_t>(blockIdx.x % blocks_a_row) * whole;
+    groups = total - first < whole ? static_cast<int>(total - first) : whole;
   }
 
   // The first group of this thread's warp; there may be none.
-  __device__ __forceinline__ int64_t of_warp(int group_size) const {
-    return first + threadIdx.x / kWarpLanes * (kWarpElements / group_size);
+  __device__ __forceinline__ int64_t of_warp(const Form& form) const {
+    return first + static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp();
   }
 };
 
 __device__ __forceinline__ uint8_t* image_of_warp(uint8_t* image, const Form& form) {
-  return image + threadIdx.x / kWarpLanes * (kWarpElements / form.group_size) * form.record;
+  return image + static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp() * form.record;
 }
 
 // By all threads of a block, from an address that 16 divides.
@@ -94,20 +102,13 @@ __device__ __forceinline__ void copy_out(const uint8_t* from, uint8_t* to, int b
   for (int i = stepped + static_cast<int>(threadIdx.x); i < bytes; i += kBlockThreads) to[i] = from[i];
 }
 
-struct Rows {
-  int64_t numel;
-  int64_t stride;  // bytes
-  bool fast;       // 16 divides the address of every row
-  int64_t blocks;  // a row
-};
-
 template <DType kType, bool kOptions>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, int64_t first_group,
                   int64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
-  const Span span(rows.blocks, num_groups(rows.numel, form.group_size), form.group_size);
-  const int64_t group = span.of_warp(form.group_size);
+  const Span span(rows.blocks, form.groups(rows.numel), form);
+  const int64_t group = span.of_warp(form);
   if (group < span.first + span.groups) {
     DeviceWarp warp;
     warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -115,16 +116,15 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                  first_group + span.row * groups_a_row, image_of_warp(image, form));
   }
   __syncthreads();
-  copy_out(image, payload + span.row * payload_stride + span.first * form.record,
-           static_cast<int>(span.groups) * form.record);
+  copy_out(image, payload + span.row * payload_stride + span.first * form.record, span.groups * form.record);
 }
 
 // rows of output; each the sum of from.count payloads, those of the next row `row_stride` bytes further.
 template <DType kType, bool kOptions>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(Sources from, int64_t row_stride, Form form, float factor, uint8_t* y, Rows rows) {
-  const Span span(rows.blocks, num_groups(rows.numel, form.group_size), form.group_size);
-  const int64_t group = span.of_warp(form.group_size);
+  const Span span(rows.blocks, form.groups(rows.numel), form);
+  const int64_t group = span.of_warp(form);
   if (group >= span.first + span.groups) return;
   from.data += span.row * row_stride;
   DeviceWarp warp;
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
                              uint64_t key, int64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
-  const Span span(gridDim.x, total, gather.group_size);
-  const int64_t group = span.of_warp(gather.group_size);
+  const Span span(gridDim.x, total, gather);
+  const int64_t group = span.of_warp(gather);
   if (group < span.first + span.groups) {
     DeviceWarp warp;
     warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                      image_of_warp(image, gather));
   }
   __syncthreads();
-  copy_out(image, payload + span.first * gather.record, static_cast<int>(span.groups) * gather.record);
+  copy_out(image, payload + span.first * gather.record, span.groups * gather.record);
 }
 
 // ---- launches -------------------------------------------------------------------------------------------
@@ -168,9 +168,7 @@ Form make_form(int64_t bits, int64_t group_size, int64_t options) {
   return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
 }
 
-int64_t row_bytes(int64_t numel, const Form& form) {
-  return num_groups(numel, form.group_size) * form.record;
-}
+int64_t row_bytes(int64_t numel, const Form& form) { return form.groups(numel) * form.record; }
 
 int64_t blocks_of(int64_t groups, const Form& form) {
   const int64_t a_block = kBlockElements / form.group_size;
@@ -203,8 +201,7 @@ int64_t alignment(const void* data, int64_t rows, int64_t stride) {
 Rows rows_of(const Tensor& t, const void* data, int type, const Form& form) {
   const int64_t stride = t.dim() == 2 ? t.stride(0) * (type == 0 ? 4 : 2) : 0;
   const int64_t rows = t.dim() == 2 ? t.size(0) : 1, numel = t.size(t.dim() - 1);
-  return {numel, stride, alignment(data, rows, stride) == 16,
-          blocks_of(num_groups(numel, form.group_size), form)};
+  return {numel, stride, alignment(data, rows, stride) == 16, grid(blocks_of(form.groups(numel), form))};
 }
 
 // Payloads [rows, bytes]: of `count` ranks, or one a row of the output.

@@ -34,23 +34,37 @@ namespace flash_allreduce {
 
 constexpr int kWarpLanes = 32;
 constexpr int kLaneElements = 32;
+constexpr int kLogLaneElements = 5;
 constexpr int kNeighbours = 8;
 constexpr int kWarpElements = kWarpLanes * kLaneElements;
 
-// What an encoding or a decoding is made of, the same for all groups of a row.
+// What an encoding or a decoding is made of, the same for all groups of a row. Group sizes are powers of two:
+// where a device would divide by one, it shifts.
 struct Form {
   int bits;
   int group_size;
   int options;
-  int record;  // bytes
-  int lanes;   // of a group
+  int record;     // bytes
+  int lanes;      // of a group
+  int log_lanes;  // its logarithm
 
   FLASH_HD Form(int bits_, int group_size_, int options_)
       : bits(bits_),
         group_size(group_size_),
         options(options_),
         record(static_cast<int>(record_bytes(bits_, group_size_, options_))),
-        lanes(group_size_ / kLaneElements) {}
+        lanes(group_size_ / kLaneElements),
+        log_lanes(0) {
+    while (1 << log_lanes < lanes) ++log_lanes;
+  }
+
+  // The group of the warp that a lane's elements are of.
+  FLASH_HD int group_of(int lane) const { return lane >> log_lanes; }
+  FLASH_HD int groups_a_warp() const { return kWarpLanes >> log_lanes; }
+  // Of a row of numel elements.
+  FLASH_HD int64_t groups(int64_t numel) const {
+    return (numel + group_size - 1) >> (log_lanes + kLogLaneElements);
+  }
 };
 
 struct Lane {
@@ -391,7 +405,7 @@ FLASH_HD uint32_t pack(const uint32_t* codes, int width, int shift) {
 // The record of a lane's group, as far as it is the lane's. image: where record 0 of the warp begins, 2
 // divides it.
 FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool lost, uint8_t* image) {
-  uint8_t* record = image + lane / form.lanes * form.record;
+  uint8_t* record = image + form.group_of(lane) * form.record;
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
   const int align = form.record % 4 == 0 ? 4 : 2;
   if (in_group == 0) {
@@ -447,7 +461,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
   const int half = code_half(form.bits, layout);
   warp.each([&](int lane, Lane& own) {
     const float inverse = 1.0f / bits_float(own.best.scale);
-    const uint64_t of_group = group_key(key, number + lane / form.lanes);
+    const uint64_t of_group = group_key(key, number + form.group_of(lane));
     own.worst = 0;
     FLASH_UNROLL
     for (int i = 0; i < kLaneElements; ++i) {
@@ -467,7 +481,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
         [](int, Lane& own, uint32_t other) { own.worst = other > own.worst ? other : own.worst; });
   }
   warp.each([&](int lane, Lane& own) {
-    if (lane / form.lanes >= groups) return;
+    if (form.group_of(lane) >= groups) return;
     bool lost = own.worst > static_cast<uint32_t>(code_levels(form.bits, layout));
     if (kOptions && form.options & kSpikes) {
       lost = lost || !bf16_is_finite(bf16_nearest(own.least)) || !bf16_is_finite(bf16_nearest(own.greatest));
@@ -547,7 +561,7 @@ struct Sources {
 template <bool kOptions, class Warp>
 FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int64_t group, int64_t total) {
   warp.each([&](int lane, Lane& own) {
-    const int64_t mine = group + lane / form.lanes;
+    const int64_t mine = group + form.group_of(lane);
     if (mine >= total) {
       FLASH_UNROLL
       for (float& x : own.x) x = 0.0f;
@@ -583,11 +597,11 @@ template <DType kType, bool kOptions, class Warp>
 FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,
                           int64_t group, uint64_t key, int64_t number, uint8_t* image) {
   warp.each([&](int lane, Lane& own) {
-    load_lane<kType>(own, lane, form, row, numel, group + lane / form.lanes, fast);
+    load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
     if (kOptions && form.options & kHadamard) flip(own, lane, form.lanes);
   });
   if (kOptions && form.options & kHadamard) rotate(warp, form.lanes);
-  const int64_t left = num_groups(numel, form.group_size) - group;
+  const int64_t left = form.groups(numel) - group;
   const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
   encode_groups<kOptions>(warp, form, groups, key, number + group, image);
 }
@@ -595,11 +609,11 @@ FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int6
 template <DType kType, bool kOptions, class Warp>
 FLASH_HD void warp_decode_sum(Warp& warp, const Form& form, const Sources& from, float factor, uint8_t* row,
                               int64_t numel, bool fast, int64_t group) {
-  const int64_t total = num_groups(numel, form.group_size);
+  const int64_t total = form.groups(numel);
   sum_groups<kOptions>(warp, form, from, group, total);
   turn_back<kOptions>(warp, form, factor);
   warp.each([&](int lane, Lane& own) {
-    store_lane<kType>(own, lane, form, row, numel, group + lane / form.lanes, fast);
+    store_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
   });
 }
 
