@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, telemetry, transport
+from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
@@ -68,7 +68,7 @@ def all_reduce(
     _check_tensor(tensor, "tensor")
     _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
-    return call.run(_all_reduce(call, tensor), async_op, tensor)
+    return call.run(_all_reduce(call, tensor, async_op), async_op, tensor)
 
 
 def reduce_scatter(
@@ -314,7 +314,7 @@ class _Call:
                 self.width.record(self.bits, signal, noise)
 
 
-def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
+def _all_reduce(call: _Call, tensor: Tensor, async_op: bool) -> Iterator[None]:
     plan = call.plan()
     if call.numel == 0:
         return
@@ -329,10 +329,12 @@ def _all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
             flat.mul_(factor)
     else:
         measurement = call.measurement(flat)
-        pool = call.state.pool(flat.device)
         residual = call.residual(plan, [flat.numel()])
         carried = () if residual is None else (residual,)
-        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
+        how = {"asynchronous": async_op, "feedback": residual is not None}
+        if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
+            pool = call.state.pool(flat.device)
+            yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
         if call.feedback is not None:
             call.feedback.check(flat)
         call.record(measurement, flat)

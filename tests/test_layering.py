@@ -23,6 +23,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("adaptive", "codec", "transport", "work"),
     ("feedback",),
     ("collectives", "hierarchical", "groups", "quality"),
+    ("symmetric",),
     ("dispatch",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),

@@ -1,0 +1,229 @@
+// The fused all-reduce: what one block of one rank does, for ranks that can write each other's memory. One
+// text for the device (two_shot.cu) and the host (tests/host/two_shot.cpp), as codec_warp.h, which does the
+// arithmetic.
+//
+// A piece is the 1024 elements of a warp; piece q is owned by rank q mod world, which sums it. `world` pieces
+// that follow each other, one of each owner, are a stripe; stripe s is done by block s mod blocks, on every
+// rank by the block of the same number. (NCCL's path owns shards in a row instead. Who sums a group does not
+// show in its bits, and this way small calls keep all ranks and many blocks busy, without padding.)
+//
+//   tensor    | piece 0    | piece 1    | piece 2    | piece 3    | piece 4    | ...      (world = 3)
+//   owner       rank 0       rank 1       rank 2       rank 0       rank 1
+//               stripe 0, block 0                      stripe 1, block 1
+//
+//   encode    every rank encodes its elements of piece q into the owner's inbox          (peers' memory)
+//   meet      with the blocks of the same number
+//   sum       the owner sums a piece's records in rank order, encodes the sum, and writes
+//             it into every rank's sums                                                  (peers' memory)
+//   meet
+//   decode    every rank decodes all sums, what it encoded itself too
+//
+// Workspace of a rank, written by its peers. A piece's records begin at a multiple of 16 bytes:
+//
+//   | arrived [blocks][8] | counts [blocks] | failed | ... 2048 bytes | half 0 | half 1 |
+//   half:  inbox  | stripe 0: from rank 0 | from rank 1 | ... | stripe 1: from rank 0 | ...
+//          sums   | piece 0 | piece 1 | piece 2 | ...
+//
+// Meeting. Every block counts its meetings: counts[b], in its own rank's memory, two for each call, whether
+// it has a stripe in that call or not, so that all blocks of all ranks count alike. The numbers are on the
+// device and not the host's, so that a graph can be replayed. To meet for the n-th time, block b of rank r
+// writes n to arrived[b][r] of every peer (release) and waits until its own arrived[b][*] are all n or more
+// (acquire). A word has one writer and only grows: no word is reset, a peer that is ahead by one meeting does
+// no harm, and no atomic has to cross a PCIe link. (Torch's signal pads must be left zero, which takes a
+// compare-and-swap by both sides; these words lie in our own allocation instead. Differences are taken modulo
+// 2^32: they may wrap.)
+//
+// Why two halves and no third meeting. Call n uses half n mod 2. What could be overwritten too early is what
+// a slower peer still reads, and that is safe:
+//
+//   rank r, call n + 2   writes half n mod 2
+//     because its own    call n + 1 has ended, of which a block met block 0 of every peer,
+//     each of which had  begun call n + 1, and so had ended call n: kernels of a stream do not overlap
+//   peer, call n         has read half n mod 2
+//
+// It takes one block that meets in every call, whatever its size: block 0, since a call has at least a
+// stripe. It does not matter how the calls cut their halves. Within a call, inbox and sums are apart, and a
+// block reads only what blocks of its own number wrote before they met. The tensor is read and written by the
+// same block.
+//
+// A peer that does not come. A wait ends after the group's timeout. The block then reports the peer, marks
+// the workspace as failed and writes NaN to its pieces: nobody computes on with a half-reduced tensor
+// unnoticed. Every later call of the workspace, those of replayed graphs too, writes NaN at once; the host
+// reads the report before its next call and raises. No trap: it would take the whole process' CUDA context,
+// and with it the error message.
+#pragma once
+
+#include "codec_warp.h"
+
+namespace flash_allreduce {
+
+constexpr int kMostRanks = 8;
+// Of every call, however small: few enough that all are resident, since a block waits for its peers'. To be
+// measured.
+constexpr int kBlocks = 32;
+constexpr int kPieceElements = kWarpElements;
+constexpr int kPieceAlign = 16;
+
+constexpr int64_t kCountsAt = int64_t{kBlocks} * kMostRanks * 4;
+constexpr int64_t kFailedAt = kCountsAt + kBlocks * 4;
+constexpr int64_t kHeaderBytes = 2048;
+static_assert(kFailedAt + 4 <= kHeaderBytes, "the halves begin behind the header");
+
+FLASH_HD constexpr int64_t arrived_at(int block, int source) {
+  return (int64_t{block} * kMostRanks + source) * 4;
+}
+
+FLASH_HD constexpr int padded_bytes(int64_t bytes) {
+  return static_cast<int>((bytes + kPieceAlign - 1) / kPieceAlign * kPieceAlign);
+}
+
+// Of a piece in an inbox or among the sums.
+FLASH_HD int piece_bytes(const Form& form) {
+  return padded_bytes(int64_t{kPieceElements / form.group_size} * form.record);
+}
+
+// Groups of 32 with 8 bits and spikes have the most.
+constexpr int kMostPieceBytes =
+    padded_bytes(kPieceElements / kMinGroupSize * record_bytes(kMaxBits, kMinGroupSize, kSpikes));
+
+FLASH_HD int stripes_of(int64_t numel, int world) {
+  const int64_t pieces = (numel + kPieceElements - 1) / kPieceElements;
+  return static_cast<int>((pieces + world - 1) / world);
+}
+
+// What a call needs of half a workspace.
+FLASH_HD int64_t half_bytes(int64_t numel, int world, const Form& reduce, const Form& gather) {
+  return int64_t{stripes_of(numel, world)} * world * (piece_bytes(reduce) + piece_bytes(gather));
+}
+
+// A call, on one rank. The forms differ in their width alone.
+struct TwoShot {
+  uint8_t* tensor;
+  int64_t numel;
+  bool fast;  // 16 divides the tensor's address
+  Form reduce, gather;
+  float factor;
+  uint64_t reduce_key, gather_key;
+  int rank, world;
+  uint8_t* workspaces[kMostRanks];  // of every rank, as this one reaches it
+  int64_t half;                     // bytes
+  uint64_t timeout;                 // ns
+};
+
+// n or a later meeting; 2^31 of them may lie between.
+FLASH_HD constexpr bool has_come(uint32_t arrived, uint32_t n) {
+  return static_cast<int32_t>(arrived - n) >= 0;
+}
+
+// Memory: store (release) and load (acquire) of a word as all ranks see it, now() in ns, pause().
+template <class Memory>
+FLASH_HD void tell(Memory& memory, const TwoShot& call, int block, int peer, uint32_t n) {
+  memory.store(call.workspaces[peer] + arrived_at(block, call.rank), n);
+}
+
+template <class Memory>
+FLASH_HD bool await(Memory& memory, const TwoShot& call, int block, int peer, uint32_t n) {
+  const uint8_t* arrived = call.workspaces[call.rank] + arrived_at(block, peer);
+  if (has_come(memory.load(arrived), n)) return true;
+  for (const uint64_t start = memory.now(); memory.now() - start <= call.timeout; memory.pause()) {
+    if (has_come(memory.load(arrived), n)) return true;
+  }
+  return false;
+}
+
+// What a block of a rank does in a call.
+//
+//   block.index, block.blocks          which one of how many
+//   block.count(), block.set_count(n)  its meetings so far
+//   block.failed()                     whether a call has failed in this workspace
+//   block.each_item(n, f)              f(warp, item, image) of a warp for each item 0 ... n - 1; image:
+//   kMostPieceBytes block.copy(image, to, bytes)       by a warp, 16 bytes at a time block.meet(n) by all its
+//   warps: what they wrote can be read by peers; false: one is missing
+template <DType kType, bool kOptions, class Block>
+FLASH_HD void two_shot(Block& block, const TwoShot& call) {
+  const int world = call.world, rank = call.rank, groups_a_piece = kPieceElements / call.reduce.group_size;
+  const int stripes = stripes_of(call.numel, world);
+  if (stripes == 0) return;  // nobody would meet: it must not count as a call
+  const int mine = stripes > block.index ? (stripes - block.index - 1) / block.blocks + 1 : 0;
+  const uint32_t count = block.count();
+  if (mine == 0) {
+    block.set_count(count + 2);
+    return;
+  }
+  const int64_t inbox = kHeaderBytes + (count / 2 % 2 ? call.half : 0);
+  const int reduce_bytes = piece_bytes(call.reduce), gather_bytes = piece_bytes(call.gather);
+  const int64_t sums = inbox + int64_t{stripes} * world * reduce_bytes;
+  uint8_t* const own = call.workspaces[rank];
+
+  const auto stripe_of = [&](int number) { return block.index + number * block.blocks; };
+  // Elements from the piece's first to the tensor's end; 0 or less: there is no such piece.
+  const auto left_of = [&](int piece) { return call.numel - int64_t{piece} * kPieceElements; };
+  const auto row_of = [&](int piece) {
+    return call.tensor + int64_t{piece} * kPieceElements * element_bytes(kType);
+  };
+  const auto sent_bytes = [&](int64_t left, const Form& form) {
+    const int64_t groups = num_groups(left, form.group_size);
+    return padded_bytes((groups < groups_a_piece ? groups : groups_a_piece) * form.record);
+  };
+  const auto align_of = [](const Form& form) { return form.record % 4 == 0 ? 4 : 2; };
+  // f(warp, piece, elements from its first on, image) for the pieces of the block's stripes. A rank begins
+  // with its own, so that not all write to one.
+  const auto each_piece = [&](auto f) {
+    block.each_item(mine * world, [&](auto& warp, int item, uint8_t* image) {
+      const int piece = stripe_of(item / world) * world + (item + rank) % world;
+      if (left_of(piece) > 0) f(warp, piece, left_of(piece), image);
+    });
+  };
+
+  bool complete = !block.failed();
+  if (complete) {
+    each_piece([&](auto& warp, int piece, int64_t left, uint8_t* image) {
+      warp_encode<kType, kOptions>(warp, call.reduce, row_of(piece), left, call.fast, 0, call.reduce_key,
+                                   int64_t{piece} * groups_a_piece, image);
+      const int first = piece - piece % world;  // of the stripe
+      block.copy(image, call.workspaces[piece % world] + inbox + int64_t{first + rank} * reduce_bytes,
+                 sent_bytes(left, call.reduce));
+    });
+    complete = block.meet(count + 1);
+  }
+  if (complete) {
+    block.each_item(mine, [&](auto& warp, int item, uint8_t* image) {
+      const int first = stripe_of(item) * world, piece = first + rank;
+      const int64_t left = left_of(piece);
+      if (left <= 0) return;
+      const Sources from{own + inbox + int64_t{first} * reduce_bytes, world, reduce_bytes,
+                         align_of(call.reduce)};
+      warp_decode_sum_encode<kOptions>(warp, call.reduce, call.gather, from, call.factor, 0,
+                                       num_groups(left, call.gather.group_size), call.gather_key,
+                                       int64_t{piece} * groups_a_piece, image);
+      for (int step = 0; step < world; ++step) {
+        block.copy(image, call.workspaces[(rank + step) % world] + sums + int64_t{piece} * gather_bytes,
+                   sent_bytes(left, call.gather));
+      }
+    });
+    complete = block.meet(count + 2);
+  }
+  if (complete) {
+    each_piece([&](auto& warp, int piece, int64_t left, uint8_t*) {
+      const Sources from{own + sums + int64_t{piece} * gather_bytes, 1, 0, align_of(call.gather)};
+      warp_decode_sum<kType, kOptions>(warp, call.gather, from, 1.0f, row_of(piece), left, call.fast, 0);
+    });
+    block.set_count(count + 2);
+    return;
+  }
+  each_piece([&](auto& warp, int piece, int64_t left, uint8_t*) {
+    warp.each([&](int lane, Lane& lost) {
+      FLASH_UNROLL
+      for (float& x : lost.x) x = bits_float(kNaNBits);
+      store_lane<kType>(lost, lane, call.reduce, row_of(piece), left, lane / call.reduce.lanes, call.fast);
+    });
+  });
+}
+
+// What a block leaves for the host: which peer was missing, and where. Never 0.
+FLASH_HD constexpr uint32_t report_of(int peer, int block, uint32_t n) {
+  return 1u | static_cast<uint32_t>(peer) << 8 | static_cast<uint32_t>(block) << 16 |
+         (n & 1u ? 0u : 1u) << 24;
+}
+
+}  // namespace flash_allreduce
