@@ -289,7 +289,7 @@ int main(int argc, char** argv) {
       calls.push_back(c);
       order.push_back(i);
     }
-    HostRun run{world, 3, 200000, 0, 1, world / 2, -1, broken, 20000000000u, {}, 0};
+    HostRun run{world, 3, 200000, 0, 1, world / 2, -1, broken, broken ? 500000000u : 60000000000u, {}, 0};
     printf("world %d: %ld\n", world,
            static_cast<long>(two_shot_run(&run, calls.data(), order.data(), count)));
   }
