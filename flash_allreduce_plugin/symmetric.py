@@ -173,24 +173,24 @@ class Workspace:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
         """Collective. Raises RuntimeError where torch cannot set it up."""
-        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
 
         self.rank = group.rank()
         self.device = device
         self.nbytes = nbytes
         self.timeout_ms = max(int(_timeout(group, device) / timedelta(milliseconds=1)), 1)
-        self.stream = torch.cuda.current_stream(device)
-        with torch.inference_mode(False):
-            self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-            # Before anybody knows the address: torch leaves what it allocates as it was.
+        with torch.cuda.device(device), torch.inference_mode(False):
+            self.stream = torch.cuda.current_stream()
+            # An allocation of its own: in the pool of torch's empty() ranks may get different places (pytorch 198024).
+            self._memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+            # Before anybody knows the address: torch leaves the memory as it was.
             self._memory[:HEADER_BYTES].zero_()
-            torch.cuda.synchronize(device)
-            self._handle = symmetric_memory.rendezvous(self._memory, group)
+            torch.cuda.synchronize()
+            self._handle = rendezvous(self._memory, group)
             self._report = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        # A part may lie anywhere in what torch allocated for it, at the same place on all ranks.
-        offset = self._memory.data_ptr() - self._handle.buffer_ptrs[self.rank]
-        self.addresses: list[int] = [address + offset for address in self._handle.buffer_ptrs]
-        if not all(self._handle.buffer_ptrs):
+        self.addresses: list[int] = list(self._handle.buffer_ptrs)
+        if not all(self.addresses) or self.addresses[self.rank] != self._memory.data_ptr():
             raise RuntimeError("a peer's memory has no address here")
         self.report_address = int(_op.device_address(self._report))
         self._word = ctypes.c_uint32.from_address(self._report.data_ptr())

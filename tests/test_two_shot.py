@@ -12,14 +12,16 @@ import itertools
 import random
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
@@ -30,6 +32,7 @@ from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import Codec, Draw
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values
+from tests.distributed import Ranks
 
 SOURCE = Path(__file__).parent / "host" / "two_shot.cpp"
 RANKS = symmetric.MOST_RANKS
@@ -173,7 +176,7 @@ def small_calls(world: int) -> list[Call]:
     return [Call(gaussian(world, n, seed=n), PLAIN, Codec(8, 128), key=n) for n in lengths]
 
 
-@pytest.mark.parametrize(("world", "slow_rank", "count"), [(2, -1, 8000), (4, 1, 1000), (8, -1, 2000)])
+@pytest.mark.parametrize(("world", "slow_rank", "count"), [(2, -1, 5000), (4, 1, 500), (8, -1, 1000)])
 def test_thousands_of_calls_of_changing_sizes(host: Host, world: int, slow_rank: int, count: int) -> None:
     """The count of meetings wraps around on the way."""
     calls = small_calls(world)
@@ -332,6 +335,59 @@ def test_calls_of_several_streams_are_ordered(workspace: symmetric.Workspace, mo
     workspace.order()
     workspace.order()
     assert waited == [first] and workspace.stream is second
+
+
+def set_up_without_a_gpu(limit_of_1: int, fails: bool, refuses: str) -> list[str]:
+    """What two calls find on this rank: rank 1 has another limit, cannot rendezvous, or refuses."""
+    rank, made = dist.get_rank(), []
+
+    class Workspace:
+        def __init__(self, *_: Any) -> None:
+            made.append(self)
+            if fails and rank == 1:
+                raise RuntimeError("no handle " + "x" * 5000)
+
+    def describe(device: torch.device, limit: int) -> dict[str, Any]:
+        return {
+            "limit": limit, "refuses": refuses if rank == 1 else "", "host": "a", "index": rank, "overlapping": False,
+            "uuid": str(rank), "blocked": [],
+        }  # fmt: skip
+
+    label, cpu, found = Label("all_reduce", "here", dist.group.WORLD), torch.device("cpu"), []
+    with (
+        mock.patch.multiple(symmetric, _describe=describe, Workspace=Workspace, _workspaces={}),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        for _ in range(2):
+            try:
+                answer = symmetric._workspace(label, cpu, limit_of_1 if rank == 1 else 5)
+            except MismatchError:
+                found.append("mismatch")
+            else:
+                found.append(answer if isinstance(answer, str) else f"workspace {made.index(answer)} of {len(made)}")
+    return found
+
+
+def test_ranks_agree_about_the_workspace(ranks: Callable[[int], Ranks]) -> None:
+    for case, expected in (
+        ((5, False, ""), "workspace 0 of 1"),
+        ((5, True, ""), symmetric.NO_RENDEZVOUS),
+        ((5, False, symmetric.NOT_BUILT), symmetric.NOT_BUILT),
+        ((6, False, ""), "mismatch"),
+    ):
+        assert ranks(2).run(set_up_without_a_gpu, *case) == [[expected] * 2] * 2
+
+
+def only_on_gpus() -> bool:
+    """A CPU tensor's all-reduce, with the fused path's function out of order."""
+    x = gaussian(3000, seed=dist.get_rank())
+    with mock.patch.object(symmetric, "all_reduce", side_effect=AssertionError):
+        fap.all_reduce(x, config=fap.FlashConfig(min_bytes=0))
+    return bool(x.isfinite().all())
+
+
+def test_cpu_tensors_never_take_it(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(only_on_gpus) == [True, True]
 
 
 def test_nothing_is_set_up_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
