@@ -28,9 +28,9 @@ from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import Codec
 
 LIMIT = "FLASH_ALLREDUCE_TWO_SHOT_BYTES"
-# Of a tensor. Larger ones gain little from fewer launches, and their codec hides behind the wire in chunks. A guess,
-# to be measured.
-DEFAULT_LIMIT = 4 << 20
+# Of a tensor: off, until the kernel has run on a GPU. Large tensors gain little from fewer launches, and their codec
+# hides behind the wire in chunks: 4 MiB is a guess to begin with.
+DEFAULT_LIMIT = 0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 # csrc/cuda/two_shot.h; tests/test_two_shot.py holds the two together.

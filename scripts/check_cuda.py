@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTERS = 128  # of 65 536, for 2 x 256 threads
+ALONE = "two_shot_kernel"  # of which one block of 256 threads has a multiprocessor for itself
+REGISTERS_ALONE = 255  # what a thread can have
 # What libtorch_cuda.so has of torch's stable ABI, checked on torch 2.11.0+cu130; the CPU build has it not.
 OF_TORCH_CUDA = {
     "aoti_torch_get_current_cuda_stream",
@@ -72,8 +74,9 @@ def problems(kernels: Sequence[Kernel]) -> list[str]:
         name = f"{k.name} on {k.architecture}"
         if k.spills or k.stack:
             found.append(f"{name}: {k.spills} bytes of spills, a stack frame of {k.stack}; expected none")
-        if k.registers > REGISTERS:
-            found.append(f"{name}: {k.registers} registers; expected {REGISTERS} at most")
+        most = REGISTERS_ALONE if ALONE in k.name else REGISTERS
+        if k.registers > most:
+            found.append(f"{name}: {k.registers} registers; expected {most} at most")
     return found
 
 
@@ -132,7 +135,11 @@ def main() -> int:
     for name in dict.fromkeys(k.name for k in kernels):
         registers = {k.architecture: k.registers for k in kernels if k.name == name}
         print(f"{names[name][:60]:60}" + "".join(f"{registers.get(a, ''):>9}" for a in architectures))
-    print("\n".join(found) if found else f"{len(kernels)} kernels: no spills, no stack, at most {REGISTERS} registers.")
+    print(
+        "\n".join(found)
+        if found
+        else f"{len(kernels)} kernels: no spills, no stack, at most {REGISTERS} registers ({ALONE}: {REGISTERS_ALONE})."
+    )
     return 1 if found else 0
 
 

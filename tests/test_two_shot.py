@@ -305,6 +305,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> symmetric.Workspace:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: w.stream)
     monkeypatch.setattr(symmetric, "counts", type(symmetric.counts)())
+    monkeypatch.setenv(symmetric.LIMIT, "65536")
     return w
 
 

@@ -21,7 +21,7 @@
 #include <algorithm>
 
 #include "../checks.h"
-#include "codec_warp.h"
+#include "device_warp.h"
 
 namespace flash_allreduce {
 namespace {
@@ -32,26 +32,6 @@ constexpr int kBlockElements = kBlockWarps * kWarpElements;
 // Groups of 32 with 8 bits and spikes have the most.
 constexpr int kBlockBytes =
     kBlockElements / kMinGroupSize * static_cast<int>(record_bytes(kMaxBits, kMinGroupSize, kSpikes));
-
-struct DeviceWarp {
-  Lane own;
-  int lane;
-
-  template <class F>
-  __device__ __forceinline__ void each(F f) {
-    f(lane, own);
-  }
-
-  template <class Get, class F>
-  __device__ __forceinline__ void exchange(int mask, Get get, F f) {
-    f(lane, own, __shfl_xor_sync(0xffffffffu, get(own), mask));
-  }
-
-  template <class Get, class F>
-  __device__ __forceinline__ void from_first(int lanes, Get get, F f) {
-    f(lane, own, __shfl_sync(0xffffffffu, get(own), lane & ~(lanes - 1)));
-  }
-};
 
 struct Rows {
   int64_t numel;

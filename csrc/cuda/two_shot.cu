@@ -69,6 +69,8 @@ struct DeviceBlock {
     for (int item = number; item < items; item += kTwoShotWarps) {
       DeviceWarp warp;
       warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+      // What follows from the lane alone (the signs of a rotation) is not to be kept in registers over all items.
+      asm volatile("" : "+r"(warp.lane));
       f(warp, item, images + number * kMostPieceBytes);
     }
   }
@@ -160,7 +162,9 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
   if (call.numel == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  STD_TORCH_CHECK(
+      aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
+      "torch has no current stream on GPU ", tensor.get_device_index());
   auto* word = reinterpret_cast<uint32_t*>(report);
   if (type == static_cast<int>(DType::kFloat32))
     launch<DType::kFloat32>(call, word, static_cast<cudaStream_t>(stream));

@@ -9,38 +9,11 @@ long misaligned = 0;
 }
 #define FLASH_ALIGNED(p, bytes) (misaligned += reinterpret_cast<uintptr_t>(p) % (bytes) != 0)
 
-#include "../../csrc/cuda/codec_warp.h"
+#include "host_warp.h"
 
 using namespace flash_allreduce;
 
 namespace {
-
-struct HostWarp {
-  Lane lanes[kWarpLanes] = {};
-
-  template <class F>
-  void each(F f) {
-    for (int lane = 0; lane < kWarpLanes; ++lane) f(lane, lanes[lane]);
-  }
-
-  template <class Get, class F>
-  void exchange(int mask, Get get, F f) {
-    shuffle([mask](int lane) { return lane ^ mask; }, get, f);
-  }
-
-  template <class Get, class F>
-  void from_first(int lanes_of_group, Get get, F f) {
-    shuffle([lanes_of_group](int lane) { return lane & ~(lanes_of_group - 1); }, get, f);
-  }
-
- private:
-  template <class From, class Get, class F>
-  void shuffle(From from, Get get, F f) {
-    decltype(get(lanes[0])) values[kWarpLanes];
-    for (int lane = 0; lane < kWarpLanes; ++lane) values[lane] = get(lanes[lane]);
-    for (int lane = 0; lane < kWarpLanes; ++lane) f(lane, lanes[lane], values[from(lane)]);
-  }
-};
 
 // f(the type, as a value), f being generic.
 template <class F>
