@@ -27,9 +27,7 @@ ACCELERATE ?= 1.15.0
 # For check-cuda where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
-DEEPSPEED_# For check-cuda where there is no nvcc.
-NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
-VERSIONS ?=
+DEEPSPEED_VERSIONS ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
