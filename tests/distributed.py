@@ -24,13 +24,22 @@ class RankFailure(AssertionError):
 
 
 class Ranks:
-    """world_size processes in one default group. Use as a context manager, or close()."""
+    """world_size processes in one default group. Use as a context manager, or close().
 
-    def __init__(self, world_size: int, group_timeout: timedelta = GROUP_TIMEOUT) -> None:
+    method: "forkserver" starts ranks in milliseconds, "spawn" in seconds.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        group_timeout: timedelta = GROUP_TIMEOUT,
+        backend: str = "gloo",
+        method: str = "forkserver",
+    ) -> None:
         self.world_size = world_size
-        # The fork server has imported torch once; ranks forked from it start in milliseconds.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "flash_allreduce_plugin.dispatch"])
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":  # it has imported torch once
+            context.set_forkserver_preload(["torch", "torch.distributed", "flash_allreduce_plugin.dispatch"])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[Connection] = []
         self.processes = []
@@ -38,7 +47,7 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, theirs),
+                args=(rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, theirs, backend),
                 daemon=True,
             )
             process.start()
@@ -106,14 +115,16 @@ def run_ranks(world_size: int, case: Callable[..., Any], *args: Any, timeout: fl
         return ranks.run(case, *args, timeout=timeout)
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: timedelta, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, timeout: timedelta, connection: Connection, backend: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
+        backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=timeout
     )
     while True:
         try:

@@ -1,0 +1,107 @@
+"""The device that these tests run on, and the operators on it.
+
+`make gpu-check` runs them. GPU_TESTS_ON=cpu puts CPU tensors in the place of CUDA tensors, for all tests
+but those of streams, graphs and NCCL: it tests the tests.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import ops
+from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+
+ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
+DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
+#: Of widths, group sizes and dtypes, crossed, every which one is tested; 1: all. Not a multiple of 2, 3 or 7.
+EVERY = int(os.environ.get("GPU_TESTS_EVERY", "5"))
+
+compiled = torch.ops.flash_allreduce
+GUARD = 64  # bytes around what is written
+_FILL = 0xA5
+
+
+def missing() -> str | None:
+    """Why the tests cannot run here."""
+    if ops.unavailable is not None or ON_CPU:
+        return ops.unavailable
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    reason: str | None = getattr(ops, "cuda_unavailable", "this package has no CUDA operators")
+    return reason
+
+
+def need_device() -> None:
+    """At the head of a module: leaves it out where its tests cannot run."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason, allow_module_level=True)
+
+
+needs_cuda = pytest.mark.skipif(ON_CPU, reason="GPU_TESTS_ON=cpu: this needs CUDA")
+
+
+@dataclass
+class Written:
+    """Rows on the device that an operator is to fill, in a buffer of which it must touch nothing else.
+
+    offset: bytes by which the first row misses a multiple of 64; gap: elements between a row and the next.
+    """
+
+    rows: Tensor
+    buffer: Tensor
+
+    @classmethod
+    def make(cls, rows: int, columns: int, dtype: torch.dtype, offset: int = 0, gap: int = 0) -> Written:
+        size = rows * (columns + gap) * dtype.itemsize
+        buffer = torch.full((2 * GUARD + offset + size,), _FILL, dtype=torch.uint8, device=DEVICE)
+        inner = buffer[GUARD + offset : GUARD + offset + size].view(dtype).view(rows, columns + gap)
+        return cls(inner[:, :columns], buffer)
+
+    def take(self) -> Tensor:
+        """The rows on the CPU; fails if a byte beside them has changed."""
+        values = self.rows.to("cpu", copy=True)
+        fill = torch.full((self.rows.element_size(),), _FILL, dtype=torch.uint8).view(self.rows.dtype)
+        self.rows.copy_(fill.to(DEVICE).expand_as(self.rows))
+        changed = (self.buffer != _FILL).nonzero().flatten()
+        assert not len(changed), f"bytes {changed[:4].tolist()} of {len(self.buffer)} were written beside the rows"
+        return values
+
+
+def encode(rows: Tensor, c: Codec, draw: Draw = NO_DRAW, offset: int = 0, gap: int = 0) -> Tensor:
+    """rows on the device -> payloads on the CPU."""
+    out = Written.make(len(rows), c.payload_bytes(rows.shape[1]), torch.uint8, offset, gap)
+    compiled.encode(
+        rows, out.rows, c.bits, c.group_size, c.options, draw.key, draw.first_group, draw.groups_a_row
+    )  # fmt: skip
+    return out.take()
+
+
+def decode(payload: Tensor, numel: int, dtype: torch.dtype, c: Codec, offset: int = 0, gap: int = 0) -> Tensor:
+    """payload on the device -> rows on the CPU."""
+    out = Written.make(len(payload), numel, dtype, offset, gap)
+    compiled.decode(payload, out.rows, c.bits, c.group_size, c.options)
+    return out.take()
+
+
+def decode_sum(payloads: Tensor, numel: int, dtype: torch.dtype, c: Codec, factor: float, offset: int = 0) -> Tensor:
+    out = Written.make(1, numel, dtype, offset)
+    compiled.decode_sum(payloads, out.rows[0], factor, c.bits, c.group_size, c.options)
+    return out.take()[0]
+
+
+def decode_sum_encode(
+    payloads: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw = NO_DRAW, offset: int = 0
+) -> Tensor:
+    groups = payloads.shape[1] // reduce.record_bytes
+    out = Written.make(1, groups * gather.record_bytes, torch.uint8, offset)
+    compiled.decode_sum_encode(
+        payloads, out.rows[0], factor, reduce.bits, gather.bits, reduce.group_size, reduce.options,
+        draw.key, draw.first_group,
+    )  # fmt: skip
+    return out.take()[0]

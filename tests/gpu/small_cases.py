@@ -1,0 +1,81 @@
+"""Every kernel a few times on small tensors, compared with the CPU: what compute-sanitizer runs.
+
+    compute-sanitizer --tool memcheck python -m tests.gpu.small_cases
+
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, so that memcheck sees the first byte
+beyond it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import codec
+from flash_allreduce_plugin.wire import Codec
+from tests.codecs import DTYPES, gaussian, same_bits
+from tests.gpu import device
+from tests.gpu.cases import DRAW, encoded
+
+CODECS = (
+    Codec(8, 128),
+    Codec(4, 128),
+    Codec(7, 32, symmetric=True),
+    Codec(4, 64, compact=True),
+    Codec(2, 1024, spikes=True),
+    Codec(3, 32, spikes=True, hadamard=True, mse=True),
+    Codec(5, 256, hadamard=True),
+    Codec(6, 512, compact=True, spikes=True, stochastic=True),
+)
+
+
+def run(c: Codec, dtype: torch.dtype, numel: int) -> bool:
+    """Outputs of exactly their size, nothing beside them."""
+    rows = gaussian(2, numel).to(dtype)
+    payloads = encoded(rows, c)
+    x, there = rows.to(device.DEVICE), payloads.to(device.DEVICE)
+    key = c.bits, c.group_size, c.options
+
+    def compare(name: str, ours: Tensor, theirs: Tensor) -> bool:
+        same = same_bits(ours.cpu(), theirs)
+        if not same:
+            print(f"{name} differs: {c}, {dtype}, {numel} elements")
+        return same
+
+    ours = torch.empty_like(there)
+    device.compiled.encode(x, ours, *key, DRAW.key, DRAW.first_group, DRAW.groups_a_row)
+    results = [compare("encode", ours, payloads)]
+    decoded, expected = torch.empty_like(x), torch.empty_like(rows)
+    device.compiled.decode(there, decoded, *key)
+    codec.decode_rows(payloads, expected, c)
+    results.append(compare("decode", decoded, expected))
+    total, sum_ = torch.empty_like(x[0]), torch.empty_like(rows[0])
+    device.compiled.decode_sum(there, total, 0.5, *key)
+    codec.decode_sum(payloads, sum_, c, 0.5)
+    results.append(compare("decode_sum", total, sum_))
+    sent, again = torch.empty_like(there[0]), torch.empty_like(payloads[0])
+    device.compiled.decode_sum_encode(there, sent, 0.5, c.bits, *key, DRAW.key, DRAW.first_group)
+    codec.decode_sum_encode(payloads, again, c, c, 0.5, DRAW)
+    results.append(compare("decode_sum_encode", sent, again))
+    return all(results)
+
+
+def main() -> int:
+    reason = device.missing()
+    if reason is not None:
+        print(reason)
+        return 2
+    cases = [
+        (c, dtype, numel)
+        for i, c in enumerate(CODECS)
+        for dtype, numel in ((DTYPES[i % 3], 9001), (DTYPES[(i + 1) % 3], 77))
+    ]
+    wrong = sum(not run(*case) for case in cases)
+    print(f"{len(cases) - wrong} of {len(cases)} cases equal the CPU")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
