@@ -11,6 +11,8 @@
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
+#   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
+#                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
 #   make bench       the tables of docs/benchmarks.md (the links need root) and docs/accuracy.md
 
 PYTHON ?= python3
@@ -28,6 +30,9 @@ ACCELERATE ?= 1.15.0
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
+# Where gpu-check leaves gpu_check.json and log.txt, and its options.
+GPU_OUT ?= build/gpu-check
+GPU ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
@@ -37,7 +42,7 @@ NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -91,6 +96,9 @@ check-versions: $(VENV)/.installed
 check-cuda: $(VENV)/.installed
 	command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
 	NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc) $(BIN)/python -m scripts.check_cuda
+
+gpu-check:
+	$(PYTHON) -m scripts.gpu_check --out "$(GPU_OUT)" $(GPU)
 
 $(VENV)/.torch:
 	$(PYTHON) -m venv $(VENV)

@@ -183,8 +183,8 @@ def test_compiles_without_a_break_in_the_graph(backend: str) -> None:
 
 
 @needs_cuda
-def test_compiles_into_a_cuda_graph() -> None:
-    """mode="reduce-overhead": inductor captures what it compiled."""
+def test_inductor_captures_what_it_compiled() -> None:
+    """mode="reduce-overhead": a CUDA graph of its own."""
     torch._dynamo.reset()
     function = torch.compile(round_trip, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

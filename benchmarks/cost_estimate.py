@@ -1,0 +1,307 @@
+"""What a whole all-reduce should take on machines that were not there to be measured.
+
+    python -m benchmarks.cost_estimate --kernels cuda_codec.json
+    python -m benchmarks.cost_estimate --share 0.9          before there is one: an assumption
+
+An estimate, from three kernels a rank and the bytes that it sends, of a bf16 tensor at 8 and 4 bits in groups of 128:
+
+    encode              of the whole tensor              reads it, writes its payload
+    decode_sum_encode   of the shard, N payloads         reads a payload's worth, writes an N-th
+    decode              of the whole tensor              reads a payload, writes it
+    link, both halves   2 (N-1)/N payloads over the link of one rank
+
+A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
+of everything, "overlapped" the longer of kernels and link: chunks in flight come close to the second for large tensors.
+Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/hierarchical.md): INT8
+inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
+
+Not in it: barriers, contention inside a switch or between the sockets of a PCIe machine, that kernels and transfers
+share a GPU's memory and processors, and that NCCL is slower than its bus bandwidth on small tensors. Latencies are
+assumptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flash_allreduce_plugin.wire import Codec
+
+ELEMENT = 2  # bytes of bf16
+MIB = 1 << 20
+SIZES = (1, 4, 16, 64, 256, 1024)  # MiB
+WIDTHS = (8, 4)
+INSIDE = Codec(8, 128)
+#: Flash Communication, arXiv 2412.04964: INT4 over NCCL's ring, above 64 MB, L40 on PCIe.
+PAPER = 3.18
+
+
+@dataclass(frozen=True)
+class Machine:
+    """ranks GPUs in `nodes` nodes. Speeds in bytes a second, one direction, of one rank, as they are reached.
+
+    copy: read and written together. link: inside a node. wire: between nodes, 0 with one node. bus: NCCL's bus
+    bandwidth of an all_reduce. latency: seconds of one exchange among all ranks, assumed. sources: of the speeds.
+    """
+
+    name: str
+    ranks: int
+    nodes: int
+    copy: float
+    link: float
+    wire: float
+    bus: float
+    latency: float
+    sources: tuple[str, ...]
+
+
+H100_COPY = "copy: 3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"
+NVLINK = "link: 370 GB/s of 450, NCCL's maintainer in github.com/NVIDIA/nccl-tests/issues/212"
+INFINIBAND = "wire: 47 GB/s of 50 a 400 Gbit/s adapter (46 to 48: github.com/NVIDIA/nccl-tests/issues/290)"
+H100 = Machine(
+    "8 x H100, NVLink",
+    ranks=8,
+    nodes=1,
+    copy=3.0e12,
+    link=370e9,
+    wire=0.0,
+    bus=480e9,
+    latency=10e-6,
+    sources=(H100_COPY, NVLINK, "NCCL: 480 GB/s with NVLink SHARP (nccl-tests/issues/212)"),
+)
+MACHINES = (
+    H100,
+    replace(
+        H100,
+        name="8 x H100, NVLink, NCCL ring",
+        bus=370e9,
+        sources=(H100_COPY, NVLINK, "NCCL: 370 GB/s with NCCL_ALGO=RING (nccl-tests/issues/212)"),
+    ),
+    Machine(
+        "8 x L40, PCIe 4.0 x16",
+        ranks=8,
+        nodes=1,
+        copy=0.9 * 864e9,
+        link=24e9,
+        wire=0.0,
+        bus=24e9,
+        latency=20e-6,
+        sources=(
+            "copy: nine tenths of the 864 GB/s in NVIDIA's L40 data sheet, an assumption",
+            "link: 24 GB/s of 31.5, NCCL's own model of PCIe 4.0 x16 (github.com/NVIDIA/nccl-tests/issues/307)",
+            "NCCL: the same 24 GB/s, an assumption: no published figure of 8 L40 was found. Between sockets both are "
+            "slower, and the two-step exchange crosses them with half of its bytes",
+        ),
+    ),
+    Machine(
+        "2 nodes of 8 x H100, 8 x 400 Gbit/s a node",
+        ranks=16,
+        nodes=2,
+        copy=3.0e12,
+        link=370e9,
+        wire=47e9,
+        bus=370e9,
+        latency=30e-6,
+        sources=(
+            H100_COPY,
+            NVLINK,
+            INFINIBAND + ", one a GPU",
+            "NCCL: 370 GB/s, a ring over 8 adapters that NVLink limits, an assumption from the two before",
+        ),
+    ),
+    Machine(
+        "2 nodes of 8 x H100, one 400 Gbit/s a node",
+        ranks=16,
+        nodes=2,
+        copy=3.0e12,
+        link=370e9,
+        wire=47e9 / 8,
+        bus=47e9 * 2 * 15 / 16,
+        latency=30e-6,
+        sources=(
+            H100_COPY,
+            NVLINK,
+            INFINIBAND + ", shared by 8 GPUs",
+            "NCCL: 88 GB/s, a tree that sends the tensor once over the adapter, which 2 nodes allow "
+            "(github.com/NVIDIA/nccl-tests/issues/196), an assumption of its best case",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """How fast the kernels are: a share of a copy by kernel, bits and bytes moved; seconds of a launch."""
+
+    points: dict[tuple[str, int], list[tuple[float, float]]]
+    launch: float
+    assumed: float | None = None
+
+    @classmethod
+    def of_json(cls, results: dict[str, Any]) -> Kernels:
+        """From what benchmarks.cuda_codec wrote: bf16, groups of 128."""
+        points: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        for row in results["rows"]:
+            if row["dtype"] == "bf16" and row["group_size"] == 128 and not row["compact"]:
+                points.setdefault((row["kernel"], row["bits"]), []).append((float(row["bytes"]), float(row["share"])))
+        return cls({key: sorted(values) for key, values in points.items()}, 1e-6 * float(results["launch us"]))
+
+    @classmethod
+    def assume(cls, share: float) -> Kernels:
+        return cls({}, 5e-6, share)
+
+    def share(self, kernel: str, bits: int, nbytes: float) -> float:
+        """Between two measured sizes by a straight line; outside of them that of the nearest."""
+        if self.assumed is not None:
+            return self.assumed
+        points = self.points[kernel, bits]
+        for (low, a), (high, b) in itertools.pairwise(points):
+            if low <= nbytes <= high:
+                return a + (b - a) * (nbytes - low) / (high - low)
+        return points[0][1] if nbytes < points[0][0] else points[-1][1]
+
+    def seconds(self, kernel: str, bits: int, nbytes: float, copy: float) -> float:
+        return max(self.launch, nbytes / (copy * self.share(kernel, bits, nbytes)))
+
+
+def kernel_seconds(numel: int, c: Codec, ranks: int, copy: float, kernels: Kernels) -> float:
+    """encode, decode_sum_encode of a shard, decode, of one rank."""
+    payload = c.payload_bytes(numel)
+    moved = {
+        "encode": ELEMENT * numel + payload,
+        "decode_sum_encode": payload + payload / ranks,
+        "decode": payload + ELEMENT * numel,
+    }
+    return sum(kernels.seconds(kernel, c.bits, nbytes, copy) for kernel, nbytes in moved.items())
+
+
+def flat_link_seconds(numel: int, c: Codec, machine: Machine) -> float:
+    """Both halves: to the ranks of the node over the link, to those of the other nodes over the wire, at once."""
+    payload, node = c.payload_bytes(numel), machine.ranks // machine.nodes
+    inside = payload * (node - 1) / machine.ranks / machine.link
+    between = payload * (machine.ranks - node) / machine.ranks / machine.wire if machine.nodes > 1 else 0.0
+    return 2 * (max(inside, between) + machine.latency)
+
+
+def nccl_seconds(numel: int, machine: Machine) -> float:
+    """bus bandwidth as nccl-tests defines it: bytes / time x 2 (N-1)/N."""
+    return ELEMENT * numel * 2 * (machine.ranks - 1) / machine.ranks / machine.bus + 2 * machine.latency
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds. kernels: of all kernels of a rank; link: of the longest link."""
+
+    kernels: float
+    link: float
+    nccl: float
+
+    @property
+    def in_turn(self) -> float:
+        return self.kernels + self.link
+
+    @property
+    def overlapped(self) -> float:
+        return max(self.kernels, self.link)
+
+    @property
+    def speedups(self) -> tuple[float, float]:
+        """Over NCCL: in turn, overlapped."""
+        return self.nccl / self.in_turn, self.nccl / self.overlapped
+
+
+def flat(numel: int, c: Codec, machine: Machine, kernels: Kernels) -> Estimate:
+    return Estimate(
+        kernel_seconds(numel, c, machine.ranks, machine.copy, kernels),
+        flat_link_seconds(numel, c, machine),
+        nccl_seconds(numel, machine),
+    )
+
+
+def two_levels(numel: int, c: Codec, machine: Machine, kernels: Kernels) -> Estimate:
+    """Between N nodes of L ranks: INT8 inside, c between and back (docs/hierarchical.md).
+
+    Kernels: encode inside; sums of L payloads of an L-th each; of N payloads of an (N L)-th; decode.
+    """
+    nodes, node = machine.nodes, machine.ranks // machine.nodes
+    inside, between = INSIDE.payload_bytes(numel), c.payload_bytes(numel)
+    moved = (
+        ("encode", INSIDE.bits, ELEMENT * numel + inside),
+        ("decode_sum_encode", INSIDE.bits, inside + between / node),
+        ("decode_sum_encode", c.bits, between / node + between / (node * nodes)),
+        ("decode", c.bits, between + ELEMENT * numel),
+    )
+    link = (node - 1) / node * (inside + between) / machine.link
+    wire = 2 * (nodes - 1) / nodes * between / node / machine.wire
+    # Slabs are in flight on the link and on the wire at once.
+    return Estimate(
+        sum(kernels.seconds(kernel, bits, nbytes, machine.copy) for kernel, bits, nbytes in moved),
+        max(link, wire) + 4 * machine.latency,
+        nccl_seconds(numel, machine),
+    )
+
+
+def rows_of(machine: Machine, kernels: Kernels) -> list[dict[str, Any]]:
+    ways = {"flat": flat} if machine.nodes == 1 else {"flat": flat, "two levels": two_levels}
+    rows = []
+    for way, estimate in ways.items():
+        for bits in WIDTHS:
+            for mib in SIZES:
+                e = estimate(mib * MIB // ELEMENT, Codec(bits, 128), machine, kernels)
+                rows.append(
+                    {
+                        "machine": machine.name,
+                        "way": way,
+                        "bits": bits,
+                        "MiB": mib,
+                        "kernels us": 1e6 * e.kernels,
+                        "link us": 1e6 * e.link,
+                        "NCCL us": 1e6 * e.nccl,
+                        "x in turn": e.speedups[0],
+                        "x overlapped": e.speedups[1],
+                    }
+                )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", type=Path, help="what benchmarks.cuda_codec --json wrote")
+    parser.add_argument("--share", type=float, default=0.9, help="assumed without --kernels (default 0.9)")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.kernels:
+        kernels = Kernels.of_json(json.loads(arguments.kernels.read_text()))
+        basis = f"kernels as measured in {arguments.kernels.name}"
+    else:
+        kernels = Kernels.assume(arguments.share)
+        basis = (
+            f"kernels ASSUMED to reach {arguments.share:g} of a copy's speed and {1e6 * kernels.launch:g} us a launch"
+        )
+    print(f"An estimate, not a measurement: bf16, groups of 128; {basis}.")
+    rows = []
+    for machine in MACHINES:
+        print(f"\n{machine.name}")
+        for source in machine.sources:
+            print(f"    {source}")
+        print(f"    {'way':12}{'bits':>4}{'MiB':>6}{'kernels us':>12}{'link us':>10}{'NCCL us':>10}", end="")
+        print(f"{'x in turn':>11}{'x overlapped':>14}")
+        for row in rows_of(machine, kernels):
+            rows.append(row)
+            print(
+                f"    {row['way']:12}{row['bits']:4}{row['MiB']:6}{row['kernels us']:12.0f}{row['link us']:10.0f}"
+                f"{row['NCCL us']:10.0f}{row['x in turn']:11.2f}{row['x overlapped']:14.2f}"
+            )
+    print(f"\nThe paper: {PAPER} x over NCCL's ring, INT4, above 64 MB, L40 on PCIe (arXiv 2412.04964).")
+    if arguments.json:
+        about = {"basis": basis, "sources": {m.name: m.sources for m in MACHINES}, "paper": PAPER}
+        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
