@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,15 +14,27 @@ from tests.distributed import Ranks
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 
-@pytest.fixture(scope="session")
-def gpu_ranks() -> Iterator[Callable[[int, str], Ranks]]:
-    """gpu_ranks(n, backend): n running ranks, spawned: a process that was forked cannot always use CUDA."""
-    started: dict[tuple[int, str], Ranks] = {}
+_TWO_SHOT = "FLASH_ALLREDUCE_TWO_SHOT_BYTES"
+_HAS_TWO_SHOT = find_spec("flash_allreduce_plugin.symmetric") is not None
 
-    def get(world_size: int, backend: str = "gloo") -> Ranks:
-        key = world_size, backend
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
+    """gpu_ranks(n, backend, two_shot): n running ranks, spawned: a process that was forked cannot always use CUDA.
+
+    two_shot: bytes of the largest all-reduce that takes the fused path; 0: none does.
+    """
+    started: dict[tuple[int, str, int], Ranks] = {}
+
+    def get(world_size: int, backend: str = "gloo", two_shot: int = 0) -> Ranks:
+        key = world_size, backend, two_shot
         if key not in started or not started[key].alive:
-            started[key] = Ranks(world_size, backend=backend, method="spawn")
+            if _HAS_TWO_SHOT:
+                os.environ[_TWO_SHOT] = str(two_shot)
+            try:
+                started[key] = Ranks(world_size, backend=backend, method="spawn")
+            finally:
+                os.environ.pop(_TWO_SHOT, None)
         return started[key]
 
     yield get
