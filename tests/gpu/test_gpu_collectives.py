@@ -6,6 +6,8 @@ many as there are GPUs.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -195,6 +197,39 @@ def test_nccl_with_one_rank(gpu_ranks: GetRanks) -> None:
     x = gaussian(70_001).bfloat16()
     expected = simulation.all_reduce([x], 1.0, Codec(4, 128), Codec(4, 128))
     assert gpu_ranks(1, BACKEND_OF_ONE).run(one_rank) == [[digest(x), digest(expected)]]
+
+
+def one_rank_in_the_background() -> tuple[bool, str]:
+    """The quantized exchange on the stream of asynchronous calls, while the current stream has yet to make its input:
+    whether the call returned before that, and the result."""
+    stream_work: Any = getattr(importlib.import_module("flash_allreduce_plugin.work"), "StreamWork")  # noqa: B009
+    plan = Plan(Codec(4, 128), Codec(4, 128), 4096)
+    label = Label("all_reduce", "test", dist.group.WORLD)
+    values = gaussian(70_001).bfloat16().to(here())
+    x = torch.zeros_like(values)
+
+    def steps() -> Iterator[None]:
+        pool = groups.state_of(dist.group.WORLD).pool(here())
+        yield from collectives.all_reduce(x, 1.0, plan, label, pool)
+
+    stream_work(steps(), "test", here(), (x,)).wait()  # loads the kernels, starts NCCL
+    torch.cuda.synchronize()
+    torch.cuda._sleep(400_000_000)  # a fifth of a second
+    x.copy_(values)
+    work = stream_work(steps(), "test", here(), (x,))
+    returned = not work.is_completed()
+    work.wait()
+    result = x.clone()  # behind it, on the current stream
+    return returned, digest(result.cpu())
+
+
+@device.needs_cuda
+def test_nccl_in_the_background(gpu_ranks: GetRanks) -> None:
+    if not hasattr(importlib.import_module("flash_allreduce_plugin.work"), "StreamWork"):
+        pytest.skip("this package has no stream for asynchronous calls")
+    x = gaussian(70_001).bfloat16()
+    expected = simulation.all_reduce([x], 1.0, Codec(4, 128), Codec(4, 128))
+    assert gpu_ranks(1, "nccl").run(one_rank_in_the_background) == [(True, digest(expected))]
 
 
 @device.needs_cuda
