@@ -40,7 +40,7 @@ DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*)
 
 .PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check clean
 

@@ -69,7 +69,8 @@ struct DeviceBlock {
     for (int item = number; item < items; item += kTwoShotWarps) {
       DeviceWarp warp;
       warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-      // What follows from the lane alone (the signs of a rotation) is not to be kept in registers over all items.
+      // What follows from the lane alone (the signs of a rotation) is not to be kept in registers over all
+      // items.
       asm volatile("" : "+r"(warp.lane));
       f(warp, item, images + number * kMostPieceBytes);
     }
