@@ -17,7 +17,11 @@ from torch import Tensor
 
 from flash_allreduce_plugin import symmetric
 from tests.codecs import DTYPES, gaussian, same_bits
+from tests.gpu import device
 from tests.test_two_shot import OPTIONS, PLAIN, RANKS, Call, make, small_calls
+
+device.need_device()
+pytestmark = device.needs_cuda
 
 _op: Any = torch.ops.flash_allreduce
 
@@ -26,10 +30,6 @@ class Streams:
     """A group of `world` ranks on the current GPU."""
 
     def __init__(self, world: int, half: int, timeout_ms: int = 20_000) -> None:
-        if not torch.cuda.is_available():
-            pytest.skip("no GPU")
-        if not hasattr(_op, "two_shot_all_reduce"):
-            pytest.skip(symmetric.NOT_BUILT)
         processors = torch.cuda.get_device_properties("cuda").multi_processor_count
         if processors < world * symmetric.BLOCKS:
             pytest.skip(f"{processors} multiprocessors do not hold the blocks of {world} ranks together")
