@@ -100,7 +100,7 @@ class FlashConfig(BaseModel):
     symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
     compact: bool = _field(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
     range: Literal["min-max", "mse"] = _field(
-        "min-max", '"min-max" or "mse"', "mse: of five ranges of each group, the one with the least squared error"
+        "min-max", '"min-max" or "mse"', "mse: of several ranges of each group, the one with the least squared error"
     )
     rounding: Literal["nearest", "stochastic"] = _field(
         "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"

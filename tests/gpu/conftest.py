@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import pytest
 
+from flash_allreduce_plugin import symmetric
 from tests.distributed import Ranks
 
 # Several ranks of a group share one GPU here.
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-
-
-_TWO_SHOT = "FLASH_ALLREDUCE_TWO_SHOT_BYTES"
-_HAS_TWO_SHOT = find_spec("flash_allreduce_plugin.symmetric") is not None
 
 
 @pytest.fixture(scope="session")
@@ -29,12 +25,11 @@ def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
     def get(world_size: int, backend: str = "gloo", two_shot: int = 0) -> Ranks:
         key = world_size, backend, two_shot
         if key not in started or not started[key].alive:
-            if _HAS_TWO_SHOT:
-                os.environ[_TWO_SHOT] = str(two_shot)
+            os.environ[symmetric.LIMIT] = str(two_shot)
             try:
                 started[key] = Ranks(world_size, backend=backend, method="spawn")
             finally:
-                os.environ.pop(_TWO_SHOT, None)
+                os.environ.pop(symmetric.LIMIT, None)
         return started[key]
 
     yield get

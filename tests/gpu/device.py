@@ -32,8 +32,7 @@ def missing() -> str | None:
         return ops.unavailable
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    reason: str | None = getattr(ops, "cuda_unavailable", "this package has no CUDA operators")
-    return reason
+    return ops.cuda_unavailable
 
 
 def need_device() -> None:

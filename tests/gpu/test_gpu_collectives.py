@@ -6,7 +6,6 @@ many as there are GPUs.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from flash_allreduce_plugin import collectives, groups
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.work import StreamWork
 from tests import simulation
 from tests.codecs import gaussian, same_bits
 from tests.gpu import device
@@ -202,7 +202,6 @@ def test_nccl_with_one_rank(gpu_ranks: GetRanks) -> None:
 def one_rank_in_the_background() -> tuple[bool, str]:
     """The quantized exchange on the stream of asynchronous calls, while the current stream has yet to make its input:
     whether the call returned before that, and the result."""
-    stream_work: Any = getattr(importlib.import_module("flash_allreduce_plugin.work"), "StreamWork")  # noqa: B009
     plan = Plan(Codec(4, 128), Codec(4, 128), 4096)
     label = Label("all_reduce", "test", dist.group.WORLD)
     values = gaussian(70_001).bfloat16().to(here())
@@ -212,11 +211,11 @@ def one_rank_in_the_background() -> tuple[bool, str]:
         pool = groups.state_of(dist.group.WORLD).pool(here())
         yield from collectives.all_reduce(x, 1.0, plan, label, pool)
 
-    stream_work(steps(), "test", here(), (x,)).wait()  # loads the kernels, starts NCCL
+    StreamWork(steps(), "test", here(), (x,)).wait()  # loads the kernels, starts NCCL
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # a fifth of a second
     x.copy_(values)
-    work = stream_work(steps(), "test", here(), (x,))
+    work = StreamWork(steps(), "test", here(), (x,))
     returned = not work.is_completed()
     work.wait()
     result = x.clone()  # behind it, on the current stream
@@ -225,8 +224,6 @@ def one_rank_in_the_background() -> tuple[bool, str]:
 
 @device.needs_cuda
 def test_nccl_in_the_background(gpu_ranks: GetRanks) -> None:
-    if not hasattr(importlib.import_module("flash_allreduce_plugin.work"), "StreamWork"):
-        pytest.skip("this package has no stream for asynchronous calls")
     x = gaussian(70_001).bfloat16()
     expected = simulation.all_reduce([x], 1.0, Codec(4, 128), Codec(4, 128))
     assert gpu_ranks(1, "nccl").run(one_rank_in_the_background) == [(True, digest(expected))]

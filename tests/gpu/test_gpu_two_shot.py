@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import symmetric
 from tests.codecs import gaussian
 from tests.distributed import Ranks
 from tests.gpu import device
@@ -19,8 +17,6 @@ from tests.gpu.calls import CONFIGS, GetRanks, digests_of, here
 from tests.simulation import Call, digest, expected_of
 
 device.need_device()
-if find_spec("flash_allreduce_plugin.symmetric") is None:
-    pytest.skip("this package has no fused path", allow_module_level=True)
 pytestmark = device.needs_cuda
 
 LIMIT = 4 << 20  # bytes
@@ -28,7 +24,6 @@ LIMIT = 4 << 20  # bytes
 
 def counted() -> dict[str, int]:
     """Calls of this rank that took the fused path, and why the others did not."""
-    symmetric: Any = importlib.import_module("flash_allreduce_plugin.symmetric")
     return dict(symmetric.counts)
 
 
