@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from benchmarks import netlab
+from flash_allreduce_plugin import netlab
 
 
 def measure(arguments: argparse.Namespace) -> None:

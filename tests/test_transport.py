@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from benchmarks import netlab
-from flash_allreduce_plugin import transport
+from flash_allreduce_plugin import netlab, transport
 from flash_allreduce_plugin.transport import Label
 from tests.distributed import Ranks
 

@@ -8,11 +8,13 @@ Every host limits what it sends at its own end of the link (`tc ... tbf`); the t
 a limit, so a link is full duplex. What a host receives is not limited again: three hosts that send to a
 fourth at once reach it at three times the rate, which a real switch port would not let through.
 
-Needs root and iproute2. All interfaces and addresses exist inside the namespaces only: nothing of it shows
+"loopback" in place of a rate: the same ranks on this machine's own loopback, without namespaces, limits or root.
+
+Else it needs root and iproute2. All interfaces and addresses exist inside the namespaces only: nothing of it shows
 in the machine's own `ip link`, and nothing leaves the machine.
 
-    python -m benchmarks.netlab --hosts 2 --rate 1gbit -- python script.py
-    python -m benchmarks.netlab --clean
+    python -m flash_allreduce_plugin.netlab --hosts 2 --rate 1gbit -- python script.py
+    python -m flash_allreduce_plugin.netlab --clean
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+LOOPBACK = "loopback"
 PREFIX = "fapnet"  # a namespace is PREFIX-<pid>-<start time of that process>-<lab>-<h0, h1, ... or switch>
 
 # What a TCP stream can carry of a rate as tbf counts it: a full frame is 14 (Ethernet) + 1500 bytes, of which
@@ -98,11 +101,11 @@ def burst(bits: float) -> int:
 
 
 def goodput(rate: str) -> float:
-    """Payload bits per second that one direction of a link of that rate carries over TCP; inf for "none".
+    """Payload bits per second that one direction of a link of that rate carries over TCP; inf for "none", "loopback".
 
     On a real Ethernet of that rate it is 1448/1538: preamble, checksum and gap count there, but not for tbf.
     """
-    return parse_rate(rate) * PAYLOAD_SHARE
+    return math.inf if rate == LOOPBACK else parse_rate(rate) * PAYLOAD_SHARE
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,11 @@ class Lab:
         return f"{self.prefix}-h{rank}"
 
     def address(self, rank: int) -> str:
-        return f"10.77.0.{rank + 1}"
+        return "127.0.0.1" if self.rate == LOOPBACK else f"10.77.0.{rank + 1}"
+
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """That command, on that rank's host."""
+        return [*command] if self.rate == LOOPBACK else ["ip", "netns", "exec", self.namespace(rank), *command]
 
     def run(
         self,
@@ -127,8 +134,12 @@ class Lab:
         timeout: float = 300.0,
         env: Mapping[str, str] | None = None,
         capture: bool = True,
+        on_line: Callable[[str], None] | None = None,
     ) -> list[str]:
         """Run one process per host and return what each rank wrote to stdout (empty with capture=False).
+
+        on_line is given every line that rank 0 writes to stdout as it comes, from a thread of its own; rank 0's
+        output is then empty in the result.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and
         OMP_NUM_THREADS=1 in its environment (`env` is added last) and is bound to one core, dealt round
@@ -139,7 +150,8 @@ class Lab:
         no process that it started is left.
         """
         cores = sorted(os.sched_getaffinity(0))
-        port = 29500 + next(self._runs)  # a new one for each run: the last one may linger in TIME_WAIT
+        # A new one for each run: the last one may linger in TIME_WAIT.
+        port = _free_port() if self.rate == LOOPBACK else 29500 + next(self._runs)
         ranks: list[subprocess.Popen[bytes]] = []
         with contextlib.ExitStack() as stack:
             files = [
@@ -148,28 +160,34 @@ class Lab:
             ]
             stack.callback(self._kill, ranks)
             for rank, (out, err) in enumerate(files):
+                live = rank == 0 and on_line is not None
                 variables = {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(self.count),
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
+                    "LOCAL_RANK": str(rank if self.rate == LOOPBACK else 0),
+                    "LOCAL_WORLD_SIZE": str(self.count if self.rate == LOOPBACK else 1),
                     "MASTER_ADDR": self.address(0),
                     "MASTER_PORT": str(port),
-                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "GLOO_SOCKET_IFNAME": "lo" if self.rate == LOOPBACK else "eth0",
                     "OMP_NUM_THREADS": "1",
                 }
                 with _bound_to(cores[rank % len(cores)]):  # before the start: every thread inherits it
                     ranks.append(
                         subprocess.Popen(
-                            ["ip", "netns", "exec", self.namespace(rank), *command],
+                            self.command(rank, command),
                             env={**os.environ, **variables, **(env or {})},
                             stdin=subprocess.DEVNULL,
-                            stdout=out,
+                            stdout=subprocess.PIPE if live else out,
                             stderr=err,
                             start_new_session=True,  # Ctrl-C reaches only us, and we end the ranks
                         )
                     )
+            if on_line is not None:
+                reader = threading.Thread(target=_read, args=(ranks[0].stdout, on_line), daemon=True)
+                reader.start()
             self._wait(ranks, [err for _, err in files], timeout, stack)
+            if on_line is not None:
+                reader.join(10)
             return [_text(out) for out, _ in files]
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
@@ -211,8 +229,12 @@ class Lab:
     def _kill(self, ranks: list[subprocess.Popen[bytes]]) -> None:
         for process in ranks:
             process.kill()
-        for rank in range(len(ranks)):
-            _kill_inside(self.namespace(rank))  # children of the ranks
+        for rank, process in enumerate(ranks):  # children of the ranks
+            if self.rate == LOOPBACK:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            else:
+                _kill_inside(self.namespace(rank))
         for process in ranks:
             process.wait()
 
@@ -220,6 +242,8 @@ class Lab:
 @contextlib.contextmanager
 def hosts(count: int = 2, rate: str = "1gbit") -> Iterator[Lab]:
     """Build `count` hosts whose links run at `rate` each way, and remove them however the block ends.
+
+    rate "loopback": nothing is built, every rank runs on this machine.
 
     SIGTERM and SIGHUP raise SystemExit inside the block (if it runs in the main thread), so that they clean
     up as Ctrl-C does. Only SIGKILL leaves hosts behind; `clean()` finds those.
@@ -229,6 +253,10 @@ def hosts(count: int = 2, rate: str = "1gbit") -> Iterator[Lab]:
     """
     if not 1 <= count <= 250:
         raise ValueError(f"count is {count}, but a lab has 1 to 250 hosts")
+    if rate == LOOPBACK:
+        with _signals(_exit_on_signal, signal.SIGTERM, signal.SIGHUP):
+            yield Lab("", count, rate)
+        return
     bits = parse_rate(rate)
     _require_root_and_iproute2()
     pid = os.getpid()
@@ -324,6 +352,18 @@ def _start_time(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _read(stream: IO[bytes] | None, on_line: Callable[[str], None]) -> None:
+    assert stream is not None
+    with stream:
+        for line in stream:
+            on_line(line.decode(errors="replace").rstrip("\n"))
+
+
 def _text(file: IO[bytes] | None) -> str:
     if file is None:
         return ""
@@ -412,12 +452,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.netlab",
+        prog="python -m flash_allreduce_plugin.netlab",
         usage="%(prog)s [--hosts N] [--rate RATE] [--timeout S] -- COMMAND ...\n       %(prog)s --clean",
         description="Run one process per host, on hosts made of network namespaces with rate-limited links.",
     )
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts (default 2)")
-    parser.add_argument("--rate", default="1gbit", help="each link's rate each way, or none (default 1gbit)")
+    parser.add_argument("--rate", default="1gbit", help="each link's rate each way, none or loopback (default 1gbit)")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds (default 300)")
     parser.add_argument("--clean", action="store_true", help="remove what crashed runs left behind")
     parser.add_argument("--probe", type=float, help=argparse.SUPPRESS)

@@ -1,0 +1,133 @@
+"""The ranks that a command measures with: those of a launcher such as torchrun, or its own.
+
+What a rank does is a function `measure(settings, say)`, named "module:function". settings are JSON; say(**content) is
+a message of rank 0 on the way, for the progress; what rank 0 returns, JSON again, is the result. The process group is
+there when measure is called.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flash_allreduce_plugin import netlab
+
+Say = Callable[..., None]
+OnMessage = Callable[[dict[str, Any]], None]
+
+_MARK = "flash-allreduce "  # before every line of rank 0 that is a message
+_TIMEOUT = datetime.timedelta(seconds=120)  # of a collective
+
+
+class RanksError(RuntimeError):
+    """A rank failed, or the ranks could not be started; the message says which and why."""
+
+
+def launched() -> bool:
+    """Whether a launcher has started this process as one of its ranks."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def run(
+    measure: str,
+    settings: Mapping[str, Any],
+    *,
+    world_size: int,
+    link: str = netlab.LOOPBACK,
+    device: str = "cpu",
+    on_message: OnMessage = lambda content: None,
+    timeout: float = 3600.0,
+) -> Any:
+    """Run `measure` in every rank; the result of rank 0, or None in a launcher's other ranks.
+
+    Args:
+        world_size, link: of ranks of our own: on this machine, or with a rate such as "1gbit" on as many hosts
+            (netlab.hosts; needs root). Without meaning under a launcher.
+        device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
+        on_message: given what rank 0 says, from a thread of its own.
+        timeout: seconds for all of it, for ranks of our own.
+
+    Raises:
+        RanksError: a rank failed, or the hosts cannot be made here. No rank of our own outlives the call.
+        ValueError: a world size or a link that there is not.
+    """
+    if launched():
+        return _measure(measure, settings, device, on_message)
+    results: list[Any] = []
+
+    def on_line(line: str) -> None:
+        if line.startswith(_MARK):
+            message = json.loads(line.removeprefix(_MARK))
+            if "result" in message:
+                results.append(message["result"])
+            else:
+                on_message(message["said"])
+
+    command = [sys.executable, "-m", __name__, measure, json.dumps(settings), device]
+    try:
+        with netlab.hosts(world_size, link) as lab:
+            lab.run(command, timeout=timeout, on_line=on_line)
+    except netlab.NetlabError as error:
+        raise RanksError(str(error)) from error
+    if not results:
+        raise RanksError("rank 0 ended without a result")
+    return results[0]
+
+
+def _measure(measure: str, settings: Mapping[str, Any], device: str, on_message: OnMessage) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=_TIMEOUT)
+    rank = dist.get_rank()
+
+    def say(**content: Any) -> None:
+        if rank == 0:
+            on_message(content)
+
+    module, _, function = measure.partition(":")
+    try:
+        result = getattr(importlib.import_module(module), function)(dict(settings), say)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return result if rank == 0 else None
+
+
+def _rank(measure: str, settings: str, device: str) -> None:
+    """The body of a rank of our own; it leaves at once: gloo's threads do not always survive the interpreter's end."""
+
+    def tell(**message: Any) -> None:
+        print(_MARK + json.dumps(message), flush=True)
+
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    status = 0
+    try:
+        result = _measure(measure, json.loads(settings), device, lambda content: tell(said=content))
+        if os.environ["RANK"] == "0":
+            tell(result=result)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    _rank(*sys.argv[1:])
