@@ -30,7 +30,7 @@ def add_up(settings: dict[str, Any], say: ranks.Say) -> dict[str, Any]:
     total = torch.tensor(float(dist.get_rank() + settings["plus"]))
     dist.all_reduce(total)
     say(rank=dist.get_rank(), doing="adding")
-    print("something else on stdout")
+    sys.stdout.write("something else on stdout\n")  # in one piece: the ranks of a launcher write to one place
     return {"sum": float(total), "world": dist.get_world_size()}
 
 
@@ -81,9 +81,10 @@ def test_bad_ranks(world_size: int, link: str) -> None:
 
 def test_under_a_launcher() -> None:
     program = (
-        "from flash_allreduce_plugin.cli import ranks; import json; "
-        f"print(json.dumps(ranks.run('{__name__}:add_up', {{'plus': 0}}, world_size=9, "
-        "on_message=lambda said: print('said', said))), flush=True)"
+        "from flash_allreduce_plugin.cli import ranks; import json, sys; "
+        f"result = ranks.run('{__name__}:add_up', {{'plus': 0}}, world_size=9, "
+        "on_message=lambda said: sys.stdout.write(f'said {said}\\n')); "
+        "sys.stdout.write(json.dumps(result) + '\\n')"
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     done = subprocess.run(
