@@ -65,10 +65,11 @@ def all_reduce(
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
     """
-    _check_tensor(tensor, "tensor")
     _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
-    return call.run(_all_reduce(call, tensor, async_op), async_op, tensor)
+    plan = call.plan()
+    steps = _plain_all_reduce(call, tensor) if plan is None else _all_reduce(call, plan, tensor, async_op)
+    return call.run(steps, async_op, tensor)
 
 
 def reduce_scatter(
@@ -90,20 +91,19 @@ def reduce_scatter(
     rank's. Groups are anchored at the first element of every part. Arguments, results and errors as all_reduce;
     ValueError too where the sizes do not fit.
     """
-    _check_tensor(output, "output")
     _check_written(output, "output")
     if isinstance(input, Tensor):
         _check_tensor(input, "input")
         call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         shards = input.detach().contiguous().view(call.world_size, -1)
-        return call.run(_reduce_scatter(call, output, shards), async_op, output, shards)
+        return call.run(_reduce_scatter(call, call.plan(), output, shards), async_op, output, shards)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
     call.check_parts(output, input)
     parts = [part.detach().contiguous().view(-1) for part in input]
-    return call.run(_reduce_scatter(call, output, parts), async_op, output, *parts)
+    return call.run(_reduce_scatter(call, call.plan(), output, parts), async_op, output, *parts)
 
 
 def all_gather(
@@ -120,12 +120,11 @@ def all_gather(
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     """
-    _check_tensor(output, "output")
     _check_written(output, "output")
     _check_tensor(input, "input")
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
-    return call.run(_all_gather(call, output, input), async_op, output, input)
+    return call.run(_all_gather(call, call.plan(), output, input), async_op, output, input)
 
 
 class _Call:
@@ -148,9 +147,11 @@ class _Call:
         self.input = input
         self.numel = numel
         self.op = op
+        self.op_name = _op_name(op)
         self.site = site
         self.step = step
         self.group = _group(group)
+        self.label = Label(collective, site.name, self.group)
         self.state: GroupState = groups.state_of(self.group)
         self.world_size = self.state.world_size
         self.config = _default_config() if config is None else config
@@ -177,18 +178,14 @@ class _Call:
 
     def run(self, steps: Iterator[None], async_op: bool, *tensors: Tensor) -> Work | None:
         """tensors: that the call reads or writes."""
+        if not async_op:
+            for _ in steps:
+                pass
+            return None
         name, device = f"{self.collective} at site {self.site.name!r}", self.input.device
-        if async_op and transport.queues(self.group, device):
+        if transport.queues(self.group, device):
             return StreamWork(steps, name, device, tensors)
-        work = Work(steps, name)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    @property
-    def label(self) -> Label:
-        return Label(self.collective, self.site.name, self.group)
+        return Work(steps, name)
 
     def check_parts(self, output: Tensor, parts: Sequence[Tensor]) -> None:
         if len(parts) != self.world_size:
@@ -207,16 +204,15 @@ class _Call:
     @property
     def factor(self) -> float:
         """What the sum is multiplied with."""
-        name = _op_name(self.op)
-        if name == "avg":
+        if self.op_name == "avg":
             return 1 / self.world_size
-        return float(self.op.__getstate__()[1]) if name == "premul_sum" else 1.0
+        return float(self.op.__getstate__()[1]) if self.op_name == "premul_sum" else 1.0
 
     def plain(self) -> tuple[Any, float]:
         """The operator for the plain collective, and what its result is still to be multiplied with: gloo can only
         sum.
         """
-        scaled = self.input.is_floating_point() and _op_name(self.op) in ("avg", "premul_sum")
+        scaled = self.op_name in ("avg", "premul_sum") and self.input.is_floating_point()
         if scaled and self.group._get_backend(self.input.device).name() == "gloo":
             return dist.ReduceOp.SUM, self.factor
         return self.op, 1.0
@@ -243,7 +239,7 @@ class _Call:
             numel=self.numel,
             dtype=self.input.dtype,
             world_size=self.world_size,
-            op=_op_name(self.op),
+            op=self.op_name,
             site=self.site,
             config=self.config,
             step=self.step,
@@ -314,37 +310,42 @@ class _Call:
                 self.width.record(self.bits, signal, noise)
 
 
-def _all_reduce(call: _Call, tensor: Tensor, async_op: bool) -> Iterator[None]:
-    plan = call.plan()
+def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     if call.numel == 0:
         return
     tensor = tensor.detach()
+    whole = tensor.contiguous()
+    op, factor = call.plain()
+    pending = transport.all_reduce(whole, op, call.label)
+    yield
+    pending.wait()
+    if factor != 1.0:
+        whole.mul_(factor)
+    if whole is not tensor:
+        tensor.copy_(whole)
+
+
+def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
+    tensor = tensor.detach()
     flat = tensor.contiguous().view(-1)
-    if plan is None:
-        op, factor = call.plain()
-        pending = transport.all_reduce(flat, op, call.label)
-        yield
-        pending.wait()
-        if factor != 1.0:
-            flat.mul_(factor)
-    else:
-        measurement = call.measurement(flat)
-        residual = call.residual(plan, [flat.numel()])
-        carried = () if residual is None else (residual,)
-        how = {"asynchronous": async_op, "feedback": residual is not None}
-        if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
-            pool = call.state.pool(flat.device)
-            yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
-        if call.feedback is not None:
-            call.feedback.check(flat)
-        call.record(measurement, flat)
+    measurement = call.measurement(flat)
+    residual = call.residual(plan, [flat.numel()])
+    carried = () if residual is None else (residual,)
+    how = {"asynchronous": async_op, "feedback": residual is not None}
+    if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
+        pool = call.state.pool(flat.device)
+        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
+    if call.feedback is not None:
+        call.feedback.check(flat)
+    call.record(measurement, flat)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
 
 
-def _reduce_scatter(call: _Call, output: Tensor, shards: Tensor | Sequence[Tensor]) -> Iterator[None]:
+def _reduce_scatter(
+    call: _Call, plan: Plan | None, output: Tensor, shards: Tensor | Sequence[Tensor]
+) -> Iterator[None]:
     """shards [world, numel], or a list of 1-D tensors."""
-    plan = call.plan()
     if call.numel == 0:
         return
     output = output.detach()
@@ -381,15 +382,14 @@ def _padded(shards: Sequence[Tensor]) -> Tensor:
     return rows
 
 
-def _all_gather(call: _Call, output: Tensor, input: Tensor) -> Iterator[None]:
-    plan = call.plan()
+def _all_gather(call: _Call, plan: Plan | None, output: Tensor, input: Tensor) -> Iterator[None]:
     if call.numel == 0:
         return
     output = output.detach()
     whole = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
     flat = input.detach().contiguous().view(-1)
     if plan is None:
-        pending = transport.all_gather(whole, flat, call.label, "gathering in full precision")
+        pending = transport.all_gather_plainly(whole, flat, call.label)
         yield
         pending.wait()
     else:
@@ -411,10 +411,10 @@ def _default_config() -> FlashConfig:
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialized; call init_process_group first.")
     if group is None:
         group = dist.group.WORLD
+        if group is None:
+            raise ValueError("torch.distributed is not initialized; call init_process_group first.")
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("this rank is not a member of the group.")
     return group
@@ -426,8 +426,11 @@ def _check_tensor(tensor: Any, name: str) -> None:
         raise TypeError(f"{name} is {what}; expected a dense tensor.")
 
 
-def _check_written(tensor: Tensor, name: str) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+def _check_written(tensor: Any, name: str) -> None:
+    _check_tensor(tensor, name)
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
         raise ValueError(
             f"{name} has strides {tensor.stride()}, several elements at one place in memory, and cannot hold "
             "the result; clone() it first."
@@ -445,6 +448,8 @@ def _check_device(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 def _op_name(op: Any) -> str:
     """sum, avg, max, ... of a ReduceOp."""
+    if op is dist.ReduceOp.SUM:
+        return "sum"
     # ReduceOp itself is not hashable and hides its kind; comparing is what it offers.
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
         if op == getattr(dist.ReduceOp, name):

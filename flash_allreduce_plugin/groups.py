@@ -43,6 +43,7 @@ class GroupState:
         self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
+        self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 
     def pool(self, device: torch.device) -> BufferPool:
         """The buffers of the current stream: what is given back before it was read is used again behind that."""
@@ -79,8 +80,13 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
         MismatchError: on every rank, naming the fields that differ and each rank's value.
     """
     state = state_of(label.group)
+    if state._last is not None and state._last[0] is config and state._last[1] is disabled:
+        return
     key = (config, disabled)
-    if state.world_size == 1 or not config.check_ranks or key in state._agreed:
+    if state.world_size == 1 or not config.check_ranks:
+        return
+    if key in state._agreed:
+        state._last = key
         return
     fields = {**config.to_dict(), switches.DISABLE: disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
@@ -92,6 +98,7 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
         ranks = [json.loads(t.rstrip(b"\0")) for t in _gather(text.ljust(longest, b"\0"), label, device)]
         raise MismatchError(_differences(ranks))
     state._agreed.add(key)
+    state._last = key
 
 
 def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes | None:
@@ -99,8 +106,10 @@ def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes |
 
     "auto": the ranks that share a host are a node. Hosts are gathered at the first such call of a group.
     """
+    if config.hierarchical == "off" or not config.enabled:
+        return None
     state = state_of(label.group)
-    if config.hierarchical == "off" or not config.enabled or state.world_size == 1:
+    if state.world_size == 1:
         return None
     if config.hierarchical != "auto":
         return hierarchy.neighbours(state.world_size, config.hierarchical.ranks_per_node)

@@ -15,7 +15,10 @@ def is_on(variable: str) -> bool:
 
     Raises ConfigError for anything else.
     """
-    value = os.environ.get(variable, "").strip().lower()
+    value = os.environ.get(variable)
+    if not value:
+        return False
+    value = value.strip().lower()
     if value in ("", "0", "false", "no", "off"):
         return False
     if value in ("1", "true", "yes", "on"):

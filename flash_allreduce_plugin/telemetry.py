@@ -58,7 +58,10 @@ _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logge
 
 
 def _counters(site: Site) -> _Counters:
-    return _sites.setdefault(site.name, _Counters())
+    counters = _sites.get(site.name)
+    if counters is None:
+        counters = _sites[site.name] = _Counters()
+    return counters
 
 
 def record_quantized(
