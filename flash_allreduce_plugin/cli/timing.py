@@ -1,0 +1,64 @@
+"""Times of collectives that are to be compared: in turn, round after round, the slowest rank's.
+
+A machine that drifts drifts for all variants of a round, so what counts is the ratio of medians, or the median of
+the ratios. The calls of a round stand in a row, with nothing between them that brings the ranks together, as in a
+training step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+Variants = Mapping[str, Callable[[], object]]
+
+
+def interleaved(
+    variants: Variants,
+    rounds: int,
+    calls: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    warmup: int = 1,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> dict[str, list[float]]:
+    """Time every variant once a round, `calls` calls in a row; every other round goes through them backwards.
+
+    To be called on every rank of the group with the same names in the same order. A call that only enqueues work on a
+    GPU counts until the GPU is done.
+
+    Args:
+        warmup: calls of each variant before the first round.
+        on_round: given the number of rounds done, on this rank.
+
+    Returns:
+        {name: seconds of one call in each round, the slowest rank's}, equal on all ranks.
+    """
+    names = list(variants)
+    seconds = torch.zeros(rounds, len(names), dtype=torch.float64)
+    for name in names:
+        for _ in range(warmup):
+            variants[name]()
+    for round_ in range(rounds):
+        order = range(len(names)) if round_ % 2 == 0 else range(len(names) - 1, -1, -1)
+        for i in order:
+            variant = variants[names[i]]
+            _synchronize()
+            dist.barrier(group)
+            begin = time.perf_counter()
+            for _ in range(calls):
+                variant()
+            _synchronize()
+            seconds[round_, i] = (time.perf_counter() - begin) / calls
+        on_round(round_ + 1)
+    if rounds:
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
+    return {name: seconds[:, i].tolist() for i, name in enumerate(names)}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
