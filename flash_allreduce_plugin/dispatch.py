@@ -7,6 +7,7 @@ and why, is in stats().
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
-from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.policy import WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Measurement
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.work import StreamWork, Work
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.groups import GroupState
 
 SWITCHED_OFF = switches.DISABLE
+_REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
@@ -65,9 +67,16 @@ def all_reduce(
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
     """
+    if config is None:
+        config = _default_config()
+    key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
+    if key is not None and (plain := _plain_again(key, group, site)) is not None:
+        with _errors_of("all_reduce", site, plain):
+            dist.all_reduce(tensor, group=plain)
+        return None
     _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
-    plan = call.plan()
+    plan = call.plan(key)
     steps = _plain_all_reduce(call, tensor) if plan is None else _all_reduce(call, plan, tensor, async_op)
     return call.run(steps, async_op, tensor)
 
@@ -91,13 +100,20 @@ def reduce_scatter(
     rank's. Groups are anchored at the first element of every part. Arguments, results and errors as all_reduce;
     ValueError too where the sizes do not fit.
     """
+    if config is None:
+        config = _default_config()
+    key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
+    if key is not None and (plain := _plain_again(key, group, site)) is not None:
+        with _errors_of("reduce_scatter", site, plain):
+            transport.reduce_scatter_single(output, input, group=plain)
+        return None
     _check_written(output, "output")
     if isinstance(input, Tensor):
         _check_tensor(input, "input")
         call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         shards = input.detach().contiguous().view(call.world_size, -1)
-        return call.run(_reduce_scatter(call, call.plan(), output, shards), async_op, output, shards)
+        return call.run(_reduce_scatter(call, call.plan(key), output, shards), async_op, output, shards)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
@@ -120,11 +136,61 @@ def all_gather(
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     """
+    if config is None:
+        config = _default_config()
+    key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
+    if key is not None and (plain := _plain_again(key, group, site)) is not None:
+        with _errors_of("all_gather", site, plain):
+            transport.all_gather_single(output, input, group=plain)
+        return None
     _check_written(output, "output")
     _check_tensor(input, "input")
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
-    return call.run(_all_gather(call, call.plan(), output, input), async_op, output, input)
+    return call.run(_all_gather(call, call.plan(key), output, input), async_op, output, input)
+
+
+def _key(
+    collective: Collective, output: Any, input: Any, op: Any, config: FlashConfig, site: Site
+) -> tuple[Any, ...] | None:
+    """What decides about a call, of those that torch.distributed can be given as they are; None: it is none of them."""
+    if (
+        op is dist.ReduceOp.SUM
+        and type(output) is Tensor
+        and type(input) is Tensor
+        and output.layout is torch.strided
+        and input.layout is torch.strided
+        and output.is_contiguous()
+        and input.is_contiguous()
+        and not output.requires_grad
+        and not input.requires_grad
+        and (numel := input.numel())
+    ):
+        where = output.device, input.device
+        return collective, numel, output.numel(), input.dtype, output.dtype, *where, id(config), id(site)
+    return None
+
+
+def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Site) -> dist.ProcessGroup | None:
+    """The group of a call that is known to go in full precision, counted; None: it is not known.
+
+    Small messages are the many; beside a plain collective of theirs, checking and planning each anew would show.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    state = groups.known(group)
+    if state is None or (answer := state.plain.get(key)) is None or switches.is_on(switches.DISABLE):
+        return None
+    telemetry.record_full_precision(site, answer[0], answer[1])
+    return group
+
+
+@contextmanager
+def _errors_of(collective: str, site: Site, group: dist.ProcessGroup) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise Label(collective, site.name, group).error(transport.PLAINLY, error) from error
 
 
 class _Call:
@@ -217,13 +283,18 @@ class _Call:
             return dist.ReduceOp.SUM, self.factor
         return self.op, 1.0
 
-    def plan(self) -> Plan | None:
-        """The plan, counted; None if the call goes in full precision."""
+    def plan(self, key: tuple[Any, ...] | None = None) -> Plan | None:
+        """The plan, counted; None if the call goes in full precision: remembered by `key` if it always will."""
         disabled = switches.is_on(switches.DISABLE)
         groups.agree(self.label, self.config, disabled, self.input.device)
         answer = FullPrecision(SWITCHED_OFF) if disabled else self._make_plan()
         if isinstance(answer, FullPrecision):
-            telemetry.record_full_precision(self.site, answer.reason, self.plain_bytes())
+            nbytes = self.plain_bytes()
+            telemetry.record_full_precision(self.site, answer.reason, nbytes)
+            if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP):
+                if len(self.state.plain) == _REMEMBERED:
+                    self.state.plain.clear()
+                self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
             return None
         answer = self._adapted(answer)
         sent, between_nodes = self.sent_bytes(answer)

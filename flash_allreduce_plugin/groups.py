@@ -42,6 +42,9 @@ class GroupState:
         #: of a site under a configuration, where it adapts
         self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
+        #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
+        #: beside it
+        self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
         self._agreed: set[tuple[FlashConfig, bool]] = set()
         self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 
@@ -67,6 +70,11 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     if state is None:
         state = _states[group] = GroupState(group)
     return state
+
+
+def known(group: Any) -> GroupState | None:
+    """What is remembered of a group, if it is one and anything is."""
+    return _states.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 
 def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.device) -> None:

@@ -33,7 +33,7 @@ class Measurement:
             self._pending = transport.reduce_scatter(self._exact, whole, op, label)
         else:
             shard, self._exact = self._exact, self._exact.new_empty(self._exact.numel() * world)
-            self._pending = transport.all_gather(self._exact, shard, label, "gathering in full precision")
+            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY)
 
     def record(self, result: Tensor, site: Site) -> tuple[float, float]:
         """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""

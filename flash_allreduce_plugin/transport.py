@@ -18,9 +18,11 @@ from torch import Tensor
 
 from flash_allreduce_plugin.errors import CollectiveError
 
+PLAINLY = "sending in full precision"  # what an error says of the plain collectives
+
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 Sizes = list[int] | None
@@ -117,7 +119,7 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pendi
     """input of every rank, in rank order, to output; input may be this rank's own part of output."""
     group = label.group
     if not _receives_first(group, input):
-        return Pending(lambda: _all_gather_single(output, input, group=group, async_op=True), label, doing)
+        return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
     return Pending(
         lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), group), label, doing
     )
@@ -152,26 +154,24 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.Pr
 
 def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:
     """The plain collective, in place."""
-    return Pending(
-        lambda: dist.all_reduce(tensor, op, group=label.group, async_op=True), label, "reducing in full precision"
-    )
+    return Pending(lambda: dist.all_reduce(tensor, op, group=label.group, async_op=True), label, PLAINLY)
 
 
 def reduce_scatter(output: Tensor, input: Tensor, op: Any, label: Label) -> Pending:
     """The plain collective."""
     return Pending(
-        lambda: _reduce_scatter_single(output, input, op, group=label.group, async_op=True),
+        lambda: reduce_scatter_single(output, input, op, group=label.group, async_op=True),
         label,
-        "reducing in full precision",
+        PLAINLY,
     )
 
 
 def all_gather_plainly(output: Tensor, input: Tensor, label: Label) -> Pending:
     """The plain collective: over gloo faster than all_gather for small tensors, slower for large ones."""
     return Pending(
-        lambda: _all_gather_single(output, input, group=label.group, async_op=True),
+        lambda: all_gather_single(output, input, group=label.group, async_op=True),
         label,
-        "gathering in full precision",
+        PLAINLY,
     )
 
 

@@ -53,7 +53,7 @@ def other_dtypes() -> list[tuple[str, bool, dict[str, int]]]:
         counted = counts(lambda ours=ours: fap.all_reduce(ours, config=QUANTIZED))
         outcomes.append((name, same_bits(plain, ours), counted["full_precision"]))
         plain, shard = x.new_empty(50), x.new_empty(50)
-        transport._reduce_scatter_single(plain, x)
+        transport.reduce_scatter_single(plain, x)
         counted = counts(lambda x=x, shard=shard: fap.reduce_scatter(shard, x, config=QUANTIZED))
         outcomes.append((name, same_bits(shard, plain), counted["full_precision"]))
         whole, parts = x.new_empty(world * world * 50), [torch.empty_like(x) for _ in range(world)]
@@ -250,6 +250,62 @@ def switched_off() -> tuple[bool, dict[str, int]]:
         return same_bits(x, plain), counted["full_precision"]
     finally:
         del os.environ[dispatch.SWITCHED_OFF]
+
+
+def known_to_go_plainly() -> list[dict[str, int]]:
+    """full_precision of one call after another, each in its own way unlike the ones before it; -1: quantized."""
+    found = []
+    small = fap.FlashConfig(min_bytes=1 << 20)
+    x = gaussian(5000, seed=dist.get_rank())
+
+    def again(tensor: Tensor, config: fap.FlashConfig = small, **how: Any) -> None:
+        plain = tensor.clone()
+        dist.all_reduce(plain, how.get("op", dist.ReduceOp.SUM))
+        counted = counts(lambda: fap.all_reduce(tensor, config=config, **how))
+        assert same_bits(tensor, plain) == (counted["quantized"] == 0)
+        found.append(counted["full_precision"])
+
+    again(x.clone())
+    again(x.clone())
+    again(x.clone()[:4000])
+    again(x.double())
+    again(x.clone(), op=dist.ReduceOp.MAX)
+    again(x.clone().view(50, 100).t())
+    again(x.clone(), QUANTIZED)
+    again(x.clone(), fap.FlashConfig(min_bytes=1 << 20, exclude=["b"]))
+    warm = fap.FlashConfig(min_bytes=0, warmup_steps=1)
+    again(x.clone(), warm, step=0)
+    again(x.clone(), warm, step=1)
+    os.environ[dispatch.SWITCHED_OFF] = "1"
+    try:
+        again(x.clone())
+    finally:
+        del os.environ[dispatch.SWITCHED_OFF]
+    again(x.clone())
+    return found
+
+
+def test_a_call_that_went_in_full_precision_is_remembered_as_what_it_was(ranks: GetRanks) -> None:
+    small, quantized = {"message below min_bytes": 1}, {}
+    other = [{"dtype float64": 1}, {"operator max": 1}]
+    expected = [small, small, small, *other, small, quantized, small, {"warm-up": 1}, quantized]
+    expected += [{"FLASH_ALLREDUCE_DISABLE": 1}, small]
+    assert ranks(2).run(known_to_go_plainly) == [expected] * 2
+
+
+def remembers_no_more_than() -> int:
+    group = dist.new_group()
+    config = fap.FlashConfig(check_ranks=False)
+    dispatch._REMEMBERED = 10
+    for numel in range(1, 40):
+        fap.all_reduce(torch.ones(numel), group=group, config=config)
+        fap.all_gather(torch.ones(2 * numel), torch.ones(numel), group=group, config=config)
+        fap.reduce_scatter(torch.ones(numel), torch.ones(2 * numel), group=group, config=config)
+    return len(groups.state_of(group).plain)
+
+
+def test_shapes_that_change_with_every_call_fill_no_memory(ranks: GetRanks) -> None:
+    assert all(0 < count <= 10 for count in ranks(2).run(remembers_no_more_than))
 
 
 def test_switched_off_everywhere_all_goes_in_full_precision(ranks: GetRanks) -> None:

@@ -116,8 +116,10 @@ def test_guarantee_7_a_rank_that_never_calls(agreed: bool) -> None:
     assert TIMEOUT.total_seconds() - 1 < seconds < TIMEOUT.total_seconds() + 3
 
 
-def alone_in_full_precision() -> tuple[str, float]:
+def alone_in_full_precision(known: bool) -> tuple[str, float]:
     config = fap.FlashConfig(check_ranks=False)
+    if known:
+        fap.all_reduce(torch.ones(10), config=config, site=SITE)
     if dist.get_rank() == 0:
         time.sleep(TIMEOUT.total_seconds() + 2)
         return "slept", 0
@@ -129,8 +131,9 @@ def alone_in_full_precision() -> tuple[str, float]:
     return "no error", 0
 
 
-def test_guarantee_7_also_in_full_precision() -> None:
+@pytest.mark.parametrize("known", [False, True], ids=["the first of its kind", "a later one"])
+def test_guarantee_7_also_in_full_precision(known: bool) -> None:
     with Ranks(2, TIMEOUT) as ranks:
-        _, (kind, value) = ranks.outcomes(alone_in_full_precision, timeout=30)
+        _, (kind, value) = ranks.outcomes(alone_in_full_precision, known, timeout=30)
     assert kind == "value", value
-    assert "all_reduce at site 'layer 7', rank 1 of 2, failed while reducing in full precision" in value[0]
+    assert "all_reduce at site 'layer 7', rank 1 of 2, failed while sending in full precision" in value[0]
