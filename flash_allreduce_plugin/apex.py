@@ -11,6 +11,7 @@ and does not import apex. Every rank must enable the same thing.
 
 from __future__ import annotations
 
+import enum
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -181,28 +182,49 @@ _patchset = Patchset(
 )
 
 
-def _refuse_other_packages() -> None:
-    """PatchError if `import apex` would find nothing, another project or an apex without the functions; imports
-    nothing.
-    """
+def seams() -> tuple[Seam, ...]:
+    """Every place in apex that `enable` replaces; reads nothing of apex."""
+    return _patchset.seams
+
+
+class Missing(enum.Enum):
+    """Why an apex that is found cannot be patched."""
+
+    ABSENT = "not installed"
+    WITHOUT_PARALLEL = "without apex.parallel"
+    OTHER_PROJECT = "another project"
+
+
+def missing() -> tuple[Missing, str] | None:
+    """What is wrong with what `import apex` would find, and a sentence about it; None if nothing. Imports nothing."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched
-        return
+        return None
     if spec is None:
-        raise PatchError(
-            "apex: not installed; install it from the source of NVIDIA's apex (release 25.05 or earlier) or of AMD's"
+        return (
+            Missing.ABSENT,
+            "not installed; install it from the source of NVIDIA's apex (release 25.05 or earlier) or of AMD's",
         )
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if any((folder / "parallel" / "distributed.py").is_file() for folder in folders):
-        return
+        return None
     where = spec.origin or ", ".join(map(str, folders))
     if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
-        raise PatchError(
-            f"apex: {where} has no apex.parallel, which NVIDIA removed after release 25.05; take torch's "
-            "DistributedDataParallel with fap.ddp_hook"
+        return (
+            Missing.WITHOUT_PARALLEL,
+            f"{where} has no apex.parallel, which NVIDIA removed after release 25.05; take torch's "
+            "DistributedDataParallel with fap.ddp_hook",
         )
-    raise PatchError(
-        f"apex: {where} is not NVIDIA's apex nor AMD's but another package of that name (the package index has one); "
-        "uninstall it and install apex from its source"
+    return (
+        Missing.OTHER_PROJECT,
+        f"{where} is not NVIDIA's apex nor AMD's but another package of that name (the package index has one); "
+        "uninstall it and install apex from its source",
     )
+
+
+def _refuse_other_packages() -> None:
+    """PatchError if `import apex` would find nothing, another project or an apex without the functions."""
+    found = missing()
+    if found is not None:
+        raise PatchError(f"apex: {found[1]}")

@@ -32,7 +32,7 @@ from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
 ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
 # Switches of the package that are no fields of the configuration; read where they act, not here.
-ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES")
+ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD")
 
 # Fields that are known but have nothing behind them yet, and what they will do.  The feature's own change
 # removes its line here; nothing else has to be touched for the field to be accepted.

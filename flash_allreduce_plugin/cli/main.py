@@ -88,5 +88,22 @@ def demo(
     raise typer.Exit(0 if held else 1)
 
 
+@app.command()
+def doctor(
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the self-test's all-reduce.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write it as JSON.")] = None,
+) -> None:
+    """Check the installation: versions, libraries, machine, environment, seams; and test it.
+
+    The text is what a bug report needs. Exit status 0 only if there is no problem.
+    """
+    from flash_allreduce_plugin.cli.doctor import run_doctor
+
+    if json_file is not None and not json_file.parent.is_dir():
+        raise typer.BadParameter(f"--json {json_file}: expected a file in a folder that exists")
+    raise typer.Exit(0 if run_doctor(ranks=ranks, seconds=timeout, json_file=json_file) else 1)
+
+
 def main() -> None:
     app()

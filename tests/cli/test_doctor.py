@@ -1,0 +1,316 @@
+"""The doctor: what it says of a healthy installation, and of one in which real things are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import flash_allreduce_plugin
+from flash_allreduce_plugin import megatron, ops
+from flash_allreduce_plugin.cli import doctor, doctor_environment, doctor_selftest, doctor_versions
+from flash_allreduce_plugin.cli.doctor_child import Child, Report
+from flash_allreduce_plugin.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(flash_allreduce_plugin.__file__).parent
+STUBS = [ROOT / "tests" / "apex_stub", ROOT / "tests" / "megatron" / "te_stub"]
+HANGS = 'import os, pathlib, time\npathlib.Path(os.environ["HANGING"]).write_text(str(os.getpid()))\ntime.sleep(600)\n'
+
+
+def distribution(folder: Path, name: str, version: str, *more: str) -> None:
+    """The metadata of an installed package."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *more]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def installed(folder: Path) -> None:
+    """This package, with what pyproject.toml asks for: an editable installation may be older than the source."""
+    text = (ROOT / "pyproject.toml").read_text()
+    [version] = re.findall(r'^version = "(.*)"', text, flags=re.MULTILINE)
+    windows = re.findall(r'"((?:torch|megatron-core|deepspeed)[<>=][^"]*)"', text)
+    requires = [f"Requires-Dist: {window}" for window in windows]
+    distribution(folder, "flash-allreduce-plugin", version, "Requires-Python: >=3.10", *requires)
+    points = "[torch.backends]\nflash_allreduce = flash_allreduce_plugin.autoload:load\n"
+    (folder / f"flash_allreduce_plugin-{version}.dist-info" / "entry_points.txt").write_text(points)
+
+
+def module(folder: Path, name: str, source: str) -> None:
+    path = folder.joinpath(*name.split(".")) / "__init__.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+
+
+def environment(*path: Path, **variables: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
+    more = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**kept, "PYTHONPATH": os.pathsep.join([*map(str, path), str(ROOT), *more]), **variables}
+
+
+def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tuple[str, str], dict[str, str]]]:
+    """Exit status, text, and findings by section and name."""
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "found.json"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(*path, **variables), capture_output=True, text=True, timeout=100
+    )
+    assert not done.stderr, done.stderr
+    found = json.loads((folder / "found.json").read_text())["findings"]
+    return done.returncode, done.stdout, {(line["section"], line["name"]): line for line in found}
+
+
+def by_level(found: dict[tuple[str, str], dict[str, str]], level: str) -> set[tuple[str, str]]:
+    return {key for key, line in found.items() if line["level"] == level}
+
+
+def test_a_healthy_installation(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    installed(tmp_path / "site")
+    status, text, found = run(tmp_path, tmp_path / "site", *STUBS, FLASH_ALLREDUCE_BITS="4")
+    assert status == 0 and not by_level(found, "problem"), text
+    assert found["libraries", "_C (CPU)"]["text"].startswith(f"loaded; instruction set {ops.cpu_capability()} ")
+    assert found["versions", "torch"]["text"].endswith(">=2.11)")
+    assert found["versions", "megatron-core"]["level"] == "ok"
+    assert found["versions", "deepspeed"]["text"].endswith(" (supported: >=0.17.6,<0.20)")
+    assert found["autoload", "entry point"]["text"] == "registered; torch has called it"
+    assert found["environment", "FLASH_ALLREDUCE_BITS"]["level"] == "ok"
+    assert found["environment", "configuration"]["text"] == "the defaults but for bits=4"
+    seams = {name for section, name in found if section == "Megatron seams"}
+    assert seams == {seam.id for seam in megatron.seams()}
+    assert {"apex.gradients", "apex.reducer"} == {name for section, name in found if section == "apex seams"}
+    assert len([name for section, name in found if section == "Transformer Engine seams"]) == 16
+    assert "bit for bit the same" in found["self-test", "codec on cpu"]["text"]
+    reduced = [line["text"] for (_, name), line in found.items() if name.startswith("all_reduce, 2 ranks, ")]
+    assert len(reduced) == 3 and all(line.startswith("the same bits on all ranks, ") for line in reduced)
+    # To be pasted: plain, and narrow but for paths.
+    assert text.isascii() and "\033" not in text
+    assert all(len(line) <= doctor.WIDTH or len(line.split()) == 1 for line in text.splitlines())
+    for (section, name), line in found.items():
+        assert f"\n{section}\n" in text and name in text and line["text"].split()[0] in text
+
+
+def test_each_broken_part_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    installed(site)
+    distribution(site, "megatron-core", "0.12.1")
+    module(site, "megatron.core", "raise OSError('libcudart is missing')")
+    module(site, "apex", "import pyramid")
+    module(site, "deepspeed", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    shutil.copytree(PACKAGE, site / PACKAGE.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    variables = {
+        "FLASH_ALLREDUCE_BITS": "banana",
+        "FLASH_ALLREDUCE_BIT": "4",
+        "GLOO_SOCKET_IFNAME": "nowhere0",
+    }
+    status, text, found = run(tmp_path, site, **variables)
+    assert status == 1
+    expected = {
+        ("versions", "megatron-core"): ("0.12.1 is not supported", "pip install 'megatron-core>=0.13,<0.20'"),
+        ("versions", "apex"): ("is not NVIDIA's apex nor AMD's", "pip uninstall apex"),
+        ("libraries", "_C (CPU)"): ("no compiled library is installed", "C++ compiler"),
+        ("environment", "FLASH_ALLREDUCE_BITS"): ("expected a whole number from 2 to 8", "unset"),
+        ("environment", "FLASH_ALLREDUCE_BIT"): ("the nearest is FLASH_ALLREDUCE_BITS", "unset"),
+        ("Megatron seams", "megatron-core"): (
+            "OSError: libcudart is missing",
+            "python -c 'import megatron.core'",
+        ),
+        ("DeepSpeed seams", "check"): ("ended with signal SIGSEGV (importing deepspeed)", "import deepspeed"),
+        ("self-test", "all_reduce, 2 ranks"): ("nowhere0", "GLOO_SOCKET_IFNAME"),
+    }
+    assert by_level(found, "problem") == set(expected), text
+    for key, (says, remedy) in expected.items():
+        assert says in found[key]["text"] and found[key]["remedy"] and remedy in found[key]["remedy"], found[key]
+    assert found["self-test", "codec on cpu"]["level"] == "ok"
+    assert "8 problems" in text
+
+
+def in_process(tmp_path: Path, check: str) -> dict[str, dict[str, str]]:
+    report = Report(str(tmp_path / "results"))
+    getattr(doctor_environment, check)(report)
+    lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    return {line["finding"]["name"]: line["finding"] for line in lines if "finding" in line}
+
+
+def test_variables_that_are_no_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_REFERENCE", "maybe")
+    monkeypatch.setenv("FLASH_ALLREDUCE_TWO_SHOT_BYTES", "much")
+    monkeypatch.setenv("FLASH_ALLREDUCE_DISABLE", "1")
+    monkeypatch.setenv("FLASH_ALLREDUCE_BUILD", "none")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    found = in_process(tmp_path, "variables")
+    levels = {name: line["level"] for name, line in found.items() if name.startswith("FLASH_ALLREDUCE_")}
+    assert levels == {
+        "FLASH_ALLREDUCE_BUILD": "ok",
+        "FLASH_ALLREDUCE_DISABLE": "note",
+        "FLASH_ALLREDUCE_REFERENCE": "problem",
+        "FLASH_ALLREDUCE_TWO_SHOT_BYTES": "problem",
+    }
+    assert "NCCL_SOCKET_IFNAME=eth7" in found["other variables"]["text"]
+
+
+def test_plain_pytorch_on_request_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_REFERENCE", "1")
+    monkeypatch.setattr(ops, "unavailable", "no compiled library is installed")
+    found = in_process(tmp_path, "libraries")
+    assert found["used"]["level"] == "note" == found["_C (CPU)"]["level"]
+
+
+def test_autoload_that_is_off_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_AUTOLOAD", "off")
+    found = in_process(tmp_path, "entry_point")["entry point"]
+    assert found["level"] == "note" and found["text"].startswith("off: FLASH_ALLREDUCE_AUTOLOAD=off")
+
+
+@pytest.mark.parametrize(
+    ("found", "window", "is_in"),
+    [
+        ("0.13.0", ">=0.13,<0.20", True),
+        ("0.12.3", ">=0.13,<0.20", False),
+        ("0.13.0rc1", ">=0.13,<0.20", False),
+        ("0.13.1rc1", ">=0.13,<0.20", True),
+        ("0.19.2+local", ">=0.13,<0.20", True),
+        ("0.20.0", ">=0.13,<0.20", False),
+        ("0.20.0rc0", ">=0.13,<0.20", False),
+        ("2.11.0a0+git1", ">=2.11", False),
+        ("2.13.0+cpu", ">=2.11", True),
+    ],
+)
+def test_versions_in_a_window(found: str, window: str, is_in: bool) -> None:
+    assert doctor_versions.fits(found, window) == is_in
+
+
+def test_a_framework_that_hangs_is_a_problem_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module(tmp_path / "site", "deepspeed", HANGS)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
+    with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor_frameworks:deepspeed") as child:
+        [found] = doctor._outcome(child, "DeepSpeed seams", 3)
+    assert (found.level, found.text) == ("problem", "not finished after 3 s (importing deepspeed)")
+    assert "--timeout" in found.remedy
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (signal.SIGKILL, r"rank 1 ended with signal SIGKILL \(starting\)"),
+        (signal.SIGSTOP, r"not finished after 3 s: rank 0 \(.*\), rank 1 \(starting\)"),
+    ],
+)
+def test_a_dead_or_silent_rank_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, says: str
+) -> None:
+    source = f"import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), {number.value})\n"
+    (tmp_path / "sitecustomize.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    [found] = doctor_selftest.all_reduce(tmp_path, 2, 3)
+    assert found.level == "problem" and re.fullmatch(says, found.text), found.text
+
+
+def test_what_the_ranks_answer_is_compared() -> None:
+    def finding(**changed: object) -> tuple[str, str]:
+        good = {"digest": "1", "sqnr_db": 41.5, "quantized": True}
+        compared = doctor_selftest._compared("all_reduce", "8", [{"8": good}, {"8": {**good, **changed}}])
+        return compared.level, compared.text
+
+    assert finding() == ("ok", "the same bits on all ranks, 41.5 dB")
+    assert finding(digest="2") == ("problem", "rank 1 ends with other bits than rank 0 (41.5 dB)")
+    assert finding(sqnr_db=20.0)[0] == finding(quantized=False)[0] == "problem"
+
+
+def test_other_bits_than_the_reference_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = doctor_selftest_codec().encode
+
+    def wrong(*arguments):
+        payload = encode(*arguments)
+        payload[-1] ^= 1
+        return payload
+
+    monkeypatch.setattr(doctor_selftest_codec(), "encode", wrong)
+    monkeypatch.setattr(doctor_selftest, "NUMEL", 1024)
+    report = Report(str(tmp_path / "results"))
+    doctor_selftest.codec(report)
+    assert "other bits than the codec in plain PyTorch: 8 bits" in (tmp_path / "results").read_text()
+
+
+def doctor_selftest_codec():
+    from flash_allreduce_plugin import codec
+
+    return codec
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until(condition, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
+    module(tmp_path / "site", "deepspeed", HANGS)
+    (tmp_path / "tmp").mkdir()
+    pid = tmp_path / "pid"
+    env = environment(tmp_path / "site", TMPDIR=str(tmp_path / "tmp"), HANGING=str(pid))
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            wait_until(lambda: pid.exists() and pid.read_text())
+            process.send_signal(number)
+            assert process.wait(20) not in (0, -number)
+            assert ended(int(pid.read_text()))
+            assert not list((tmp_path / "tmp").iterdir())
+        finally:
+            process.kill()
+
+
+def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    module(tmp_path / "site", "deepspeed", HANGS)
+    pid = tmp_path / "pid"
+    script = (
+        "import pathlib, time; from flash_allreduce_plugin.cli.doctor_child import Child; "
+        f"Child(pathlib.Path({str(tmp_path)!r}), 'x', 'flash_allreduce_plugin.cli.doctor_frameworks:deepspeed'); "
+        "time.sleep(600)"
+    )
+    env = environment(tmp_path / "site", HANGING=str(pid))
+    with subprocess.Popen([sys.executable, "-c", script], env=env) as process:
+        try:
+            wait_until(lambda: pid.exists() and pid.read_text())
+        finally:
+            process.kill()
+    wait_until(lambda: ended(int(pid.read_text())))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--ranks", "1"], "--ranks"),
+        (["--timeout", "soon"], "--timeout"),
+        (["--json", "no-such-folder/x.json"], "expected a file in a folder that exists"),
+    ],
+)
+def test_bad_usage_is_answered_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 2
+    assert says in " ".join(done.stderr.replace("│", " ").split())
