@@ -16,8 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli import doctor_frameworks, doctor_selftest
+from flash_allreduce_plugin.cli import doctor_frameworks, doctor_selftest, doctor_versions
 from flash_allreduce_plugin.cli.doctor_child import NOTE, OK, PROBLEM, Child, Finding, children
 from flash_allreduce_plugin.cli.doctor_selftest import REPORT_IT
 
@@ -53,7 +52,7 @@ def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
     console.print(f"\n{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
     if json_file is not None:
         result: dict[str, Any] = {
-            "version": fap.__version__,
+            "version": doctor_versions.ours().__version__,
             "time": when.isoformat(timespec="seconds"),
             "problems": problems,
             "notes": notes,

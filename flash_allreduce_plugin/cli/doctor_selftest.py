@@ -168,7 +168,8 @@ def one_rank(report: Report, rank: str, world_size: str, store: str, seconds: st
     import torch
     import torch.distributed as dist
 
-    import flash_allreduce_plugin as fap
+    from flash_allreduce_plugin import dispatch, telemetry
+    from flash_allreduce_plugin.config import FlashConfig
 
     report.doing("joining the group")
     torch.set_num_threads(1)
@@ -182,12 +183,12 @@ def one_rank(report: Report, rank: str, world_size: str, store: str, seconds: st
     for width in WIDTHS:
         report.doing(f"reducing at {width} bits")
         tensor = inputs[int(rank)].clone()
-        fap.reset_stats()
-        fap.all_reduce(tensor, config=fap.FlashConfig(bits=width, min_bytes=0))
+        telemetry.reset_stats()
+        dispatch.all_reduce(tensor, config=FlashConfig(bits=width, min_bytes=0))
         answers[str(width)] = {
             "digest": hashlib.sha256(bytes(tensor.view(torch.uint8).tolist())).hexdigest(),
             "sqnr_db": sqnr_db(exact, tensor),
-            "quantized": fap.stats()["quantized"] == 1,
+            "quantized": telemetry.stats()["quantized"] == 1,
         }
     report.doing("leaving the group")
     dist.barrier()  # gloo's threads of one rank may still be sending to another

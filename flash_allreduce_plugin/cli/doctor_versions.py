@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import flash_allreduce_plugin as fap
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor_child import Report
@@ -19,23 +18,28 @@ PACKAGE = "flash-allreduce-plugin"
 INSTALL = f"pip install --no-build-isolation {PACKAGE}"
 
 
+def ours() -> Any:
+    """The package itself."""
+    return importlib.import_module("flash_allreduce_plugin")
+
+
 def own(report: Report) -> None:
-    where = Path(fap.__file__).parent
+    version, where = ours().__version__, Path(ours().__file__).parent
     try:
         installed = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         report.note(
             PACKAGE,
-            f"{fap.__version__}, {where}: on the path, but not installed",
+            f"{version}, {where}: on the path, but not installed",
             f"{INSTALL}: without it torch does not call the entry point, and the supported versions are not known here",
         )
         return
-    if installed == fap.__version__:
+    if installed == version:
         report.ok(PACKAGE, f"{installed}, {where}")
     else:
         report.problem(
             PACKAGE,
-            f"{fap.__version__} is what is imported, from {where}; installed is {installed}",
+            f"{version} is what is imported, from {where}; installed is {installed}",
             "take one of the two off the path (PYTHONPATH, or the folder the program is started in)",
         )
 
@@ -130,13 +134,15 @@ def transformer_engine(report: Report) -> None:
 
 def apex(report: Report) -> None:
     """NVIDIA's and AMD's apex have the version 0.1 forever: told apart by what is in them."""
-    wrong = fap.apex.missing()
+    from flash_allreduce_plugin import apex as installed
+
+    wrong = installed.missing()
     if wrong is None:
         report.ok("apex", f"NVIDIA's or AMD's, {_location('apex')}")
-    elif wrong[0] is fap.apex.Missing.OTHER_PROJECT:
+    elif wrong[0] is installed.Missing.OTHER_PROJECT:
         report.problem("apex", wrong[1], "pip uninstall apex; NVIDIA's is installed from its source")
     else:
-        report.note("apex", "not installed" if wrong[0] is fap.apex.Missing.ABSENT else wrong[1])
+        report.note("apex", "not installed" if wrong[0] is installed.Missing.ABSENT else wrong[1])
 
 
 def _location(module: str) -> str | None:
