@@ -52,8 +52,9 @@ def main() -> None:
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     model = DistributedDataParallel(Model().to(device))
     if arguments.bits:
-        # A small model for a demonstration: quantize its buckets whatever their size.
-        model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=arguments.bits, min_bytes=0)))
+        # A small model for a demonstration: quantize its buckets whatever their size. FLASH_ALLREDUCE_* goes before.
+        config = fap.FlashConfig.from_env(fap.FlashConfig(bits=arguments.bits, min_bytes=0))
+        model.register_comm_hook(None, fap.ddp_hook(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     batches = torch.Generator().manual_seed(dist.get_rank())
     for step in range(1, arguments.steps + 1):
