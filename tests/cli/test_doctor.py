@@ -19,10 +19,11 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import flash_allreduce_plugin
-from flash_allreduce_plugin import megatron, ops
-from flash_allreduce_plugin.cli import doctor, doctor_environment, doctor_selftest, doctor_versions
+from flash_allreduce_plugin import codec, megatron, ops
+from flash_allreduce_plugin.cli import doctor, doctor_environment, doctor_frameworks, doctor_selftest, doctor_versions
 from flash_allreduce_plugin.cli.doctor_child import Child, Report
 from flash_allreduce_plugin.cli.main import app
+from flash_allreduce_plugin.patching import Seam
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flash_allreduce_plugin.__file__).parent
@@ -197,8 +198,8 @@ def test_a_framework_that_hangs_is_a_problem_in_bounded_time(tmp_path: Path, mon
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
     with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor_frameworks:deepspeed") as child:
-        [found] = doctor._outcome(child, "DeepSpeed seams", 3)
-    assert (found.level, found.text) == ("problem", "not finished after 3 s (importing deepspeed)")
+        [found] = doctor._outcome(child, "DeepSpeed seams", 5)
+    assert (found.level, found.text) == ("problem", "not finished after 5 s (importing deepspeed)")
     assert "--timeout" in found.remedy
     assert ended(int((tmp_path / "pid").read_text()))
 
@@ -220,6 +221,19 @@ def test_a_dead_or_silent_rank_is_a_sentence(
     assert found.level == "problem" and re.fullmatch(says, found.text), found.text
 
 
+def test_a_seam_that_does_not_fit_is_a_problem(tmp_path: Path) -> None:
+    def seam(*parameters: str) -> Seam:
+        return Seam("some.seam", "json", "dumps", (*parameters, ...), lambda original: lambda: None, "nothing")
+
+    report = Report(str(tmp_path / "results"))
+    doctor_frameworks._verify(report, [seam("obj"), seam("other")], "install another json")
+    lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    fits, does_not = [line["finding"] for line in lines if "finding" in line]
+    assert (fits["level"], does_not["level"]) == ("ok", "problem")
+    assert "json.dumps: expected the parameters (other, ...)" in does_not["text"]
+    assert does_not["remedy"] == "install another json"
+
+
 def test_what_the_ranks_answer_is_compared() -> None:
     def finding(**changed: object) -> tuple[str, str]:
         good = {"digest": "1", "sqnr_db": 41.5, "quantized": True}
@@ -232,24 +246,18 @@ def test_what_the_ranks_answer_is_compared() -> None:
 
 
 def test_other_bits_than_the_reference_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = doctor_selftest_codec().encode
+    encode = codec.encode
 
     def wrong(*arguments):
         payload = encode(*arguments)
         payload[-1] ^= 1
         return payload
 
-    monkeypatch.setattr(doctor_selftest_codec(), "encode", wrong)
+    monkeypatch.setattr(codec, "encode", wrong)
     monkeypatch.setattr(doctor_selftest, "NUMEL", 1024)
     report = Report(str(tmp_path / "results"))
     doctor_selftest.codec(report)
     assert "other bits than the codec in plain PyTorch: 8 bits" in (tmp_path / "results").read_text()
-
-
-def doctor_selftest_codec():
-    from flash_allreduce_plugin import codec
-
-    return codec
 
 
 def ended(pid: int) -> bool:
