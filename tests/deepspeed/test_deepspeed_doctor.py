@@ -1,4 +1,4 @@
-"""`flash-allreduce doctor` with DeepSpeed: its functions are checked as they are, not as the entry point leaves them."""
+"""`flash-allreduce doctor` with DeepSpeed: functions are checked as they are, not as the entry point leaves them."""
 
 from __future__ import annotations
 
