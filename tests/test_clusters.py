@@ -43,7 +43,7 @@ def lab() -> Iterator[netlab.Lab]:
         pytest.skip(reason)
 
 
-def on_each_host(lab: netlab.Lab, folder: Path, script: str, **variables: str) -> list[str]:
+def on_each_host(lab: netlab.Lab, folder: Path, script: str, timeout: float = 150, **variables: str) -> list[str]:
     """What each host, called node0 and node1, prints when it runs the script in a shell of its own."""
     addresses = "".join(f"{lab.address(rank)} node{rank}\n" for rank in range(lab.count))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
@@ -55,7 +55,7 @@ def on_each_host(lab: netlab.Lab, folder: Path, script: str, **variables: str) -
         f"cd {ROOT} && exec bash -e {folder}/script"
     )
     command = ["unshare", "--mount", "--uts", "bash", "-c", start]
-    return lab.run(command, timeout=150, env=environment(**variables))
+    return lab.run(command, timeout=timeout, env=environment(**variables))
 
 
 def test_torchrun_as_written(lab: netlab.Lab, tmp_path: Path) -> None:
@@ -117,12 +117,13 @@ for process in "${{started[@]}}"; do wait "$process" || exit; done
 """
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.slow  # DeepSpeed compiles an operator at its first start
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("ssh", [False, True])
 def test_deepspeeds_launcher_as_written(lab: netlab.Lab, tmp_path: Path, ssh: bool) -> None:
     (tmp_path / "hostfile").write_text(block("DeepSpeed's launcher", "slots="))
-    (tmp_path / "settings").write_text("GLOO_SOCKET_IFNAME=eth0\nFLASH_ALLREDUCE_GROUP_SIZE=64\n")
+    (tmp_path / "settings").write_text("GLOO_SOCKET_IFNAME=eth0\nFLASH_ALLREDUCE_HIERARCHICAL=auto\n")
     deepspeed = Path(importlib.util.find_spec("deepspeed").origin).parents[1] / "bin"  # where pip --target puts it
     (tmp_path / "bin").mkdir()
     for name, source in {"ssh": SSH, "pdsh": PDSH}.items():
@@ -135,8 +136,8 @@ def test_deepspeeds_launcher_as_written(lab: netlab.Lab, tmp_path: Path, ssh: bo
     script = script.replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile") + " --steps 10\n"
     if ssh:  # one launcher, which starts the ranks of both hosts; what it is told here stays behind
         script = f'[ "$NODE_RANK" = 0 ] || exit 0\nexport FLASH_ALLREDUCE_CHUNK_BYTES=8192\n{script}'
-    first = on_each_host(lab, tmp_path, script, **variables)[0]
+    first = on_each_host(lab, tmp_path, script, timeout=500, **variables)[0]
     assert re.search(r"deepspeed.stage2.gradients: 10 of 10 calls quantized", first), first
     # Variables of .deepspeed_env reach the ranks, those of the launcher's own environment do not.
     [line] = re.findall(r"flash all-reduce: attached.*", first)
-    assert ("groups of 64" in line) == ssh and "chunk_bytes" not in line
+    assert ('hierarchical="auto"' in line) == ssh and "chunk_bytes" not in line

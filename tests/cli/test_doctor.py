@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,16 +246,19 @@ def test_what_the_ranks_answer_is_compared() -> None:
     assert finding(sqnr_db=20.0)[0] == finding(quantized=False)[0] == "problem"
 
 
-def test_other_bits_than_the_reference_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = codec.encode
+@pytest.mark.parametrize("function", ["encode", "decode"])
+def test_other_bits_than_the_reference_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    right = getattr(codec, function)
 
-    def wrong(*arguments):
-        payload = encode(*arguments)
-        payload[-1] ^= 1
-        return payload
+    def wrong(*arguments: Any) -> Any:
+        result = right(*arguments)
+        result[-1] = result[-1] + 1  # of a payload: the code of an element behind the last one, which decode drops
+        return result
 
-    monkeypatch.setattr(codec, "encode", wrong)
-    monkeypatch.setattr(doctor_selftest, "NUMEL", 1024)
+    monkeypatch.setattr(codec, function, wrong)
+    monkeypatch.setattr(doctor_selftest, "NUMEL", 1000)
     report = Report(str(tmp_path / "results"))
     doctor_selftest.codec(report)
     assert "other bits than the codec in plain PyTorch: 8 bits" in (tmp_path / "results").read_text()
