@@ -108,7 +108,7 @@ def _show(console: Console, findings: list[Finding]) -> None:
             first, *rest = _wrapped(f"{finding.name:<{width}}  {finding.text}", "", hang)
             if finding.remedy:
                 rest += _wrapped(f"-> {finding.remedy}", " " * hang, hang + 3)
-            console.print(Text(f"  {finding.level:<{_INDENT - 2}}", _STYLES[finding.level]) + Text(first, ""))
+            console.print(Text.assemble((f"  {finding.level:<{_INDENT - 2}}", _STYLES[finding.level]), first))
             for line in rest:
                 console.print(" " * _INDENT + line)
 

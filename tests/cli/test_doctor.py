@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 
@@ -170,6 +172,21 @@ def test_plain_pytorch_on_request_is_a_note(tmp_path: Path, monkeypatch: pytest.
     assert found["used"]["level"] == "note" == found["_C (CPU)"]["level"]
 
 
+def test_gpus_without_peer_access_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA L40", major=8, minor=9, total_memory=48 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {0, 2})
+    found = in_process(tmp_path, "gpus")
+    assert found["GPUs"]["text"] == "3 x NVIDIA L40 (sm_89, 48 GiB)"
+    assert (found["peer access"]["level"], found["peer access"]["text"]) == (
+        "note",
+        "missing for 2 of 6 pairs: 0-2, 2-0",
+    )
+    assert found["symmetric memory"]["text"].endswith("the fused path is off")
+
+
 def test_autoload_that_is_off_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ALLREDUCE_AUTOLOAD", "off")
     found = in_process(tmp_path, "entry_point")["entry point"]
@@ -261,7 +278,10 @@ def test_other_bits_than_the_reference_are_found(
     monkeypatch.setattr(doctor_selftest, "NUMEL", 1000)
     report = Report(str(tmp_path / "results"))
     doctor_selftest.codec(report)
-    assert "other bits than the codec in plain PyTorch: 8 bits" in (tmp_path / "results").read_text()
+    assert (
+        "other bits than the codec in plain PyTorch: 8 bits of float32 with no option"
+        in (tmp_path / "results").read_text()
+    )
 
 
 def ended(pid: int) -> bool:
