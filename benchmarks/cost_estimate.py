@@ -29,6 +29,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin.cli.plan_presets import (
+    DEVICES,
+    LATENCY_NODES,
+    LATENCY_NVLINK,
+    LATENCY_PCIE,
+    LAUNCH,
+    LINKS,
+)
 from flash_allreduce_plugin.wire import Codec
 
 ELEMENT = 2  # bytes of bf16
@@ -59,69 +67,65 @@ class Machine:
     sources: tuple[str, ...]
 
 
-H100_COPY = "copy: 3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"
-NVLINK = "link: 370 GB/s of 450, NCCL's maintainer in github.com/NVIDIA/nccl-tests/issues/212"
-INFINIBAND = "wire: 47 GB/s of 50 a 400 Gbit/s adapter (46 to 48: github.com/NVIDIA/nccl-tests/issues/290)"
+H100_COPY = f"copy: {DEVICES['h100'].copy.source}"
+NVLINK = f"link: {LINKS['nvlink-h100'].source}"
+INFINIBAND = f"wire: 47 GB/s, {LINKS['infiniband-400g'].source}"
 H100 = Machine(
     "8 x H100, NVLink",
     ranks=8,
     nodes=1,
-    copy=3.0e12,
-    link=370e9,
+    copy=DEVICES["h100"].copy.reached,
+    link=LINKS["nvlink-h100"].reached,
     wire=0.0,
     bus=480e9,
-    latency=10e-6,
+    latency=LATENCY_NVLINK,
     sources=(H100_COPY, NVLINK, "NCCL: 480 GB/s with NVLink SHARP (nccl-tests/issues/212)"),
+)
+NODES = replace(
+    H100,
+    name="2 nodes of 8 x H100, 8 x 400 Gbit/s a node",
+    ranks=16,
+    nodes=2,
+    wire=LINKS["infiniband-400g"].reached,
+    bus=H100.link,
+    latency=LATENCY_NODES,
+    sources=(
+        H100_COPY,
+        NVLINK,
+        INFINIBAND + ", one a GPU",
+        "NCCL: 370 GB/s, a ring over 8 adapters that NVLink limits, an assumption from the two before",
+    ),
 )
 MACHINES = (
     H100,
     replace(
         H100,
         name="8 x H100, NVLink, NCCL ring",
-        bus=370e9,
+        bus=H100.link,
         sources=(H100_COPY, NVLINK, "NCCL: 370 GB/s with NCCL_ALGO=RING (nccl-tests/issues/212)"),
     ),
     Machine(
         "8 x L40, PCIe 4.0 x16",
         ranks=8,
         nodes=1,
-        copy=0.9 * 864e9,
-        link=24e9,
+        copy=DEVICES["l40"].copy.reached,
+        link=LINKS["pcie4"].reached,
         wire=0.0,
-        bus=24e9,
-        latency=20e-6,
+        bus=LINKS["pcie4"].reached,
+        latency=LATENCY_PCIE,
         sources=(
-            "copy: nine tenths of the 864 GB/s in NVIDIA's L40 data sheet, an assumption",
-            "link: 24 GB/s of 31.5, NCCL's own model of PCIe 4.0 x16 (github.com/NVIDIA/nccl-tests/issues/307)",
+            f"copy: {DEVICES['l40'].copy.source}",
+            f"link: {LINKS['pcie4'].source}",
             "NCCL: the same 24 GB/s, an assumption: no published figure of 8 L40 was found. Between sockets both are "
             "slower, and the two-step exchange crosses them with half of its bytes",
         ),
     ),
-    Machine(
-        "2 nodes of 8 x H100, 8 x 400 Gbit/s a node",
-        ranks=16,
-        nodes=2,
-        copy=3.0e12,
-        link=370e9,
-        wire=47e9,
-        bus=370e9,
-        latency=30e-6,
-        sources=(
-            H100_COPY,
-            NVLINK,
-            INFINIBAND + ", one a GPU",
-            "NCCL: 370 GB/s, a ring over 8 adapters that NVLink limits, an assumption from the two before",
-        ),
-    ),
-    Machine(
-        "2 nodes of 8 x H100, one 400 Gbit/s a node",
-        ranks=16,
-        nodes=2,
-        copy=3.0e12,
-        link=370e9,
-        wire=47e9 / 8,
-        bus=47e9 * 2 * 15 / 16,
-        latency=30e-6,
+    NODES,
+    replace(
+        NODES,
+        name="2 nodes of 8 x H100, one 400 Gbit/s a node",
+        wire=NODES.wire / 8,
+        bus=NODES.wire * 2 * 15 / 16,
         sources=(
             H100_COPY,
             NVLINK,
@@ -152,7 +156,7 @@ class Kernels:
 
     @classmethod
     def assume(cls, share: float) -> Kernels:
-        return cls({}, 5e-6, share)
+        return cls({}, LAUNCH, share)
 
     def share(self, kernel: str, bits: int, nbytes: float) -> float:
         """Between two measured sizes by a straight line; outside of them that of the nearest."""

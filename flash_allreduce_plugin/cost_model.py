@@ -122,7 +122,7 @@ class Traffic:
     kind: what it is in a table. field: the setting of FlashConfig that gives its width, None: never quantized.
     hide: seconds of computing that go on beside each call. every_batch: it is part of the time of a micro-batch, and
     so of a pipeline's bubble. owners: quantized, an all_reduce is sent as the reduce_scatter that the framework needs
-    (DeepSpeed's stages 1 and 2).
+    (DeepSpeed's stages 1 and 2). needs: a second setting that has to be given a width too.
     """
 
     kind: str
@@ -135,6 +135,7 @@ class Traffic:
     hide: float = 0.0
     every_batch: bool = False
     owners: bool = False
+    needs: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ Ranks are placed tensor-parallel ones next to each other, then data-parallel, th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flash_allreduce_plugin.cost_model import Cluster, Cost, Group, Model, Traffic, cost, full_precision
@@ -52,6 +52,14 @@ def check(model: Model, layout: Layout) -> None:
     for what, value in (("attention heads", model.heads), ("columns of the MLP", model.ffn)):
         if value % layout.tp:
             raise ValueError(f"--tp {layout.tp} does not divide the {value} {what}; choose a divisor.")
+    if not model.head_size and model.hidden % model.heads:
+        raise ValueError(f"--hidden {model.hidden} is not a multiple of the {model.heads} attention heads.")
+    if model.heads % model.kv_heads:
+        raise ValueError(f"--kv-heads {model.kv_heads} does not divide the {model.heads} attention heads.")
+    if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
+        raise ValueError(
+            f"--tp {layout.tp} and the {model.kv_heads} heads of keys and values do not divide each other."
+        )
     if model.layers % layout.pp:
         raise ValueError(f"--pp {layout.pp} does not divide the {model.layers} layers; choose a divisor.")
     if layout.sequence_parallel and model.sequence % layout.tp:
@@ -130,7 +138,7 @@ def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Tra
         of("SP backward, input gathered again", GATHER, "all_gather", layers, attention),
         of("SP backward, input gathered again", GATHER, "all_gather", layers, mlp),
         of("SP backward, input gathered again", GATHER, "all_gather", 1, model.vocabulary),
-        of("SP backward, gradient gathered", GATHER, "all_gather", 2 * layers),
+        replace(of("SP backward, gradient gathered", GATHER, "all_gather", 2 * layers), needs=BACKWARD),
     ]
 
 
@@ -240,7 +248,8 @@ def predict(
     parts: dict[str, Part] = {}
     waits = [0.0, 0.0]
     for t in all_traffic:
-        bits = widths.get(t.field) if t.field and t.numel * t.itemsize >= min_bytes else None
+        asked = t.field and (t.needs is None or t.needs in widths) and t.numel * t.itemsize >= min_bytes
+        bits = widths.get(t.field) if t.field and asked else None
         before = cost(t, cluster)
         after = before if bits is None else cost(t, cluster, Codec(bits, codec.group_size, codec.symmetric))
         if t.every_batch:
@@ -265,17 +274,24 @@ def _sum(a: Cost, b: Cost) -> Cost:
 
 
 def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
-    """The fields that some traffic of this step has, in the order of FlashConfig's."""
+    """The fields that some traffic of this step has, in the order of FlashConfig's. Of DeepSpeed's: gradients."""
     there = {t.field for t in traffic(model, cluster, layout) if t.field and t.group.ranks > 1}
-    return tuple(field for field in (FORWARD, BACKWARD, GATHER, GRADIENT) if field in there)
+    fields = (GRADIENT,) if layout.framework == "deepspeed" else (FORWARD, BACKWARD, GATHER, GRADIENT)
+    return tuple(field for field in fields if field in there)
 
 
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:
-    """The fields that pay at `bits`: those whose absence makes the step longer by WORTH."""
-    widths = dict.fromkeys(quantizable(model, cluster, layout), bits)
-    for field in tuple(widths):
+    """The fields that pay at `bits`: those whose absence makes the step longer by WORTH.
+
+    Where the forward pass stays in full precision, so does all of tensor parallelism: it has no switch of its own.
+    """
+    fields = quantizable(model, cluster, layout)
+    widths = dict.fromkeys(fields, bits)
+    for field in fields:
         without = {key: value for key, value in widths.items() if key != field}
+        if field == FORWARD:
+            without = {key: value for key, value in without.items() if key == GRADIENT}
         with_it, left_out = (predict(model, cluster, layout, each).after for each in (widths, without))
-        if left_out < with_it * (1 + WORTH):
+        if field in widths and left_out < with_it * (1 + WORTH):
             widths = without
     return widths

@@ -19,8 +19,8 @@ NAME = ROOT.name
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy", "netlab"),
-    ("config", "policy", "switches", "telemetry", "patching", "ops", "reference"),
-    ("adaptive", "codec", "transport", "work"),
+    ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
+    ("adaptive", "codec", "transport", "work", "step_model"),
     ("feedback",),
     ("collectives", "hierarchical", "groups", "quality"),
     ("symmetric",),

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from flash_allreduce_plugin.cli.plan import plan
+
 app = typer.Typer(
     name="flash-allreduce",
     help="Quantized two-step all-reduce for training.",
@@ -103,6 +105,9 @@ def doctor(
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"--json {json_file}: expected a file in a folder that exists")
     raise typer.Exit(0 if run_doctor(ranks=ranks, seconds=timeout, json_file=json_file) else 1)
+
+
+app.command()(plan)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cost_model import Cluster, Group, Model, Traffic, cost
+from flash_allreduce_plugin.cost_model import Cluster, Collective, Group, Model, Traffic, cost
 from flash_allreduce_plugin.step_model import Layout, predict, quantizable, traffic
 from flash_allreduce_plugin.wire import Codec
 
@@ -181,12 +181,12 @@ def _deepspeed(results: dict[str, Any], cluster: Cluster) -> list[Row]:
     found = []
     for table in results["tables"]:
         stage, rest = table["stage"], float(table["variants"]["gradients not sent"]["step, seconds"])
-        collective = "reduce_scatter" if stage == 3 else "all_reduce"
+        collective: Collective = "reduce_scatter" if stage == 3 else "all_reduce"
         calls = a["layers"] if stage == 3 else 1
         t = Traffic(
             "gradients", None, collective, a["layers"] * a["width"] ** 2 / calls, 2, calls, Group(a["hosts"], 1),
             owners=stage in (1, 2),
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         for variant, row in table["variants"].items():
             if variant == "gradients not sent":
                 continue
