@@ -79,6 +79,11 @@ def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, A
     return settings
 
 
+def setting(layout: Layout, field: str) -> str:
+    """What the field is called where it is set: DeepSpeed's gradients travel at `bits`."""
+    return "bits" if layout.framework == "deepspeed" else field
+
+
 def flags(settings: Mapping[str, Any]) -> str:
     """Megatron-LM's launch flags of `settings`."""
     values = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
@@ -141,7 +146,12 @@ def _traffic_table(plan: Plan) -> Table:
         columns += [f"INT{bits}: MB", "exposed"]
     table = grid("Communication of one step and rank, in full precision and quantized", columns, left=3)
     for number, part in enumerate(plan.full.parts):
-        cells = [part.kind, part.field or "never", where(part.group), f"{part.before.bytes_sent / 1e6:.0f}"]
+        cells = [
+            part.kind,
+            setting(plan.layout, part.field) if part.field else "never",
+            where(part.group),
+            f"{part.before.bytes_sent / 1e6:.0f}",
+        ]
         cells += [ms(part.before.seconds), ms(part.before.exposed)]
         for step in plan.every.values():
             after = step.parts[number].after
@@ -192,7 +202,8 @@ def _advice(plan: Plan) -> str:
             lines.append(f"      {json.dumps(settings)}")
         idle = [field for field in quantizable(plan.model, plan.cluster, plan.layout) if field not in plan.widths[bits]]
         if idle:
-            lines.append(f"      does not pay here: {', '.join(idle)}")
+            names = ", ".join(setting(plan.layout, field) for field in idle)
+            lines.append(f"      does not pay here: {names}")
     return "\n".join(["What to set:", *lines])
 
 
@@ -205,7 +216,7 @@ def show_scale(rows: Sequence[tuple[int, Plan | str]], console: Console) -> None
             table.add_row(str(ranks), "", "", *("" for _ in bits), plan)
             continue
         gains = (f"{step.speedup:.2f} x" for step in plan.steps.values())
-        pays = ", ".join(plan.widths[bits[0]]) or "nothing"
+        pays = ", ".join(setting(plan.layout, field) for field in plan.widths[bits[0]]) or "nothing"
         table.add_row(str(ranks), str(plan.layout.dp), ms(plan.full.before), *gains, pays)
     console.print(table)
 
