@@ -1,13 +1,14 @@
 """What a training step spends on communication, in full precision and quantized: pure arithmetic (docs/planning.md).
 
-A collective of a group takes the longer of two times, because chunks in flight keep both busy:
+A collective of a group takes the longer of two times, because chunks in flight keep both busy, and a fixed one:
 
     link    the bytes that a rank sends, over the speed of the link that they take (+ the latency of each exchange)
-    busy    what the device itself does: the codec's kernels, on a CPU also the sending, and a fixed time a call
+    busy    what the device itself does: the codec's kernels, on a CPU also the sending
+    start   of a quantized call: what comes before its first byte is on the wire and after its last one has arrived
 
 What the training computes at the same time can hide the link, not what keeps the device busy:
 
-    hidden  = min(computing time, link - busy)             exposed = max(link, busy) - hidden
+    hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
 Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/hierarchical.md), the faster.
 
@@ -84,8 +85,8 @@ class Cluster:
     """One rank's share of a machine, as it is reached, not as the data sheet has it.
 
     flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together. intra, inter:
-    the link to ranks of the same node and of others. latency: seconds of one exchange. call: seconds of the device
-    for a quantized call, whatever its size. transport: bytes that the device itself sends; inf: adapters do it.
+    the link to ranks of the same node and of others. latency: seconds of one exchange. start: seconds of a
+    quantized call, whatever its size. transport: bytes that the device itself sends; inf: adapters do it.
     backend: gloo's full-precision reduce-scatter sends as much as its all-reduce, and of a quantized all-reduce over
     gloo only the first half can be hidden. sources: of these numbers.
     """
@@ -97,7 +98,7 @@ class Cluster:
     intra: float
     inter: float
     latency: float = 0.0
-    call: float = 0.0
+    start: float = 0.0
     transport: float = math.inf
     backend: Literal["nccl", "gloo"] = "nccl"
     sources: tuple[str, ...] = ()
@@ -221,20 +222,22 @@ def cost(t: Traffic, c: Cluster, codec: Codec | None = None) -> Cost:
         return Cost(0.0, 0.0, 0.0, 0.0, 0.0, "ring")
     if codec is None:
         sent, link, way = full_precision(t, c)
-        return _calls(t, c, sent, link, 0.0, way, 1.0)
+        return _calls(t, c, sent, link, 0.0, 0.0, way, 1.0)
     # Of an asynchronous all-reduce over gloo the exchange of the shards is under way, the rest happens in the wait.
     share = 0.5 if c.backend == "gloo" and _quantized_collective(t) == "all_reduce" else 1.0
     ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
     if 1 < t.group.per_node < t.group.ranks:
         ways.append(("two levels", two_levels(t, c, codec)))
-    costs = [_calls(t, c, sent, link, moved / c.codec + c.call, way, share) for way, (sent, link, moved) in ways]
+    costs = [_calls(t, c, sent, link, moved / c.codec, c.start, way, share) for way, (sent, link, moved) in ways]
     return min(costs, key=lambda each: (each.exposed, each.seconds))
 
 
-def _calls(t: Traffic, c: Cluster, sent: float, link: float, kernels: float, way: Way, share: float) -> Cost:
+def _calls(
+    t: Traffic, c: Cluster, sent: float, link: float, kernels: float, start: float, way: Way, share: float
+) -> Cost:
     busy = kernels + _over(sent, c.transport)
     hidden = min(t.hide, share * max(0.0, link - busy))
-    exposed = max(link, busy) - hidden
+    exposed = start + max(link, busy) - hidden
     return Cost(t.calls * sent, t.calls * link, t.calls * busy, t.calls * hidden, t.calls * exposed, way)
 
 

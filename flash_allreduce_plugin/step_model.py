@@ -14,6 +14,12 @@ from flash_allreduce_plugin.wire import Codec
 
 FORWARD, BACKWARD = "bits", "backward_bits"
 GATHER, GRADIENT = "sequence_parallel_gather_bits", "grad_bits"
+PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
+_FIELDS = {
+    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT),
+    "deepspeed": (GRADIENT,),
+    "torch": (GRADIENT, PARAMETERS),
+}
 #: A field pays if the step without it takes longer by this share.
 WORTH = 0.005
 
@@ -23,6 +29,7 @@ class Layout:
     """How a model is spread out and trained.
 
     zero: 0: gradients all-reduced; 1 to 3: DeepSpeed's stages, 1 with framework "megatron" the distributed optimizer.
+    framework: "torch": its own DistributedDataParallel (zero 0) and FSDP2 (3).
     accumulation: micro-batches a rank and step. itemsize: bytes of activations and parameters on the wire, gradient_
     itemsize: of gradients. overlap: gradients and parameters are sent while others are computed. recompute: the forward
     pass is made again in the backward pass. bucket: gradients of one call.
@@ -33,7 +40,7 @@ class Layout:
     pp: int = 1
     sequence_parallel: bool = False
     zero: int = 0
-    framework: Literal["megatron", "deepspeed"] = "megatron"
+    framework: Literal["megatron", "deepspeed", "torch"] = "megatron"
     micro_batch: int = 1
     accumulation: int = 1
     itemsize: int = 2
@@ -68,8 +75,10 @@ def check(model: Model, layout: Layout) -> None:
         )
     if layout.zero >= 2 and layout.pp > 1:
         raise ValueError(f"--zero {layout.zero} does not go with --pp {layout.pp}: with stages, choose --zero 0 or 1.")
+    if layout.framework == "torch" and (layout.zero not in (0, 3) or layout.tp * layout.pp > 1):
+        raise ValueError("--framework torch is data-parallel, --zero 0 (DDP) or 3 (FSDP2), without --tp and --pp.")
     if layout.zero >= 2 and layout.framework == "megatron":
-        raise ValueError(f"--zero {layout.zero} is DeepSpeed's: use --framework deepspeed, or --zero 0 or 1.")
+        raise ValueError(f"--zero {layout.zero} is DeepSpeed's: use --framework deepspeed or torch, or --zero 0 or 1.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +180,11 @@ def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
         ]
 
     if layout.zero == 3:
-        per_layer = numel / layers
+        per_layer, field = numel / layers, PARAMETERS if layout.framework == "torch" else None
         gathers = [
-            row("ZeRO-3 parameters, forward", None, "all_gather", per_layer, layout.itemsize, layers, batches,
+            row("ZeRO-3 parameters, forward", field, "all_gather", per_layer, layout.itemsize, layers, batches,
                 t.layer_forward),
-            row("ZeRO-3 parameters, backward", None, "all_gather", per_layer, layout.itemsize, layers, batches,
+            row("ZeRO-3 parameters, backward", field, "all_gather", per_layer, layout.itemsize, layers, batches,
                 t.layer_backward),
         ]  # fmt: skip
         left = max(0.0, t.layer_backward - full_precision(gathers[1][0], cluster)[1])  # one link for both
@@ -274,10 +283,9 @@ def _sum(a: Cost, b: Cost) -> Cost:
 
 
 def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
-    """The fields that some traffic of this step has, in the order of FlashConfig's. Of DeepSpeed's: gradients."""
+    """The fields that some traffic of this step has and its framework can set."""
     there = {t.field for t in traffic(model, cluster, layout) if t.field and t.group.ranks > 1}
-    fields = (GRADIENT,) if layout.framework == "deepspeed" else (FORWARD, BACKWARD, GATHER, GRADIENT)
-    return tuple(field for field in fields if field in there)
+    return tuple(field for field in _FIELDS[layout.framework] if field in there)
 
 
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:

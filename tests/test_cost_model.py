@@ -24,6 +24,7 @@ from flash_allreduce_plugin.step_model import (
     FORWARD,
     GATHER,
     GRADIENT,
+    PARAMETERS,
     Layout,
     advise,
     check,
@@ -93,23 +94,31 @@ def test_two_levels_of_one_half(collective, volumes):
 
 
 def test_the_codec_is_busy_with_what_its_kernels_move():
-    c = replace(BOX, codec=1e9, intra=math.inf, call=1.0)
+    c = replace(BOX, codec=1e9, intra=math.inf)
     tensor, payload = 256_000, 68_000
-    assert cost(call(), c, INT4).busy == pytest.approx(1 + (2 * tensor + 3 * payload + payload / 4) / 1e9)
-    assert cost(call("reduce_scatter"), c, INT4).busy == pytest.approx(1 + (tensor * 5 / 4 + 2 * payload) / 1e9)
-    assert cost(call("all_gather"), c, INT4).busy == pytest.approx(1 + (tensor + payload) * 5 / 4 / 1e9)
+    assert cost(call(), c, INT4).busy == pytest.approx((2 * tensor + 3 * payload + payload / 4) / 1e9)
+    assert cost(call("reduce_scatter"), c, INT4).busy == pytest.approx((tensor * 5 / 4 + 2 * payload) / 1e9)
+    assert cost(call("all_gather"), c, INT4).busy == pytest.approx((tensor + payload) * 5 / 4 / 1e9)
     assert cost(call(), c).busy == 0
 
 
 def test_a_call_takes_the_longer_of_link_and_device_and_hides_the_difference():
-    c = replace(BOX, intra=136e6, codec=math.inf, call=0.0002)  # INT4, all_reduce: link 0.75 ms, busy 0.2
+    # INT4, all_reduce: link 0.75 ms, kernels 0.733 x 1e6 / codec
+    c = replace(BOX, intra=136e6, codec=733_000 / 0.0002)
     assert cost(call(), c, INT4).exposed == pytest.approx(0.00075)
     hidden = cost(call(hide=0.0003), c, INT4)
     assert (hidden.hidden, hidden.exposed) == pytest.approx((0.0003, 0.00045))
     most = cost(call(hide=1.0), c, INT4)
     assert (most.hidden, most.exposed) == pytest.approx((0.00055, 0.0002))
-    busy = cost(call(hide=1.0), replace(c, call=0.002), INT4)
+    busy = cost(call(hide=1.0), replace(c, codec=733_000 / 0.002), INT4)
     assert (busy.hidden, busy.exposed) == pytest.approx((0.0, 0.002))
+
+
+def test_the_start_of_a_quantized_call_comes_on_top_and_is_not_hidden():
+    c = replace(BOX, start=1.0)
+    assert cost(call(), c, INT4).exposed == pytest.approx(1 + cost(call(), BOX, INT4).exposed)
+    assert cost(call(hide=9.0), c, INT4).exposed == pytest.approx(1.0)
+    assert cost(call(), c).exposed == cost(call(), BOX).exposed
 
 
 def test_a_device_that_sends_by_itself_is_busy_with_it():
@@ -291,7 +300,7 @@ speeds = st.floats(1e6, 1e12)
 collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])
 clusters = st.builds(
     Cluster, st.just("any"), flops=st.floats(1e9, 1e15), codec=speeds, ranks_per_node=st.integers(1, 8), intra=speeds,
-    inter=speeds, latency=st.floats(0, 1e-4), call=st.floats(0, 1e-3), transport=speeds | st.just(math.inf),
+    inter=speeds, latency=st.floats(0, 1e-4), start=st.floats(0, 1e-3), transport=speeds | st.just(math.inf),
     backend=st.sampled_from(["nccl", "gloo"]),
 )  # fmt: skip
 calls = st.builds(
@@ -317,7 +326,8 @@ def test_a_faster_machine_is_never_slower(t, c, codec, what, factor):
 @given(calls, clusters, codecs)
 def test_hidden_and_exposed_make_the_call(t, c, codec):
     found = cost(t, c, codec)
-    assert found.seconds == pytest.approx(max(found.link, found.busy))
+    start = 0.0 if codec is None else c.start
+    assert found.seconds == pytest.approx(start + max(found.link, found.busy))
     assert found.hidden >= 0 and found.exposed >= min(found.link, found.busy) - 1e-9 * found.seconds
     assert found.hidden <= t.hide * NEARLY
 
@@ -326,7 +336,7 @@ def test_hidden_and_exposed_make_the_call(t, c, codec):
 @given(calls, clusters, codecs, st.integers(2, 50))
 def test_bytes_scale_with_the_tensor(t, c, codec, factor):
     larger = replace(t, numel=factor * t.numel)
-    a, b = cost(t, replace(c, latency=0, call=0), codec), cost(larger, replace(c, latency=0, call=0), codec)
+    a, b = cost(t, replace(c, latency=0, start=0), codec), cost(larger, replace(c, latency=0, start=0), codec)
     if a.way == b.way:
         assert b.bytes_sent == pytest.approx(factor * a.bytes_sent)
         assert b.link == pytest.approx(factor * a.link)
@@ -369,6 +379,14 @@ def test_without_the_forward_pass_nothing_of_tensor_parallelism_is_advised():
     gathers = dict.fromkeys((BACKWARD, GATHER), 8)
     assert predict(LARGE, c, layout, gathers).speedup > 1.01
     assert advise(LARGE, c, layout, 8) == {}
+
+
+def test_fsdp_quantizes_parameters_too():
+    layout = Layout(dp=4, zero=3, framework="torch")
+    assert quantizable(LARGE, BOX, layout) == (GRADIENT, PARAMETERS)
+    gathered = parts(layout, widths={PARAMETERS: 8})["ZeRO-3 parameters, forward"]
+    assert gathered.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 132 / 128)
+    assert quantizable(LARGE, BOX, replace(layout, zero=0)) == (GRADIENT,)
 
 
 def test_deepspeed_has_gradients_only():

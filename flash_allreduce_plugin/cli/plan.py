@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.step_model import Layout
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Bytes of a bucket by default: Megatron's 40 M fp32 elements, DeepSpeed's 500 M of bf16, DDP's 25 MiB.
+_BUCKETS = {"megatron": 160_000_000, "deepspeed": 1_000_000_000, "torch": 25 << 20}
 
 
 def plan(
@@ -52,17 +54,23 @@ def plan(
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Megatron's.")] = False,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 0.")] = None,
     framework: Annotated[
-        str | None, typer.Option(help="megatron or deepspeed. Default: deepspeed with --zero 2 and 3.")
+        str | None, typer.Option(help="megatron, deepspeed or torch. Default: deepspeed with --zero 2 and 3.")
     ] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch. Default: 1.")] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of a step. Default: 1 micro-batch a rank, 4 a stage with --pp.")
     ] = None,
     gradients: Annotated[
-        str | None, typer.Option(help="fp32, bf16 or fp16. Default: fp32 with megatron, bf16 with deepspeed.")
+        str | None, typer.Option(help="fp32, bf16 or fp16. Default: fp32 with megatron, else bf16.")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Activations are computed again, all.")] = False,
-    overlap: Annotated[bool, typer.Option(help="Gradients and parameters are sent while others are computed.")] = True,
+    overlap: Annotated[
+        bool | None,
+        typer.Option(
+            help="Gradients and parameters are sent while others are computed. Default: yes, but with DeepSpeed's stages "
+            "0 to 2 and where --megatron-args say otherwise."
+        ),
+    ] = None,
     bits: Annotated[str, typer.Option(help="Widths to compare.")] = "8,6,4",
     scale: Annotated[str | None, typer.Option(help='Numbers of ranks to compare: "16,64,256".')] = None,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Where the JSON goes.")] = None,
@@ -172,7 +180,7 @@ def _layout(
     gradients: str | None,
     sequence_parallel: bool,
     recompute: bool,
-    overlap: bool,
+    overlap: bool | None,
 ) -> Layout:
     """The layout of the flags, else of Megatron's arguments `a`, else the defaults; dp from the number of ranks."""
     from flash_allreduce_plugin.cli.plan_inputs import megatron_number
@@ -184,9 +192,11 @@ def _layout(
     if zero is None:
         zero = 1 if "use_distributed_optimizer" in a else 0
     framework = framework or ("deepspeed" if zero >= 2 else "megatron")
-    if framework not in ("megatron", "deepspeed"):
-        raise ValueError(f"--framework {framework}: expected megatron or deepspeed.")
-    gradients = gradients or ("bf16" if framework == "deepspeed" or "grad_reduce_in_bf16" in a else "fp32")
+    if framework not in _BUCKETS:
+        raise ValueError(f"--framework {framework}: expected {', '.join(_BUCKETS)}.")
+    gradients = gradients or ("bf16" if framework != "megatron" or "grad_reduce_in_bf16" in a else "fp32")
+    if overlap is None:
+        overlap = "overlap_grad_reduce" in a if a else framework != "deepspeed" or zero == 3
     if gradients not in _ITEMSIZE:
         raise ValueError(f"--gradients {gradients}: expected fp32, bf16 or fp16.")
     if ranks is None:
@@ -203,7 +213,7 @@ def _layout(
     layout = Layout(
         tp, dp, pp, sequence_parallel or "sequence_parallel" in a, zero, framework,  # type: ignore[arg-type]
         micro_batch, 1 if pp == 1 else 4 * pp, 2, _ITEMSIZE[gradients],
-        overlap, recompute or a.get("recompute_granularity") == "full",
+        overlap, recompute or a.get("recompute_granularity") == "full", _BUCKETS[framework] // _ITEMSIZE[gradients],
     )  # fmt: skip
     batch = global_batch or ("global_batch_size" in a and megatron_number(a, "global_batch_size"))
     return replace(layout, accumulation=_accumulation(layout, batch)) if batch else layout

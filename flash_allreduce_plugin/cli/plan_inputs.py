@@ -234,7 +234,7 @@ def cluster_of(
         device = "one core of the machine of docs/benchmarks.md, measured; gloo"
         cluster = Cluster(
             name or "", flops, presets.CPU_CODEC, per_node, inside, wire * cards / per_node, latency or 0.0,
-            presets.CPU_CALL, presets.CPU_TRANSPORT, "gloo", (f"device: {device}", *sources),
+            presets.CPU_START, presets.CPU_TRANSPORT, "gloo", (f"device: {device}", *sources),
         )  # fmt: skip
     else:
         sheet = presets.DEVICES[machine.device] if machine else None
@@ -243,7 +243,11 @@ def cluster_of(
         said = "given" if peak_flops or sheet is None else sheet.source
         sources.insert(0, f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})")
         moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
-        about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of a 1 TB/s memory"
+        about = (
+            f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s"
+            if sheet
+            else "0.81 of a memory of 1 TB/s, assumed"
+        )
         if codec:
             moved, about = speed(codec, "--codec"), "given"
         sources.insert(1, f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured")

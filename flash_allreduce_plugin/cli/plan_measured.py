@@ -113,7 +113,7 @@ def calibrated(steps: dict[str, Any]) -> Cluster:
     fields = dict.fromkeys(quantizable(model, cluster, layout), 8)
     calls = sum(t.calls for t in traffic(model, cluster, layout) if t.field in fields)
     rest = int8 - predict(model, cluster, layout, fields).after
-    return replace(cluster, call=max(0.0, rest / calls))
+    return replace(cluster, start=max(0.0, rest / calls))
 
 
 def _steps(results: dict[str, Any], cluster: Cluster) -> list[Row]:

@@ -157,4 +157,4 @@ CLUSTERS = {
 }
 #: One core of the machine of docs/benchmarks.md over gloo, as `plan --check` works it out of step_time.json.
 CPU = "cpu"
-CPU_FLOPS, CPU_CODEC, CPU_CALL, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9
+CPU_FLOPS, CPU_CODEC, CPU_START, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9

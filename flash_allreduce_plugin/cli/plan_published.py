@@ -48,7 +48,7 @@ def _single(value: float) -> tuple[float, float]:
 def _seconds(t: Traffic, c: Cluster) -> tuple[float, float, float]:
     """Of a call in full precision; at INT4 with kernels and link in turn, and at once as cost_model has it."""
     narrow = cost(t, c, INT4)
-    return cost(t, c).seconds, narrow.link + narrow.busy, narrow.seconds
+    return cost(t, c).seconds, narrow.seconds + min(narrow.link, narrow.busy), narrow.seconds
 
 
 def _ratio(t: Traffic, c: Cluster) -> tuple[float, float]:

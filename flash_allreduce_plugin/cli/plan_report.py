@@ -13,6 +13,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.cost_model import Cluster, Group, Model, dp_ratio, pp_ratio, tp_ratio
 from flash_allreduce_plugin.step_model import (
     FORWARD,
+    GRADIENT,
     Layout,
     Step,
     advise,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "the optimizer, memory. Not quantized by this plugin: parameters, pipeline sends, the embedding."
+    "the optimizer, memory. Not quantized by this plugin: parameters (but for FSDP2's), pipeline sends, the "
+    "embedding."
 )
 
 
@@ -71,7 +73,7 @@ def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, A
     if not widths:
         return {}
     settings: dict[str, Any] = {"bits": bits}
-    if layout.framework != "deepspeed":
+    if layout.framework == "megatron":
         settings |= {key: value for key, value in widths.items() if key != FORWARD}
         if layout.tp > 1 and FORWARD not in widths:
             settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not concern gradients
@@ -80,7 +82,9 @@ def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, A
 
 
 def setting(layout: Layout, field: str) -> str:
-    """What the field is called where it is set: DeepSpeed's gradients travel at `bits`."""
+    """What the field is called where it is set: DeepSpeed's gradients travel at `bits`, torch has hooks."""
+    if layout.framework == "torch":
+        return {GRADIENT: "FlashReduceScatter" if layout.zero else "ddp_hook"}.get(field, "FlashAllGather")
     return "bits" if layout.framework == "deepspeed" else field
 
 
@@ -117,11 +121,13 @@ def ratios(plan: Plan) -> dict[str, float]:
 
 
 def show(plan: Plan, console: Console) -> None:
+    from rich.markup import escape
+
     m, a = plan.model, plan.layout
     tokens = a.micro_batch * a.accumulation * a.dp * m.sequence
     console.print(
-        f"[bold]{plan.name}[/]: {m.parameters / 1e9:.4g} G parameters, {m.layers} layers of {m.hidden}, sequence "
-        f"{m.sequence} ({plan.source})",
+        f"[bold]{escape(plan.name)}[/]: {m.parameters / 1e9:.4g} G parameters, {m.layers} layers of {m.hidden}, "
+        f"sequence {m.sequence} ({plan.source})",
         highlight=False,
     )
     console.print(
@@ -130,7 +136,7 @@ def show(plan: Plan, console: Console) -> None:
         highlight=False,
     )
     for source in plan.cluster.sources:
-        console.print(f"  {source}", highlight=False, style="dim")
+        console.print(f"  {source}", highlight=False, markup=False, style="dim")
     console.print(_traffic_table(plan))
     console.print(_step_table(plan))
     for kind, ratio in ratios(plan).items():
@@ -197,6 +203,10 @@ def _advice(plan: Plan) -> str:
             continue
         if plan.layout.framework == "deepspeed":
             lines.append(f'INT{bits}: "flash_allreduce": {json.dumps(settings)}')
+        elif plan.layout.framework == "torch":
+            given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+            hooks = [setting(plan.layout, field) for field in plan.widths[bits]]
+            lines.append(f"INT{bits}: " + ", ".join(f"fap.{hook}(fap.FlashConfig({given}))" for hook in hooks))
         else:
             lines.append(f"INT{bits}: {flags(settings)}")
             lines.append(f"      {json.dumps(settings)}")

@@ -68,7 +68,7 @@ def test_a_cluster_by_name_and_by_numbers_are_the_same():
         None, peak_flops="989T", codec="2700GB/s", ranks_per_node=8, intra="370GB/s", inter="376gbit", latency=30e-6
     )
     assert (ranks, none) == (16, None)
-    for field in ("flops", "codec", "intra", "inter", "latency", "call", "ranks_per_node"):
+    for field in ("flops", "codec", "intra", "inter", "latency", "start", "ranks_per_node"):
         assert getattr(named, field) == pytest.approx(getattr(given, field)), field
 
 
@@ -131,7 +131,8 @@ def test_the_arguments_of_megatron(tmp_path):
     layout = found["layout"]
     assert (layout["tp"], layout["dp"], layout["pp"], layout["zero"], layout["framework"]) == (4, 4, 2, 1, "megatron")
     assert (layout["micro_batch"], layout["accumulation"], layout["sequence_parallel"]) == (2, 8, True)
-    assert layout["gradient_itemsize"] == 4
+    assert (layout["gradient_itemsize"], layout["overlap"], layout["bucket"]) == (4, False, 40_000_000)
+    assert planned(tmp_path, f"--megatron-args '{MEGATRON} --overlap-grad-reduce' --cluster a100")["layout"]["overlap"]
     other = planned(tmp_path, f"--megatron-args '{MEGATRON} --grad-reduce-in-bf16' --cluster a100-8x4 --tp 8 --bits 8")
     assert (other["layout"]["tp"], other["layout"]["dp"], other["layout"]["gradient_itemsize"]) == (8, 2, 2)
 
@@ -174,6 +175,25 @@ def test_a_section_of_deepspeed(tmp_path):
     assert found["layout"]["framework"] == "deepspeed" and '"flash_allreduce": {"bits": 4' in run(line).output
 
 
+def test_the_hooks_of_torch(tmp_path):
+    line = f"{SMALL} {SLOW} --dp 4 --framework torch --bits 8"
+    ddp = run(line).output
+    assert "INT8: fap.ddp_hook(fap.FlashConfig(bits=8))" in ddp and "DP gradients" in ddp
+    fsdp = run(f"{line} --zero 3").output
+    assert "fap.FlashReduceScatter(fap.FlashConfig(bits=8)), fap.FlashAllGather(fap.FlashConfig(bits=8))" in fsdp
+    found = planned(tmp_path, f"{line} --zero 3")["widths"]["8"]
+    assert found["pays"] == ["grad_bits", "parameters"]
+    assert {part["bits"] for part in found["traffic"]} == {8}
+
+
+@pytest.mark.parametrize(
+    "more, overlap",
+    [("", True), ("--zero 1 --framework deepspeed", False), ("--zero 3", True), ("--no-overlap", False)],
+)
+def test_what_is_sent_beside_the_arithmetic(tmp_path, more, overlap):
+    assert planned(tmp_path, f"{SMALL} {SLOW} --dp 4 {more}")["layout"]["overlap"] is overlap
+
+
 def test_numbers_of_ranks_plot_and_batch(tmp_path):
     line = f"{SMALL} {SLOW} --tp 2 --dp 2 --global-batch 8 --scale 3,4,8,64 --plot {tmp_path / 'plan.png'}"
     rows = planned(tmp_path, line)["scale"]
@@ -207,6 +227,8 @@ def test_numbers_of_ranks_plot_and_batch(tmp_path):
         ("--model llama-7b --cluster h100 --dp 4 --global-batch 6", "--global-batch 6 is not a multiple"),
         ("--model llama-7b --cluster h100 --zero 3 --framework megatron", "--zero 3 is DeepSpeed's"),
         ("--model llama-7b --cluster h100 --zero 2 --pp 2", "--zero 2 does not go with --pp 2"),
+        ("--model llama-7b --cluster h100 --framework torch --tp 2", "--framework torch is data-parallel"),
+        ("--model llama-7b --cluster h100 --framework torch --zero 1", "--framework torch is data-parallel"),
         ("--model llama-7b --cluster h100 --sequence-parallel --tp 8 --sequence 1001", "the sequence of 1001"),
         ("--model llama-7b --cluster h100 --inter 400", "--inter 400: expected a speed such as 450GB/s"),
         ("--model llama-7b --cluster h100 --intra fast", "--intra fast: expected a speed"),
@@ -216,7 +238,7 @@ def test_numbers_of_ranks_plot_and_batch(tmp_path):
         ("--model llama-7b --cluster h100 --bits 9", "--bits 9: expected different whole numbers from 2 to 8"),
         ("--model llama-7b --cluster h100 --bits eight", "--bits eight: expected"),
         ("--model llama-7b --cluster h100 --scale 8,,16", "--scale 8,,16: expected"),
-        ("--model llama-7b --cluster h100 --framework jax", "--framework jax: expected megatron or deepspeed"),
+        ("--model llama-7b --cluster h100 --framework jax", "--framework jax: expected megatron, deepspeed, torch"),
         ("--model llama-7b --cluster h100 --gradients int8", "--gradients int8: expected fp32"),
         ("--model llama-7b --cluster h100 --json /nowhere/x.json", "--json /nowhere/x.json: cannot be written"),
         ("--model llama-7b --cluster h100 --plot /nowhere/x.png", "--plot /nowhere/x.png: cannot be written"),
@@ -247,6 +269,20 @@ def test_bad_input_is_one_sentence(line, said):
 def test_a_bad_config_is_one_sentence(tmp_path, content, said):
     done = run(f"--model {config(tmp_path, content)} --cluster h100")
     assert done.exit_code == 2 and said in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("package, more", [("rich.console", ""), ("matplotlib", "--plot x.png")])
+def test_a_missing_package_is_one_sentence(monkeypatch, tmp_path, package, more):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    done = run(f"--model llama-7b --cluster h100 --dp 2 {more}")
+    assert done.exit_code == 1 and f"plan: {package.partition('.')[0]} is missing; expected the extra" in done.output
+
+
+def test_a_name_with_brackets(tmp_path):
+    folder = tmp_path / "[bold]model"
+    folder.mkdir()
+    assert "[bold]model" in run(f"--model '{config(folder, LLAMA)}' --cluster h100 --dp 2").output.replace("\n", "")
 
 
 def test_the_command_line_stays_light():
@@ -300,16 +336,17 @@ def test_bytes_are_those_that_the_runs_counted():
 
 def test_gradients_of_stages_1_to_3_are_half_of_stage_0s(measured):
     """Quantized they go to their owners alone: 4.125 and 2.125 bits an element between two ranks."""
+    core = plan_measured.calibrated(json.loads((RESULTS / "step_time.json").read_text()))
     for bits, sent in (("INT8", 8.25), ("INT4", 4.25)):
         said = [row.communication[1] for row in measured if "DeepSpeed" in row.what and row.what.endswith(bits)]
-        link = 8 * 2048**2 * sent / 8 / plan_measured.link("1gbit")
-        assert said == pytest.approx([link, link / 2, link / 2, link / 2])
+        link, start = 8 * 2048**2 * sent / 8 / plan_measured.link("1gbit"), core.start
+        assert said == pytest.approx([link + start, link / 2 + start, link / 2 + start, link / 2 + 8 * start])
 
 
 def test_what_the_preset_of_a_core_says_is_what_was_measured():
     steps = json.loads((RESULTS / "step_time.json").read_text())
     core, preset = plan_measured.calibrated(steps), plan_inputs.cluster_of("cpu")[0]
-    for field in ("flops", "call", "transport", "codec"):
+    for field in ("flops", "start", "transport", "codec"):
         assert getattr(preset, field) == pytest.approx(getattr(core, field), rel=0.02), field
 
 
