@@ -85,8 +85,9 @@ class Cluster:
     """One rank's share of a machine, as it is reached, not as the data sheet has it.
 
     flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together. intra, inter:
-    the link to ranks of the same node and of others. latency: seconds of one exchange. start: seconds of a
-    quantized call, whatever its size. transport: bytes that the device itself sends; inf: adapters do it.
+    the link to ranks of the same node and of others. latency, far: seconds of one exchange inside a node and between
+    nodes. start: seconds of a quantized call, whatever its size. transport: bytes that the device itself sends; inf:
+    adapters do it.
     backend: gloo's full-precision reduce-scatter sends as much as its all-reduce, and of a quantized all-reduce over
     gloo only the first half can be hidden. sources: of these numbers.
     """
@@ -98,6 +99,7 @@ class Cluster:
     intra: float
     inter: float
     latency: float = 0.0
+    far: float = 0.0
     start: float = 0.0
     transport: float = math.inf
     backend: Literal["nccl", "gloo"] = "nccl"
@@ -155,6 +157,10 @@ class Cost:
         return self.hidden + self.exposed
 
 
+def _latency(t: Traffic, c: Cluster) -> float:
+    return c.far if t.group.nodes > 1 else c.latency
+
+
 def _over(nbytes: float, speed: float) -> float:
     return nbytes / speed if nbytes else 0.0
 
@@ -166,14 +172,14 @@ def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
     """
     nbytes, n, node = t.numel * t.itemsize, t.group.ranks, min(t.group.per_node, t.group.ranks)
     if t.collective == "send":
-        return nbytes, _over(nbytes, c.inter if t.group.nodes > 1 else c.intra) + c.latency, "send"
+        return nbytes, _over(nbytes, c.inter if t.group.nodes > 1 else c.intra) + _latency(t, c), "send"
     halves = HALVES[t.collective]
     if c.backend == "gloo" and t.collective == "reduce_scatter":
         halves = 2
     sent = halves * (n - 1) / n * nbytes
     inside = _over(sent, c.intra) if node > 1 else 0.0
     between = _over(sent, node * c.inter) if t.group.nodes > 1 else 0.0
-    return sent, max(inside, between) + halves * c.latency, "ring"
+    return sent, max(inside, between) + halves * _latency(t, c), "ring"
 
 
 def flat(t: Traffic, c: Cluster, codec: Codec) -> tuple[float, float, float]:
@@ -186,7 +192,7 @@ def flat(t: Traffic, c: Cluster, codec: Codec) -> tuple[float, float, float]:
     collective = _quantized_collective(t)
     halves = HALVES[collective]
     inside, between = payload * (node - 1) / n, payload * (n - node) / n
-    link = halves * (max(_over(inside, c.intra), _over(between, c.inter)) + c.latency)
+    link = halves * (max(_over(inside, c.intra), _over(between, c.inter)) + _latency(t, c))
     moved = {
         # encode; sum of the shard, encoded again; decode
         "all_reduce": (tensor + payload) + (payload + payload / n) + (payload + tensor),
@@ -212,7 +218,7 @@ def two_levels(t: Traffic, c: Cluster, codec: Codec) -> tuple[float, float, floa
         moved += (tensor + narrow) / n
     if down:
         moved += narrow + tensor
-    link = max(_over(inside, c.intra), _over(between, c.inter)) + (up + down) * 2 * c.latency
+    link = max(_over(inside, c.intra), _over(between, c.inter)) + (up + down) * (c.latency + c.far)
     return inside + between, link, moved
 
 

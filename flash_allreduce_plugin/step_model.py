@@ -5,6 +5,7 @@ Ranks are placed tensor-parallel ones next to each other, then data-parallel, th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,7 +21,7 @@ _FIELDS = {
     "deepspeed": (GRADIENT,),
     "torch": (GRADIENT, PARAMETERS),
 }
-#: A field pays if the step without it takes longer by this share.
+#: A step that takes longer than the fastest by less than this share is as good.
 WORTH = 0.005
 
 
@@ -289,17 +290,16 @@ def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ..
 
 
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:
-    """The fields that pay at `bits`: those whose absence makes the step longer by WORTH.
+    """The fewest fields that come within WORTH of the fastest step at `bits`; none, if full precision does.
 
     Where the forward pass stays in full precision, so does all of tensor parallelism: it has no switch of its own.
     """
     fields = quantizable(model, cluster, layout)
-    widths = dict.fromkeys(fields, bits)
-    for field in fields:
-        without = {key: value for key, value in widths.items() if key != field}
-        if field == FORWARD:
-            without = {key: value for key, value in without.items() if key == GRADIENT}
-        with_it, left_out = (predict(model, cluster, layout, each).after for each in (widths, without))
-        if field in widths and left_out < with_it * (1 + WORTH):
-            widths = without
-    return widths
+    found: list[tuple[float, dict[str, int]]] = []
+    for chosen in itertools.chain.from_iterable(itertools.combinations(fields, n) for n in range(len(fields) + 1)):
+        if FORWARD in chosen or not {BACKWARD, GATHER} & set(chosen):
+            widths = dict.fromkeys(chosen, bits)
+            found.append((predict(model, cluster, layout, widths).after, widths))
+    best = min(seconds for seconds, _ in found)
+    near = [(len(widths), seconds, widths) for seconds, widths in found if seconds <= best * (1 + WORTH)]
+    return min(near, key=lambda each: each[:2])[2]

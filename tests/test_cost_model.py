@@ -139,6 +139,10 @@ def test_latency_is_of_each_exchange():
     c = replace(BOX, latency=1.0, intra=math.inf, inter=math.inf)
     assert cost(call(), c).link == 2 == cost(call(), c, INT4).link
     assert cost(call("all_gather"), c, INT4).link == 1 == cost(call("send"), c).link
+    c = replace(c, far=10.0, latency=1.0)
+    assert cost(call(per_node=1), c).link == 20 == cost(call(per_node=1), c, INT4).link
+    near = replace(c, inter=1.0, intra=math.inf)  # two levels are the faster here
+    assert cost(call(ranks=8), near, INT4).link == 22 + 2 * 1 / 2 * 68_000 / 4
 
 
 def test_one_rank_costs_nothing():
@@ -300,8 +304,8 @@ speeds = st.floats(1e6, 1e12)
 collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])
 clusters = st.builds(
     Cluster, st.just("any"), flops=st.floats(1e9, 1e15), codec=speeds, ranks_per_node=st.integers(1, 8), intra=speeds,
-    inter=speeds, latency=st.floats(0, 1e-4), start=st.floats(0, 1e-3), transport=speeds | st.just(math.inf),
-    backend=st.sampled_from(["nccl", "gloo"]),
+    inter=speeds, latency=st.floats(0, 1e-4), far=st.floats(0, 1e-4), start=st.floats(0, 1e-3),
+    transport=speeds | st.just(math.inf), backend=st.sampled_from(["nccl", "gloo"]),
 )  # fmt: skip
 calls = st.builds(
     Traffic, st.just("any"), st.none(), collectives, st.integers(1, 1 << 30), st.sampled_from([2, 4]),
@@ -336,7 +340,8 @@ def test_hidden_and_exposed_make_the_call(t, c, codec):
 @given(calls, clusters, codecs, st.integers(2, 50))
 def test_bytes_scale_with_the_tensor(t, c, codec, factor):
     larger = replace(t, numel=factor * t.numel)
-    a, b = cost(t, replace(c, latency=0, start=0), codec), cost(larger, replace(c, latency=0, start=0), codec)
+    c = replace(c, latency=0, far=0, start=0)
+    a, b = cost(t, c, codec), cost(larger, c, codec)
     if a.way == b.way:
         assert b.bytes_sent == pytest.approx(factor * a.bytes_sent)
         assert b.link == pytest.approx(factor * a.link)
@@ -372,6 +377,14 @@ def test_advice_never_makes_a_step_slower(c, layout, bits):
         assert set(widths) <= {GRADIENT}
 
 
+def test_what_pays_is_found_beside_what_does_not():
+    """Forward reductions pay, backward ones are hidden anyway and would cost their kernels."""
+    c, layout = replace(BOX, flops=1e13, codec=1e11, intra=2e10), Layout(tp=4)
+    assert advise(LARGE, c, layout, 8) == {FORWARD: 8}
+    both = predict(LARGE, c, layout, {FORWARD: 8, BACKWARD: 8})
+    assert both.speedup < 1 < predict(LARGE, c, layout, {FORWARD: 8}).speedup
+
+
 def test_without_the_forward_pass_nothing_of_tensor_parallelism_is_advised():
     """A codec with which gathers alone would pay: the forward pass has no switch of its own."""
     c = replace(BOX, flops=1e15, codec=2.7e9)
@@ -398,7 +411,7 @@ def test_deepspeed_has_gradients_only():
 @settings(max_examples=60, deadline=None)
 @given(clusters, layouts)
 def test_free_links_leave_arithmetic_and_bubble(c, layout):
-    free = replace(c, intra=math.inf, inter=math.inf, latency=0.0, transport=math.inf)
+    free = replace(c, intra=math.inf, inter=math.inf, latency=0.0, far=0.0, transport=math.inf)
     step = predict(LARGE, free, layout, {})
     tokens = layout.micro_batch * LARGE.sequence
     compute = layout.accumulation * (4 if layout.recompute else 3) * LARGE.forward_flops(tokens)

@@ -67,8 +67,8 @@ def plan(
     overlap: Annotated[
         bool | None,
         typer.Option(
-            help="Gradients and parameters are sent while others are computed. Default: yes, but with DeepSpeed's stages "
-            "0 to 2 and where --megatron-args say otherwise."
+            help="Gradients and parameters are sent while others are computed. Default: yes, but with DeepSpeed's "
+            "stages 0 to 2 and where --megatron-args say otherwise."
         ),
     ] = None,
     bits: Annotated[str, typer.Option(help="Widths to compare.")] = "8,6,4",

@@ -233,8 +233,9 @@ def cluster_of(
         flops = positive(peak_flops, "--peak-flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
         device = "one core of the machine of docs/benchmarks.md, measured; gloo"
         cluster = Cluster(
-            name or "", flops, presets.CPU_CODEC, per_node, inside, wire * cards / per_node, latency or 0.0,
-            presets.CPU_START, presets.CPU_TRANSPORT, "gloo", (f"device: {device}", *sources),
+            name or "", flops, presets.CPU_CODEC, per_node, inside, wire * cards / per_node,
+            latency or 0.0, latency or 0.0, presets.CPU_START, presets.CPU_TRANSPORT, "gloo",
+            (f"device: {device}", *sources),
         )  # fmt: skip
     else:
         sheet = presets.DEVICES[machine.device] if machine else None
@@ -243,21 +244,16 @@ def cluster_of(
         said = "given" if peak_flops or sheet is None else sheet.source
         sources.insert(0, f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})")
         moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
-        about = (
-            f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s"
-            if sheet
-            else "0.81 of a memory of 1 TB/s, assumed"
-        )
+        about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of 1 TB/s, assumed"
         if codec:
             moved, about = speed(codec, "--codec"), "given"
         sources.insert(1, f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured")
         pcie = "pcie" in (intra or (machine.intra if machine else ""))
         assumed = presets.LATENCY_PCIE if pcie else presets.LATENCY_NVLINK
-        if nodes != 1:
-            assumed = presets.LATENCY_NODES
         cluster = Cluster(
             name or "the cluster given", share * peak, moved, per_node, inside, wire * cards / per_node,
-            assumed if latency is None else latency, 3 * presets.LAUNCH, sources=tuple(sources),
+            assumed if latency is None else latency, presets.LATENCY_NODES if latency is None else latency,
+            3 * presets.LAUNCH, sources=tuple(sources),
         )  # fmt: skip
     return cluster, per_node * nodes if nodes else None
 

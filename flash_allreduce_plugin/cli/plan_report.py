@@ -149,7 +149,7 @@ def show(plan: Plan, console: Console) -> None:
 def _traffic_table(plan: Plan) -> Table:
     columns = ["traffic", "setting", "where", "MB", "ms", "exposed"]
     for bits in plan.steps:
-        columns += [f"INT{bits}: MB", "exposed"]
+        columns += [f"INT{bits}: MB", "exposed"] if len(plan.steps) <= 3 else [f"INT{bits}"]
     table = grid("Communication of one step and rank, in full precision and quantized", columns, left=3)
     for number, part in enumerate(plan.full.parts):
         cells = [
@@ -163,7 +163,8 @@ def _traffic_table(plan: Plan) -> Table:
             after = step.parts[number].after
             none = step.parts[number].bits is None
             two = " *" if after.way == "two levels" else ""
-            cells += ["", ""] if none else [f"{after.bytes_sent / 1e6:.0f}{two}", ms(after.exposed)]
+            both = ["", ""] if none else [f"{after.bytes_sent / 1e6:.0f}{two}", ms(after.exposed)]
+            cells += both if len(plan.steps) <= 3 else [both[1] + (two if both[1] else "")]
         table.add_row(*cells)
     if any(part.after.way == "two levels" for step in plan.every.values() for part in step.parts):
         table.caption = '* in two levels: needs "hierarchical": "auto"'

@@ -65,10 +65,10 @@ def test_the_list_has_them_all():
 def test_a_cluster_by_name_and_by_numbers_are_the_same():
     named, ranks = plan_inputs.cluster_of("h100-8x2")
     given, none = plan_inputs.cluster_of(
-        None, peak_flops="989T", codec="2700GB/s", ranks_per_node=8, intra="370GB/s", inter="376gbit", latency=30e-6
+        None, peak_flops="989T", codec="2700GB/s", ranks_per_node=8, intra="370GB/s", inter="376gbit"
     )
     assert (ranks, none) == (16, None)
-    for field in ("flops", "codec", "intra", "inter", "latency", "start", "ranks_per_node"):
+    for field in ("flops", "codec", "intra", "inter", "latency", "far", "start", "ranks_per_node"):
         assert getattr(named, field) == pytest.approx(getattr(given, field)), field
 
 
