@@ -261,6 +261,8 @@ def test_zero_3():
     gathered = parts(layout, slow)["ZeRO-3 parameters, forward"].before
     assert gathered.exposed == pytest.approx(2 * 3 / 4 * 2250 / 1e6)
     assert gathered.hidden == pytest.approx(2 * 3 * 3 / 4 * 2250 / 1e6)
+    slower = replace(slow, intra=6e4)  # 28.125 ms to gather, of 37.12 of a layer's backward pass: the rest is left
+    assert parts(layout, slower)["ZeRO-3 gradients"].before.hidden == pytest.approx(2 * 3 * (37.12 - 28.125) / 1e3)
 
 
 def test_placement_is_tensor_parallel_first():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "the optimizer, memory. Not quantized by this plugin: parameters (but for FSDP2's), pipeline sends, the "
+    "the optimizer, memory, accuracy. Not quantized by this plugin: parameters (but for FSDP2's), pipeline sends, the "
     "embedding."
 )
 
