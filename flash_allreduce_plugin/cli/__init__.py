@@ -1,1 +1,17 @@
 """The command line: `flash-allreduce`, one file per command. Nothing else in the package imports it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The entry point; without the packages of the `cli` extra one sentence that says so."""
+    try:
+        from flash_allreduce_plugin.cli.main import app
+
+        app()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"flash-allreduce: {error.name} is not installed: pip install 'flash-allreduce-plugin[cli]'")

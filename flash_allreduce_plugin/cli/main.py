@@ -108,7 +108,3 @@ def doctor(
 
 
 app.command()(plan)
-
-
-def main() -> None:
-    app()

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin import netlab
 from flash_allreduce_plugin.cost_model import Cluster, Collective, Group, Model, Traffic, cost
 from flash_allreduce_plugin.step_model import Layout, predict, quantizable, traffic
 from flash_allreduce_plugin.wire import Codec
 
 #: The figure: predictions lie this close to the measured times.
 WITHIN = 0.15
-#: Payload of a TCP stream in the bytes that a rate-limited link of benchmarks/netlab counts.
-PAYLOAD_SHARE = 1448 / 1514
 #: Bytes a second that the codec reads and writes together, one core, bf16 (codec.json: 21 GB/s read of fp32).
 CORE_CODEC = 20e9
 FILES = (
@@ -74,12 +72,7 @@ def rows(folder: Path) -> list[Row]:
 
 def link(rate: str) -> float:
     """Payload bytes a second of "298.3mbit"; "none": inf."""
-    if rate == "none":
-        return math.inf
-    match = re.fullmatch(r"([\d.]+)([kmg])bit", rate)
-    if match is None:
-        raise ValueError(f"{rate} is not a rate such as 98mbit")
-    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8 * PAYLOAD_SHARE
+    return netlab.goodput(rate) / 8
 
 
 def _model(arguments: dict[str, Any]) -> tuple[Model, Layout]:
