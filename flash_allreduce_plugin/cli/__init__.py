@@ -12,6 +12,8 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich"):
             raise
-        sys.exit(f"flash-allreduce: {error.name} is not installed: pip install 'flash-allreduce-plugin[cli]'")
+        sys.exit(
+            f"flash-allreduce: {error.name.partition('.')[0]} is not installed: pip install 'flash-allreduce-plugin[cli]'"
+        )
