@@ -12,8 +12,7 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("typer", "rich"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
             raise
-        sys.exit(
-            f"flash-allreduce: {error.name.partition('.')[0]} is not installed: pip install 'flash-allreduce-plugin[cli]'"
-        )
+        sys.exit(f"flash-allreduce: {package} is not installed: pip install 'flash-allreduce-plugin[cli]'")
