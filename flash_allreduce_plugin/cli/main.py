@@ -108,3 +108,76 @@ def doctor(
 
 
 app.command()(plan)
+
+
+@app.command()
+def bench(
+    minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "16K",
+    maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "64M",
+    stepfactor: Annotated[int, typer.Option("--stepfactor", "-f", min=2, help="From one size to the next.")] = 4,
+    stepbytes: Annotated[str | None, typer.Option("--stepbytes", "-i", help="The same, added instead.")] = None,
+    iters: Annotated[int, typer.Option("--iters", "-n", min=1, help="Calls in a row in a round.")] = 5,
+    warmup_iters: Annotated[int, typer.Option("--warmup_iters", "-w", min=0, help="Calls before the rounds.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every variant has its turn.")] = 10,
+    check: Annotated[int, typer.Option("--check", "-c", min=0, max=1, help="1: check results first; 0: do not.")] = 1,
+    collective: Annotated[
+        str, typer.Option(help="all_reduce, reduce_scatter, all_gather, codec; several with commas.")
+    ] = "all_reduce",
+    algorithm: Annotated[
+        str, typer.Option(help="two-step, ring (all_reduce alone, for comparison), or both.")
+    ] = "two-step",
+    datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "float32",
+    bits: Annotated[str | None, typer.Option(help="Widths to measure. Default: 8,4, or those of --config.")] = None,
+    options: Annotated[str, typer.Option(help='More of the configuration, as JSON: \'{"range": "mse"}\'.')] = "{}",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Measure this configuration, min_bytes too. Without: min_bytes is 0."
+        ),
+    ] = None,
+    ranks: Annotated[str | None, typer.Option(help="Ranks on this machine, 2 by default; 2,4,8: in turn.")] = None,
+    link: Annotated[str, typer.Option(help="Rate of the link of each host, such as 1gbit (root only).")] = "loopback",
+    hosts: Annotated[str | None, typer.Option(help="Hosts, with --link; 2 by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the rows there too.")] = None,
+) -> None:
+    """Time the quantized collectives beside torch.distributed's own, after checking them.
+
+    By itself or under torchrun. Columns as nccl-tests has them; wire: what a rank sends. Exit status 0 only if no
+    element was wrong: every rank has the same bits, within the codec's error of the exact result.
+    """
+    from flash_allreduce_plugin.cli.bench import run_bench
+    from flash_allreduce_plugin.cli.ranks import RanksError
+
+    try:
+        right = run_bench(
+            minbytes=minbytes,
+            maxbytes=maxbytes,
+            stepfactor=stepfactor,
+            stepbytes=stepbytes,
+            iters=iters,
+            warmup_iters=warmup_iters,
+            rounds=rounds,
+            check=check == 1,
+            collectives=collective,
+            algorithms=algorithm,
+            datatype=datatype,
+            bits=bits,
+            options=options,
+            config=config,
+            rank_counts=ranks,
+            link=link,
+            hosts=hosts,
+            device=device,
+            json_file=json_file,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except RanksError as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(0 if right else 1)
+
+
+def main() -> None:
+    app()

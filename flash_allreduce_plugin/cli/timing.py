@@ -23,6 +23,7 @@ def interleaved(
     group: dist.ProcessGroup | None = None,
     *,
     warmup: int = 1,
+    before: Callable[[], object] = lambda: None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[float]]:
     """Time every variant once a round, `calls` calls in a row; every other round goes through them backwards.
@@ -32,6 +33,7 @@ def interleaved(
 
     Args:
         warmup: calls of each variant before the first round.
+        before: run before the calls of each variant, outside of the clock: puts the input back.
         on_round: given the number of rounds done, on this rank.
 
     Returns:
@@ -40,12 +42,14 @@ def interleaved(
     names = list(variants)
     seconds = torch.zeros(rounds, len(names), dtype=torch.float64)
     for name in names:
+        before()
         for _ in range(warmup):
             variants[name]()
     for round_ in range(rounds):
         order = range(len(names)) if round_ % 2 == 0 else range(len(names) - 1, -1, -1)
         for i in order:
             variant = variants[names[i]]
+            before()
             _synchronize()
             dist.barrier(group)
             begin = time.perf_counter()
@@ -54,7 +58,7 @@ def interleaved(
             _synchronize()
             seconds[round_, i] = (time.perf_counter() - begin) / calls
         on_round(round_ + 1)
-    if rounds:
+    if seconds.numel():
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group)
     return {name: seconds[:, i].tolist() for i, name in enumerate(names)}
 

@@ -22,15 +22,22 @@ def time_them() -> tuple[list[str], list[int], dict[str, list[float]]]:
         ran.append("slow")
         time.sleep(0.05 if dist.get_rank() == 1 else 0.0)
 
-    times = interleaved({"quick": quick, "slow": slow_on_rank_1}, 3, 2, warmup=1, on_round=done.append)
+    times = interleaved(
+        {"quick": quick, "slow": slow_on_rank_1},
+        3,
+        2,
+        warmup=1,
+        before=lambda: ran.append("fresh"),
+        on_round=done.append,
+    )
     return ran, done, times
 
 
 def test_in_turn_and_the_slowest_rank_counts(ranks: Callable[[int], Ranks]) -> None:
     results = ranks(2).run(time_them)
-    forth, back = ["quick"] * 2 + ["slow"] * 2, ["slow"] * 2 + ["quick"] * 2
+    quick, slow = ["fresh", "quick", "quick"], ["fresh", "slow", "slow"]
     for ran, done, times in results:
-        assert ran == ["quick", "slow", *forth, *back, *forth]
+        assert ran == [*quick[:2], *slow[:2], *quick, *slow, *slow, *quick, *quick, *slow]
         assert done == [1, 2, 3]
         assert list(times) == ["quick", "slow"] and all(len(rounds) == 3 for rounds in times.values())
         assert all(0.05 <= seconds < 1 for seconds in times["slow"])
