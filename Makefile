@@ -13,13 +13,15 @@
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
-#   make bench       the tables of docs/benchmarks.md (the links need root) and docs/accuracy.md
+#   make bench       measures the tables of docs/benchmarks.md and writes them there (the links need root), and
+#                    docs/accuracy.md's; BENCH="--only codec ring": these; python -m scripts.make_benchmarks --help
 
 PYTHON ?= python3
 VENV ?= .venv
 # The CPU build of the package index; any torch >= 2.11 serves: make demo TORCH="torch==2.12.*"
 TORCH ?= torch==2.13.0
 DEMO ?=
+BENCH ?=
 # An older release, for test-older; the one for test-deepspeed; every release of the windows, for check-versions.
 MEGATRON ?= 0.13.1
 DEEPSPEED ?= 0.19.8
@@ -83,11 +85,8 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.codec
 	$(BIN)/python -m benchmarks.accuracy
-	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate 1gbit
-	$(BIN)/python -m benchmarks.collectives --hosts 4 --rate 1gbit
-	$(BIN)/python -m benchmarks.collectives --hosts 2 --rate loopback
+	$(BIN)/python -m scripts.make_benchmarks $(BENCH)
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)

@@ -203,12 +203,11 @@ def _check_together(settings: Mapping[str, Any], world: int) -> None:
     if settings["sizes"][0] < itemsize * world:
         least = f"{itemsize * world} bytes, one {settings['datatype']} a rank"
         raise ValueError(f"-b: expected at least {least}, got {settings['sizes'][0]}")
-    calls = max(settings["iters"], settings["warmup"])
-    most = max(1, int(_EXPONENTS[settings["datatype"]] / max(1.0, (world - 1).bit_length())))
-    if "all_reduce" in settings["collectives"] and calls > most:
+    most = _EXPONENTS[settings["datatype"]] // max(1, (world - 1).bit_length())
+    if "all_reduce" in settings["collectives"] and settings["iters"] > most:
         raise ValueError(
-            f"-n, -w: {calls} calls in a row would overflow {settings['datatype']}, in place on {world} ranks; "
-            f"expected at most {most}"
+            f"-n {settings['iters']}: in place on {world} ranks so many calls in a row overflow "
+            f"{settings['datatype']}; expected at most {most}"
         )
     if "ring" in settings["algorithms"]:
         if settings["collectives"] != ["all_reduce"] or settings["device"] != "cpu":
@@ -225,8 +224,14 @@ def _shown(
     console: Console, speaks: bool, settings: Mapping[str, Any], world: int, link: str
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields what takes the messages of rank 0: a bar on a terminal, and each row as it comes."""
+    # Drawn between the rounds: its thread would take its share of the cores from the ranks.
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), console=console, transient=True
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=False,
     )
     task = bar.add_task("starting the ranks", total=None)
     collective, spoke = "", time.monotonic()
@@ -241,6 +246,7 @@ def _shown(
         else:
             doing = f"{message['collective']} of {bench_table.bytes_text(message['size'])}"
             bar.update(task, completed=message["done"], total=message["of"], description=doing)
+            bar.refresh()
             if console.is_terminal or time.monotonic() - spoke < _SILENCE:
                 return
             console.print(f"# {doing}: round {message['round']} of {settings['rounds']}")

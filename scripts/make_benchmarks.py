@@ -1,0 +1,148 @@
+"""Measures the tables of docs/benchmarks.md and writes them there: `make bench`.
+
+    python -m scripts.make_benchmarks                      all that take minutes; --all: those that take hours too
+    python -m scripts.make_benchmarks --only codec ring    these
+    python -m scripts.make_benchmarks --text               nothing is measured: the tables as the results have them
+
+A table stands between <!-- table: NAME --> and <!-- end of NAME --> and is written with its commands, machine and
+date. Its results go to benchmarks/results/<date>/, and benchmarks/results/tables.json says which files it is made of.
+scripts/benchmark_tables.py has the commands. What is missing for a table (root, a package) is said and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from flash_allreduce_plugin.cli import machine
+from scripts.benchmark_tables import TABLES, Table, markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+INDEX = "tables.json"
+
+
+def block(table: Table, entry: dict[str, Any] | None, results: Path) -> str:
+    """What stands between the markers. entry: of the index; None: the table has not been measured."""
+    lines = ["```", *(command.line for command in table.commands), "```", ""]
+    if entry is None:
+        return "\n".join([*lines, "Not measured yet."])
+    loaded = [json.loads((results / file).read_text()) for file in entry["files"]]
+    about = f"{entry['date']}, {entry['machine']}, {entry['cores']} cores, {entry['instruction_set']}"
+    return "\n".join([*lines, *markdown(table.text(loaded)), "", f"{about}, torch {entry['torch']}."])
+
+
+def rewrite(document: str, index: dict[str, Any], results: Path) -> str:
+    """The document with every table as its results have it.
+
+    Raises ValueError for a table without its two markers, or markers without a table.
+    """
+    marked = re.findall(r"<!-- table: (.+) -->", document)
+    if sorted(marked) != sorted(table.name for table in TABLES):
+        raise ValueError(
+            f"the document marks the tables {marked}; expected {[table.name for table in TABLES]}, once each"
+        )
+    for table in TABLES:
+        begin, end = f"<!-- table: {table.name} -->\n", f"\n<!-- end of {table.name} -->"
+        before, _, rest = document.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise ValueError(f"the document has no {end.strip()}")
+        document = before + begin + block(table, index.get(table.name), results) + end + after
+    return document
+
+
+def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
+    """Run the table's commands; its entry of the index. Raises CalledProcessError if one fails."""
+    about = machine.about()
+    folder = results / about["date"]
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for number, command in enumerate(table.commands, 1):
+        file = folder / f"{table.name.replace(' ', '_').lower()}-{number}.json"
+        name, *arguments = shlex.split(command.line)
+        program = ["-m", "flash_allreduce_plugin"] if name == "flash-allreduce" else []
+        line = [sys.executable, *program, *arguments, *(shlex.split(command.quick) if quick else [])]
+        print(f"{table.name}: {command.line}{' ' + command.quick if quick else ''}", flush=True)
+        begin = time.monotonic()
+        run([*line, "--json", str(file)])
+        print(f"{table.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        files.append(str(file.relative_to(results)))
+    kept = {key: about[key] for key in ("date", "machine", "cores", "instruction_set", "torch")}
+    return {**kept, "files": files}
+
+
+def run(command: list[str]) -> None:
+    """Raises CalledProcessError. At Ctrl-C the command, which gets it too, has the time to clean up."""
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+
+
+def missing(table: Table) -> str:
+    """What the table needs and is not here."""
+    for need in table.needs:
+        if need == "root":
+            if os.geteuid() != 0:
+                return "root"
+        elif importlib.util.find_spec(need) is None:
+            return need
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [table.name for table in TABLES]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
+    parser.add_argument("--all", action="store_true", help="those that take hours too")
+    parser.add_argument("--text", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to try it: give --results and --document too"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder (default benchmarks/results)")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, help="(default docs/benchmarks.md)")
+    arguments = parser.parse_args()
+    if arguments.quick and (arguments.document.resolve() == DOCUMENT or arguments.results.resolve() == RESULTS):
+        parser.error("--quick is no measurement: give --results and --document")
+    results = arguments.results.resolve()
+    results.mkdir(parents=True, exist_ok=True)
+    file = results / INDEX
+    index: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    failed = []
+    for table in TABLES:
+        if arguments.text or (table.name not in arguments.only if arguments.only else table.slow and not arguments.all):
+            continue
+        if need := missing(table):
+            print(f"{table.name}: left out, it needs {need}", flush=True)
+            continue
+        try:
+            index[table.name] = measure(table, results, arguments.quick)
+        except subprocess.CalledProcessError as error:
+            print(f"{table.name}: {error}", file=sys.stderr, flush=True)
+            failed.append(table.name)
+            continue
+        file.write_text(json.dumps(index, indent=1) + "\n")  # what was measured stays, whatever comes next
+        arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))
+    arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
