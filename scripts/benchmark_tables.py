@@ -215,7 +215,7 @@ def _difference(losses: dict[str, Any], variant: str) -> float:
 
 BENCH = "flash-allreduce bench"
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
-_TRAINING = "--steps 1 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
+_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
 TABLES = (
     Table("codec", (Command("python -m benchmarks.codec", "--numel 131072 --rounds 1"),), codec),
     Table(
@@ -321,10 +321,10 @@ TABLES = (
     Table(
         "DeepSpeed training",
         (
-            Command("python -m benchmarks.deepspeed_training", "--steps 1 --seeds 1 --width 32 --layers 1"),
+            Command("python -m benchmarks.deepspeed_training", "--steps 40 --seeds 1 --width 32 --layers 1"),
             Command(
                 "python -m benchmarks.deepspeed_training --width 288 --layers 5 --stages 0 2 --seeds 1 --noise",
-                "--steps 1 --width 32 --layers 1",
+                "--steps 40 --width 32 --layers 1",
             ),
         ),
         deepspeed_training("0.7 M parameters, ", "5.2 M parameters, "),

@@ -28,7 +28,7 @@ DATATYPES = ("float32", "bfloat16", "float16")
 _EXPONENTS = {"float32": 200, "bfloat16": 200, "float16": 20}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TIMEOUT = 24 * 3600.0
-_SILENCE = 10.0  # seconds after which a line says how far it is, where there is no bar
+_SILENCE = 3.0  # seconds after which a line says how far it is, where there is no bar
 
 
 def run_bench(
@@ -249,7 +249,8 @@ def _shown(
             bar.refresh()
             if console.is_terminal or time.monotonic() - spoke < _SILENCE:
                 return
-            console.print(f"# {doing}: round {message['round']} of {settings['rounds']}")
+            at = f"round {message['round']} of {settings['rounds']}" if message["round"] else "checking"
+            console.print(f"# {doing}: {at}")
         spoke = time.monotonic()
 
     with bar if speaks and console.is_terminal else contextlib.nullcontext():

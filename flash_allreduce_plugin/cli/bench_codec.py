@@ -77,6 +77,7 @@ def codec_rows(
                 "redop": None,
                 "variant": name,
                 "seconds": seconds,
+                "seconds_by_round": times.get(name, []),
                 "algbw": seconds and size / seconds,
                 "busbw": None,
                 "wrong": of_it.get("wrong"),

@@ -88,6 +88,7 @@ def collective_rows(
     checked: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
     buffers = _Buffers(inputs, rank, device)
     for v in variants:
+        progress(0)
         buffers.fresh()
         telemetry.reset_stats()
         v.run(buffers.output, buffers.input)
@@ -134,6 +135,7 @@ def collective_rows(
                 "redop": None if collective == "all_gather" else "sum",
                 "variant": v.name,
                 "seconds": seconds,
+                "seconds_by_round": times.get(v.name, []),
                 "algbw": algbw,
                 "busbw": algbw and algbw * BUSBW_FACTOR[collective] * (world - 1) / world,
                 "wrong": checked[v.name].get("wrong"),

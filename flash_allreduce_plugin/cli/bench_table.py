@@ -61,11 +61,12 @@ def _columns(settings: Mapping[str, Any]) -> list[tuple[str, str, int, Callable[
 def heading(about: Mapping[str, Any], settings: Mapping[str, Any], link: str) -> str:
     gpus = f", {', '.join(about['gpus'])}" if settings["device"] == "cuda" else ""
     wire = link if link == "loopback" else f"{link} each way"
+    calls = f"{settings['iters']} call{'s' * (settings['iters'] > 1)} in a row"
     return (
         f"# {about['machine']}, {about['cores']} cores, codec {about['instruction_set']}{gpus}; "
         f"torch {about['torch']}; {wire}\n"
-        f"# {settings['iters']} calls in a row, {settings['rounds']} rounds in turn; medians of the slowest rank; "
-        "speed-up over full precision of the same run (codec: over copy_, add_)\n"
+        f"# {calls}, {settings['rounds']} rounds in turn; medians of the slowest rank; speed-up over full precision "
+        "of the same run (codec: over copy_, add_)\n"
         "# * goes in full precision, as its configuration says"
     )
 
