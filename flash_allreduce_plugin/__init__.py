@@ -28,6 +28,7 @@ _HOMES = {
     "reduce_scatter": "dispatch",
     "decode": "codec",
     "encode": "codec",
+    "log_to": "scalars",
     "payload_bytes": "codec",
     "reset_stats": "telemetry",
     "stats": "telemetry",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
+    from flash_allreduce_plugin.scalars import log_to as log_to
     from flash_allreduce_plugin.telemetry import reset_stats as reset_stats
     from flash_allreduce_plugin.telemetry import stats as stats
 

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, telemetry
+from flash_allreduce_plugin import dispatch, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
@@ -58,6 +58,7 @@ def enable(config: FlashConfig | None = None) -> None:
     config = FlashConfig.from_env() if config is None else config
     if not _patchset.applied:
         _refuse_other_packages()
+    run_log.start(config)
     _patchset.apply()
     _config = config
 

@@ -10,12 +10,14 @@ order on all ranks, and so are the collectives issued.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
+import weakref
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
@@ -53,6 +55,7 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         return reduction.start(state, bucket)
 
+    run_log.start(reduction.config, reduction.steps())
     hook = cast(Hook, flash_allreduce_hook)
     hook.feedback = reduction.feedback
     return hook
@@ -91,6 +94,11 @@ class _Reduction:
         else:
             self.started = (work, buffer, future)
         return future
+
+    def steps(self) -> Callable[[], int | None]:
+        """What gives the number of finished backward passes; it does not keep the reduction alive."""
+        own = weakref.ref(self)
+        return lambda: None if (reduction := own()) is None else reduction.step
 
     def slot(self, bucket: dist.GradBucket) -> Slot | None:
         if self.feedback is None:

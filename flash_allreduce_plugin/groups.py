@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import hierarchy, switches, transport
+from flash_allreduce_plugin import hierarchy, run_log, switches, transport
 from flash_allreduce_plugin.adaptive import SiteWidth
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
@@ -96,6 +96,7 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     if key in state._agreed:
         state._last = key
         return
+    run_log.start(config)
     fields = {**config.to_dict(), switches.DISABLE: disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.

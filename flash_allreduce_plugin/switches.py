@@ -1,4 +1,4 @@
-"""Environment variables that are switches of the package and no fields of the configuration."""
+"""Environment variables that are of the package and no fields of the configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from flash_allreduce_plugin.errors import ConfigError
 
 DISABLE = "FLASH_ALLREDUCE_DISABLE"
 REFERENCE = "FLASH_ALLREDUCE_REFERENCE"
+LOG = "FLASH_ALLREDUCE_LOG"  # the name of a file; run_log.py
 
 
 def is_on(variable: str) -> bool:

@@ -39,7 +39,9 @@ class Report(dict[str, dict[str, Any]]):
 
 
 @dataclass(slots=True)
-class _Counters:
+class Counters:
+    """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call."""
+
     quantized: int = 0
     bits: int | None = None
     full_precision: Counter[str] = field(default_factory=Counter)
@@ -51,16 +53,51 @@ class _Counters:
     measured: int = 0
     residuals_dropped: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def calls(self) -> int:
+        return self.quantized + self.full_precision.total()
+
+    def plus(self, later: Counters) -> Counters:
+        """These and what was counted later."""
+        return Counters(
+            self.quantized + later.quantized,
+            self.bits if later.bits is None else later.bits,
+            self.full_precision + later.full_precision,
+            self.bytes_sent + later.bytes_sent,
+            self.bytes_full_precision + later.bytes_full_precision,
+            self.bytes_between_nodes + later.bytes_between_nodes,
+            self.signal + later.signal,
+            self.noise + later.noise,
+            self.measured + later.measured,
+            self.residuals_dropped + later.residuals_dropped,
+        )
+
+    def minus(self, before: Counters) -> Counters:
+        """What was counted since `before`; bits is None if no call was quantized."""
+        return Counters(
+            self.quantized - before.quantized,
+            self.bits if self.quantized > before.quantized else None,
+            self.full_precision - before.full_precision,
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_full_precision - before.bytes_full_precision,
+            self.bytes_between_nodes - before.bytes_between_nodes,
+            self.signal - before.signal,
+            self.noise - before.noise,
+            self.measured - before.measured,
+            self.residuals_dropped - before.residuals_dropped,
+        )
+
 
 _lock = threading.Lock()
-_sites: dict[str, _Counters] = {}
+_sites: dict[str, Counters] = {}
+_forgotten: dict[str, Counters] = {}  # by reset_stats
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
 
 
-def _counters(site: Site) -> _Counters:
+def _counters(site: Site) -> Counters:
     counters = _sites.get(site.name)
     if counters is None:
-        counters = _sites[site.name] = _Counters()
+        counters = _sites[site.name] = Counters()
     return counters
 
 
@@ -144,10 +181,27 @@ def stats() -> dict[str, Any]:
 def reset_stats() -> None:
     """Forget every count and every measurement."""
     with _lock:
+        for name, counters in _sites.items():
+            _forgotten[name] = _forgotten.get(name, Counters()).plus(counters)
         _sites.clear()
 
 
-def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
+def totals() -> dict[str, Counters]:
+    """Per site, what was counted since the process began: reset_stats takes nothing away from it."""
+    with _lock:
+        return {
+            name: _forgotten.get(name, Counters()).plus(_sites.get(name, Counters()))
+            for name in dict.fromkeys((*_forgotten, *_sites))
+        }
+
+
+def difference(now: dict[str, Counters], before: dict[str, Counters]) -> dict[str, Counters]:
+    """Between two totals: the sites in which anything was counted meanwhile."""
+    found = {name: counters.minus(before.get(name, Counters())) for name, counters in now.items()}
+    return {name: counters for name, counters in found.items() if counters != Counters()}
+
+
+def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
     quantized = bytes_sent = bytes_full_precision = bytes_between_nodes = 0
     reasons: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
@@ -169,5 +223,5 @@ def _counts(sites: Iterable[_Counters]) -> dict[str, Any]:
     }
 
 
-def _sqnr_db(site: _Counters) -> float | None:
+def _sqnr_db(site: Counters) -> float | None:
     return None if site.measured == 0 else sqnr_db(site.signal, site.noise)

@@ -20,7 +20,7 @@ NAME = ROOT.name
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
-    ("adaptive", "codec", "transport", "work", "step_model"),
+    ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
     ("feedback",),
     ("collectives", "hierarchical", "groups", "quality"),
     ("symmetric",),

@@ -179,5 +179,33 @@ def bench(
     raise typer.Exit(0 if right else 1)
 
 
+@app.command()
+def report(
+    logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files that FLASH_ALLREDUCE_LOG=FILE wrote.")],
+    html_file: Annotated[
+        Path | None, typer.Option("--html", dir_okay=False, help="Where one HTML page with plots goes.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Where what is printed goes, as JSON.")
+    ] = None,
+) -> None:
+    """Show what a run's collectives did, from its log.
+
+    Per site: calls, bytes saved, measured error, and what went in full precision, why.
+    """
+    from flash_allreduce_plugin.cli.report import run_report
+    from flash_allreduce_plugin.cli.report_log import LogError
+
+    for option, file in (("--html", html_file), ("--json", json_file)):
+        if file is not None and any(file.resolve() == log.resolve() for log in logs):
+            raise typer.BadParameter(f"{option} {file} is one of the logs; expected another file")
+    try:
+        run_report(logs, html_file, json_file)
+    except LogError as error:
+        raise typer.BadParameter(str(error)) from None
+    except OSError as error:
+        raise typer.BadParameter(f"{error.filename}: cannot be written ({error.strerror})") from None
+
+
 def main() -> None:
     app()

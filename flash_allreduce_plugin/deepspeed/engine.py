@@ -14,12 +14,13 @@ import importlib.metadata
 import inspect
 import json
 import types
+import weakref
 from typing import Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 
-from flash_allreduce_plugin import switches
+from flash_allreduce_plugin import run_log, switches
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
@@ -30,9 +31,10 @@ from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_so
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, and what was put on it or its optimizer, (owner, name). Kept there, to die with it.
+# On an engine: its Reduction, and what was put on it, its optimizer or its monitor, (owner, name). Kept there, to die
+# with it.
 _BOUND = "_flash_allreduce"
-# On an engine or its optimizer: seam -> replacement, for the functions whose own source carries the seam.
+# On an engine, its optimizer or its monitor: seam -> replacement, for the functions whose own source carries the seam.
 _IN_SOURCE = "_flash_allreduce_in_source"
 _attached = False
 _for_all: FlashConfig | None = None
@@ -86,13 +88,14 @@ def sites_in_place() -> set[str]:
 
 
 def bind(engine: Any, config: FlashConfig) -> None:
-    """Replace the reductions of a finished engine and its optimizer."""
+    """Replace the reductions of a finished engine and its optimizer, and feed its monitor."""
     reduction = Reduction(engine, config)
+    run_log.start(config, _steps(engine))
     bound: list[tuple[Any, str]] = []
     for place in places(reduction):
         class_name, name = place.attribute.split(".")
         owner = getattr(importlib.import_module(place.module), class_name)
-        for candidate in (engine, getattr(engine, "optimizer", None)):
+        for candidate in (engine, getattr(engine, "optimizer", None), getattr(engine, "monitor", None)):
             if not isinstance(candidate, owner):
                 continue
             function = getattr(type(candidate), name)
@@ -108,8 +111,14 @@ def bind(engine: Any, config: FlashConfig) -> None:
     _engines.add(engine)
 
 
+def _steps(engine: Any) -> run_log.StepSource:
+    """What gives the number of an engine's finished steps; it does not keep the engine alive."""
+    own = weakref.ref(engine)
+    return lambda: None if (alive := own()) is None else int(alive.global_steps)
+
+
 def replacements(owner: Any) -> dict[str, Function]:
-    """What the functions of an engine or optimizer that carry seams are to be, by seam; empty if not served."""
+    """What those functions of an owner that carry seams are to be, by seam; empty if it is not served."""
     found: dict[str, Function] = vars(owner).get(_IN_SOURCE, {})
     return found
 
@@ -191,6 +200,7 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
             config = _for_all
         if config is not None:
             section.refuse_incompatible(deepspeed)
+            run_log.start(config)
     except ConfigError as error:
         raise DeepSpeedConfigError(str(error)) from error
     return config

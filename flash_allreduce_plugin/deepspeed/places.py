@@ -1,7 +1,8 @@
-"""The functions of DeepSpeed that reduce gradients, and what each becomes on an engine with a configuration.
+"""The functions of DeepSpeed that reduce gradients, and a few beside them: what each becomes on an engine with a
+configuration.
 
-They are replaced on the engine or its optimizer alone, not in their classes. DeepSpeed's own function keeps running
-and sees another collective (`patching.rebound`), so that its divisors, dtypes and copies stay its own.
+They are replaced on the engine, its optimizer or its monitor alone, not in their classes. DeepSpeed's own function
+keeps running and sees another collective (`patching.rebound`), so that its divisors, dtypes and copies stay its own.
 """
 
 from __future__ import annotations
@@ -123,6 +124,14 @@ def places(reduction: Reduction | None) -> list[Seam]:
             lambda original: _loads(original, reduction),
             "reads the residuals of error feedback beside a checkpoint",
         ),
+        Seam(
+            "deepspeed.monitor",
+            "deepspeed.monitor.monitor",
+            "MonitorMaster.write_events",
+            ("self", "event_list"),
+            lambda original: _with_ours(original, reduction),
+            "gives the engine's monitors our scalars along with DeepSpeed's own",
+        ),
     ]
 
 
@@ -193,6 +202,18 @@ def _loads(original: Function, reduction: Reduction | None) -> Function:
         return path, client_state
 
     return load_checkpoint
+
+
+def _with_ours(original: Function, reduction: Reduction | None) -> Function:
+    @functools.wraps(original)
+    def write_events(self: Any, event_list: Any) -> None:
+        assert reduction is not None
+        original(self, event_list)
+        ours = reduction.events()
+        if ours:
+            original(self, ours)
+
+    return write_events
 
 
 def _rebound_below_nvtx(function: Function, path: str, new: Any) -> Function:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
-from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin import run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import (
     data_parallel,
     expert_parallel,
     modules,
+    monitor,
     refusals,
     sequence_parallel,
     tensor_parallel,
@@ -39,8 +40,9 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows, and
-    ConfigError if Transformer Engine overlaps its collectives with its GEMMs. A Transformer Engine that does not have
-    the functions this version knows is warned about and left alone: it may be installed and not be used.
+    ConfigError if Transformer Engine overlaps its collectives with its GEMMs, or if FLASH_ALLREDUCE_LOG cannot be
+    written. A Transformer Engine that does not have the functions this version knows is warned about and left alone:
+    it may be installed and not be used. So is a training package of Megatron-LM's, whose monitors get our scalars.
     """
     global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):
@@ -48,6 +50,7 @@ def enable(config: FlashConfig | None = None) -> None:
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = FlashConfig.from_env() if config is None else config
+    run_log.start(config, modules.step)
     if _patchset is None:
         transformer_engine_seams, misfit = _transformer_engine()
         if misfit is not None:
@@ -56,7 +59,10 @@ def enable(config: FlashConfig | None = None) -> None:
             )
         if transformer_engine_seams:
             transformer_engine.refuse_userbuffers()
-        patchset = _made(transformer_engine_seams)
+        without = monitor.misfit()
+        if without is not None:
+            warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
+        patchset = _made(transformer_engine_seams + ([] if without else monitor.seams()))
         patchset.apply()
         _patchset = patchset
     if config.error_feedback and config.grad_bits == "full":
@@ -115,13 +121,14 @@ def seams() -> tuple[Seam, ...]:
     return tuple(found + expert_parallel.seams() + _helpers())
 
 
-def _made(transformer_engine_seams: list[Seam]) -> Patchset:
+def _made(optional: list[Seam]) -> Patchset:
+    """optional: seams of what need not be there."""
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         installed = "of unknown version"
     supported = f"megatron-core 0.13 to 0.19 (installed: {installed})"
-    return Patchset("megatron", (*seams(), *transformer_engine_seams), supported)
+    return Patchset("megatron", (*seams(), *optional), supported)
 
 
 def _transformer_engine() -> tuple[list[Seam], str | None]:

@@ -1,0 +1,117 @@
+"""`flash-allreduce report`: what a run did, from its log; in the terminal, as JSON, as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.cli import report_page
+from flash_allreduce_plugin.cli.report_log import Log, read, total
+from flash_allreduce_plugin.cli.report_text import amount, bits, duration, notes, percent, saved, sqnr
+from flash_allreduce_plugin.telemetry import Counters
+
+
+def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None) -> None:
+    """Read the logs, print a table for each, and write the files that are asked for.
+
+    Raises LogError for a bad log, OSError for a file that cannot be written.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=sum(path.stat().st_size for path in paths if path.is_file()))
+        logs = [read(path, lambda count: progress.advance(task, count)) for path in paths]
+    for log in logs:
+        show(console, log)
+    if json_file is not None:
+        json_file.write_text(json.dumps({"logs": [as_dict(log) for log in logs]}, indent=2) + "\n")
+    if html_file is not None:
+        html_file.write_text(report_page.page(logs), encoding="utf-8")
+    written = [str(file) for file in (html_file, json_file) if file is not None]
+    if written:
+        console.print(escape(f"written: {', '.join(written)}"), highlight=False)
+
+
+def show(console: Console, log: Log) -> None:
+    """One log: a line about the run, and a row for each site."""
+    console.print(escape(headline(log)), highlight=False)
+    for note in notes(log):
+        console.print(escape(note), highlight=False)
+    sites = log.sites
+    if not sites:
+        return
+    table = Table()
+    for column in ("site", "calls", "quantized", "sent", "of", "saved", "SQNR dB", "bits", "in full precision"):
+        table.add_column(column, justify="left" if column in ("site", "in full precision") else "right")
+    for name, counters in sites.items():
+        table.add_row(*map(escape, (name, *cells(counters))))
+    if len(sites) > 1:
+        table.add_section()
+        table.add_row("all", *map(escape, cells(total(sites))))
+    console.print(table)
+    for name, counters in sites.items():
+        for reason, count in counters.residuals_dropped.items():
+            console.print(escape(f"{name}: {count} residuals of error feedback dropped: {reason}"), highlight=False)
+
+
+def cells(counters: Counters) -> tuple[str, ...]:
+    """Of a row, after the name."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counters.full_precision.most_common())
+    return (
+        f"{counters.calls:,}",
+        percent(counters.quantized, counters.calls),
+        amount(counters.bytes_sent),
+        amount(counters.bytes_full_precision),
+        saved(counters),
+        sqnr(counters),
+        bits(counters),
+        reasons or "-",
+    )
+
+
+def headline(log: Log) -> str:
+    header = log.starts[0].header
+    began = datetime.fromtimestamp(header["time"], timezone.utc)
+    steps = "" if log.steps is None else f", {log.steps:,} steps"
+    return (
+        f"{log.path}: rank {header['rank']} of {header['world']} on {header['host']}, from {began:%Y-%m-%d %H:%M:%S} "
+        f"UTC, {duration(log.seconds)}{steps}"
+    )
+
+
+def as_dict(log: Log) -> dict[str, Any]:
+    """What is printed, in JSON types."""
+    return {
+        "log": str(log.path),
+        "starts": [start.header for start in log.starts],
+        "ended": log.starts[-1].ended,
+        "cut_off": log.cut_off,
+        "seconds": log.seconds,
+        "steps": log.steps,
+        "total": _dict(total(log.sites)),
+        "sites": {name: {**_dict(counters), "bits": counters.bits} for name, counters in log.sites.items()},
+    }
+
+
+def _dict(counters: Counters) -> dict[str, Any]:
+    decibels = telemetry.sqnr_db(counters.signal, counters.noise) if counters.measured else math.nan
+    return {
+        "calls": counters.calls,
+        "quantized": counters.quantized,
+        "full_precision": dict(counters.full_precision),
+        "bytes_sent": counters.bytes_sent,
+        "bytes_full_precision": counters.bytes_full_precision,
+        "bytes_between_nodes": counters.bytes_between_nodes,
+        "residuals_dropped": dict(counters.residuals_dropped),
+        "measured": counters.measured,
+        "sqnr_db": decibels if math.isfinite(decibels) else None,
+    }

@@ -1,0 +1,169 @@
+"""Reading a log that run_log.py wrote."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from flash_allreduce_plugin.run_log import LOG_VERSION
+from flash_allreduce_plugin.telemetry import Counters
+
+Sites = dict[str, Counters]
+
+
+class LogError(ValueError):
+    """A file that is no log; the message is one sentence."""
+
+
+@dataclass(slots=True)
+class Interval:
+    """What was counted up to `seconds` after the start. step: finished training steps, None where nobody knows."""
+
+    seconds: float
+    step: int | None
+    sites: Sites
+
+
+@dataclass(slots=True)
+class Start:
+    """One process that wrote to the file: its first line, and what followed. ended: its last line is there."""
+
+    header: dict[str, Any]
+    configurations: list[dict[str, Any]]
+    intervals: list[Interval] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return self.intervals[-1].seconds if self.intervals else 0.0
+
+
+@dataclass(slots=True)
+class Log:
+    """A file. cut_off: lines that are not whole, and are left out."""
+
+    path: Path
+    starts: list[Start]
+    cut_off: int
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """Of all starts, one after the other, their seconds counted on."""
+        found, before = [], 0.0
+        for start in self.starts:
+            found += [Interval(before + one.seconds, one.step, one.sites) for one in start.intervals]
+            before += start.seconds
+        return found
+
+    @property
+    def seconds(self) -> float:
+        return sum(start.seconds for start in self.starts)
+
+    @property
+    def sites(self) -> Sites:
+        """The whole run."""
+        return added_up(interval.sites for interval in self.intervals)
+
+    @property
+    def steps(self) -> int | None:
+        """The last one that is known."""
+        return next((one.step for one in reversed(self.intervals) if one.step is not None), None)
+
+
+def added_up(several: Iterable[Sites]) -> Sites:
+    """By site, in the order of their names."""
+    total: Sites = {}
+    for sites in several:
+        for name, counters in sites.items():
+            total[name] = total.get(name, Counters()).plus(counters)
+    return dict(sorted(total.items()))
+
+
+def total(sites: Sites) -> Counters:
+    return reduce(Counters.plus, sites.values(), Counters())
+
+
+def read(path: Path, advance: Callable[[int], None] = lambda _: None) -> Log:
+    """Read a log. advance: is told the bytes of every line.
+
+    Raises LogError: not there, empty, not a log, of another version, or with a line that is none of a log's.
+    """
+    starts: list[Start] = []
+    cut_off = 0
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                advance(len(text))
+                if not text.strip():
+                    continue
+                try:
+                    line = json.loads(text)
+                except (ValueError, RecursionError):
+                    if not starts:
+                        raise _no_log(path) from None
+                    cut_off += 1
+                    continue
+                _take(line, starts, path, number)
+    except OSError as error:
+        raise LogError(f"{path}: cannot be read ({error.strerror}).") from error
+    if not starts:
+        raise LogError(f"{path}: empty; expected a log that a run with FLASH_ALLREDUCE_LOG={path} wrote.")
+    return Log(path, starts, cut_off)
+
+
+def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
+    if isinstance(line, dict) and line.get("kind") == "start":
+        version = line.get("flash_allreduce_log")
+        if version != LOG_VERSION:
+            raise LogError(f"{path}: version {version!r} of the log; this package reads version {LOG_VERSION}.")
+    elif not starts:
+        raise _no_log(path)
+    try:
+        if line["kind"] == "start":
+            starts.append(_start(line))
+        elif line["kind"] == "configuration":
+            starts[-1].configurations.append(dict(line["configuration"]))
+        elif line["kind"] in ("interval", "end"):
+            sites = {str(name): _counters(fields) for name, fields in line["sites"].items()}
+            step = None if line.get("step") is None else int(line["step"])
+            starts[-1].intervals.append(Interval(float(line["seconds"]), step, sites))
+            starts[-1].ended = line["kind"] == "end"
+        else:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LogError(f"{path}: line {number} is none of such a log's; was it edited?") from None
+
+
+def _start(line: dict[str, Any]) -> Start:
+    header = {**line, "time": float(line["time"]), "rank": int(line["rank"]), "world": int(line["world"])}
+    for key in ("versions", "environment", "configuration"):
+        header[key] = dict(line[key])
+    return Start(header, [header["configuration"]])
+
+
+def _counters(fields: dict[str, Any]) -> Counters:
+    return Counters(
+        int(fields["quantized"]),
+        None if fields.get("bits") is None else int(fields["bits"]),
+        _reasons(fields["full_precision"]),
+        int(fields["bytes_sent"]),
+        int(fields["bytes_full_precision"]),
+        int(fields.get("bytes_between_nodes", 0)),
+        float(fields.get("signal", 0.0)),
+        float(fields.get("noise", 0.0)),
+        int(fields.get("measured", 0)),
+        _reasons(fields.get("residuals_dropped", {})),
+    )
+
+
+def _reasons(fields: dict[str, Any]) -> Counter[str]:
+    return Counter({str(reason): int(count) for reason, count in fields.items()})
+
+
+def _no_log(path: Path) -> LogError:
+    return LogError(f"{path}: no log of a run; expected a file that FLASH_ALLREDUCE_LOG={path} made a run write.")

@@ -1,0 +1,71 @@
+"""Scalars for TensorBoard and what resembles it: per site, over what was counted since the last time.
+
+    fap.log_to(writer, step)
+
+Tags are flash_allreduce/<site>/ and
+    quantized_share  of the calls, 0 to 1
+    bytes_saved      1 - bytes sent / bytes in full precision
+    sqnr_db          of the calls that were measured, if any were
+    bits             of the last quantized call, if there was one
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.telemetry import Counters
+
+
+class Writer(Protocol):
+    """A torch.utils.tensorboard.SummaryWriter, for example."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any: ...
+
+
+class Scalars:
+    """What one place is told: each time what came to pass since the last time."""
+
+    def __init__(self, before: dict[str, Counters] | None = None) -> None:
+        """before: telemetry.totals() where it begins; None: now."""
+        self._told = telemetry.totals() if before is None else before
+
+    def take(self) -> list[tuple[str, float]]:
+        """(tag, value) of every site that was called; empty if none was."""
+        before, self._told = self._told, telemetry.totals()
+        values = []
+        for site, counters in telemetry.difference(self._told, before).items():
+            values += [(f"flash_allreduce/{site}/{name}", value) for name, value in _values(counters).items()]
+        return values
+
+
+_told: WeakKeyDictionary[Any, Scalars] = WeakKeyDictionary()
+
+
+def log_to(writer: Writer, step: int) -> None:
+    """Give `writer` the scalars of what was counted since it was last given some, the first time since the start.
+
+    To be called now and then on the ranks that have a writer; each tells its own counts. No communication.
+    Raises TypeError if writer has no add_scalar.
+    """
+    if not callable(getattr(writer, "add_scalar", None)):
+        raise TypeError(f"writer is {type(writer).__name__}; expected one with add_scalar(tag, value, step).")
+    for tag, value in _told.setdefault(writer, Scalars(before={})).take():
+        writer.add_scalar(tag, value, step)
+
+
+def _values(counters: Counters) -> dict[str, float]:
+    values: dict[str, float] = {}
+    if counters.calls:
+        values["quantized_share"] = counters.quantized / counters.calls
+    if counters.bytes_full_precision:
+        values["bytes_saved"] = 1 - counters.bytes_sent / counters.bytes_full_precision
+    if counters.measured:
+        decibels = telemetry.sqnr_db(counters.signal, counters.noise)
+        if math.isfinite(decibels):
+            values["sqnr_db"] = decibels
+    if counters.bits is not None:
+        values["bits"] = counters.bits
+    return values
