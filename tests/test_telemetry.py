@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import (
+    Counters,
     record_full_precision,
     record_quantized,
     record_residual_dropped,
@@ -188,3 +190,28 @@ def test_no_count_is_lost_between_threads() -> None:
     assert result["full_precision"] == {"warm-up": total}
     assert (result["bytes_sent"], result["bytes_full_precision"]) == (3 * total, 6 * total)
     assert all(site["sqnr_db"] == pytest.approx(10.0) for site in result["sites"].values())
+
+
+def test_totals_outlive_a_reset_and_differences_are_between_two_of_them() -> None:
+    start = telemetry.totals()
+    record_quantized(A, 100, 400, 30, bits=4)
+    record_sqnr(A, 8.0, 2.0)
+    record_residual_dropped(A, "another layout")
+    middle = telemetry.totals()
+    reset_stats()
+    record_quantized(A, 10, 40, bits=5)
+    record_full_precision(A, "warm-up", 7)
+    reset_stats()
+    record_full_precision(A, "warm-up", 7)
+    record_full_precision(B, "warm-up", 8)
+    end = telemetry.totals()
+    first, second = telemetry.difference(middle, start), telemetry.difference(end, middle)
+    assert first == {"a": Counters(1, 4, Counter(), 100, 400, 30, 8.0, 2.0, 1, Counter({"another layout": 1}))}
+    assert second == {
+        "a": Counters(1, 5, Counter({"warm-up": 2}), 24, 54),
+        "b": Counters(0, None, Counter({"warm-up": 1}), 8, 8),
+    }
+    assert second["a"].calls == 3
+    record_full_precision(A, "warm-up", 1)
+    assert telemetry.difference(telemetry.totals(), end)["a"].bits is None  # nothing was quantized meanwhile
+    assert telemetry.difference(end, end) == {}

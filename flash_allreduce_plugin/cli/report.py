@@ -22,7 +22,7 @@ from flash_allreduce_plugin.telemetry import Counters
 
 
 def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None) -> None:
-    """Read the logs, print a table for each, and write the files that are asked for.
+    """Read the logs, write the files that are asked for, and print a table for each log.
 
     Raises LogError for a bad log, OSError for a file that cannot be written.
     """
@@ -30,12 +30,12 @@ def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=sum(path.stat().st_size for path in paths if path.is_file()))
         logs = [read(path, lambda count: progress.advance(task, count)) for path in paths]
-    for log in logs:
-        show(console, log)
     if json_file is not None:
         json_file.write_text(json.dumps({"logs": [as_dict(log) for log in logs]}, indent=2) + "\n")
     if html_file is not None:
         html_file.write_text(report_page.page(logs), encoding="utf-8")
+    for log in logs:
+        show(console, log)
     written = [str(file) for file in (html_file, json_file) if file is not None]
     if written:
         console.print(escape(f"written: {', '.join(written)}"), highlight=False)
@@ -56,7 +56,8 @@ def show(console: Console, log: Log) -> None:
         table.add_row(*map(escape, (name, *cells(counters))))
     if len(sites) > 1:
         table.add_section()
-        table.add_row("all", *map(escape, cells(total(sites))))
+        *counts, _, reasons = cells(total(sites))
+        table.add_row("all", *map(escape, (*counts, "", reasons)))
     console.print(table)
     for name, counters in sites.items():
         for reason, count in counters.residuals_dropped.items():

@@ -32,21 +32,22 @@ p { margin: 2px 0; color: var(--dim) } .note { color: var(--full) } a { color: v
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 16px 18px;
   margin-top: 14px; overflow-x: auto }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 14px }
-.tiles .card { margin: 0; padding: 12px 16px } .tiles b { display: block; font-size: 24px; font-weight: 650 }
+.tiles .card { margin: 0; padding: 12px 16px } .tiles b { display: block; font-size: 21px; font-weight: 650 }
 .tiles span { color: var(--dim); font-size: 13px }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 10px 26px }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 10px 26px }
 .quiet { color: var(--dim); font-size: 13px; margin: 8px 0 0 }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap }
 th { color: var(--dim); font-weight: 500; font-size: 13px } tr:last-child td { border-bottom: 0 }
-th:first-child, td:first-child, .left { text-align: left } td.wrap { white-space: normal; overflow-wrap: anywhere }
-tr.all td { font-weight: 600 } td.set { font-weight: 650 }
+th:first-child, td:first-child, .left { text-align: left }
+td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 10em }
+tr.all td { font-weight: 600 } .pairs td:first-child { width: 17em }
 .bar { background: var(--full); height: 12px; border-radius: 2px; min-width: 2px } td.wide { width: 45% }
 details { margin-top: 10px } summary { cursor: pointer; color: var(--dim) }
 svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); font-size: 11.5px }
 .grid { stroke: var(--rule); stroke-width: 1 } .line { fill: none; stroke: var(--ink); stroke-width: 2 }
-.line { stroke-linejoin: round } .area { fill: var(--ink); opacity: .1 } .dot { fill: var(--ink) }
-.hover { fill: transparent } .hover:hover { fill: var(--ink); opacity: .35 }
+.line { stroke-linejoin: round } .area { fill: none } .saved .area { fill: var(--ink); opacity: .1 }
+.dot { fill: var(--ink) } .hover { fill: transparent } .hover:hover { fill: var(--ink); opacity: .35 }
 .saved { --ink: var(--saved) } .sqnr { --ink: var(--sqnr) } .bits { --ink: var(--bits) }
 @media print { body { max-width: none } .card { break-inside: avoid } }
 """
@@ -82,7 +83,7 @@ def _log(log: Log, anchor: str) -> str:
     if sites:
         parts += [_table(log), _full_precision(log)]
         intervals, label = _along(log.intervals)
-        parts += [_site(name, intervals, label) for name in sites]
+        parts += [_site(name, intervals, label) for name, counters in sites.items() if counters.quantized]
     return "".join([*parts, _configuration(log), _versions(header), "</section>"])
 
 
@@ -91,8 +92,7 @@ def _tiles(log: Log) -> str:
     tiles = {
         "of the bytes saved": saved(counters),
         "sent by this rank": amount(counters.bytes_sent),
-        "of the calls quantized": percent(counters.quantized, counters.calls),
-        "calls": f"{counters.calls:,}",
+        f"of {counters.calls:,} calls quantized": percent(counters.quantized, counters.calls),
         "SQNR, dB": sqnr(counters),
         "steps": "-" if log.steps is None else f"{log.steps:,}",
         "from start to last line": duration(log.seconds),
@@ -226,10 +226,8 @@ def _versions(header: dict[str, Any]) -> str:
 
 
 def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
-    rows = (
-        f'<tr><td>{escape(key)}</td><td class="left wrap wide">{escape(str(value))}</td></tr>' for key, value in pairs
-    )
-    return f"<table><tbody>{''.join(rows)}</tbody></table>"
+    rows = (f'<tr><td>{escape(key)}</td><td class="left wrap">{escape(str(value))}</td></tr>' for key, value in pairs)
+    return f'<table class="pairs"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def _cells(values: Iterable[str]) -> str:

@@ -34,9 +34,9 @@ def curve(points: Sequence[Point], x_label: str, unit: str, low: float, high: fl
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}" class="{kind}">']
     for y in ys:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at_y(y) + 4:.1f}" text-anchor="end">{y:g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{at_y(y) + 4:.1f}" text-anchor="end">{y:,.10g}</text>')
     for x in (x for x in ticks(first, last, 6) if first <= x <= last):
-        parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{x:,.10g}</text>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
     where = [(at_x(x), at_y(y)) for x, y in points]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
@@ -45,7 +45,7 @@ def curve(points: Sequence[Point], x_label: str, unit: str, low: float, high: fl
     parts.append(f'<polyline class="line" points="{line}"/>')
     radius = 2.5 if len(points) <= _MARKED else 0
     for (x, y), (across, up) in zip(points, where, strict=True):
-        said = escape(f"{x_label} {x:g}: {y:.1f} {unit}")
+        said = escape(f"{x_label} {x:,.10g}: {y:.1f} {unit}")
         if radius:
             parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{up:.1f}" r="{radius}"/>')
         parts.append(f'<circle class="hover" cx="{across:.1f}" cy="{up:.1f}" r="7"><title>{said}</title></circle>')
