@@ -22,8 +22,6 @@ from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
-import torch.distributed as dist
-
 from flash_allreduce_plugin import switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
@@ -177,6 +175,8 @@ def _cannot_be_written(path: str, why: str | None) -> ConfigError:
 
 def _rank_and_world() -> tuple[int, int] | None:
     """None: not known yet."""
+    import torch.distributed as dist  # here, because a report of a log needs no torch
+
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     try:

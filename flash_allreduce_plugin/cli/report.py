@@ -27,7 +27,8 @@ def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None
     Raises LogError for a bad log, OSError for a file that cannot be written.
     """
     console = Console() if sys.stdout.isatty() else Console(width=170)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("reading", total=sum(path.stat().st_size for path in paths if path.is_file()))
         logs = [read(path, lambda count: progress.advance(task, count)) for path in paths]
     if json_file is not None:

@@ -9,7 +9,6 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
-import flash_allreduce_plugin
 from flash_allreduce_plugin.cli.report_log import Interval, Log, added_up, total
 from flash_allreduce_plugin.cli.report_plot import curve
 from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, sqnr
@@ -65,7 +64,7 @@ def page(logs: Sequence[Log]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>Flash all-reduce: {escape(', '.join(log.path.name for log in logs))}</title>"
         f"<style>{_STYLE}</style></head><body><h1>What the collectives did</h1>"
-        f"<p>Made by flash-allreduce report {flash_allreduce_plugin.__version__} on {made:%Y-%m-%d %H:%M} UTC</p>"
+        f"<p>Made by flash-allreduce report on {made:%Y-%m-%d %H:%M} UTC</p>"
         f"{body}</body></html>\n"
     )
 
