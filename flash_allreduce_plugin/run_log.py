@@ -93,7 +93,7 @@ class RunLog:
             raise _cannot_be_written(path, error.strerror) from error
         self._thread = threading.Thread(target=self._run, name="flash_allreduce_log", daemon=True)
         self._thread.start()
-        # Not atexit, which does not run in the processes of multiprocessing.
+        # Not atexit, which does not run in processes that multiprocessing forked.
         Finalize(None, close, exitpriority=0)
 
     def add(self, config: FlashConfig) -> None:

@@ -255,7 +255,7 @@ def rank():
 
 if __name__ == "__main__":
     if sys.argv[1] == "child":
-        process = multiprocessing.get_context("spawn").Process(target=rank)
+        process = multiprocessing.get_context("fork").Process(target=rank)
         process.start()
         process.join()
     else:

@@ -14,10 +14,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.cli import report_page
 from flash_allreduce_plugin.cli.report_log import Log, read, total
-from flash_allreduce_plugin.cli.report_text import amount, bits, duration, notes, percent, saved, sqnr
+from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, sqnr
 from flash_allreduce_plugin.telemetry import Counters
 
 
@@ -57,8 +56,8 @@ def show(console: Console, log: Log) -> None:
         table.add_row(*map(escape, (name, *cells(counters))))
     if len(sites) > 1:
         table.add_section()
-        *counts, _, reasons = cells(total(sites))
-        table.add_row("all", *map(escape, (*counts, "", reasons)))
+        *counts, _, _, reasons = cells(total(sites))  # an error of sites of all sizes together says little
+        table.add_row("all", *map(escape, (*counts, "", "", reasons)))
     console.print(table)
     for name, counters in sites.items():
         for reason, count in counters.residuals_dropped.items():
@@ -100,12 +99,11 @@ def as_dict(log: Log) -> dict[str, Any]:
         "seconds": log.seconds,
         "steps": log.steps,
         "total": _dict(total(log.sites)),
-        "sites": {name: {**_dict(counters), "bits": counters.bits} for name, counters in log.sites.items()},
+        "sites": {name: {**_dict(counters), **_quality(counters)} for name, counters in log.sites.items()},
     }
 
 
 def _dict(counters: Counters) -> dict[str, Any]:
-    decibels = telemetry.sqnr_db(counters.signal, counters.noise) if counters.measured else math.nan
     return {
         "calls": counters.calls,
         "quantized": counters.quantized,
@@ -114,6 +112,10 @@ def _dict(counters: Counters) -> dict[str, Any]:
         "bytes_full_precision": counters.bytes_full_precision,
         "bytes_between_nodes": counters.bytes_between_nodes,
         "residuals_dropped": dict(counters.residuals_dropped),
-        "measured": counters.measured,
-        "sqnr_db": decibels if math.isfinite(decibels) else None,
     }
+
+
+def _quality(counters: Counters) -> dict[str, Any]:
+    value = decibels(counters)
+    finite = value is not None and math.isfinite(value)
+    return {"bits": counters.bits, "measured": counters.measured, "sqnr_db": value if finite else None}

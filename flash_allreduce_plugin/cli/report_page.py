@@ -88,11 +88,12 @@ def _log(log: Log, anchor: str) -> str:
 
 def _tiles(log: Log) -> str:
     counters = total(log.sites)
+    errors = [error for site in log.sites.values() if (error := decibels(site)) is not None and math.isfinite(error)]
     tiles = {
         "of the bytes saved": saved(counters),
         "sent by this rank": amount(counters.bytes_sent),
         f"of {counters.calls:,} calls quantized": percent(counters.quantized, counters.calls),
-        "SQNR, dB": sqnr(counters),
+        "dB, the lowest SQNR of a site": f"{min(errors):.1f}" if errors else "-",
         "steps": "-" if log.steps is None else f"{log.steps:,}",
         "from start to last line": duration(log.seconds),
     }
@@ -109,7 +110,7 @@ def _table(log: Log) -> str:
         values = [f"{counters.calls:,}", percent(counters.quantized, counters.calls), amount(counters.bytes_sent)]
         values += [amount(counters.bytes_full_precision)]
         values += [amount(counters.bytes_between_nodes)] * between_nodes
-        values += [saved(counters), sqnr(counters), bits(counters) if not kind else ""]
+        values += [saved(counters), *(["", ""] if kind else [sqnr(counters), bits(counters)])]
         return f"<tr{kind}>{_cells([name, *values])}</tr>"
 
     rows = [row(name, counters) for name, counters in sites.items()]

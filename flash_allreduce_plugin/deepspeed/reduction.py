@@ -66,7 +66,7 @@ class Reduction:
         self.stage = int(engine.zero_optimization_stage())
         self.feedback = feedback_for(config)
         self._engine = engine
-        self._scalars, self._told_at = Scalars(), -1
+        self._scalars = Scalars()
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
 
@@ -134,14 +134,8 @@ class Reduction:
         self._record(SPARSE, values, group, halves=1, numel=values.numel() * group.size())
 
     def events(self) -> list[tuple[str, float, int]]:
-        """For the engine's monitor: (tag, value, samples) of what was counted since the last time; once a step."""
-        samples = int(self._engine.global_samples)
-        if samples == self._told_at:
-            return []
-        events = [(tag, value, samples) for tag, value in self._scalars.take()]
-        if events:
-            self._told_at = samples
-        return events
+        """For the engine's monitor: (tag, value, samples) of what was counted since the last time."""
+        return [(tag, value, int(self._engine.global_samples)) for tag, value in self._scalars.take()]
 
     def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup) -> None:
         """tensor 1-D: the slices that this rank owns hold the sum afterwards, the others are as before."""
