@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from flash_allreduce_plugin.cli.report_log import Interval, Log, added_up, total
-from flash_allreduce_plugin.cli.report_plot import curve
+from flash_allreduce_plugin.cli.report_plot import Across, curve
 from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, sqnr
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.telemetry import Counters
@@ -82,7 +82,8 @@ def _log(log: Log, anchor: str) -> str:
     if sites:
         parts += [_table(log), _full_precision(log)]
         intervals, label = _along(log.intervals)
-        parts += [_site(name, intervals, label) for name, counters in sites.items() if counters.quantized]
+        across = label, intervals[0].seconds, intervals[-1].seconds
+        parts += [_site(name, intervals, across) for name, counters in sites.items() if counters.quantized]
     return "".join([*parts, _configuration(log), _versions(header), "</section>"])
 
 
@@ -169,7 +170,7 @@ def _along(intervals: list[Interval]) -> tuple[list[Interval], str]:
     return [Interval(round(one.seconds / length, 4), one.step, one.sites) for one in merged], unit
 
 
-def _site(name: str, intervals: list[Interval], label: str) -> str:
+def _site(name: str, intervals: list[Interval], across: Across) -> str:
     """Curves of one site."""
 
     def values(of: Callable[[Counters], float | None]) -> list[tuple[float, float]]:
@@ -180,14 +181,14 @@ def _site(name: str, intervals: list[Interval], label: str) -> str:
     error, widths = values(decibels), values(lambda counters: counters.bits)
     curves = []
     if savings:
-        svg = curve(savings, label, "%", 0, 100, "saved", f"bytes saved at {name}, percent")
+        svg = curve(savings, across, "%", 0, 100, "saved", f"bytes saved at {name}, percent")
         curves.append(f"<div><h4>Bytes saved, %</h4>{svg}</div>")
     if error:
         low, high = min(y for _, y in error), max(y for _, y in error)
-        svg = curve(error, label, "dB", low - 1, high + 1, "sqnr", f"SQNR at {name}, dB")
+        svg = curve(error, across, "dB", low - 1, high + 1, "sqnr", f"SQNR at {name}, dB")
         curves.append(f"<div><h4>SQNR of the measured calls, dB</h4>{svg}</div>")
     if len({width for _, width in widths}) > 1:
-        svg = curve(widths, label, "bits", 2, 8, "bits", f"width at {name}, bits")
+        svg = curve(widths, across, "bits", 2, 8, "bits", f"width at {name}, bits")
         curves.append(f"<div><h4>Bits of the last quantized call</h4>{svg}</div>")
     quiet = "" if error else '<p class="quiet">SQNR was not measured; quality_interval sets how often it is.</p>'
     return f'<div class="card site"><h3>{escape(name)}</h3><div class="curves">{"".join(curves)}</div>{quiet}</div>'

@@ -14,14 +14,15 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 34  # of what is around the curve
 _MARKED = 60  # more points than that are not marked one by one
 
 Point = tuple[float, float]
+Across = tuple[str, float, float]  # the x axis: what it is, where it begins and ends
 
 
-def curve(points: Sequence[Point], x_label: str, unit: str, low: float, high: float, kind: str, name: str) -> str:
+def curve(points: Sequence[Point], across: Across, unit: str, low: float, high: float, kind: str, name: str) -> str:
     """points by rising x. low, high: what the y axis shows at least. kind: a class of the page's, for the colour;
     name: what it shows, for those who do not see it.
     """
+    x_label, first, last = across
     ys = ticks(min(low, *(y for _, y in points)), max(high, *(y for _, y in points)), 4)
-    first, last = points[0][0], points[-1][0]
     if first == last:  # one point: in the middle
         first, last = first - 1, last + 1
 
@@ -44,11 +45,11 @@ def curve(points: Sequence[Point], x_label: str, unit: str, low: float, high: fl
     parts.append(f'<polygon class="area" points="{where[0][0]:.1f},{floor} {line} {where[-1][0]:.1f},{floor}"/>')
     parts.append(f'<polyline class="line" points="{line}"/>')
     radius = 2.5 if len(points) <= _MARKED else 0
-    for (x, y), (across, up) in zip(points, where, strict=True):
+    for (x, y), (right, up) in zip(points, where, strict=True):
         said = escape(f"{x_label} {x:,.10g}: {y:.1f} {unit}")
         if radius:
-            parts.append(f'<circle class="dot" cx="{across:.1f}" cy="{up:.1f}" r="{radius}"/>')
-        parts.append(f'<circle class="hover" cx="{across:.1f}" cy="{up:.1f}" r="7"><title>{said}</title></circle>')
+            parts.append(f'<circle class="dot" cx="{right:.1f}" cy="{up:.1f}" r="{radius}"/>')
+        parts.append(f'<circle class="hover" cx="{right:.1f}" cy="{up:.1f}" r="7"><title>{said}</title></circle>')
     return "".join([*parts, "</svg>"])
 
 
