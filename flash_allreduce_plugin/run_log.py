@@ -38,19 +38,21 @@ StepSource = Callable[[], int | None]
 _log = logging.getLogger("flash_allreduce_plugin")
 _lock = threading.Lock()
 _running: RunLog | None = None
+_finished_steps: StepSource | None = None
 
 
 def start(config: FlashConfig, step: StepSource | None = None) -> None:
     """Begin the log that the environment asks for, if this rank is to write it; once it runs, add `config` to it.
 
-    step: what gives the number of finished training steps, where that is known; the last one given counts.
+    step: what gives the number of finished training steps, None where it is not known now; the last one given counts.
     Does nothing without the variable, or while the rank is not known: then it is called again.
     Raises ConfigError if the file cannot be written.
     """
     if not os.environ.get(switches.LOG):
         return
-    global _running
+    global _running, _finished_steps
     with _lock:
+        _finished_steps = _finished_steps if step is None else step
         if _running is None or _running.pid != os.getpid():
             ranks = _rank_and_world()
             name = os.environ[switches.LOG]
@@ -58,8 +60,6 @@ def start(config: FlashConfig, step: StepSource | None = None) -> None:
                 return
             _running = RunLog(name.replace("%r", str(ranks[0])), *ranks, config)
         _running.add(config)
-        if step is not None:
-            _running.step = step
 
 
 def close() -> None:
@@ -76,7 +76,6 @@ class RunLog:
 
     def __init__(self, path: str, rank: int, world: int, config: FlashConfig) -> None:
         self.pid = os.getpid()
-        self.step: StepSource | None = None
         self._step: int | None = None  # as it was last known
         self._path = path
         self._started = time.monotonic()
@@ -117,7 +116,7 @@ class RunLog:
         sites = telemetry.difference(now, self._told)
         if not sites and kind != "end":
             return
-        step = None if self.step is None else self.step()
+        step = None if _finished_steps is None else _finished_steps()
         self._step = self._step if step is None else step  # what counted them may be gone at the end
         fields = {} if self._step is None else {"step": self._step}
         if self._line(kind, {**fields, "sites": {name: _site(counters) for name, counters in sites.items()}}):

@@ -49,6 +49,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("WORLD_SIZE", "4")
     yield file
     run_log.close()
+    run_log._finished_steps = None
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -158,11 +159,12 @@ def test_other_ranks_write_only_where_the_name_has_the_rank(
 
 def test_a_rank_that_is_not_known_yet_is_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK")
-    run_log.start(CONFIG)
+    run_log.start(CONFIG, lambda: 5)
     assert not path.exists()
     monkeypatch.setenv("RANK", "0")
     run_log.start(CONFIG)
-    assert path.exists()
+    run_log.close()
+    assert lines(path)[-1]["step"] == 5
 
 
 @pytest.mark.parametrize(

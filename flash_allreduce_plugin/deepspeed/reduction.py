@@ -66,7 +66,7 @@ class Reduction:
         self.stage = int(engine.zero_optimization_stage())
         self.feedback = feedback_for(config)
         self._engine = engine
-        self._scalars = Scalars()
+        self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
 
@@ -134,7 +134,10 @@ class Reduction:
         self._record(SPARSE, values, group, halves=1, numel=values.numel() * group.size())
 
     def events(self) -> list[tuple[str, float, int]]:
-        """For the engine's monitor: (tag, value, samples) of what was counted since the last time."""
+        """For the engine's monitor: (tag, value, samples) of what was counted since the last time; after each step."""
+        if self._engine.global_steps == self._told_at:
+            return []
+        self._told_at = self._engine.global_steps
         return [(tag, value, int(self._engine.global_samples)) for tag, value in self._scalars.take()]
 
     def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup) -> None:

@@ -50,7 +50,7 @@ def enable(config: FlashConfig | None = None) -> None:
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = FlashConfig.from_env() if config is None else config
-    run_log.start(config, modules.step)
+    run_log.start(config, lambda: modules.step() if is_enabled() else None)
     if _patchset is None:
         transformer_engine_seams, misfit = _transformer_engine()
         if misfit is not None:

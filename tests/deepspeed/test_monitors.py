@@ -14,6 +14,8 @@ from deepspeed_training import EIGHT, OFF, deepspeed, engine, step
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import run_log
 from flash_allreduce_plugin.cli.report_log import read
+from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import record_full_precision
 from tests.distributed import Ranks
 
 STEPS = 3
@@ -31,6 +33,9 @@ def trains(folder: str, stage: int, flash: dict[str, Any] | None, accumulation: 
         built = engine(options, flash)
         ours = "write_events" in vars(built.monitor)
         for number in range(STEPS):
+            if number == 1:  # a line of the user's own, amid the second step
+                record_full_precision(Site("own"), "in between", 1)
+                built.monitor.write_events([("Train/own", 1.0, 3)])
             step(built, number)
         fap.deepspeed.disable()
         released = "write_events" not in vars(built.monitor)
@@ -63,6 +68,7 @@ def test_scalars_come_with_every_step(
         assert [row[0] for row in rows] == samples, "none after disable"
         assert all(low <= float(value) <= high for _, value in rows), (name, rows)
     assert not [name for name in found if site in name]
+    assert found["flash_allreduce_own_quantized_share"] == [[samples[1], "0.0"]], "with the step that it belongs to"
     for rank in range(2):
         log = read(tmp_path / f"{rank}.jsonl")
         assert log.steps == STEPS + 1 and log.starts[0].header["rank"] == rank

@@ -130,8 +130,10 @@ def writes_a_log(folder: str) -> None:
     megatron.enable(FlashConfig(bits=4))
     modules.set_step(17)
     telemetry.record_quantized(SITE, 100, 800, bits=4)
+    assert run_log._running is not None
+    run_log._running._counts("interval")
+    megatron.disable()  # which forgets the steps
     run_log.close()
-    megatron.disable()
 
 
 def test_the_log_knows_the_step(tmp_path: Path) -> None:
