@@ -10,8 +10,6 @@ order on all ranks, and so are the collectives issued.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
-import weakref
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -55,10 +53,17 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         return reduction.start(state, bucket)
 
-    run_log.start(reduction.config, reduction.steps())
+    steps = reduction.steps
+    run_log.start(reduction.config, lambda: steps.finished)
     hook = cast(Hook, flash_allreduce_hook)
     hook.feedback = reduction.feedback
     return hook
+
+
+class _Steps:
+    """Backward passes; the log of a run reads them, when the reduction is maybe gone."""
+
+    finished = 0
 
 
 class _Reduction:
@@ -66,7 +71,7 @@ class _Reduction:
 
     def __init__(self, config: FlashConfig) -> None:
         self.config = config
-        self.step = 0
+        self.steps = _Steps()
         self.feedback = feedback_for(config)
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: tuple[Work, torch.Tensor, Future] | None = None
@@ -82,7 +87,7 @@ class _Reduction:
             self.config,
             async_op=True,
             site=SITE,
-            step=self.step,
+            step=self.steps.finished,
             feedback=self.slot(bucket),
         )
         assert work is not None
@@ -90,15 +95,10 @@ class _Reduction:
             _finish(*before)
         if bucket.is_last():
             _finish(work, buffer, future)
-            self.step += 1
+            self.steps.finished += 1
         else:
             self.started = (work, buffer, future)
         return future
-
-    def steps(self) -> Callable[[], int | None]:
-        """What gives the number of finished backward passes; it does not keep the reduction alive."""
-        own = weakref.ref(self)
-        return lambda: None if (reduction := own()) is None else reduction.step
 
     def slot(self, bucket: dist.GradBucket) -> Slot | None:
         if self.feedback is None:

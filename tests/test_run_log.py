@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -324,6 +325,24 @@ def test_real_ranks_with_direct_calls(tmp_path: Path) -> None:
         assert (site["calls"], site["quantized"], site["bits"]) == (2, 1, 4)
         assert site["full_precision"] == {"message below min_bytes": 1}
         assert site["bytes_sent"] < 0.15 * site["bytes_full_precision"] and 15 < site["sqnr_db"] < 25
+
+
+def trains_with_ddp(folder: str) -> None:
+    os.environ["FLASH_ALLREDUCE_LOG"] = f"{folder}/%r.jsonl"
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8, min_bytes=0)))
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+    del model
+    gc.collect()
+    run_log.close()
+
+
+def test_the_steps_of_ddp_are_known_to_the_last(tmp_path: Path) -> None:
+    run_ranks(2, trains_with_ddp, str(tmp_path))
+    for rank in range(2):
+        last = lines(tmp_path / f"{rank}.jsonl")[-1]
+        assert last["step"] == 3 and last["sites"]["ddp.gradients"]["quantized"] >= 3
 
 
 def test_what_takes_a_configuration_begins_the_log(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Start:
         return self.intervals[-1].seconds if self.intervals else 0.0
 
 
-@dataclass(slots=True)
+@dataclass
 class Log:
     """A file. cut_off: lines that are not whole, and are left out."""
 
@@ -51,7 +51,7 @@ class Log:
     starts: list[Start]
     cut_off: int
 
-    @property
+    @cached_property
     def intervals(self) -> list[Interval]:
         """Of all starts, one after the other, their seconds counted on."""
         found, before = [], 0.0
@@ -64,7 +64,7 @@ class Log:
     def seconds(self) -> float:
         return sum(start.seconds for start in self.starts)
 
-    @property
+    @cached_property
     def sites(self) -> Sites:
         """The whole run."""
         return added_up(interval.sites for interval in self.intervals)
