@@ -1,5 +1,5 @@
 """`python -m flash_allreduce_plugin`: the same as `flash-allreduce`."""
 
-from flash_allreduce_plugin.cli import main
+from flash_allreduce_plugin.cli import run
 
-main()
+run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def main() -> None:
+def run() -> None:
     """The entry point; without the packages of the `cli` extra one sentence that says so."""
     try:
         from flash_allreduce_plugin.cli.main import app

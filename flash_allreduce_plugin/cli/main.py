@@ -205,7 +205,3 @@ def report(
         raise typer.BadParameter(str(error)) from None
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: cannot be written ({error.strerror})") from None
-
-
-def main() -> None:
-    app()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_cli_extra_one_sentence(package: str) -> None:
-    program = f"import sys; sys.modules[{package!r}] = None; from flash_allreduce_plugin.cli import main; main()"
+    program = f"import sys; sys.modules[{package!r}] = None; from flash_allreduce_plugin.cli import run; run()"
     done = subprocess.run(
         [sys.executable, "-c", program, "doctor"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -29,5 +29,5 @@ def test_every_command_has_its_help() -> None:
         [sys.executable, "-m", "flash_allreduce_plugin", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for command in ("demo", "doctor", "plan"):
+    for command in ("demo", "doctor", "plan", "bench", "report"):
         assert command in done.stdout
