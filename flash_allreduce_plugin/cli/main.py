@@ -180,6 +180,60 @@ def bench(
 
 
 @app.command()
+def tune(
+    collective: Annotated[
+        str, typer.Option(help="all_reduce, reduce_scatter, all_gather; several with commas.")
+    ] = "all_reduce",
+    bits: Annotated[str, typer.Option(help="Widths to measure; the configuration is for the first.")] = "8,4",
+    options: Annotated[str, typer.Option(help="More of the configuration, as JSON: '{\"group_size\": 64}'.")] = "{}",
+    minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "1K",
+    maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "256M",
+    datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "bfloat16",
+    seconds: Annotated[float, typer.Option(min=0.0, help="To measure a size for; at least five rounds.")] = 2.0,
+    ranks: Annotated[str | None, typer.Option(help="Ranks on this machine, 2 by default.")] = None,
+    link: Annotated[str, typer.Option(help="Rate of the link of each host, such as 1gbit (root only).")] = "loopback",
+    hosts: Annotated[str | None, typer.Option(help="Hosts, with --link; 2 by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The configuration.")] = Path(
+        "flash_allreduce.json"
+    ),
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Everything measured.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of the sweep, PNG.")] = None,
+) -> None:
+    """Measure where quantizing pays on these ranks and write chunk_bytes and min_bytes to a configuration file.
+
+    Under torchrun on the group of the job, or by itself. The choice is measured once more: exit status 0 only if with
+    it no size takes more than 1.05 times full precision.
+    """
+    from flash_allreduce_plugin.cli.ranks import RanksError
+    from flash_allreduce_plugin.cli.tune import run_tune
+
+    try:
+        held = run_tune(
+            collectives=collective,
+            bits=bits,
+            options=options,
+            minbytes=minbytes,
+            maxbytes=maxbytes,
+            datatype=datatype,
+            seconds=seconds,
+            rank_counts=ranks,
+            link=link,
+            hosts=hosts,
+            device=device,
+            output=output,
+            json_file=json_file,
+            plot_file=plot,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except RanksError as error:
+        typer.echo(f"tune: {error}", err=True)
+        raise typer.Exit(1) from None
+    raise typer.Exit(0 if held else 1)
+
+
+@app.command()
 def report(
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files that FLASH_ALLREDUCE_LOG=FILE wrote.")],
     html_file: Annotated[

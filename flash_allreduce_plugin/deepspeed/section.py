@@ -9,6 +9,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 
 SECTION = "flash_allreduce"
+FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
 # Fields for collectives that DeepSpeed does not have: in the section they would do nothing.
 _OF_MEGATRON = (
@@ -21,32 +22,48 @@ _OF_MEGATRON = (
     "include",
     "exclude",
 )
+_NO_EFFECT = "{key}={value!r} has no effect in DeepSpeed, whose gradients all travel at `bits`; leave it out."
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     """The configuration that DeepSpeed's raw dict asks for; None without the section.
 
-    Keys that the section leaves out come from the environment (FLASH_ALLREDUCE_BITS and so on), else they are the
-    defaults. Raises ConfigError with every problem, one a line, each naming `flash_allreduce.<key>`.
+    Keys that the section leaves out come from the file that its key "config" names, else from the environment
+    (FLASH_ALLREDUCE_BITS and so on), else they are the defaults. Raises ConfigError with every problem, one a line,
+    each naming `flash_allreduce.<key>`.
     """
     if SECTION not in raw:
         return None
     section = raw[SECTION]
     if not isinstance(section, Mapping):
         raise ConfigError(f'{SECTION} is {section!r}; expected keys and values, as in "{SECTION}": {{"bits": 4}}.')
-    lines = [
-        f"{key}={section[key]!r} has no effect in DeepSpeed, whose gradients all travel at `bits`; leave it out."
-        for key in _OF_MEGATRON
-        if key in section
-    ]
-    config, environment = None, FlashConfig.from_env().to_dict()
+    config, base = None, FlashConfig.from_env()
+    fields = {key: value for key, value in section.items() if key != FILE}
+    lines = [_NO_EFFECT.format(key=key, value=fields[key]) for key in _OF_MEGATRON if key in fields]
     try:
-        config = FlashConfig.from_dict({**environment, **section})
+        if FILE in section:
+            base = _from_file(section[FILE], base, lines)
+        config = FlashConfig.from_dict({**base.to_dict(), **fields})
     except ConfigError as error:
         lines += str(error).splitlines()
     if lines:
         raise ConfigError("\n".join(f"{SECTION}.{line}" for line in lines))
+    return config
+
+
+def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
+    """What the file sets on top of `base`; lines: is given what would have no effect."""
+    if not isinstance(path, str):
+        raise ConfigError(f"{FILE}={path!r} is not valid; expected the name of a JSON file.")
+    try:
+        config = FlashConfig.from_file(path, base=base)
+    except ConfigError as error:
+        raise ConfigError("\n".join(f"{FILE}={line}" for line in str(error).splitlines())) from None
+    for key in _OF_MEGATRON:
+        value = getattr(config, key)
+        if value != getattr(base, key):
+            lines.append(f"{FILE}={path}: " + _NO_EFFECT.format(key=key, value=value))
     return config
 
 

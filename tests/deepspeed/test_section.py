@@ -272,3 +272,35 @@ def test_keys_before_environment_before_defaults(monkeypatch: pytest.MonkeyPatch
     assert section.parse({"flash_allreduce": {"bits": 4}}) == fap.FlashConfig(bits=4, min_bytes=7)
     assert section.parse({"flash_allreduce": {}}) == fap.FlashConfig(bits=3, min_bytes=7)
     assert section.parse({"zero_optimization": {}}) is None
+
+
+def test_a_file_named_in_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `flash-allreduce tune` writes it: below the section's own keys, above the environment."""
+    file = tmp_path / "tuned.json"
+    file.write_text('{"bits": 4, "min_bytes": 4096}')
+    monkeypatch.setenv("FLASH_ALLREDUCE_MIN_BYTES", "1")
+    monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "64")
+    config = section.parse({"flash_allreduce": {"config": str(file), "bits": 6}})
+    assert config == fap.FlashConfig(bits=6, min_bytes=4096, group_size=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, r"flash_allreduce\.config=.*tuned\.json: cannot be read"),
+        ("[1]", r"flash_allreduce\.config=.*tuned\.json: expected keys and values"),
+        ('{"bts": 4}', r"flash_allreduce\.config=.*tuned\.json: bts=4 is not a known key; the nearest is bits"),
+        ('{"grad_bits": 4}', r"flash_allreduce\.config=.*tuned\.json: grad_bits=4 has no effect in DeepSpeed"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    file = tmp_path / "tuned.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(fap.ConfigError, match=said):
+        section.parse({"flash_allreduce": {"config": str(file)}})
+
+
+def test_a_file_that_is_none() -> None:
+    with pytest.raises(fap.ConfigError, match=r"flash_allreduce\.config=4 is not valid; expected the name of a JSON"):
+        section.parse({"flash_allreduce": {"config": 4}})
