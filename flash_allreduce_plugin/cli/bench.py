@@ -57,15 +57,15 @@ def run_bench(
 
     Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
-    chosen = _names("--collective", collectives, COLLECTIVES)
-    worlds = _worlds(rank_counts, hosts, link, chosen)
+    chosen = names("--collective", collectives, COLLECTIVES)
+    worlds = worlds_of(rank_counts, hosts, link, chosen)
     settings: dict[str, Any] = {
         "collectives": chosen,
         "sizes": sizes(minbytes, maxbytes, stepfactor, stepbytes),
-        "datatype": _names("--datatype", datatype, DATATYPES, single=True)[0],
-        "algorithms": _names("--algorithm", algorithms, ALGORITHMS),
+        "datatype": names("--datatype", datatype, DATATYPES, single=True)[0],
+        "algorithms": names("--algorithm", algorithms, ALGORITHMS),
         "configs": {name: c.to_dict() for name, c in configs(bits, options, config).items()},
-        "device": _device(device, max(worlds)),
+        "device": device_of(device, max(worlds)),
         "iters": iters,
         "warmup": warmup_iters,
         "rounds": rounds,
@@ -152,7 +152,7 @@ def _name(config: FlashConfig) -> str:
     return f"INT{before}" if before == after else f"INT{before}+{after}"
 
 
-def _names(option: str, text: str, known: Sequence[str], single: bool = False) -> list[str]:
+def names(option: str, text: str, known: Sequence[str], single: bool = False) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     if not set(names) <= set(known) or (single and len(names) > 1):
         some = "one of" if single else "one or more, separated by commas, of"
@@ -160,7 +160,7 @@ def _names(option: str, text: str, known: Sequence[str], single: bool = False) -
     return names
 
 
-def _worlds(rank_counts: str | None, hosts: str | None, link: str, collectives: list[str]) -> list[int]:
+def worlds_of(rank_counts: str | None, hosts: str | None, link: str, collectives: list[str]) -> list[int]:
     """How many ranks, one run after the other."""
     if ranks.launched():
         if rank_counts or hosts or link != netlab.LOOPBACK:
@@ -190,7 +190,7 @@ def _worlds(rank_counts: str | None, hosts: str | None, link: str, collectives: 
     return worlds
 
 
-def _device(device: str, world: int) -> str:
+def device_of(device: str, world: int) -> str:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device {device}: expected cpu or cuda")
     if device == "cuda" and not ranks.launched() and torch.cuda.device_count() < world:

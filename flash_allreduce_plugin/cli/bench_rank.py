@@ -169,7 +169,7 @@ def _variants(
     world, collective = inputs.world_size, inputs.collective
     size = count * inputs.dtype.itemsize
     ring_bytes = BUSBW_FACTOR[collective] * size * (world - 1) / world
-    variants = [Variant(FULL_PRECISION, partial(_plain, collective), ring_bytes)]
+    variants = [Variant(FULL_PRECISION, partial(plain, collective), ring_bytes)]
     for name, fields in settings["configs"].items():
         config = FlashConfig.from_dict(fields)
         plan = _plan(inputs, count, config, device, group)
@@ -185,7 +185,7 @@ def _variants(
     return variants
 
 
-def _plain(collective: Collective, output: Tensor, input: Tensor) -> None:
+def plain(collective: Collective, output: Tensor, input: Tensor) -> None:
     """torch.distributed's own, as one calls it without the plugin."""
     if collective == "all_reduce":
         dist.all_reduce(output)

@@ -49,16 +49,16 @@ def run_tune(
 
     Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
-    chosen = bench._names("--collective", collectives, COLLECTIVES)
-    world, *more = bench._worlds(rank_counts, hosts, link, chosen)
+    chosen = bench.names("--collective", collectives, COLLECTIVES)
+    world, *more = bench.worlds_of(rank_counts, hosts, link, chosen)
     if more:
         raise ValueError(f"{'--hosts' if hosts else '--ranks'} {hosts or rank_counts}: expected one number")
     sizes = bench.sizes(minbytes, maxbytes, 2, None)
     settings: dict[str, Any] = {
         "collectives": chosen,
         "sizes": sizes,
-        "datatype": bench._names("--datatype", datatype, bench.DATATYPES, single=True)[0],
-        "device": bench._device(device, world),
+        "datatype": bench.names("--datatype", datatype, bench.DATATYPES, single=True)[0],
+        "device": bench.device_of(device, world),
         "configs": {name: config.to_dict() for name, config in _configs(bits, options).items()},
         "chunks": sorted({*CHUNKS, FlashConfig().chunk_bytes}),
         "chunk_sizes": [size for size in CHUNK_SIZES if size <= sizes[-1]],

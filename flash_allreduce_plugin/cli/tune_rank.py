@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import dispatch
-from flash_allreduce_plugin.cli.bench_rank import _plain as plain
+from flash_allreduce_plugin.cli.bench_rank import plain
 from flash_allreduce_plugin.cli.ranks import Say
 from flash_allreduce_plugin.cli.timing import interleaved
 from flash_allreduce_plugin.config import FlashConfig
