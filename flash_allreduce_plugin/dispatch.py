@@ -7,7 +7,6 @@ and why, is in stats().
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -71,8 +70,10 @@ def all_reduce(
         config = _default_config()
     key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
-        with _errors_of("all_reduce", site, plain):
+        try:
             dist.all_reduce(tensor, group=plain)
+        except RuntimeError as error:
+            raise Label("all_reduce", site.name, plain).error(transport.PLAINLY, error) from error
         return None
     _check_written(tensor, "tensor")
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
@@ -104,8 +105,10 @@ def reduce_scatter(
         config = _default_config()
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
-        with _errors_of("reduce_scatter", site, plain):
+        try:
             transport.reduce_scatter_single(output, input, group=plain)
+        except RuntimeError as error:
+            raise Label("reduce_scatter", site.name, plain).error(transport.PLAINLY, error) from error
         return None
     _check_written(output, "output")
     if isinstance(input, Tensor):
@@ -140,8 +143,10 @@ def all_gather(
         config = _default_config()
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
-        with _errors_of("all_gather", site, plain):
+        try:
             transport.all_gather_single(output, input, group=plain)
+        except RuntimeError as error:
+            raise Label("all_gather", site.name, plain).error(transport.PLAINLY, error) from error
         return None
     _check_written(output, "output")
     _check_tensor(input, "input")
@@ -175,22 +180,15 @@ def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Si
     """The group of a call that is known to go in full precision, counted; None: it is not known.
 
     Small messages are the many; beside a plain collective of theirs, checking and planning each anew would show.
+    FLASH_ALLREDUCE_DISABLE is not looked at: it would change nothing.
     """
     if group is None:
         group = dist.group.WORLD
     state = groups.known(group)
-    if state is None or (answer := state.plain.get(key)) is None or switches.is_on(switches.DISABLE):
+    if state is None or (answer := state.plain.get(key)) is None:
         return None
     telemetry.record_full_precision(site, answer[0], answer[1])
     return group
-
-
-@contextmanager
-def _errors_of(collective: str, site: Site, group: dist.ProcessGroup) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise Label(collective, site.name, group).error(transport.PLAINLY, error) from error
 
 
 class _Call:

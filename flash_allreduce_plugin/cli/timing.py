@@ -26,7 +26,7 @@ def interleaved(
     before: Callable[[], object] = lambda: None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Time every variant once a round, `calls` calls in a row; every other round goes through them backwards.
+    """Time every variant once a round, `calls` calls in a row, beginning with another one each round.
 
     To be called on every rank of the group with the same names in the same order. A call that only enqueues work on a
     GPU counts until the GPU is done.
@@ -46,8 +46,8 @@ def interleaved(
         for _ in range(warmup):
             variants[name]()
     for round_ in range(rounds):
-        order = range(len(names)) if round_ % 2 == 0 else range(len(names) - 1, -1, -1)
-        for i in order:
+        for turn in range(len(names)):
+            i = (round_ + turn) % len(names)
             variant = variants[names[i]]
             before()
             _synchronize()
