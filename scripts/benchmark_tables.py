@@ -5,29 +5,37 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from flash_allreduce_plugin.cli import tune
 
 Rows = list[Sequence[object]]
 
 
 @dataclass(frozen=True)
 class Command:
-    """line: as it stands in the documentation. quick: more options, which make it a matter of seconds."""
+    """line: as it stands in the documentation. quick: more options, which make it a matter of seconds. fine: exit
+    statuses of a run that has measured; what it says with 1 is in the table.
+    """
 
     line: str
     quick: str
+    fine: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
 class Table:
     """text: of what the commands wrote with --json, in their order -> the header, then the rows.
 
-    slow: hours; made only where it is asked for by name. needs: root, or a package.
+    picture: a file's name and what draws it of the same, beside the document, when the table is measured. slow: hours;
+    made only where it is asked for by name. needs: root, or a package.
     """
 
     name: str
     commands: tuple[Command, ...]
     text: Callable[[list[Any]], Rows]
+    picture: tuple[str, Callable[[list[Any], Path], None]] | None = None
     slow: bool = False
     needs: tuple[str, ...] = ()
 
@@ -103,6 +111,22 @@ def sizes(results: list[Any]) -> Rows:
     every = sorted({size for column in columns.values() for size in column})
     rows = [[_number(size / 1024, "g"), *(column.get(size, "") for column in columns.values())] for size in every]
     return [["KiB", *columns], *rows]
+
+
+def tuned(results: list[Any]) -> Rows:
+    """Of `flash-allreduce tune`: a row a size, for each run the time in full precision, that of the tuned configuration
+    over it (bold: quantized), and full precision over itself.
+    """
+    header, rows = ["KiB"], {}
+    for result in results:
+        about = result["about"]
+        on = "loopback" if about["link"] == "loopback" else about["link"]
+        header += [f"{about['ranks']} ranks, {on}: ms", "tuned", "control"]
+        for row in result["check"]:
+            cells = rows.setdefault(row["size"], [_number(row["size"] / 1024, "g")])
+            ratio = f"**{row['ratio']:.2f}**" if row["quantized"] else f"{row['ratio']:.2f}"
+            cells += [_number(row["seconds"]["full precision"], ".2f", 1e3), ratio, _number(row["control"])]
+    return [header, *(rows[size] for size in sorted(rows))]
 
 
 def ring(results: list[Any]) -> Rows:
@@ -244,6 +268,16 @@ TABLES = (
             Command(f"{BENCH} -b 16K -e 64M -f 4 --link 1gbit", f"{_QUICK} -e 256K"),
         ),
         sizes,
+        needs=("root",),
+    ),
+    Table(
+        "tuned",
+        tuple(
+            Command(f"flash-allreduce tune {where} -o /tmp/tuned.json", "-e 16K -b 16K --seconds 0", (0, 1))
+            for where in ("--ranks 2", "--ranks 4", "--link 1gbit --hosts 2", "--link 1gbit --hosts 4")
+        ),
+        tuned,
+        ("tuning.png", tune.plot),
         needs=("root",),
     ),
     Table(

@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +76,26 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
         line = [sys.executable, *program, *arguments, *(shlex.split(command.quick) if quick else [])]
         print(f"{table.name}: {command.line}{' ' + command.quick if quick else ''}", flush=True)
         begin = time.monotonic()
-        run([*line, "--json", str(file)])
+        file.unlink(missing_ok=True)
+        run([*line, "--json", str(file)], command.fine)
         print(f"{table.name}: {time.monotonic() - begin:.0f} s", flush=True)
         files.append(str(file.relative_to(results)))
     kept = {key: about[key] for key in ("date", "machine", "cores", "instruction_set", "torch")}
     return {**kept, "files": files}
 
 
-def run(command: list[str]) -> None:
-    """Raises CalledProcessError. At Ctrl-C the command, which gets it too, has the time to clean up."""
+def run(command: list[str], fine: Sequence[int] = (0,)) -> None:
+    """Raises CalledProcessError for an exit status that is not fine.
+
+    At Ctrl-C the command, which gets it too, has the time to clean up.
+    """
     with subprocess.Popen(command, cwd=ROOT) as process:
         try:
             status = process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise
-    if status:
+    if status not in fine:
         raise subprocess.CalledProcessError(status, command)
 
 
@@ -136,6 +141,10 @@ def main() -> int:
             print(f"{table.name}: {error}", file=sys.stderr, flush=True)
             failed.append(table.name)
             continue
+        if table.picture is not None:
+            name, draw = table.picture
+            loaded = [json.loads((results / made).read_text()) for made in index[table.name]["files"]]
+            draw(loaded, arguments.document.parent / name)
         file.write_text(json.dumps(index, indent=1) + "\n")  # what was measured stays, whatever comes next
         arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))
     arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))

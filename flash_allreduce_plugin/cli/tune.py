@@ -67,6 +67,9 @@ def run_tune(
     }
     if sizes[0] < 4 * world:
         raise ValueError(f"-b {minbytes}: expected at least {4 * world} bytes, an element a rank")
+    for file in (output, json_file, plot_file):
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"{file}: expected a file in a folder that exists")
     console = Console(width=max(Console().width, 100), highlight=False, soft_wrap=True)
     speaks = not ranks.launched() or os.environ["RANK"] == "0"
     with _progress(console, speaks) as on_message:
@@ -95,7 +98,7 @@ def run_tune(
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if plot_file:
-        plot(result, plot_file)
+        plot([result], plot_file)
     return not slow
 
 
@@ -183,16 +186,20 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     )
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Speed-up over full precision by size, each collective a panel; what the tuned configuration takes is marked."""
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over full precision by size, a panel for each run and collective; what the tuned configuration takes is
+    marked.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    collectives = list(result["pays_from"])
-    figure = Figure(figsize=(5.5 * len(collectives), 4.2), layout="constrained")
+    shown = [(result, collective) for result in results for collective in result["pays_from"]]
+    columns = min(len(shown), 2 if len(shown) == 4 else 3)
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(5.5 * columns, 4.0 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(collectives), squeeze=False, sharey=True)[0]
-    for panel, collective in zip(panels, collectives, strict=True):
+    panels = figure.subplots(rows, columns, squeeze=False, sharey=True)
+    for panel, (result, collective) in zip(panels.flat, shown, strict=False):
         sweep = [row for row in result["sweep"] if row["collective"] == collective]
         check = [row for row in result["check"] if row["collective"] == collective]
         sizes = [row["size"] for row in sweep]
@@ -210,14 +217,17 @@ def plot(result: dict[str, Any], path: Path) -> None:
         )
         panel.axhline(1, color="gray", linewidth=0.8)
         panel.axhline(1 / LIMIT, color="gray", linewidth=0.8, linestyle=":")
-        panel.set(xscale="log", yscale="log", title=collective, xlabel="bytes of the tensor")
-        shown = [size for size in sizes if math.log2(size) % 4 == 2]
-        panel.set_xticks(shown, [bytes_text(size) for size in shown])
+        about = result["about"]
+        title = f"{collective}, {about['ranks']} ranks, {about['link']}, {about['datatype']}"
+        panel.set(xscale="log", yscale="log", title=title, xlabel="bytes of the tensor")
+        marked = [size for size in sizes if math.log2(size) % 4 == 2]
+        panel.set_xticks(marked, [bytes_text(size) for size in marked])
         panel.minorticks_off()
         ticks = [0.1, 0.25, 0.5, 1, 2, 4, 8]
         panel.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         panel.legend(fontsize=8)
-    panels[0].set_ylabel("speed-up over full precision")
-    about = result["about"]
-    figure.suptitle(f"{about['ranks']} ranks, {about['link']}, {about['datatype']}")
+    for panel in panels.flat[len(shown) :]:
+        panel.remove()
+    for panel in panels[:, 0]:
+        panel.set_ylabel("speed-up over full precision")
     figure.savefig(path, dpi=110)

@@ -144,6 +144,7 @@ def test_a_size_that_is_slower_than_allowed_is_exit_status_1(tmp_path: Path, mon
         (["--ranks", "1"], "expected whole numbers from 2"),
         (["--link", "quick"], "rate 'quick'"),
         (["--device", "tpu"], "expected cpu or cuda"),
+        (["-o", "nowhere/tuned.json"], "nowhere/tuned.json: expected a file in a folder that exists"),
     ],
 )
 def test_bad_input(arguments: list[str], said: str) -> None:
