@@ -81,8 +81,8 @@ class FlashConfig(BaseModel):
 
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
     constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
-    call, one per line.  The defaults of chunk_bytes and min_bytes were measured
-    on gloo (docs/benchmarks.md).
+    call, one per line.  The defaults of chunk_bytes and min_bytes are what
+    `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
     """
 
     model_config = _STRICT
@@ -121,7 +121,7 @@ class FlashConfig(BaseModel):
         1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
     )
     min_bytes: Count = _field(
-        1 << 19, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"
+        1 << 20, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"
     )
     hierarchical: Literal["off", "auto"] | Hierarchy = _field(
         "off",

@@ -248,7 +248,7 @@ def predict(
     layout: Layout,
     widths: Mapping[str, int],
     codec: Codec = Codec(8, 128),  # noqa: B008  frozen
-    min_bytes: int = 1 << 19,
+    min_bytes: int = 1 << 20,
 ) -> Step:
     """A step in full precision and with the fields of `widths` quantized to their bits, the rest of `codec` alike.
 

@@ -21,10 +21,13 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-FLAGS = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "8")
+# Hidden states of 256 x 2 x 256 fp32 are 512 KiB, which min_bytes keeps in full precision by default.
+FLAGS = (
+    *("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "8"),
+    *("--flash-allreduce-min-bytes", "524288"),
+)
 ITERATIONS = 50
 LAYERS = 2
-# Hidden states of 256 x 2 x 256 fp32 are 512 KiB: what min_bytes lets through by default.
 ARGUMENTS = f"""
 --tensor-model-parallel-size 2 --num-layers {LAYERS} --hidden-size 256 --num-attention-heads 4 --seq-length 256
 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 2 --train-iters {ITERATIONS} --lr 1e-3
