@@ -77,7 +77,7 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
         print(f"{table.name}: {command.line}{' ' + command.quick if quick else ''}", flush=True)
         begin = time.monotonic()
         file.unlink(missing_ok=True)
-        run([*line, "--json", str(file)], command.fine)
+        run([*line, "--json", os.path.relpath(file, ROOT)], command.fine)
         print(f"{table.name}: {time.monotonic() - begin:.0f} s", flush=True)
         files.append(str(file.relative_to(results)))
     kept = {key: about[key] for key in ("date", "machine", "cores", "instruction_set", "torch")}
