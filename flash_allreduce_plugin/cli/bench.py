@@ -219,13 +219,9 @@ def _check_together(settings: Mapping[str, Any], world: int) -> None:
                 )
 
 
-@contextlib.contextmanager
-def _shown(
-    console: Console, speaks: bool, settings: Mapping[str, Any], world: int, link: str
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what takes the messages of rank 0: a bar on a terminal, and each row as it comes."""
-    # Drawn between the rounds: its thread would take its share of the cores from the ranks.
-    bar = Progress(
+def progress_bar(console: Console) -> Progress:
+    """Drawn when it is told to: a thread of its own would take its share of the cores from the ranks."""
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TimeRemainingColumn(),
@@ -233,6 +229,14 @@ def _shown(
         transient=True,
         auto_refresh=False,
     )
+
+
+@contextlib.contextmanager
+def _shown(
+    console: Console, speaks: bool, settings: Mapping[str, Any], world: int, link: str
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields what takes the messages of rank 0: a bar on a terminal, and each row as it comes."""
+    bar = progress_bar(console)
     task = bar.add_task("starting the ranks", total=None)
     collective, spoke = "", time.monotonic()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from flash_allreduce_plugin.cli import bench, machine, ranks
@@ -115,15 +114,7 @@ def _configs(bits: str, options: str) -> dict[str, FlashConfig]:
 @contextlib.contextmanager
 def _progress(console: Console, speaks: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yields what takes the messages of rank 0: a bar on a terminal, a line now and then elsewhere."""
-    # Drawn between the measurements: a thread of its own would take its share of the cores from the ranks.
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    )
+    bar = bench.progress_bar(console)
     task = bar.add_task("starting the ranks", total=None)
     spoke = time.monotonic()
 
