@@ -229,6 +229,7 @@ def main() -> None:
     print_rank_0(f"{args.train_iters * samples * args.seq_length / seconds:.0f} tokens/s")
     if flash is not None:
         print_rank_0(fap.megatron.report())  # [flash all-reduce] what fired, and what did not and why
+    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 
