@@ -43,29 +43,37 @@ def decide(bits: int, sqnr_db: float, target_db: float, spare: bool, symmetric: 
     return (bits - 1, False) if spare else (bits, True)
 
 
-class SiteWidth:
+class Sums:
+    """Signal and noise, sums of squares, that this rank has measured at one site on one process group."""
+
+    def __init__(self) -> None:
+        # One tuple: a handle may be waited on in another thread than the one that starts calls.
+        self._sums = (0.0, 0.0)
+
+    def add(self, signal: float, noise: float) -> None:
+        """What is not finite spoils all that is taken with it."""
+        self._sums = (self._sums[0] + signal, self._sums[1] + noise)
+
+    def take(self) -> tuple[float, float]:
+        """What was added since the last time; zeros: nothing."""
+        sums, self._sums = self._sums, (0.0, 0.0)
+        return sums
+
+
+class SiteWidth(Sums):
     """The width of one site on one process group, the same on all its ranks, and what this rank measured there."""
 
     def __init__(self, name: str, bits: int, target_db: float, symmetric: bool) -> None:
         """bits: the configured width, where it starts."""
+        super().__init__()
         self.bits = bits
         self._name, self._target_db, self._symmetric = name, target_db, symmetric
         self._spare = self._missed = False
-        # One tuple: a handle may be waited on in another thread than the one that starts calls.
-        self._measured = (0.0, 0.0)
 
     def record(self, bits: int, signal: float, noise: float) -> None:
-        """Sums of squares that were measured at a call of width `bits`; of a width no longer in use they are left out.
-
-        What is not finite spoils all that is taken with it.
-        """
+        """Sums of squares of a call of width `bits`; those of a width no longer in use are left out."""
         if bits == self.bits:
-            self._measured = (self._measured[0] + signal, self._measured[1] + noise)
-
-    def take(self) -> tuple[float, float]:
-        """Signal and noise that this rank has measured since the last time; zeros: nothing."""
-        measured, self._measured = self._measured, (0.0, 0.0)
-        return measured
+            self.add(signal, noise)
 
     def update(self, signal: float, noise: float, call: int, log: bool) -> None:
         """Decide for the calls of number `call` and on. signal, noise: sums over the ranks of what they took.

@@ -16,7 +16,7 @@ Each function is a generator that yields once, when the first chunks are on the 
 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers. `key` is the call's, for stochastic
 rounding: before the sum every rank has random numbers of its own, after it every group, whoever encodes it.
 `residual`, for gradients, has what the last call of the same kind lost and is left with what this one loses
-(feedback.py).
+(feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import codec, feedback, transport
 from flash_allreduce_plugin.feedback import Residual
+from flash_allreduce_plugin.meter import Meter
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.wire import Codec, Draw
@@ -78,6 +79,8 @@ def all_reduce(
     pool: BufferPool,
     key: int = 0,
     residual: Residual | None = None,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
     world, rank = label.group.size(), label.group.rank()
@@ -109,6 +112,8 @@ def all_reduce(
         out, real = payload(i, plan.reduce.record_bytes)
         first, last = chunks[i]
         _encode(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, first), residual, first, last)
+        if meter is not None:
+            meter.encoded(elements(i), out[:real].view(1, -1), plan.reduce)
         out[real:].zero_()
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
         exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
@@ -124,6 +129,8 @@ def all_reduce(
             codec.decode_sum_encode(*half)
         else:
             feedback.decode_sum_encode(*half, residual.after[first : first + shard], residual.momentum)
+        if meter is not None:
+            meter.summed(*half[:5])
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
@@ -156,6 +163,8 @@ def reduce_scatter(
     pool: BufferPool,
     key: int = 0,
     residual: Residual | None = None,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
@@ -184,7 +193,10 @@ def reduce_scatter(
             if part.numel():
                 first += chunks[i][0]
                 draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
-                _encode(part, payload.view(len(part), -1), plan.reduce, draw, residual, first, last)
+                payload = payload.view(len(part), -1)
+                _encode(part, payload, plan.reduce, draw, residual, first, last)
+                if meter is not None:
+                    meter.encoded(part, payload, plan.reduce)
         size = plan.reduce.payload_bytes(len(mine))
         inbox = received[start : start + world * size]
         even = None if isinstance(shards, Tensor) else [size] * world
@@ -197,6 +209,8 @@ def reduce_scatter(
         arrives.wait()
         if len(mine):
             codec.decode_sum(inbox.view(world, -1), mine, plan.reduce, factor)
+            if meter is not None:
+                meter.result(mine)
 
     for i in range(chunks.window):
         send(i)
@@ -209,7 +223,14 @@ def reduce_scatter(
 
 
 def all_gather(
-    output: Tensor, input: Tensor, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+    output: Tensor,
+    input: Tensor,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """input [numel] of every rank -> output [world * numel], one rounding."""
     world, rank = label.group.size(), label.group.rank()
@@ -231,6 +252,8 @@ def all_gather(
         mine = at(i).view(world, -1)[rank]
         elements = input[first * group_size : last * group_size].view(1, -1)
         codec.encode_rows(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
+        if meter is not None:
+            meter.gathered(elements, mine.view(1, -1), plan.gather)
         doing = f"gathering chunk {i + 1} of {chunks.count}"
         gathers.append(transport.all_gather(at(i), mine, label, doing))
 

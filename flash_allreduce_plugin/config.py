@@ -1,8 +1,7 @@
 """FlashConfig: one schema for Python, JSON and the environment.
 
 Every mistake is answered with a ConfigError that holds one line per problem: the key, what was given, what
-was expected, and for an unknown key the nearest valid one.  Nothing is ignored: a field whose feature this
-version does not have yet is validated like the others, then refused unless left at its default (_NOT_YET).
+was expected, and for an unknown key the nearest valid one.  Nothing is ignored.
 """
 
 from __future__ import annotations
@@ -33,12 +32,6 @@ from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
 # Switches of the package that are no fields of the configuration; read where they act, not here.
 ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD")
-
-# Fields that are known but have nothing behind them yet, and what they will do.  The feature's own change
-# removes its line here; nothing else has to be touched for the field to be accepted.
-_NOT_YET = {
-    "min_sqnr_db": "a guard that answers a low SQNR with more bits, then with full precision",
-}
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
 _COUNT = "a whole number, 0 or more"
@@ -142,12 +135,17 @@ class FlashConfig(BaseModel):
     include: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
     exclude: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
     warmup_steps: Count = _field(0, _COUNT, "full precision for so many first steps")
-    min_sqnr_db: float | None = _field(
-        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
-    )
     quality_interval: Count = _field(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
+    quality_measure: Literal["local", "exact"] = _field(
+        "local",
+        '"local" or "exact"',
+        "local: from what every rank has lost; exact: against the same call in full precision",
+    )
     target_sqnr_db: float | None = _field(
         None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
+    )
+    min_sqnr_db: float | None = _field(
+        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
     )
     check_ranks: bool = _field(True, _BOOL, "compare the configuration across the group at first use")
 
@@ -169,14 +167,6 @@ class FlashConfig(BaseModel):
             lines += _sentences(error, values, spelled)
         if lines:
             raise ConfigError("\n".join(lines))
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _refuse_not_yet(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        if info.field_name in _NOT_YET and value != cls.model_fields[info.field_name].default:
-            raise PydanticCustomError("not_yet", "not available yet")
-        return value
 
     @field_validator("compact", mode="after")
     @classmethod
@@ -206,7 +196,19 @@ class FlashConfig(BaseModel):
             )
         return value
 
-    @field_validator("target_sqnr_db", mode="after")
+    @field_validator("min_sqnr_db", mode="after")
+    @classmethod
+    def _refuse_floor_above_target(cls, value: float | None, info: ValidationInfo) -> float | None:
+        target = info.data.get("target_sqnr_db")
+        if value is not None and target is not None and value > target:
+            raise PydanticCustomError(
+                "combination",
+                f"is above target_sqnr_db={target}, which would keep every site below the floor; "
+                "expected the target or less",
+            )
+        return value
+
+    @field_validator("target_sqnr_db", "min_sqnr_db", mode="after")
     @classmethod
     def _refuse_unmeasured(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("quality_interval") == 0:
@@ -300,8 +302,7 @@ class FlashConfig(BaseModel):
         field = cls.model_fields[key]
         assert isinstance(field.json_schema_extra, dict)
         default = "none" if field.default is None else json.dumps(field.default)
-        line = f"{field.description}; {field.json_schema_extra['expected']} (default: {default})"
-        return f"{line}; not available yet in this version" if key in _NOT_YET else line
+        return f"{field.description}; {field.json_schema_extra['expected']} (default: {default})"
 
     @classmethod
     def _from_mapping(cls, values: Any, source: str = "", base: FlashConfig | None = None) -> FlashConfig:
@@ -341,9 +342,6 @@ def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Calla
         if problem["type"] == "extra_forbidden":
             nearest = _nearest(key.lower().replace("-", "_"), FlashConfig.model_fields)
             lines[key] = f"{given} is not a known key; the nearest is {nearest}."
-        elif problem["type"] == "not_yet":
-            default = _shown(FlashConfig.model_fields[key].default)
-            lines[key] = f"{given} is not available yet in this version ({_NOT_YET[key]}); leave it at {default}."
         elif problem["type"] == "combination":
             lines[key] = f"{given} {problem['msg']}."
         else:

@@ -18,13 +18,12 @@ from torch import Tensor
 from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
-from flash_allreduce_plugin.policy import WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
-from flash_allreduce_plugin.quality import Measurement
+from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.quality import Quality
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.work import StreamWork, Work
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.adaptive import SiteWidth
     from flash_allreduce_plugin.groups import GroupState
 
 SWITCHED_OFF = switches.DISABLE
@@ -224,9 +223,7 @@ class _Call:
         _check_device(input, self.group)
         self.key = 0  # of the random numbers of a call that is rounded stochastically
         self.parts: list[int] | None = None  # elements for each rank, where they are not all alike
-        self.measured = False
-        self.width: SiteWidth | None = None  # where it adapts
-        self.bits = 0  # of it, in this call
+        self.quality = Quality(collective, site, self.label, self.state, self.config)
 
     def check_pair(self, shard: Tensor, shard_name: str, numel: int, whole: Tensor, whole_name: str) -> None:
         if numel != whole.numel():
@@ -286,15 +283,16 @@ class _Call:
         disabled = switches.is_on(switches.DISABLE)
         groups.agree(self.label, self.config, disabled, self.input.device)
         answer = FullPrecision(SWITCHED_OFF) if disabled else self._make_plan()
+        if isinstance(answer, Plan):
+            answer = self.quality.decide(answer, self._at_width, self.input.device)
         if isinstance(answer, FullPrecision):
             nbytes = self.plain_bytes()
             telemetry.record_full_precision(self.site, answer.reason, nbytes)
-            if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP):
+            if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR):
                 if len(self.state.plain) == _REMEMBERED:
                     self.state.plain.clear()
                 self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
             return None
-        answer = self._adapted(answer)
         sent, between_nodes = self.sent_bytes(answer)
         telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes, answer.bits(self.collective))
         if answer.reduce.stochastic:
@@ -316,24 +314,10 @@ class _Call:
             width=width,
         )
 
-    def _adapted(self, plan: Plan) -> Plan:
-        """The plan at the site's width. Counts the call; at one that is measured the ranks decide about the width."""
-        interval = self.config.quality_interval
-        if interval == 0:
-            return plan
-        number = self.state.calls[self.site.name]
-        self.state.calls[self.site.name] += 1
-        self.measured = number % interval == 0
-        if plan.width is None:
-            return plan
-        self.width = self.state.width(self.site.name, self.config, plan.width)
-        if self.measured and number:
-            signal, noise = groups.add_up(self.width.take(), self.label, self.input.device)
-            self.width.update(signal, noise, number, log=self.state.rank == 0)
-        self.bits = self.width.bits
-        adapted = self._make_plan(self.bits)
-        assert isinstance(adapted, Plan)
-        return adapted
+    def _at_width(self, bits: int) -> Plan:
+        plan = self._make_plan(bits)
+        assert isinstance(plan, Plan)
+        return plan
 
     def plain_bytes(self) -> int:
         """What a rank sends in full precision."""
@@ -364,19 +348,16 @@ class _Call:
         groups = collectives.groups_of_residual(self.collective, sizes, plan, self.world_size)
         return self.feedback.open(layout, self.site, groups, plan.reduce.group_size, self.input.device)
 
-    def measurement(self, input: Tensor | Sequence[Tensor]) -> Measurement | None:
-        """Every quality_interval-th quantized call of a site on this group, the first one included."""
-        if not self.measured:
-            return None
-        op, factor = self.plain()
-        even = input if isinstance(input, Tensor) else _padded(input)
-        return Measurement(self.collective, even, op, factor, self.label)
-
-    def record(self, measurement: Measurement | None, result: Tensor) -> None:
-        if measurement is not None:
-            signal, noise = measurement.record(result, self.site)
-            if self.width is not None:
-                self.width.record(self.bits, signal, noise)
+    def measure(self, input: Tensor | Sequence[Tensor]) -> None:
+        """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
+        if not self.quality.measured:
+            return
+        if self.config.quality_measure == "local":
+            self.quality.measure_locally(self.factor, self.input.device)
+        else:
+            op, factor = self.plain()
+            even = input if isinstance(input, Tensor) else _padded(input)
+            self.quality.measure_exactly(even, op, factor)
 
 
 def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
@@ -385,11 +366,13 @@ def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
     whole = tensor.contiguous()
     op, factor = call.plain()
+    call.quality.watch([whole.view(-1)], call.factor)
     pending = transport.all_reduce(whole, op, call.label)
     yield
     pending.wait()
     if factor != 1.0:
         whole.mul_(factor)
+    call.quality.watched(whole.view(-1))
     if whole is not tensor:
         tensor.copy_(whole)
 
@@ -397,16 +380,16 @@ def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
 def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
     tensor = tensor.detach()
     flat = tensor.contiguous().view(-1)
-    measurement = call.measurement(flat)
-    residual = call.residual(plan, [flat.numel()])
+    call.measure(flat)
+    meter, residual = call.quality.meter, call.residual(plan, [flat.numel()])
     carried = () if residual is None else (residual,)
-    how = {"asynchronous": async_op, "feedback": residual is not None}
+    how = {"asynchronous": async_op, "feedback": residual is not None, "measured": meter is not None}
     if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
         pool = call.state.pool(flat.device)
-        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried)
+        yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
     if call.feedback is not None:
         call.feedback.check(flat)
-    call.record(measurement, flat)
+    call.quality.end(flat)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
 
@@ -423,6 +406,7 @@ def _reduce_scatter(
         op, factor = call.plain()
         even = shards if isinstance(shards, Tensor) else _padded(shards)
         sums = shard if even is shards else shard.new_empty(even.shape[1])
+        call.quality.watch(shards, call.factor)
         pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
         yield
         pending.wait()
@@ -430,15 +414,17 @@ def _reduce_scatter(
             shard.copy_(sums[: len(shard)])
         if factor != 1.0:
             shard.mul_(factor)
+        call.quality.watched(shard)
     else:
-        measurement = call.measurement(shards)
+        call.measure(shards)
         pool = call.state.pool(shard.device)
         residual = call.residual(plan, list(map(len, shards)))
         carried = () if residual is None else (residual,)
-        yield from _levels(plan).reduce_scatter(shard, shards, call.factor, plan, call.label, pool, call.key, *carried)
+        how = (call.factor, plan, call.label, pool, call.key, *carried)
+        yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
         if call.feedback is not None:
             call.feedback.check(shard)
-        call.record(measurement, shard)
+        call.quality.end(shard)
     if not output.is_contiguous():
         output.copy_(shard.view(output.shape))
 
@@ -458,14 +444,16 @@ def _all_gather(call: _Call, plan: Plan | None, output: Tensor, input: Tensor) -
     whole = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
     flat = input.detach().contiguous().view(-1)
     if plan is None:
+        call.quality.watch([flat], 1.0)
         pending = transport.all_gather_plainly(whole, flat, call.label)
         yield
         pending.wait()
+        call.quality.watched(whole)
     else:
-        measurement = call.measurement(flat)
+        call.measure(flat)
         pool = call.state.pool(flat.device)
-        yield from _levels(plan).all_gather(whole, flat, plan, call.label, pool, call.key)
-        call.record(measurement, whole)
+        yield from _levels(plan).all_gather(whole, flat, plan, call.label, pool, call.key, meter=call.quality.meter)
+        call.quality.end(whole)
     if not output.is_contiguous():
         output.copy_(whole.view(output.shape))
 

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import hierarchy, run_log, switches, transport
-from flash_allreduce_plugin.adaptive import SiteWidth
+from flash_allreduce_plugin.adaptive import SiteWidth, Sums
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
+from flash_allreduce_plugin.guard import SiteGuard
 from flash_allreduce_plugin.hierarchy import Nodes
 from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
@@ -41,6 +42,10 @@ class GroupState:
         self.hosts: Nodes | None = None
         #: of a site under a configuration, where it adapts
         self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
+        #: of a site under a configuration, where it is guarded
+        self._guards: dict[tuple[str, FlashConfig], SiteGuard] = {}
+        #: of a site: what was measured locally, and the ranks have not added up yet
+        self._errors: dict[str, Sums] = {}
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
@@ -60,6 +65,18 @@ class GroupState:
             assert config.target_sqnr_db is not None
             width = self._widths[site, config] = SiteWidth(site, bits, config.target_sqnr_db, config.symmetric)
         return width
+
+    def guard(self, site: str, config: FlashConfig, bits: int) -> SiteGuard:
+        """The guard of a site, whose calls have `bits` or more as they are configured."""
+        guard = self._guards.get((site, config))
+        if guard is None:
+            assert config.min_sqnr_db is not None
+            guard = self._guards[site, config] = SiteGuard(site, bits, config.min_sqnr_db, config.symmetric)
+        return guard
+
+    def error(self, site: str) -> Sums:
+        """What was measured at a site since the ranks last added it up."""
+        return self._errors.setdefault(site, Sums())
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
@@ -132,7 +149,7 @@ def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple
     """Sums over the ranks of the label's group, added in rank order: the same bits on every rank."""
     layout = f"<{len(mine)}d"
     ranks = [
-        struct.unpack(layout, row) for row in _gather(struct.pack(layout, *mine), label, device, "agreeing on a width")
+        struct.unpack(layout, row) for row in _gather(struct.pack(layout, *mine), label, device, "adding up errors")
     ]
     return tuple(map(sum, zip(*ranks, strict=True)))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import codec, hierarchy, transport
 from flash_allreduce_plugin.hierarchy import Nodes, Slab
+from flash_allreduce_plugin.meter import Meter
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.wire import Codec, Draw
@@ -32,13 +33,20 @@ _INSIDE, _GATHER, _BETWEEN = 0, 1, 2  # the roundings, as random numbers know th
 
 
 def all_reduce(
-    tensor: Tensor, factor: float, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+    tensor: Tensor,
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """tensor [numel], in place: the sum over the ranks times factor. Three roundings."""
     slabs = _slabs_of_tensor(tensor.numel(), plan)
     group_size, rank = plan.gather.group_size, label.group.rank()
     inside_key, gather_key = codec.draw_key(key, _INSIDE, rank), codec.draw_key(key, _GATHER)
-    stages = _Stages(slabs, plan, label, pool, key, lag=_lag(len(slabs), plan, 4), ring=len(slabs))
+    stages = _Stages(slabs, plan, label, pool, key, _lag(len(slabs), plan, 4), ring=len(slabs), meter=meter)
 
     def elements(i: int) -> Tensor:
         first = slabs[0].groups * i
@@ -46,7 +54,10 @@ def all_reduce(
 
     def inside(i: int) -> None:
         draw = Draw(inside_key, slabs[0].groups * i)
-        codec.encode_rows(elements(i), stages.whole(i, stages.wide).view(1, -1), stages.wide, draw)
+        payload = stages.whole(i, stages.wide).view(1, -1)
+        codec.encode_rows(elements(i), payload, stages.wide, draw)
+        if meter is not None:
+            meter.encoded(elements(i), payload, stages.wide)
         stages.send_inside(i)
 
     def back(i: int) -> None:
@@ -54,6 +65,8 @@ def all_reduce(
         if arrived.numel():
             mine, draw = stages.part(i, rank), Draw(gather_key, slabs[i].numbers[rank])
             codec.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, draw)
+            if meter is not None:
+                meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
         stages.send_back(i)
 
     def finish(i: int) -> None:
@@ -71,6 +84,8 @@ def reduce_scatter(
     label: Label,
     pool: BufferPool,
     key: int = 0,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
@@ -80,7 +95,7 @@ def reduce_scatter(
     group_size, rank = plan.reduce.group_size, label.group.rank()
     inside_key = codec.draw_key(key, _INSIDE, rank)
     lag = _lag(len(slabs), plan, 2)
-    stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag)
+    stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag, meter=meter)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
         first, last = slabs[i].parts[owner]
@@ -90,20 +105,31 @@ def reduce_scatter(
         for owner in stages.nodes[slabs[i].node]:
             mine, draw = elements(shards[owner], i, owner), Draw(inside_key, slabs[i].numbers[owner])
             if len(mine):
-                payload = stages.part(i, owner, stages.wide)
-                codec.encode_rows(mine.view(1, -1), payload.view(1, -1), stages.wide, draw)
+                payload = stages.part(i, owner, stages.wide).view(1, -1)
+                codec.encode_rows(mine.view(1, -1), payload, stages.wide, draw)
+                if meter is not None:
+                    meter.encoded(mine.view(1, -1), payload, stages.wide)
         stages.send_inside(i)
 
     def finish(i: int) -> None:
         arrived = stages.arrived(i)
         if arrived.numel():
             codec.decode_sum(arrived, elements(output, i, rank), plan.reduce, factor)
+            if meter is not None:
+                meter.result(elements(output, i, rank))
 
     yield from stages.run(inside, stages.send_between, finish)
 
 
 def all_gather(
-    output: Tensor, input: Tensor, plan: Plan, label: Label, pool: BufferPool, key: int = 0
+    output: Tensor,
+    input: Tensor,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
 ) -> Iterator[None]:
     """input [numel] of every rank -> output [world * numel], one rounding."""
     world, rank = label.group.size(), label.group.rank()
@@ -120,7 +146,10 @@ def all_gather(
     def back(i: int) -> None:
         if slabs[i].node == stages.node:
             draw = Draw(gather_key, slabs[i].numbers[rank])
-            codec.encode_rows(elements(input, i, rank), stages.part(i, rank).view(1, -1), plan.gather, draw)
+            mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
+            codec.encode_rows(mine, payload, plan.gather, draw)
+            if meter is not None:
+                meter.gathered(mine, payload, plan.gather)
         stages.send_back(i)
 
     def finish(i: int) -> None:
@@ -199,7 +228,15 @@ class _Stages:
     """
 
     def __init__(
-        self, slabs: Sequence[Slab], plan: Plan, label: Label, pool: BufferPool, key: int, lag: int, ring: int
+        self,
+        slabs: Sequence[Slab],
+        plan: Plan,
+        label: Label,
+        pool: BufferPool,
+        key: int,
+        lag: int,
+        ring: int,
+        meter: Meter | None = None,
     ) -> None:
         """lag: slabs in flight in each stage; ring: in all stages together."""
         assert plan.inside is not None and plan.nodes is not None
@@ -209,7 +246,7 @@ class _Stages:
         self.node = next(n for n, ranks in enumerate(plan.nodes) if self.rank in ranks)
         self._mates = plan.nodes[self.node]
         self._slabs, self._plan, self._label, self._pool, self._lag = slabs, plan, label, pool, lag
-        self._key = codec.draw_key(key, _BETWEEN, self.node)
+        self._key, self._meter = codec.draw_key(key, _BETWEEN, self.node), meter
         own = max(self._own(i) for i in range(len(slabs)))
         summed = max((self._own(i) for i, slab in enumerate(slabs) if slab.node == self.node), default=0)
         self._whole = _Ring(pool, ring, max(slab.groups for slab in slabs) * _record(plan))
@@ -270,6 +307,8 @@ class _Stages:
                 draw = Draw(self._key, slab.numbers[owner] + first - slab.parts[owner][0])
                 payloads = inbox[:, begin * wide : end * wide]
                 codec.decode_sum_encode(payloads, sent[owner], self.wide, self._plan.reduce, 1.0, draw)
+                if self._meter is not None:
+                    self._meter.summed_inside(payloads, sent[owner], self.wide, self._plan.reduce)
         if slab.node == self.node:
             for row, ranks in zip(self._outbox(i), self.nodes, strict=True):
                 for peer in ranks:

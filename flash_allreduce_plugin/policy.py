@@ -43,6 +43,7 @@ EXPERT_FULL = "expert_bits is full"
 NOT_INCLUDED = "not in include"
 EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
+LOW_SQNR = "below min_sqnr_db"  # the guard's, which decides after make_plan (guard.py)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -101,6 +102,16 @@ class Plan:
         if collective == "all_reduce":
             return min(self.reduce.bits, self.gather.bits)
         return self.gather.bits if collective == "all_gather" else self.reduce.bits
+
+    def narrowest(self, collective: Collective) -> int:
+        """The least width that the collective has anywhere, inside a node too."""
+        bits = self.bits(collective)
+        return bits if self.inside is None or collective == "all_gather" else min(bits, self.inside.bits)
+
+    def at_least(self, bits: int) -> Plan:
+        """The same with every width below `bits` raised to it."""
+        inside = None if self.inside is None else _at_least(self.inside, bits)
+        return replace(self, reduce=_at_least(self.reduce, bits), gather=_at_least(self.gather, bits), inside=inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +190,10 @@ def make_plan(
 def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether one of the fnmatch patterns names the module or one that it is part of."""
     return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
+
+
+def _at_least(codec: Codec, bits: int) -> Codec:
+    return replace(codec, bits=max(codec.bits, bits))
 
 
 def _adapts(collective: Collective, config: FlashConfig) -> bool:

@@ -231,6 +231,8 @@ def _site(counters: Counters) -> dict[str, Any]:
         fields["bytes_between_nodes"] = counters.bytes_between_nodes
     if counters.residuals_dropped:
         fields["residuals_dropped"] = dict(counters.residuals_dropped)
+    if counters.guard:
+        fields["guard"] = dict(counters.guard)
     if counters.measured and math.isfinite(counters.signal) and math.isfinite(counters.noise):
         fields["measured"], fields["signal"], fields["noise"] = counters.measured, counters.signal, counters.noise
         decibels = telemetry.sqnr_db(counters.signal, counters.noise)

@@ -7,6 +7,9 @@ Tags are flash_allreduce/<site>/ and
     bytes_saved      1 - bytes sent / bytes in full precision
     sqnr_db          of the calls that were measured, if any were
     bits             of the last quantized call, if there was one
+    guard_raised     how often min_sqnr_db gave the site more bits or full precision, if it did
+    guard_lowered    how often it took them back, if it did
+    guard_share      of the calls, those that it sent in full precision, if there were any
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.policy import LOW_SQNR
 from flash_allreduce_plugin.telemetry import Counters
 
 
@@ -68,4 +72,8 @@ def _values(counters: Counters) -> dict[str, float]:
             values["sqnr_db"] = decibels
     if counters.bits is not None:
         values["bits"] = counters.bits
+    for change, count in counters.guard.items():
+        values[f"guard_{change}"] = count
+    if counters.full_precision[LOW_SQNR]:
+        values["guard_share"] = counters.full_precision[LOW_SQNR] / counters.calls
     return values

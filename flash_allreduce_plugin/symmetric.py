@@ -47,6 +47,7 @@ LARGE = f"message above {LIMIT}"
 WORLD = f"more than {MOST_RANKS} ranks"
 ASYNCHRONOUS = "asynchronous"
 FEEDBACK = "error feedback"
+MEASURED = "measured"
 LEVELS = "hierarchical"
 CAPTURED = "captured before the group's first call"
 NOT_BUILT = "built without CUDA"
@@ -65,12 +66,19 @@ _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace |
 
 
 def refusal(
-    nbytes: int, plan: Plan, world_size: int, limit: int, *, asynchronous: bool = False, feedback: bool = False
+    nbytes: int,
+    plan: Plan,
+    world_size: int,
+    limit: int,
+    *,
+    asynchronous: bool = False,
+    feedback: bool = False,
+    measured: bool = False,
 ) -> str | None:
     """Why a call does not take the fused path, or None; whether its group has a workspace is another question.
 
     nbytes: of the tensor. asynchronous: such a call is to overlap with computation, from which a kernel that spins
-    on the caller's stream would take it.
+    on the caller's stream would take it. measured: its error is, from payloads that the kernel keeps to itself.
     """
     if limit == 0:
         return OFF
@@ -80,6 +88,8 @@ def refusal(
         return LEVELS
     if feedback:
         return FEEDBACK
+    if measured:
+        return MEASURED
     if asynchronous:
         return ASYNCHRONOUS
     return LARGE if nbytes > limit else None
@@ -119,6 +129,7 @@ def all_reduce(
     *,
     asynchronous: bool = False,
     feedback: bool = False,
+    measured: bool = False,
 ) -> bool:
     """tensor [numel] on a GPU, contiguous, in place: as collectives.all_reduce, in the order of the current stream.
 
@@ -130,7 +141,8 @@ def all_reduce(
         MismatchError: the ranks have different limits.
     """
     limit = limit_of_environment()
-    reason = refusal(tensor.nbytes, plan, label.group.size(), limit, asynchronous=asynchronous, feedback=feedback)
+    how = {"asynchronous": asynchronous, "feedback": feedback, "measured": measured}
+    reason = refusal(tensor.nbytes, plan, label.group.size(), limit, **how)
     workspace = reason or _workspace(label, tensor.device, limit)
     if isinstance(workspace, str):
         counts[workspace] += 1

@@ -52,6 +52,7 @@ class Counters:
     noise: float = 0.0
     measured: int = 0
     residuals_dropped: Counter[str] = field(default_factory=Counter)
+    guard: Counter[str] = field(default_factory=Counter)
 
     @property
     def calls(self) -> int:
@@ -70,6 +71,7 @@ class Counters:
             self.noise + later.noise,
             self.measured + later.measured,
             self.residuals_dropped + later.residuals_dropped,
+            self.guard + later.guard,
         )
 
     def minus(self, before: Counters) -> Counters:
@@ -85,6 +87,7 @@ class Counters:
             self.noise - before.noise,
             self.measured - before.measured,
             self.residuals_dropped - before.residuals_dropped,
+            self.guard - before.guard,
         )
 
 
@@ -135,6 +138,12 @@ def record_residual_dropped(site: Site, reason: str) -> None:
         _counters(site).residuals_dropped[reason] += 1
 
 
+def record_guard(site: str, change: str) -> None:
+    """Count a change that the guard made at a site: "raised" or "lowered"."""
+    with _lock:
+        _sites.setdefault(site, Counters()).guard[change] += 1
+
+
 def record_sqnr(site: Site, signal: float, noise: float) -> None:
     """Add one measurement: sums of squares of the exact result and of the difference to it.
 
@@ -150,21 +159,21 @@ def record_sqnr(site: Site, signal: float, noise: float) -> None:
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Of sums of squares; inf if there was no noise at all."""
+    """Of sums of squares; inf if there was no noise at all, -inf if there is no signal beside it."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
-     "bytes_between_nodes", "residuals_dropped": {reason: count},
+     "bytes_between_nodes", "residuals_dropped": {reason: count}, "guard": {"raised" or "lowered": count},
      "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}}}
 
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
-    residuals_dropped is of error feedback, see Feedback.
+    residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
     sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
     measured, inf if there was no noise at all.
@@ -205,6 +214,7 @@ def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
     quantized = bytes_sent = bytes_full_precision = bytes_between_nodes = 0
     reasons: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
+    guard: Counter[str] = Counter()
     for site in sites:
         quantized += site.quantized
         bytes_sent += site.bytes_sent
@@ -212,6 +222,7 @@ def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
         bytes_between_nodes += site.bytes_between_nodes
         reasons.update(site.full_precision)
         dropped.update(site.residuals_dropped)
+        guard.update(site.guard)
     return {
         "calls": quantized + reasons.total(),
         "quantized": quantized,
@@ -220,6 +231,7 @@ def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
         "bytes_full_precision": bytes_full_precision,
         "bytes_between_nodes": bytes_between_nodes,
         "residuals_dropped": dict(dropped),
+        "guard": dict(guard),
     }
 
 

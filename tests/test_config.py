@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_allreduce_plugin.config import _NOT_YET, ENVIRONMENT_PREFIX, ENVIRONMENT_SWITCHES, FlashConfig
+from flash_allreduce_plugin.config import ENVIRONMENT_PREFIX, ENVIRONMENT_SWITCHES, FlashConfig
 from flash_allreduce_plugin.errors import ConfigError, FlashAllReduceError
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -39,7 +39,9 @@ AVAILABLE = {
     "exclude": st.lists(st.text(max_size=5), max_size=3).map(tuple),
     "warmup_steps": st.integers(0, 1 << 40),
     "quality_interval": st.integers(0, 1 << 40),
-    "target_sqnr_db": st.none(),  # with a target, quality_interval is not free
+    "quality_measure": st.sampled_from(["local", "exact"]),
+    "target_sqnr_db": st.none(),  # with a target or a floor, quality_interval is not free
+    "min_sqnr_db": st.none(),
     "range": st.sampled_from(["min-max", "mse"]),
     "rounding": st.just("nearest"),  # with "stochastic", range is not free
     "seed": st.integers(0, 1 << 40),
@@ -50,10 +52,6 @@ AVAILABLE = {
     "error_feedback": st.booleans(),
     "error_feedback_momentum": st.floats(0, 0.99),
     "error_feedback_reset_interval": st.integers(0, 1 << 40),
-}
-# A valid value, other than the default, for each field that is refused for now.
-NOT_YET = {
-    "min_sqnr_db": 20.0,
 }
 WRONG: dict[str, list[Any]] = {
     "enabled": [1, 0, "true", None],
@@ -94,6 +92,7 @@ WRONG: dict[str, list[Any]] = {
     "warmup_steps": ["10", True, 1.0, -1, None],
     "min_sqnr_db": ["20", True, float("nan"), float("inf")],
     "quality_interval": ["1", True, 1.0, -1, None],
+    "quality_measure": ["Exact", True, None, 1],
     "target_sqnr_db": ["20", True, float("nan"), float("inf")],
     "check_ranks": [1, "true", None],
 }
@@ -119,8 +118,7 @@ def problems(call: Any, *args: Any, **kwargs: Any) -> list[str]:
 
 
 def test_every_field_is_in_exactly_one_table_of_this_file() -> None:
-    assert sorted([*AVAILABLE, *NOT_YET]) == sorted(FlashConfig.model_fields) == sorted(WRONG)
-    assert set(NOT_YET) == set(_NOT_YET)
+    assert sorted(AVAILABLE) == sorted(FlashConfig.model_fields) == sorted(WRONG)
 
 
 # ---------------------------------------------------------------------------------------------- round trips
@@ -232,7 +230,7 @@ def test_unknown_keys_that_collide_with_python_names(key: str) -> None:
 
 
 def test_all_problems_in_one_error() -> None:
-    lines = problems(FlashConfig, **{"bits": 9, "bit": 4, "min_sqnr_db": 20.0, "group_size": "128"})
+    lines = problems(FlashConfig, **{"bits": 9, "bit": 4, "min_sqnr_db": "20", "group_size": "128"})
     assert [re.match(r"\w+", line)[0] for line in lines] == ["bits", "group_size", "min_sqnr_db", "bit"]  # type: ignore[index]
 
 
@@ -256,27 +254,6 @@ def test_config_error_is_a_value_error_of_this_package() -> None:
         FlashConfig(bits=1)
     with pytest.raises(FlashAllReduceError, match="bits=1"):
         FlashConfig(bits=1)
-
-
-@pytest.mark.parametrize("key", sorted(NOT_YET))
-def test_not_yet_is_refused_with_what_it_will_do(key: str) -> None:
-    (line,) = problems(FlashConfig.from_dict, {key: NOT_YET[key]})
-    default = FlashConfig().to_dict()[key]
-    assert line == (
-        f"{key}={NOT_YET[key]!r} is not available yet in this version ({_NOT_YET[key]}); leave it at {default!r}."
-    )
-    assert FlashConfig.from_dict({key: default}) == FlashConfig()
-
-
-def test_not_yet_fields_accept_their_values_once_the_feature_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for key in NOT_YET:
-        monkeypatch.delitem(_NOT_YET, key)
-    config = FlashConfig.from_dict(NOT_YET)
-    assert config.to_dict() == {**FlashConfig().to_dict(), **NOT_YET}
-    assert FlashConfig.from_dict(config.to_dict()) == config
-    assert len({config, FlashConfig.from_dict(NOT_YET), FlashConfig()}) == 2
 
 
 def test_hierarchical_takes_widths_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,6 +280,19 @@ def test_a_target_needs_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     (line,) = problems(FlashConfig, target_sqnr_db=18.0, quality_interval="50")
     assert line.startswith("quality_interval='50' is not valid")
+
+
+def test_a_floor_needs_measurements_and_is_below_the_target() -> None:
+    config = FlashConfig(min_sqnr_db=12, quality_interval=50)
+    assert FlashConfig.from_dict(config.to_dict()) == config == pickle.loads(pickle.dumps(config))
+    assert FlashConfig(min_sqnr_db=18.0, target_sqnr_db=18.0, quality_interval=1).min_sqnr_db == 18.0
+    assert problems(FlashConfig, min_sqnr_db=12.0) == [
+        "min_sqnr_db=12.0 needs measurements, and quality_interval is 0: never; set it, for example to 100."
+    ]
+    assert problems(FlashConfig, min_sqnr_db=18.5, target_sqnr_db=18.0, quality_interval=50) == [
+        "min_sqnr_db=18.5 is above target_sqnr_db=18.0, which would keep every site below the floor; expected the "
+        "target or less."
+    ]
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -415,14 +405,14 @@ def test_env_unknown_names_the_nearest(monkeypatch: pytest.MonkeyPatch, name: st
 def test_env_problems_are_spelled_as_variables_and_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ALLREDUCE_BITS", "nine")
     monkeypatch.setenv("FLASH_ALLREDUCE_SYMMETRIC", "2")
-    monkeypatch.setenv("FLASH_ALLREDUCE_MIN_SQNR_DB", "20.0")
+    monkeypatch.setenv("FLASH_ALLREDUCE_MIN_SQNR_DB", "20.0")  # without measurements
     monkeypatch.setenv("FLASH_ALLREDUCE_BIT", "4")
     assert problems(FlashConfig.from_env) == [
         "FLASH_ALLREDUCE_BIT='4' is not a known variable; the nearest is FLASH_ALLREDUCE_BITS.",
         "FLASH_ALLREDUCE_BITS='nine' is not valid; expected a whole number from 2 to 8.",
         "FLASH_ALLREDUCE_SYMMETRIC=2 is not valid; expected true or false.",
-        "FLASH_ALLREDUCE_MIN_SQNR_DB=20.0 is not available yet in this version "
-        "(a guard that answers a low SQNR with more bits, then with full precision); leave it at None.",
+        "FLASH_ALLREDUCE_MIN_SQNR_DB=20.0 needs measurements, and quality_interval is 0: never; set it, for example to "
+        "100.",
     ]
 
 
@@ -433,9 +423,8 @@ def test_the_page_lists_every_field_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(), re.MULTILINE))
     assert list(rows) == list(FlashConfig.model_fields)
     for key, default in FlashConfig().to_dict().items():
-        _values, shown, available, _meaning = (cell.strip() for cell in rows[key].split(" | "))
+        _values, shown, _meaning = (cell.strip() for cell in rows[key].split(" | "))
         assert json.loads(shown.strip("`")) == default, key
-        assert available == ("not yet" if key in _NOT_YET else "yes"), key
 
 
 def test_the_examples_and_the_answers_on_the_page_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

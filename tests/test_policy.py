@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_allreduce_plugin import policy
-from flash_allreduce_plugin.config import _NOT_YET, FlashConfig
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import FullPrecision, Plan, Role, Site, make_plan
 from flash_allreduce_plugin.wire import Codec
 
@@ -24,13 +24,6 @@ QUANTIZED: dict[str, Any] = {
     "config": FlashConfig(),
     "step": None,
 }
-
-
-@pytest.fixture
-def all_fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy of fields that the configuration does not hand out yet is decided, and tested, already."""
-    for key in list(_NOT_YET):
-        monkeypatch.delitem(_NOT_YET, key)
 
 
 def plan(**changes: Any) -> Plan | FullPrecision:
@@ -57,7 +50,6 @@ OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.usefixtures("all_fields")
 @pytest.mark.parametrize("first", range(len(OBSTACLES)))
 def test_the_first_obstacle_gives_the_reason(first: int) -> None:
     reason, call, config = OBSTACLES[first]
@@ -112,7 +104,6 @@ ROLES = [
 ]
 
 
-@pytest.mark.usefixtures("all_fields")
 @pytest.mark.parametrize(("role", "key", "full"), ROLES)
 def test_width_by_role(role: Role, key: str, full: str | None) -> None:
     site = Site("test", role)
@@ -131,7 +122,6 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         assert plan(site=site, config=overridden) == FullPrecision(full)
 
 
-@pytest.mark.usefixtures("all_fields")
 def test_the_embedding_is_quantized_only_on_request() -> None:
     site = Site("test", Role.EMBEDDING)
     assert plan(site=site) == FullPrecision(policy.EMBEDDING)
@@ -139,7 +129,6 @@ def test_the_embedding_is_quantized_only_on_request() -> None:
     assert plan(site=site, config=config) == plan(config=FlashConfig(bits=5))
 
 
-@pytest.mark.usefixtures("all_fields")
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.EMBEDDING])
 def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
     widths: dict[str, Any] = {
@@ -184,7 +173,6 @@ def test_names(module: str | None, include: list[str], exclude: list[str], reaso
     assert plan(site=Site("test", Role.FORWARD, module), config=config) == expected
 
 
-@pytest.mark.usefixtures("all_fields")
 @pytest.mark.parametrize(("step", "quantized"), [(0, False), (2, False), (3, True), (100, True), (None, True)])
 def test_warm_up(step: int | None, quantized: bool) -> None:
     assert isinstance(plan(step=step, config=FlashConfig(warmup_steps=3)), Plan) == quantized

@@ -75,7 +75,8 @@ def test_full_precision_is_exact_and_the_error_is_measured(ranks: Callable[[int]
     sizes = (100, 3000, 0)
     for stats in ranks(3).run(counted, sizes, fap.FlashConfig(enabled=False)):
         assert stats["error"] < 1e-5 and stats["quantized"] == 0
-    measured = ranks(3).run(counted, sizes, CONFIG.model_copy(update={"quality_interval": 1}))
+    exactly = CONFIG.model_copy(update={"quality_interval": 1, "quality_measure": "exact"})
+    measured = ranks(3).run(counted, sizes, exactly)
     assert all(18 < stats["sites"]["reduce_scatter"]["sqnr_db"] < 23 for stats in measured[:2])
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from flash_allreduce_plugin.cli import report_page
 from flash_allreduce_plugin.cli.report_log import Log, read, total
-from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, sqnr
+from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, guard, notes, percent, saved, sqnr
 from flash_allreduce_plugin.telemetry import Counters
 
 
@@ -62,6 +62,8 @@ def show(console: Console, log: Log) -> None:
     for name, counters in sites.items():
         for reason, count in counters.residuals_dropped.items():
             console.print(escape(f"{name}: {count} residuals of error feedback dropped: {reason}"), highlight=False)
+        if counters.guard:
+            console.print(escape(f"{name}: {guard(counters)}"), highlight=False)
 
 
 def cells(counters: Counters) -> tuple[str, ...]:
@@ -112,6 +114,7 @@ def _dict(counters: Counters) -> dict[str, Any]:
         "bytes_full_precision": counters.bytes_full_precision,
         "bytes_between_nodes": counters.bytes_between_nodes,
         "residuals_dropped": dict(counters.residuals_dropped),
+        "guard": dict(counters.guard),
     }
 
 

@@ -158,6 +158,7 @@ def _counters(fields: dict[str, Any]) -> Counters:
         float(fields.get("noise", 0.0)),
         int(fields.get("measured", 0)),
         _reasons(fields.get("residuals_dropped", {})),
+        _reasons(fields.get("guard", {})),
     )
 
 

@@ -137,6 +137,9 @@ def _full_precision(log: Log) -> str:
     ]
     if dropped:
         text += f'<div class="card"><h3>Residuals of error feedback dropped</h3>{_bars(dropped, "residuals")}</div>'
+    changed = [(count, change, name) for name, one in log.sites.items() for change, count in one.guard.items()]
+    if changed:
+        text += f'<div class="card"><h3>Changes by min_sqnr_db</h3>{_bars(changed, "times")}</div>'
     return text
 
 

@@ -39,11 +39,17 @@ def sqnr(counters: Counters) -> str:
     value = decibels(counters)
     if value is None:
         return "-"
-    return f"{value:.1f}" if math.isfinite(value) else "exact"
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
 
 
 def bits(counters: Counters) -> str:
     return "-" if counters.bits is None else str(counters.bits)
+
+
+def guard(counters: Counters) -> str:
+    """What min_sqnr_db did at a site."""
+    changes = ", ".join(f"{change} {count} time{'s' * (count > 1)}" for change, count in counters.guard.items())
+    return f"by min_sqnr_db {changes}"
 
 
 def duration(seconds: float) -> str:

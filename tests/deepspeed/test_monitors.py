@@ -19,6 +19,7 @@ from flash_allreduce_plugin.telemetry import record_full_precision
 from tests.distributed import Ranks
 
 STEPS = 3
+EVERY_CALL = {"quality_interval": 1, "quality_measure": "exact"}  # known at once
 
 
 def trains(folder: str, stage: int, flash: dict[str, Any] | None, accumulation: int = 1) -> dict[str, bool]:
@@ -57,7 +58,7 @@ def files(folder: Path) -> dict[str, list[list[str]]]:
 def test_scalars_come_with_every_step(
     engines: Callable[[int], Ranks], tmp_path: Path, stage: int, accumulation: int
 ) -> None:
-    for seen in engines(2).run(trains, str(tmp_path), stage, {**EIGHT, "quality_interval": 1}, accumulation):
+    for seen in engines(2).run(trains, str(tmp_path), stage, {**EIGHT, **EVERY_CALL}, accumulation):
         assert seen == {"ours": True, "released": True}
     found = files(tmp_path)
     site = f"deepspeed.stage{stage}.gradients"

@@ -142,7 +142,10 @@ def test_uneven_parts_of_a_reduce_scatter(gpu_ranks: GetRanks) -> None:
 
 def test_the_error_is_measured(gpu_ranks: GetRanks) -> None:
     """quality_interval: the exact sum beside the quantized one, on the device too; the result stays as it is."""
-    check(gpu_ranks(2, "gloo"), [Call("all_reduce", 5003, "bfloat16", {"bits": 4, "quality_interval": 1})])
+    check(
+        gpu_ranks(2, "gloo"),
+        [Call("all_reduce", 5003, "bfloat16", {"bits": 4, "quality_interval": 1, "quality_measure": "exact"})],
+    )
 
 
 def integers_and_small_messages() -> list[bool]:
