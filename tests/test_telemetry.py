@@ -15,6 +15,7 @@ from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import (
     Counters,
     record_full_precision,
+    record_guard,
     record_quantized,
     record_residual_dropped,
     record_sqnr,
@@ -27,6 +28,7 @@ NOTHING = {
     **{"calls": 0, "quantized": 0, "full_precision": {}, "bytes_sent": 0, "bytes_full_precision": 0},
     "bytes_between_nodes": 0,
     "residuals_dropped": {},
+    "guard": {},
 }
 
 
@@ -50,6 +52,7 @@ def test_sites_and_totals() -> None:
     record_full_precision(B, "dtype int64", 9)
     record_residual_dropped(A, "another layout")
     record_residual_dropped(A, "another layout")
+    record_guard("a", "raised")
     assert stats() == {
         "calls": 5,
         "quantized": 2,
@@ -58,6 +61,7 @@ def test_sites_and_totals() -> None:
         "bytes_full_precision": 624,
         "bytes_between_nodes": 30,
         "residuals_dropped": {"another layout": 2},
+        "guard": {"raised": 1},
         "sites": {
             "a": {
                 "calls": 3,
@@ -67,6 +71,7 @@ def test_sites_and_totals() -> None:
                 "bytes_full_precision": 607,
                 "bytes_between_nodes": 30,
                 "residuals_dropped": {"another layout": 2},
+                "guard": {"raised": 1},
                 "bits": 4,
                 "sqnr_db": None,
             },
@@ -78,6 +83,7 @@ def test_sites_and_totals() -> None:
                 "bytes_full_precision": 17,
                 "bytes_between_nodes": 0,
                 "residuals_dropped": {},
+                "guard": {},
                 "bits": None,
                 "sqnr_db": None,
             },

@@ -250,6 +250,7 @@ def test_which_calls_take_it() -> None:
     assert refusal((1 << 20) + 1) == symmetric.LARGE
     assert refusal(asynchronous=True) == symmetric.ASYNCHRONOUS
     assert refusal(feedback=True) == symmetric.FEEDBACK
+    assert refusal(measured=True) == symmetric.MEASURED
     levels = Plan(PLAIN, PLAIN, 1 << 20, inside=PLAIN, nodes=neighbours(8, 4))
     assert refusal(plan=levels) == symmetric.LEVELS
 
