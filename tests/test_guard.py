@@ -367,7 +367,7 @@ KINDS = {"gaussian": lambda numel, seed, rank: cancelling(numel, 0.0, seed, rank
 def both_measures(kind: str, changes: dict[str, Any], collective: str, floor_db: float | None) -> list[float]:
     """SQNR of the same calls, measured exactly and locally; with a floor, of what full precision is spared."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    found, dtype = [], torch.bfloat16 if collective == "all_gather" else torch.float32
+    found = []
     for measure in ("exact", "local"):
         watched = floor_db if measure == "local" else None
         config = fap.FlashConfig(
@@ -376,7 +376,7 @@ def both_measures(kind: str, changes: dict[str, Any], collective: str, floor_db:
 
         def run(group: dist.ProcessGroup, config: fap.FlashConfig = config) -> Any:
             for number in range(5):
-                x = KINDS[kind](16384 * world, number, rank).to(dtype)
+                x = KINDS[kind](16384 * world, number, rank)
                 op = dist.ReduceOp.AVG
                 if collective == "all_gather":
                     fap.all_gather(x.new_empty(world * len(x)), x, group=group, config=config, site=SITE)
@@ -431,21 +431,25 @@ def test_the_local_measure_agrees_with_the_exact_one(
             call: (exact, local)
             for call, (exact, local) in outcome.items()
             # Of a reduce-scatter a rank that measures exactly sees its own part.
-            if abs(exact - local) > tolerance + 0.3 * (call[1] == "reduce_scatter")
+            if abs(exact - local) > tolerance + 0.2 * (call[1] == "reduce_scatter")
         }
         assert not off
 
 
 @pytest.mark.parametrize(
-    ("world", "changes"),
-    [(2, {}), (3, {"hierarchical": {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}})],
+    ("world", "changes", "tolerance"),
+    [
+        (2, {}, 0.3),
+        # Sums of a node are not there: they are taken to lose what their terms do.
+        (3, {"hierarchical": {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}}, 1.2),
+    ],
     ids=["flat", "two levels"],
 )
 def test_full_precision_is_watched_for_what_8_bits_would_give(
-    ranks: GetRanks, world: int, changes: dict[str, Any]
+    ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
 ) -> None:
     for outcome in ranks(world).run(all_measures, ["correlated", "channels"], {"bits": 8, **changes}, 90.0):
-        off = {call: found for call, found in outcome.items() if abs(found[0] - found[1]) > 0.6}
+        off = {call: found for call, found in outcome.items() if abs(found[0] - found[1]) > tolerance}
         assert not off
 
 

@@ -208,3 +208,14 @@ def test_a_plan_says_what_the_configuration_says(
         assert planned == Plan(codec, codec, chunk_bytes)
     else:
         assert isinstance(planned, FullPrecision)
+
+
+def test_every_width_of_a_plan_is_raised() -> None:
+    levels = Plan(Codec(4, 128), Codec(6, 128), 4096, inside=Codec(3, 128), nodes=((0, 1), (2,)))
+    assert [levels.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [3, 3, 6]
+    flat = Plan(Codec(4, 128), Codec(6, 128), 4096)
+    assert [flat.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [4, 4, 6]
+    raised = levels.at_least(5)
+    assert (raised.inside, raised.reduce, raised.gather) == (Codec(5, 128), Codec(5, 128), Codec(6, 128))
+    assert (raised.nodes, raised.chunk_bytes) == (levels.nodes, 4096)
+    assert flat.at_least(2) == flat and flat.at_least(8).inside is None

@@ -60,7 +60,7 @@ class Variant:
         thresholds.
         """
         assert self.bits is not None
-        values = {"bits": self.bits, "backward_bits": self.bits, "min_bytes": 0}
+        values: dict[str, Any] = {"bits": self.bits, "backward_bits": self.bits, "min_bytes": 0}
         values |= {"quality_interval": int(measure), "quality_measure": "exact"}
         return FlashConfig.from_dict({**values, **options})
 
