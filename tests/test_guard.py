@@ -416,12 +416,13 @@ def all_measures(
     ("world", "changes", "tolerance"),
     [
         (2, {"bits": 4}, 0.3),
-        (3, {"bits": 3, "symmetric": True}, 1.0),
+        (3, {"bits": 3, "symmetric": True}, 0.6),
+        (3, {"bits": 2}, 0.6),
         (3, {"bits": 4, **NODES}, 0.3),
         (2, {"bits": 4, "hadamard": True, "rounding": "stochastic"}, 0.3),
         (2, {"reduce_bits": 4, "gather_bits": 8, "chunk_bytes": 4096}, 0.3),
     ],
-    ids=["4", "3 symmetric", "two levels", "options", "4 and 8 in chunks"],
+    ids=["4", "3 symmetric", "2", "two levels", "options", "4 and 8 in chunks"],
 )
 def test_the_local_measure_agrees_with_the_exact_one(
     ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
