@@ -7,11 +7,12 @@ A rank decodes what it encodes and compares. Where the errors of different ranks
 
 x is what a rank encodes, q what that decodes to; s is a part of the sum, times factor, as its owner has it in float32,
 and t what that decodes to. Every term is known to one rank. The last one takes off the signal what the errors have
-added to the sums, or puts back what they have taken, where small values become zeros. All in float64: squares of 1e-30
-are none in float32.
+added to the sums, or puts back what they have taken, where small values become zeros.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from torch import Tensor
 from flash_allreduce_plugin import codec
 from flash_allreduce_plugin.wire import Codec
 
-_PIECE = 1 << 18  # elements that are decoded at a time: they stay in the cache
+_PIECE = 1 << 16  # elements that are compared at a time: they stay in the cache
+# Between these a norm in float32 is the sum of squares that are normal numbers, of up to _PIECE elements.
+_LEAST, _GREATEST = 1e-14, 1e18
 
 
 class Meter:
@@ -32,65 +35,85 @@ class Meter:
 
     def encoded(self, part: Tensor, payload: Tensor, wire: Codec) -> None:
         """part [rows, numel], of any dtype, goes as payload [rows, bytes] to be summed."""
-        lost, faded = _lost(part, payload, wire)
-        self._before += lost
-        self._faded += faded
+        for piece, bytes_ in _pieces(part, payload, wire):
+            self._encoded(piece, bytes_, wire)
 
     def summed_inside(self, payloads: Tensor, payload: Tensor, wide: Codec, reduce: Codec) -> None:
         """The sum of payloads [ranks, bytes], over a node, goes as payload [bytes] to be summed again."""
-        self.encoded(_sum(payloads, payload, wide, reduce, 1.0), payload.view(1, -1), reduce)
+        for piece, bytes_ in _sums(payloads, payload, wide, reduce, 1.0):
+            self._encoded(piece, bytes_, reduce)
 
     def summed(self, payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float) -> None:
         """The sum of payloads [ranks, bytes], times factor, goes as payload [bytes] to all ranks."""
-        sums = _sum(payloads, payload, reduce, gather, factor)
-        self._signal += _energy(sums)
-        self._after += _lost(sums, payload.view(1, -1), gather)[0]
+        for piece, bytes_ in _sums(payloads, payload, reduce, gather, factor):
+            self._arrives(piece, bytes_, gather)
 
     def gathered(self, part: Tensor, payload: Tensor, wire: Codec) -> None:
         """part [1, numel], of any dtype, goes as payload [1, bytes] to all ranks."""
-        self._signal += _energy(part)
-        self._after += _lost(part, payload, wire)[0]
+        for piece, bytes_ in _pieces(part, payload, wire):
+            self._arrives(piece, bytes_, wire)
 
     def result(self, part: Tensor) -> None:
-        """A part of the result that this rank alone tells of."""
-        self._signal += _energy(part)
+        """A part [numel] of the result that this rank alone tells of."""
+        for piece in part.split(_PIECE):
+            self._signal += _energy(piece.float())
 
     def would_lose(self, part: Tensor, wire: Codec, *, summed: bool) -> None:
         """part [numel] is not encoded, but would be; summed: by all ranks, and then summed."""
         for piece in part.split(_PIECE):
             if piece.numel():
+                row = piece.view(1, -1)
                 payload = torch.empty(1, wire.payload_bytes(len(piece)), dtype=torch.uint8, device=piece.device)
-                codec.encode_rows(piece.view(1, -1), payload, wire)
-                lost, _ = _lost(piece.view(1, -1), payload, wire)
-                self._after += lost * (self._weight if summed else 1.0)
+                codec.encode_rows(row, payload, wire)
+                self._after += _energy(_decoded(row, payload, wire).sub_(row)) * (self._weight if summed else 1.0)
 
     def read(self) -> tuple[float, float]:
         """Signal and noise; of all ranks together they are those of the call. Waits for a GPU."""
         signal, faded, before, after = torch.stack([self._signal, self._faded, self._before, self._after]).tolist()
         return signal + self._weight * faded, self._weight * before + after
 
+    def _encoded(self, part: Tensor, payload: Tensor, wire: Codec) -> None:
+        decoded = _decoded(part, payload, wire)
+        self._faded += _energy(part) - _energy(decoded)
+        self._before += _energy(decoded.sub_(part))
 
-def _energy(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    def _arrives(self, part: Tensor, payload: Tensor, wire: Codec) -> None:
+        self._signal += _energy(part)
+        self._after += _energy(_decoded(part, payload, wire).sub_(part))
 
 
-def _lost(part: Tensor, payload: Tensor, wire: Codec) -> tuple[Tensor, Tensor]:
-    """|x - q|^2 and |x|^2 - |q|^2 of part [rows, numel] and what payload [rows, bytes] stands for."""
+def _energy(x: Tensor) -> Tensor | float:
+    """Sum of squares of up to _PIECE float32 elements, of any size."""
+    if x.is_cuda:  # where looking at a number is waiting for it
+        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    norm = float(torch.linalg.vector_norm(x))
+    if not _LEAST < norm < _GREATEST:
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    return norm * norm
+
+
+def _decoded(like: Tensor, payload: Tensor, wire: Codec) -> Tensor:
+    decoded = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    codec.decode_rows(payload, decoded, wire)
+    return decoded
+
+
+def _pieces(part: Tensor, payload: Tensor, wire: Codec) -> Iterator[tuple[Tensor, Tensor]]:
+    """part [rows, numel] in float32 and payload [rows, bytes], piece by piece."""
     rows, numel = part.shape
-    step = max(1, _PIECE // (rows * wire.group_size))  # groups
-    lost, faded = torch.zeros(2, dtype=torch.float64, device=part.device)
+    step = max(1, _PIECE // (rows * wire.group_size))
     for first in range(0, wire.groups(numel), step):
         piece = part[:, first * wire.group_size : (first + step) * wire.group_size]
-        decoded = torch.empty(piece.shape, dtype=torch.float32, device=part.device)
-        codec.decode_rows(payload[:, first * wire.record_bytes : (first + step) * wire.record_bytes], decoded, wire)
-        faded += _energy(piece) - _energy(decoded)
-        lost += _energy(decoded.sub_(piece))
-    return lost, faded
+        yield piece.float(), payload[:, first * wire.record_bytes : (first + step) * wire.record_bytes]
 
 
-def _sum(payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float) -> Tensor:
-    """[1, numel] in whole groups, float32: what went as payload [bytes]."""
-    groups = payload.numel() // gather.record_bytes
-    sums = torch.empty(groups * gather.group_size, dtype=torch.float32, device=payload.device)
-    codec.decode_sum(payloads, sums, reduce, factor)
-    return sums.view(1, -1)
+def _sums(
+    payloads: Tensor, payload: Tensor, reduce: Codec, gather: Codec, factor: float
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Whole groups [1, numel] in float32 that went as payload [bytes], and their bytes [1, bytes], piece by piece."""
+    groups, step = payload.numel() // gather.record_bytes, _PIECE // gather.group_size
+    for first in range(0, groups, step):
+        last = min(first + step, groups)
+        sums = torch.empty((last - first) * gather.group_size, dtype=torch.float32, device=payload.device)
+        codec.decode_sum(payloads[:, first * reduce.record_bytes : last * reduce.record_bytes], sums, reduce, factor)
+        yield sums.view(1, -1), payload[first * gather.record_bytes : last * gather.record_bytes].view(1, -1)
