@@ -33,9 +33,9 @@ def test_a_floor_out_of_reach_ends_in_full_precision(engines: Callable[[int], Ra
     options: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     site = f"deepspeed.stage{stage}.gradients"
     section = {"bits": 8, "min_bytes": 0, "quality_interval": 1, "min_sqnr_db": 200.0}
-    outcomes = engines(2).run(train, options, section)
+    outcomes = engines(3).run(train, options, section)  # not two: test_monitors logs all that theirs have counted
     for outcome in outcomes:
         seen = outcome["sites"][site]
         assert seen["quantized"] == 2 and set(seen["full_precision"]) == {LOW_SQNR}
         assert seen["guard"] == {"raised": 1}
-    assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
+        assert torch.equal(outcome["weights"], outcomes[0]["weights"])
