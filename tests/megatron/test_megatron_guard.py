@@ -64,7 +64,7 @@ def test_tensor_parallel_reductions_go_to_full_precision() -> None:
 
 
 def test_data_parallel_gradients_go_to_full_precision() -> None:
-    for outcome in run_ranks(2, trains, 1, WAYS[::3]):
+    for outcome in run_ranks(2, trains, 1, WAYS[:1]):
         for seen in outcome["seen"]:
             quantized, full = seen["counts"][SITE]
             assert seen["near"] and seen["equal"] and quantized >= 2 and full[LOW_SQNR] >= 1, seen
