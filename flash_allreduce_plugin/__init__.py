@@ -28,9 +28,11 @@ _HOMES = {
     "reduce_scatter": "dispatch",
     "decode": "codec",
     "encode": "codec",
+    "load_state_dict": "checkpoint",
     "log_to": "scalars",
     "payload_bytes": "codec",
     "reset_stats": "telemetry",
+    "state_dict": "checkpoint",
     "stats": "telemetry",
 }
 _ROOMS = ("apex", "deepspeed", "megatron")
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin import apex as apex
     from flash_allreduce_plugin import deepspeed as deepspeed
     from flash_allreduce_plugin import megatron as megatron
+    from flash_allreduce_plugin.checkpoint import load_state_dict as load_state_dict
+    from flash_allreduce_plugin.checkpoint import state_dict as state_dict
     from flash_allreduce_plugin.codec import decode as decode
     from flash_allreduce_plugin.codec import encode as encode
     from flash_allreduce_plugin.codec import payload_bytes as payload_bytes

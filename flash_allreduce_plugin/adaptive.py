@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
@@ -59,6 +61,15 @@ class Sums:
         sums, self._sums = self._sums, (0.0, 0.0)
         return sums
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it; `measured` is this rank's alone."""
+        return {"measured": list(self._sums)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict gave."""
+        signal, noise = state["measured"]
+        self._sums = signal, noise
+
 
 class SiteWidth(Sums):
     """The width of one site on one process group, the same on all its ranks, and what this rank measured there."""
@@ -74,6 +85,13 @@ class SiteWidth(Sums):
         """Sums of squares of a call of width `bits`; those of a width no longer in use are left out."""
         if bits == self.bits:
             self.add(signal, noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "bits": self.bits, "spare": self._spare, "missed": self._missed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.bits, self._spare, self._missed = state["bits"], state["spare"], state["missed"]
 
     def update(self, signal: float, noise: float, call: int, log: bool) -> None:
         """Decide for the calls of number `call` and on. signal, noise: sums over the ranks of what they took.

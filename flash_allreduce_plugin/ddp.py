@@ -10,12 +10,13 @@ order on all ranks, and so are the collectives issued.
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch, run_log
+from flash_allreduce_plugin import checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
@@ -44,7 +45,7 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
     of, `include` and `exclude` do not apply. state is the model's process group, or None for the one of all ranks.
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
-    in its attribute `feedback`, to be saved beside the model on every rank.
+    in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
     """
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
@@ -57,6 +58,7 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     run_log.start(reduction.config, lambda: steps.finished)
     hook = cast(Hook, flash_allreduce_hook)
     hook.feedback = reduction.feedback
+    checkpoint.register("ddp", reduction)
     return hook
 
 
@@ -99,6 +101,12 @@ class _Reduction:
         else:
             self.started = (work, buffer, future)
         return future
+
+    def numbers(self) -> dict[str, float]:
+        return {checkpoint.STEP: self.steps.finished}
+
+    def set_numbers(self, numbers: Mapping[str, float]) -> None:
+        self.steps.finished = int(numbers.get(checkpoint.STEP, self.steps.finished))
 
     def slot(self, bucket: dist.GradBucket) -> Slot | None:
         if self.feedback is None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Why residuals were dropped: keys of counters.
 ASKED = "asked for"
+LOADED = "checkpoint loaded"
 INTERVAL = "error_feedback_reset_interval"
 LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
@@ -61,6 +62,9 @@ class Residual:
         self.after = after
         self.site: Site | None = None  # of the last call
         self.loaded = False  # and not used since
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.before.shape), tuple(self.after.shape)]
 
 
 class Feedback:
@@ -136,7 +140,7 @@ class Feedback:
             key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
             for key, residual in self._residuals.items()
         }
-        return {"step": self.step, "residuals": residuals}
+        return {"step": self.step, "finite": all(map(bool, self._finite)), "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict gave on this rank.
@@ -144,8 +148,9 @@ class Feedback:
         Residuals that do not fit the calls to come (another number of ranks, other buckets) are dropped, with a
         warning, when those calls come.
         """
-        self.reset()
+        self.reset(LOADED)
         self.step = int(state["step"])
+        self._finite = [torch.tensor(bool(state["finite"]))]
         for key, kept in state["residuals"].items():
             residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]), self._momentum)
             residual.loaded = True
@@ -155,7 +160,9 @@ class Feedback:
         self, key: str, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device
     ) -> Residual:
         residual = self._residuals.get(key)
-        if residual is not None and residual.layout != layout:
+        record = _residual_codec(group_size).record_bytes
+        shapes = [(n, record) for n in groups]
+        if residual is not None and (residual.layout != layout or residual.shapes() != shapes):
             residual.site = site
             self.drop(key, LAYOUT)
             if residual.loaded:
@@ -166,8 +173,7 @@ class Feedback:
                 )
             residual = None
         if residual is None:
-            record = _residual_codec(group_size).record_bytes
-            before, after = (torch.zeros(n, record, dtype=torch.uint8, device=device) for n in groups)
+            before, after = (torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
             residual = self._residuals[key] = Residual(layout, before, after, self._momentum)
         elif residual.before.device != device:
             residual.before, residual.after = residual.before.to(device), residual.after.to(device)
@@ -239,4 +245,4 @@ def _residual_codec(group_size: int) -> Codec:
 
 
 def _copy(records: Tensor) -> Tensor:
-    return records.detach().to("cpu", copy=True)
+    return records.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -10,7 +10,7 @@ shards are replicated (HSDP), the all-reduce between the replicas is torch's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import dispatch, run_log
+from flash_allreduce_plugin import checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
@@ -47,8 +47,8 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
 
     Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
 
-    feedback: with `error_feedback`, the residuals, to be saved beside the model on every rank; else None. In an object
-    that several modules share they go by the order of the modules in the backward pass.
+    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
+    every rank. In an object that several modules share they go by the order of the modules in the backward pass.
     """
 
     def __init__(self, config: FlashConfig | None = None) -> None:
@@ -56,6 +56,13 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
         super().__init__(config)
         self.feedback = feedback_for(self.config)
         self._in_pass = False
+        checkpoint.register("fsdp", self)
+
+    def numbers(self) -> dict[str, float]:
+        return {}
+
+    def set_numbers(self, numbers: Mapping[str, float]) -> None:
+        pass
 
     def __call__(
         self,

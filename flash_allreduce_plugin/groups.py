@@ -1,15 +1,18 @@
 """What is remembered of a process group, and the agreement of its ranks about the configuration.
 
-Everything here dies with the group.
+Everything here dies with the group; checkpoint.py brings what a resumed run goes on from.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import logging
 import socket
 import struct
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +30,8 @@ from flash_allreduce_plugin.hierarchy import Nodes
 from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
 
+_log = logging.getLogger("flash_allreduce_plugin")
+
 
 class GroupState:
     """Buffers, agreed configurations and call counters of one process group."""
@@ -34,6 +39,8 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
+        #: the same in every run that makes and uses its groups in the same order; "": it has none
+        self.name = _name(group)
         #: quantized calls of a site on this group; the same on all its ranks
         self.calls: Counter[str] = Counter()
         #: calls of the group that were rounded stochastically; the same on all its ranks
@@ -46,6 +53,8 @@ class GroupState:
         self._guards: dict[tuple[str, FlashConfig], SiteGuard] = {}
         #: of a site: what was measured locally, and the ranks have not added up yet
         self._errors: dict[str, Sums] = {}
+        #: of a checkpoint, by kind, site and digest of the configuration, until the site is called
+        self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
@@ -64,6 +73,7 @@ class GroupState:
         if width is None:
             assert config.target_sqnr_db is not None
             width = self._widths[site, config] = SiteWidth(site, bits, config.target_sqnr_db, config.symmetric)
+            self._go_on("width", site, config, width)
         return width
 
     def guard(self, site: str, config: FlashConfig, bits: int) -> SiteGuard:
@@ -72,21 +82,84 @@ class GroupState:
         if guard is None:
             assert config.min_sqnr_db is not None
             guard = self._guards[site, config] = SiteGuard(site, bits, config.min_sqnr_db, config.symmetric)
+            self._go_on("guard", site, config, guard)
         return guard
 
     def error(self, site: str) -> Sums:
         """What was measured at a site since the ranks last added it up."""
         return self._errors.setdefault(site, Sums())
 
+    def _go_on(self, kind: str, site: str, config: FlashConfig, new: SiteWidth | SiteGuard) -> None:
+        """Give what is new the state that a checkpoint has of it, if it has one."""
+        kept = self._kept.pop((kind, site, config.digest().hex()), None)
+        if kept is not None:
+            new.load_state_dict(kept)
+        elif self.rank == 0 and any((kind, site) == key[:2] for key in self._kept):
+            _log.warning(
+                "%s: the checkpoint's %s is of another configuration; it begins as configured now", *(site, kind)
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the same on all ranks of the group, but for `measured` of a site."""
+        sites = dict(self._kept)
+        for (site, config), width in self._widths.items():
+            sites["width", site, config.digest().hex()] = width.state_dict()
+        for (site, config), guard in self._guards.items():
+            sites["guard", site, config.digest().hex()] = guard.state_dict()
+        return {
+            "size": self.world_size,
+            "draws": self.draws,
+            "calls": dict(self.calls),
+            "sites": [
+                {"kind": kind, "site": site, "config": digest, **kept} for (kind, site, digest), kept in sites.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict gave, or as a new group from an empty one."""
+        self.draws, self.calls = state.get("draws", 0), Counter(state.get("calls", {}))
+        self._widths.clear()
+        self._guards.clear()
+        self._errors.clear()
+        self._kept = {(kept["kind"], kept["site"], kept["config"]): kept for kept in state.get("sites", ())}
+
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
+# Of a checkpoint, by the names of groups that have not been used yet.
+_kept: dict[str, Mapping[str, Any]] = {}
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
     state = _states.get(group)
     if state is None:
         state = _states[group] = GroupState(group)
+        state.load_state_dict(_kept.pop(state.name, {}))
     return state
+
+
+def state_dict() -> dict[str, Any]:
+    """What a checkpoint keeps of the groups of this process, by their names."""
+    found = {**_kept, **{state.name: state.state_dict() for state in _states.values() if state.name}}
+    return {name: kept for name, kept in found.items() if kept["draws"] or kept["calls"] or kept["sites"]}
+
+
+def load_state_dict(state: Mapping[str, Any]) -> None:
+    """Go on from what state_dict gave on this rank, in groups that are yet to be used too; {}: as new groups."""
+    _kept.clear()
+    _kept.update(state)
+    for own in _states.values():
+        own.load_state_dict(_kept.pop(own.name, {}))
+
+
+def _name(group: dist.ProcessGroup) -> str:
+    """Of its description, its ranks, and its place among living groups of the same, as they were first used."""
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # a group that torch.distributed does not know
+        return ""
+    same = f"{group.group_desc} of {len(ranks)} ranks {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
+    taken = {state.name for state in _states.values()}
+    return next(name for name in (f"{same} {number}" for number in itertools.count()) if name not in taken)
 
 
 def known(group: Any) -> GroupState | None:
@@ -154,6 +227,22 @@ def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple
     return tuple(map(sum, zip(*ranks, strict=True)))
 
 
+def exchange(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str, Any]]:
+    """`mine` of every rank of the label's group, in rank order; of what JSON can say."""
+    try:
+        label.group._get_backend(device := torch.device("cpu"))
+    except RuntimeError:
+        device = torch.device("cuda", torch.cuda.current_device())
+    text = json.dumps(mine).encode()
+    longest = max(struct.unpack("<Q", n)[0] for n in _gather(struct.pack("<Q", len(text)), label, device, doing))
+    return [json.loads(t.rstrip(b"\0")) for t in _gather(text.ljust(longest, b"\0"), label, device, doing)]
+
+
+def shown(ranks: list[int]) -> str:
+    """Ranks in a sentence: a few of them."""
+    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
 def host() -> str:
     """A name for this machine, that no other one has. Containers with host names of their own count as machines."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -177,14 +266,10 @@ def _differences(ranks: list[dict[str, Any]]) -> str:
         for rank, fields in enumerate(ranks):
             values.setdefault(json.dumps(fields.get(field, "unknown")), []).append(rank)
         if len(values) > 1:
-            who = "; ".join(f"{v} on rank{'s' * (len(r) > 1)} {_shown(r)}" for v, r in values.items())
+            who = "; ".join(f"{v} on {shown(r)}" for v, r in values.items())
             lines.append(f"{field} is {who}")
     return (
         "the ranks of a group have different configurations of flash_allreduce: "
         + ", and ".join(lines)
         + ". Give every rank the same flags, file and environment."
     )
-
-
-def _shown(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.adaptive import Sums, gain_db
@@ -85,6 +87,13 @@ class SiteGuard(Sums):
         """Sums of squares that were measured at calls for which `bits` was asked; of others they are left out."""
         if bits == self.bits:
             self.add(signal, noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **asdict(self._stand)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._stand = Stand(**{field.name: state[field.name] for field in fields(Stand)})
 
     def update(self, signal: float, noise: float, call: int, log: bool) -> None:
         """Decide for the calls of number `call` and on. signal, noise: sums over the ranks of what they took.

@@ -24,7 +24,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("feedback", "guard", "meter"),
     ("collectives", "hierarchical", "groups"),
     ("symmetric", "quality"),
-    ("dispatch",),
+    ("dispatch", "checkpoint"),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),
     ("__main__",),

@@ -111,7 +111,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
             "DeepSpeedEngine.save_checkpoint",
             ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
             lambda original: _saves(original, reduction),
-            "writes the residuals of error feedback beside a checkpoint",
+            "writes what a resumed run goes on from into a checkpoint's folder",
         ),
         Seam(
             "deepspeed.engine.load",
@@ -122,7 +122,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
                 *("load_lr_scheduler_states", "load_module_only", "custom_load_fn"),
             ),
             lambda original: _loads(original, reduction),
-            "reads the residuals of error feedback beside a checkpoint",
+            "reads what a resumed run goes on from in a checkpoint's folder",
         ),
         Seam(
             "deepspeed.monitor",
@@ -197,8 +197,10 @@ def _loads(original: Function, reduction: Reduction | None) -> Function:
         path, client_state = original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
         whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
-        if path is not None:
-            reduction.load(os.path.dirname(path) if whole else None)
+        if path is not None and whole:
+            reduction.load(os.path.dirname(path))
+        elif path is not None:
+            reduction.forget()
         return path, client_state
 
     return load_checkpoint

@@ -7,9 +7,7 @@ stay DeepSpeed's, which calls these in the middle of its functions.
 from __future__ import annotations
 
 import math
-import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby
@@ -19,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, groups, switches, telemetry
+from flash_allreduce_plugin import checkpoint, dispatch, groups, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Slot, feedback_for
+from flash_allreduce_plugin.feedback import LOADED, Slot, feedback_for
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.scalars import Scalars
 from flash_allreduce_plugin.transport import Label
@@ -34,7 +32,6 @@ SPARSE = "sparse gradient"
 # Why residuals of error feedback were dropped, beside the reasons in feedback.py.
 SKIPPED = "step skipped"
 SCALED = "loss scale changed"
-LOADED = "checkpoint loaded"
 
 Slices = Sequence[tuple[int, int]]  # (owner, elements) of a flat tensor, in order
 
@@ -186,30 +183,28 @@ class Reduction:
         return self.feedback.slot()
 
     def save(self, folder: str) -> None:
-        """Write this rank's residuals into the folder of a checkpoint."""
+        """Write this rank's state into the folder of a checkpoint."""
+        checkpoint.save(folder, {"engine": self})
+
+    def load(self, folder: str) -> None:
+        """Go on from what all ranks wrote into the folder of a checkpoint, or anew."""
+        checkpoint.load(folder, {"engine": self})
+
+    def forget(self) -> None:
+        """The residuals are of other parameters."""
+        self.set_numbers({})
         if self.feedback is not None:
-            os.makedirs(folder, exist_ok=True)
-            torch.save(self.feedback.state_dict(), self._file(folder))
+            self.feedback.reset(LOADED)
 
-    def load(self, folder: str | None) -> None:
-        """Take up the residuals that this rank wrote into the folder; None: begin without."""
-        if self.feedback is None:
-            return
+    def numbers(self) -> dict[str, float]:
+        """Skipped steps and the loss scale as they were when gradients were last reduced."""
+        names = ("skipped_steps", "loss_scale")
+        return {name: number for name, number in zip(names, self._scale or (), strict=False) if number is not None}
+
+    def set_numbers(self, numbers: Mapping[str, float]) -> None:
         self._pass = self._scale = None
-        self.feedback.reset(LOADED)
-        if folder is None:
-            return
-        try:
-            self.feedback.load_state_dict(torch.load(self._file(folder), map_location="cpu", weights_only=True))
-        except FileNotFoundError:
-            warnings.warn(
-                f"flash_allreduce: {self._file(folder)} is not there, the checkpoint was written without "
-                "error_feedback or by fewer ranks; this rank goes on without residuals.",
-                stacklevel=2,
-            )
-
-    def _file(self, folder: str) -> str:
-        return os.path.join(folder, f"error_feedback_rank_{dist.get_rank():05d}.pt")
+        if "skipped_steps" in numbers:
+            self._scale = (numbers["skipped_steps"], numbers.get("loss_scale"))
 
     def _site(self, group: dist.ProcessGroup) -> Site:
         experts = getattr(self._engine, "expert_data_parallel_group", None) or {}
