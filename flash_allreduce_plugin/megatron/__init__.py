@@ -17,6 +17,7 @@ from flash_allreduce_plugin import run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import (
+    checkpoints,
     data_parallel,
     expert_parallel,
     modules,
@@ -42,7 +43,8 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows, and
     ConfigError if Transformer Engine overlaps its collectives with its GEMMs, or if FLASH_ALLREDUCE_LOG cannot be
     written. A Transformer Engine that does not have the functions this version knows is warned about and left alone:
-    it may be installed and not be used. So is a training package of Megatron-LM's, whose monitors get our scalars.
+    it may be installed and not be used. So is a training package of Megatron-LM's, whose monitors get our scalars and
+    whose checkpoints our state.
     """
     global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):
@@ -62,7 +64,11 @@ def enable(config: FlashConfig | None = None) -> None:
         without = monitor.misfit()
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
-        patchset = _made(transformer_engine_seams + ([] if without else monitor.seams()))
+        optional = transformer_engine_seams + ([] if without else monitor.seams())
+        without = checkpoints.misfit()
+        if without is not None:
+            warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
+        patchset = _made(optional + ([] if without else checkpoints.seams()))
         patchset.apply()
         _patchset = patchset
     if config.error_feedback and config.grad_bits == "full":
@@ -73,6 +79,7 @@ def enable(config: FlashConfig | None = None) -> None:
         )
     modules.start(config)
     data_parallel.residuals.configure(config)
+    checkpoints.start()
     _config = config
 
 
@@ -85,6 +92,7 @@ def disable() -> None:
     if _patchset is not None:
         _patchset.restore()
     modules.stop()
+    checkpoints.stop()
     data_parallel.residuals.configure(None)
     _config = _patchset = None
 
@@ -96,7 +104,7 @@ def is_enabled() -> bool:
 def feedback() -> Feedback | None:
     """The residuals of the data-parallel gradients of this process, None without `error_feedback`.
 
-    To be saved beside the model on every rank, with state_dict and load_state_dict.
+    fap.state_dict has them, and so have the checkpoints of Megatron-LM's training package.
     """
     return data_parallel.residuals.feedback
 
