@@ -53,7 +53,7 @@ def all_reduce(
         group: the default group if None.
         config: FlashConfig.from_env() if None. All ranks must have the same.
         async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
-        site: what the counters call this place in the program.
+        site: what the counters call this place in the program, the same on all ranks.
         step: finished training steps, for warmup_steps; None: no warm-up.
         feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
 
@@ -293,6 +293,10 @@ class _Call:
                     self.state.plain.clear()
                 self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
             return None
+        self.label.sign(
+            *(self.op_name, self.factor, self.input.dtype, self.numel, self.parts),
+            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes),
+        )
         sent, between_nodes = self.sent_bytes(answer)
         telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes, answer.bits(self.collective))
         if answer.reduce.stochastic:

@@ -9,13 +9,14 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import socket
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -127,11 +128,18 @@ class GroupState:
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
 # Of a checkpoint, by the names of groups that have not been used yet.
 _kept: dict[str, Mapping[str, Any]] = {}
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # of the process that this one was forked from
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
+    """Raises ValueError for a group that was made before this process was forked: gloo waits for ever on one."""
     state = _states.get(group)
     if state is None:
+        if group in _inherited:
+            raise ValueError(
+                "this process was forked from the one that made the group, whose connections and threads it has not; "
+                "call init_process_group in it, or start it by spawn."
+            )
         state = _states[group] = GroupState(group)
         state.load_state_dict(_kept.pop(state.name, {}))
     return state
@@ -160,6 +168,16 @@ def _name(group: dist.ProcessGroup) -> str:
     same = f"{group.group_desc} of {len(ranks)} ranks {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
     taken = {state.name for state in _states.values()}
     return next(name for name in (f"{same} {number}" for number in itertools.count()) if name not in taken)
+
+
+def _forked() -> None:
+    _inherited.update(_states)
+    if dist.is_available() and dist.is_initialized():
+        _inherited.update([dist.group.WORLD])
+    _states.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def known(group: Any) -> GroupState | None:

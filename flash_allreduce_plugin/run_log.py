@@ -37,6 +37,7 @@ StepSource = Callable[[], int | None]
 
 _log = logging.getLogger("flash_allreduce_plugin")
 _lock = threading.Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _running: RunLog | None = None
 _finished_steps: StepSource | None = None
 

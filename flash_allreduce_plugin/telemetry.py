@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -92,6 +93,8 @@ class Counters:
 
 
 _lock = threading.Lock()
+# A child that is forked while another thread counts must find it free.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _sites: dict[str, Counters] = {}
 _forgotten: dict[str, Counters] = {}  # by reset_stats
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process

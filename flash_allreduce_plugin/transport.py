@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,8 +27,10 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 Sizes = list[int] | None
-# Point-to-point messages of ours: a bit that tells them from other people's, and the number of the exchange in its
-# group, so that what is left of a call that was given up is not taken for the next one's.
+# Point-to-point messages of ours: a bit that tells them from other people's, and below it the call's signature plus the
+# number of the exchange in its group. Messages of two calls that are not alike never meet, nor does what is left of a
+# call that was given up meet the next one: a rank that calls something else than its peers runs into the timeout, and
+# nobody takes its bytes for anything.
 _TAGS = 1 << 30
 _exchanges: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
 # gloo stops serving a peer whose message finds no receiver: a receive that nobody waits for is kept, with its buffer,
@@ -37,14 +40,19 @@ _numbers = itertools.count()
 
 
 class Label:
-    """Names a call in error messages."""
+    """Names a call in error messages, and tells its messages from those of other calls."""
 
-    __slots__ = ("collective", "group", "site")
+    __slots__ = ("collective", "group", "signature", "site")
 
     def __init__(self, collective: str, site: str, group: dist.ProcessGroup) -> None:
         self.collective = collective
         self.site = site
         self.group = group
+        self.signature = 0  # until `sign`: what ranks say to each other before they know that their calls are alike
+
+    def sign(self, *what: object) -> None:
+        """what: everything in which the ranks' calls have to be alike, with a repr that is the same on all of them."""
+        self.signature = zlib.crc32(repr((self.collective, self.site, what)).encode())
 
     def refused(self, doing: str, cause: BaseException) -> CollectiveError:
         """The call could not be posted: its group is broken, or the backend has not its dtype or operator."""
@@ -57,7 +65,7 @@ class Label:
         return CollectiveError(
             f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
             f"while {doing}: a peer died, did not answer within the group's timeout, or issued another "
-            f"collective ({cause})"
+            f"collective, or one of another site, size, dtype or operator ({cause})"
         )
 
 
@@ -104,7 +112,7 @@ def all_to_all(
         )
     received = output.split(output_sizes or len(output) // group.size())
     sent = input.split(input_sizes or len(input) // group.size())
-    return Pending(lambda: _exchange(received, sent, group), label, doing)
+    return Pending(lambda: _exchange(received, sent, label), label, doing)
 
 
 def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: str) -> Pending:
@@ -112,7 +120,7 @@ def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: st
     group = label.group
     if not _receives_first(group, sent[0]):
         return Pending(lambda: dist.all_to_all(received, sent, group=group, async_op=True), label, doing)
-    return Pending(lambda: _exchange(received, sent, group), label, doing)
+    return Pending(lambda: _exchange(received, sent, label), label, doing)
 
 
 def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
@@ -121,7 +129,7 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pendi
     if not _receives_first(group, input):
         return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
     return Pending(
-        lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), group), label, doing
+        lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), label), label, doing
     )
 
 
@@ -134,17 +142,18 @@ def _receives_first(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and group._get_backend(tensor.device).name() == "gloo"
 
 
-def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
+def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) -> list[Any]:
     """gloo's all-to-all, with every receive posted before the first send.
 
     In gloo a rank sends once its peer has said that it is ready to receive. gloo's own all-to-all posts its sends
     first, and a rank that is called later than its peer then says so behind its own data: the peer's data waits
     until that is through, and the link serves one direction after the other (docs/benchmarks.md: 60 % of it).
     """
+    group = label.group
     rank, world = group.rank(), group.size()
     # The neighbours after this rank first, and those before it: no rank is everybody's first.
     others = [(rank + step) % world for step in range(1, world)]
-    tag = _TAGS + next(_exchanges.setdefault(group, itertools.count())) % _TAGS
+    tag = _TAGS + (label.signature + next(_exchanges.setdefault(group, itertools.count()))) % _TAGS
     works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in others if received[j].numel()]
     works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in others if sent[j].numel()]
     if received[rank].data_ptr() != sent[rank].data_ptr():

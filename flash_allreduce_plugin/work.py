@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from flash_allreduce_plugin.errors import CollectiveError
+
 
 class Work:
     """A collective that has been started.
@@ -38,6 +40,11 @@ class Work:
         except BaseException as error:
             self._done = True
             self._error = error
+            if not isinstance(error, Exception):  # Ctrl-C: for this wait, not for those of the cleaning up
+                self._error = CollectiveError(
+                    f"{self._label} was interrupted by {type(error).__name__}: its result will not come, and the group "
+                    "is not to be used any more"
+                )
             raise
 
     def wait(self) -> bool:

@@ -38,6 +38,7 @@ CONFIGS = {
         quality_interval=5,
         warmup_steps=1,
     ),
+    "guard": fap.FlashConfig(bits=2, min_bytes=0, min_sqnr_db=20.0, quality_interval=3),
 }
 
 
