@@ -74,7 +74,12 @@ class _Patch:
     def is_in_place(self) -> bool:
         return vars(self.owner).get(self.name) is self.new
 
+    def is_undone(self) -> bool:
+        return vars(self.owner).get(self.name, _MISSING) is self.raw
+
     def undo(self) -> None:
+        if self.is_undone():
+            return
         if self.raw is _MISSING:  # it was inherited: the owner had no entry of its own
             delattr(self.owner, self.name)
         else:
@@ -116,8 +121,8 @@ class Patchset:
         done: list[_Patch] = []
         try:
             for patch in patches:
-                setattr(patch.owner, patch.name, patch.new)
                 done.append(patch)
+                setattr(patch.owner, patch.name, patch.new)
         except BaseException as error:
             for replaced in reversed(done):
                 replaced.undo()
@@ -135,7 +140,7 @@ class Patchset:
         original back would silently drop their patch.
         """
         for patch in self._applied:
-            if not patch.is_in_place():
+            if not patch.is_in_place() and not patch.is_undone():
                 raise PatchError(
                     f"{self.name}: {patch.seam.target} (seam {patch.seam.id}) was replaced again after us by "
                     f"{_describe(vars(patch.owner).get(patch.name))}; undo that first, nothing was restored"

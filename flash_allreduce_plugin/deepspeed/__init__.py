@@ -39,7 +39,7 @@ def enable(config: FlashConfig | None = None) -> None:
 def disable() -> None:
     """Give every engine its own functions back, and leave coming ones alone. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__ since.
+    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__, or a function of an engine's, since.
     """
     engine.detach()
 

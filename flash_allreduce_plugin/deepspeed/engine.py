@@ -25,17 +25,19 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Reduction, gradients
-from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_source
 
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, and what was put on it, its optimizer or its monitor, (owner, name). Kept there, to die
-# with it.
+# On an engine: its Reduction, and what was put on it, its optimizer or its monitor, (owner, name, what was put there, what
+# was there). Kept there, to die with it.
 _BOUND = "_flash_allreduce"
 # On an engine, its optimizer or its monitor: seam -> replacement, for the functions whose own source carries the seam.
 _IN_SOURCE = "_flash_allreduce_in_source"
+_Bound = tuple[Any, str, Any, Any]
+_NOTHING = object()
 _attached = False
 _for_all: FlashConfig | None = None
 
@@ -58,8 +60,13 @@ def attached_by_source() -> None:
 
 
 def detach() -> None:
-    """Give DeepSpeed its constructor back and every engine its own functions."""
+    """Give DeepSpeed its constructor back and every engine its own functions.
+
+    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    """
     global _attached, _for_all
+    for engine in list(_engines):
+        _refuse_replaced(engine)
     _patchset().restore()
     _attached = False
     _for_all = None
@@ -91,7 +98,21 @@ def bind(engine: Any, config: FlashConfig) -> None:
     """Replace the reductions of a finished engine and its optimizer, and feed its monitor."""
     reduction = Reduction(engine, config)
     run_log.start(config, _steps(engine))
-    bound: list[tuple[Any, str]] = []
+    bound: list[_Bound] = []
+    setattr(engine, _BOUND, (reduction, bound))
+    _engines.add(engine)
+    try:
+        _put_on(engine, reduction, bound)
+    except BaseException:
+        release(engine)
+        raise
+
+
+def _put_on(engine: Any, reduction: Reduction, bound: list[_Bound]) -> None:
+    def put(owner: Any, name: str, new: Any) -> None:
+        bound.append((owner, name, new, vars(owner).get(name, _NOTHING)))
+        setattr(owner, name, new)
+
     for place in places(reduction):
         class_name, name = place.attribute.split(".")
         owner = getattr(importlib.import_module(place.module), class_name)
@@ -101,14 +122,10 @@ def bind(engine: Any, config: FlashConfig) -> None:
             function = getattr(type(candidate), name)
             if is_in_source(function, place.id):
                 if _IN_SOURCE not in vars(candidate):
-                    setattr(candidate, _IN_SOURCE, {})
-                    bound.append((candidate, _IN_SOURCE))
+                    put(candidate, _IN_SOURCE, {})
                 replacements(candidate)[place.id] = place.replacement(below_mark(function))
             else:
-                setattr(candidate, name, types.MethodType(place.replacement(function), candidate))
-                bound.append((candidate, name))
-    setattr(engine, _BOUND, (reduction, bound))
-    _engines.add(engine)
+                put(candidate, name, types.MethodType(place.replacement(function), candidate))
 
 
 def _steps(engine: Any) -> run_log.StepSource:
@@ -132,12 +149,27 @@ def reduction_of(engine: Any) -> Reduction:
 
 
 def release(engine: Any) -> None:
-    """Take off what `bind` put on an engine; its class's own functions show again."""
+    """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
     _, bound = getattr(engine, _BOUND)
     delattr(engine, _BOUND)
     _engines.discard(engine)
-    for owner, name in bound:
-        delattr(owner, name)
+    for owner, name, new, before in reversed(bound):
+        if vars(owner).get(name) is not new:
+            continue
+        if before is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _refuse_replaced(engine: Any) -> None:
+    for owner, name, new, before in getattr(engine, _BOUND)[1]:
+        found = vars(owner).get(name, _NOTHING)
+        if found is not new and found is not before:
+            raise PatchError(
+                f"deepspeed: {name} of a {type(owner).__name__} was replaced again after us by {found!r}; undo that "
+                "first, nothing was restored"
+            )
 
 
 @functools.cache

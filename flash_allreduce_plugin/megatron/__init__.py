@@ -53,6 +53,7 @@ def enable(config: FlashConfig | None = None) -> None:
         )
     config = FlashConfig.from_env() if config is None else config
     run_log.start(config, lambda: modules.step() if is_enabled() else None)
+    fresh: Patchset | None = None
     if _patchset is None:
         transformer_engine_seams, misfit = _transformer_engine()
         if misfit is not None:
@@ -68,19 +69,25 @@ def enable(config: FlashConfig | None = None) -> None:
         without = checkpoints.misfit()
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
-        patchset = _made(optional + ([] if without else checkpoints.seams()))
-        patchset.apply()
-        _patchset = patchset
+        fresh = _made(optional + ([] if without else checkpoints.seams()))
     if config.error_feedback and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
             'grad_bits is "full"; set grad_bits, or leave error_feedback out.',
             stacklevel=2,
         )
-    modules.start(config)
-    data_parallel.residuals.configure(config)
-    checkpoints.start()
-    _config = config
+    try:
+        if fresh is not None:
+            fresh.apply()
+        modules.start(config)
+        data_parallel.residuals.configure(config)
+        checkpoints.start()
+    except BaseException:
+        if fresh is not None:
+            fresh.restore()
+            _stop()
+        raise
+    _patchset, _config = fresh or _patchset, config
 
 
 def disable() -> None:
@@ -91,10 +98,14 @@ def disable() -> None:
     global _config, _patchset
     if _patchset is not None:
         _patchset.restore()
+    _stop()
+    _config = _patchset = None
+
+
+def _stop() -> None:
     modules.stop()
     checkpoints.stop()
     data_parallel.residuals.configure(None)
-    _config = _patchset = None
 
 
 def is_enabled() -> bool:
