@@ -8,7 +8,8 @@ becomes depends on its group alone. The owner of a shard decodes the bytes that 
 all_reduce of K chunks, per chunk i, everything issued by the calling thread:
 
     encode chunk -> A[i] -> all_to_all -> R[i mod W] -> decode, sum, encode -> own shard of A[i] -> all_gather -> A[i]
-    -> decode into the tensor
+    -> decode into the tensor, when the last chunk is there: a call that fails leaves the tensor as it was. (Over NCCL,
+    where a failure ends the process, as the chunks arrive.)
 
 A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on.
 
@@ -88,6 +89,7 @@ def all_reduce(
     chunks = _chunks_of_tensor(tensor.numel(), plan, world)
     slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
     reduce_key, gather_key = codec.draw_key(key, _REDUCE, rank), codec.draw_key(key, _GATHER)
+    queued = transport.queues(label.group, tensor.device)
     sent = pool.take(chunks.count * slot)
     received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
     exchanges: deque[Pending] = deque()
@@ -134,9 +136,12 @@ def all_reduce(
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
-    def finish() -> None:
+    def arrived() -> int:
         i, gather = gathers.popleft()
         gather.wait()
+        return i
+
+    def write(i: int) -> None:
         out, real = payload(i, plan.gather.record_bytes)
         codec.decode_rows(out[:real].view(1, -1), elements(i), plan.gather)
 
@@ -147,10 +152,12 @@ def all_reduce(
         reduce(i)
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
-        if i + 1 >= chunks.window:  # the order in which the peers put them on the wire
-            finish()
-    while gathers:
-        finish()
+        if queued and i + 1 >= chunks.window:  # the order in which the peers put them on the wire
+            write(arrived())
+    while queued and gathers:
+        write(arrived())
+    for i in [arrived() for _ in range(len(gathers))]:
+        write(i)
     pool.give(sent, received)
 
 

@@ -15,7 +15,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -138,7 +138,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
         if group in _inherited:
             raise ValueError(
                 "this process was forked from the one that made the group, whose connections and threads it has not; "
-                "call init_process_group in it, or start it by spawn."
+                "start it by spawn, or before init_process_group."
             )
         state = _states[group] = GroupState(group)
         state.load_state_dict(_kept.pop(state.name, {}))
@@ -173,7 +173,7 @@ def _name(group: dist.ProcessGroup) -> str:
 def _forked() -> None:
     _inherited.update(_states)
     if dist.is_available() and dist.is_initialized():
-        _inherited.update([dist.group.WORLD])
+        _inherited.add(cast(dist.ProcessGroup, dist.group.WORLD))
     _states.clear()
 
 

@@ -69,11 +69,10 @@ def all_reduce(
                 meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
         stages.send_back(i)
 
-    def finish(i: int) -> None:
-        stages.wait(i)
+    def write(i: int) -> None:
         codec.decode_rows(stages.whole(i, plan.gather).view(1, -1), elements(i), plan.gather)
 
-    yield from stages.run(inside, stages.send_between, back, stages.send_forward, finish)
+    yield from stages.run(inside, stages.send_between, back, stages.send_forward, write=write)
 
 
 def reduce_scatter(
@@ -255,12 +254,23 @@ class _Stages:
         self._arrived = _Ring(pool, lag, len(plan.nodes) * summed * plan.reduce.record_bytes)
         self._pending: dict[int, Pending] = {}
 
-    def run(self, *stages: Callable[[int], None]) -> Iterator[None]:
+    def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[None]:
         """Every stage of every slab; yields once, when the first slabs are on the wire.
 
         Of the stages of one turn the last comes first: it sets free the buffers that the others take.
+        write: of what the last exchange brings; when all slabs are there, so that a call that fails has written
+        nothing (over NCCL slab by slab).
         """
         count = len(self._slabs)
+        queued = transport.queues(self._label.group, self._whole.buffer.device)
+
+        def arrive(i: int) -> None:
+            self.wait(i)
+            if queued and write is not None:
+                write(i)
+
+        if write is not None:
+            stages = (*stages, arrive)
         for turn in range(count + self._lag * (len(stages) - 1)):
             if turn == self._lag:
                 yield
@@ -268,6 +278,9 @@ class _Stages:
                 i = turn - number * self._lag
                 if 0 <= i < count:
                     stage(i)
+        if write is not None and not queued:
+            for i in range(count):
+                write(i)
         self._pool.give(*(ring.buffer for ring in (self._whole, self._inbox, self._sums, self._arrived)))
 
     def whole(self, i: int, codec: Codec) -> Tensor:

@@ -19,6 +19,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import codec, groups, hierarchical, hierarchy, reference, telemetry, transport
 from flash_allreduce_plugin.hierarchy import Nodes
 from flash_allreduce_plugin.policy import Plan, Site, make_plan
+from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import Codec, Draw
 from tests import simulation
 from tests.codecs import gaussian, same_bits
@@ -193,7 +194,7 @@ def through_all_to_all(calls: list[Call]) -> list[str]:
     def stand_in(received: list[Tensor], sent: list[Tensor], group: Any, async_op: bool) -> Any:
         assert len(received) == len(sent) == dist.get_world_size() and async_op
         assert all(part.is_contiguous() for part in received + sent)
-        return transport._exchange(received, sent, group)
+        return transport._exchange(received, sent, Label("all_to_all", "test", group))
 
     transport._receives_first, dist.all_to_all = lambda group, tensor: False, stand_in
     try:

@@ -1,8 +1,8 @@
-"""Integrations are enabled and disabled in any order, twice, and fail half way: what they replace is what it was before,
-the same objects, as soon as they are off.
+"""Integrations are enabled and disabled in any order, twice, and fail half way: what they replace is what it was
+before, the same objects, as soon as they are off.
 
-Those that can be imported take part: Megatron and its launch flags (against a training package of a few lines), DeepSpeed,
-apex (the stand-in). In a rank of its own: nothing of this is for the other tests.
+Those that can be imported take part: Megatron and its launch flags (against a training package of a few lines),
+DeepSpeed, apex (the stand-in). In a rank of its own: nothing of this is for the other tests.
 """
 
 from __future__ import annotations

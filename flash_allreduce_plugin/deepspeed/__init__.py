@@ -39,7 +39,8 @@ def enable(config: FlashConfig | None = None) -> None:
 def disable() -> None:
     """Give every engine its own functions back, and leave coming ones alone. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__, or a function of an engine's, since.
+    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__, or what is on an engine,
+    since.
     """
     engine.detach()
 

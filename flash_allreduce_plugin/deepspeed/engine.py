@@ -31,8 +31,8 @@ from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_so
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, and what was put on it, its optimizer or its monitor, (owner, name, what was put there, what
-# was there). Kept there, to die with it.
+# On an engine: its Reduction, and what was put on it, its optimizer or its monitor: (owner, name, what was put there,
+# what was there). Kept there, to die with it.
 _BOUND = "_flash_allreduce"
 # On an engine, its optimizer or its monitor: seam -> replacement, for the functions whose own source carries the seam.
 _IN_SOURCE = "_flash_allreduce_in_source"
