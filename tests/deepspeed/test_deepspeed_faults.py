@@ -1,0 +1,134 @@
+"""DeepSpeed: a rank that raises in the backward pass, and engines that are let go half way or after somebody else."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_training import EIGHT, configuration, deepspeed, engine, model, step
+from torch.distributed import distributed_c10d
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.deepspeed import engine as served
+from tests.distributed import Ranks
+
+TIMEOUT = timedelta(seconds=3)
+CONFIG = fap.FlashConfig(bits=8, min_bytes=0)
+
+
+def raises(stage: int) -> tuple[str, float]:
+    """Rank 1 raises in a hook on a gradient."""
+    torch.set_num_threads(1)
+    distributed_c10d.default_pg_timeout = TIMEOUT  # of the groups that DeepSpeed makes
+    built = engine({"zero_optimization": {"stage": stage}}, EIGHT)
+    step(built, 0)  # all is well
+
+    def raising(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("this rank alone")
+
+    if dist.get_rank() == 1:
+        next(p for p in built.module.parameters() if p.requires_grad).register_hook(raising)
+    start, message = time.monotonic(), "no error"
+    try:
+        step(built, 1)
+    except (ArithmeticError, fap.CollectiveError) as error:
+        message = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is found out at once
+    fap.deepspeed.disable()
+    return message, seconds
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_raises_in_the_backward_pass(stage: int) -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    with Ranks(2, TIMEOUT) as ranks:
+        (first, here), (second, there) = ranks.outcomes(raises, stage, timeout=120)
+    assert first == second == "value", (here, there)
+    assert there[0] == "ArithmeticError: this rank alone", there
+    assert here[0].startswith("CollectiveError: ") and f"'deepspeed.stage{stage}.gradients', rank 0 of 2" in here[0]
+    assert here[1] < TIMEOUT.total_seconds() + 5
+
+
+def not_served() -> Any:
+    package = deepspeed()
+    fap.deepspeed.disable()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    built, *_ = package.initialize(
+        model=net, optimizer=optimizer, config=configuration({"zero_optimization": {"stage": 2}}, None)
+    )
+    return built
+
+
+def entries(built: Any) -> list[dict[str, int]]:
+    """What lies on an engine, its optimizer and its monitor themselves."""
+    return [{name: id(value) for name, value in vars(o).items()} for o in (built, built.optimizer, built.monitor)]
+
+
+def half_way() -> int:
+    """Every function of an engine fails to be replaced once; how many that were."""
+    built = not_served()
+    built.save_checkpoint = theirs = lambda *_: "theirs"  # somebody's, from before
+    before, places = entries(built), served.places
+    failed = 0
+
+    def wrong(original: Callable[..., Any]) -> Callable[..., Any]:
+        raise RuntimeError("half way")
+
+    for at in range(len(places(None))):
+
+        def failing(reduction: Any, at: int = at) -> list[Any]:
+            seams = list(places(reduction))
+            seams[at] = dataclasses.replace(seams[at], replacement=wrong)
+            return seams
+
+        served.places = failing  # type: ignore[assignment]
+        try:
+            served.bind(built, CONFIG)
+        except RuntimeError:
+            failed += 1
+        else:  # a function that this engine does not have
+            served.release(built)
+        finally:
+            served.places = places
+        assert entries(built) == before
+        assert built not in served._engines
+    served.bind(built, CONFIG)
+    assert built.save_checkpoint is not theirs
+    served.release(built)
+    assert entries(built) == before
+    return failed
+
+
+def test_an_engine_that_is_served_half_way_is_as_it_was(engines: Callable[[int], Ranks]) -> None:
+    assert min(engines(2).run(half_way)) >= 5
+
+
+def replaced_since() -> str:
+    built = not_served()
+    before = entries(built)
+    fap.deepspeed.enable(CONFIG)
+    served.bind(built, CONFIG)
+    ours = built.save_checkpoint
+    built.save_checkpoint = lambda *_: "theirs"
+    with pytest.raises(fap.PatchError) as refused:
+        fap.deepspeed.disable()
+    assert fap.deepspeed.is_enabled() and built in served._engines
+    built.save_checkpoint = ours
+    fap.deepspeed.disable()
+    assert entries(built) == before
+    return str(refused.value)
+
+
+def test_a_function_of_an_engine_that_somebody_has_replaced_since(engines: Callable[[int], Ranks]) -> None:
+    for message in engines(2).run(replaced_since):
+        assert message.startswith("deepspeed: save_checkpoint of a DeepSpeedEngine was replaced again after us by ")
