@@ -98,7 +98,7 @@ KINDS = (
 @pytest.mark.parametrize("what", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])
 def test_guarantee_7_ranks_that_make_different_calls(what: str) -> None:
     with Ranks(WORLD, TIMEOUT) as ranks:
-        outcomes = ranks.outcomes(disagreeing, what, timeout=30)
+        outcomes = ranks.outcomes(disagreeing, what, timeout=90)
     for rank, (kind, calls) in enumerate(outcomes):
         assert kind == "value", calls
         for message, seconds, untouched in calls:
@@ -123,7 +123,7 @@ def one_call_more() -> list[str]:
 @pytest.mark.slow
 def test_guarantee_7_a_rank_that_makes_one_call_more() -> None:
     with Ranks(WORLD, TIMEOUT) as ranks:
-        (_, first), (_, second) = ranks.outcomes(one_call_more, timeout=30)
+        (_, first), (_, second) = ranks.outcomes(one_call_more, timeout=90)
     assert first == ["no error"]
     assert second[0] == "no error" and "failed while" in second[1]
 
@@ -143,7 +143,7 @@ def another_field() -> str:
 
 def test_guarantee_7_a_release_with_another_configuration() -> None:
     with Ranks(WORLD, TIMEOUT) as ranks:
-        for message in ranks.run(another_field, timeout=30):
+        for message in ranks.run(another_field, timeout=90):
             assert 'new_field is "unknown" on rank 0; 1 on rank 1' in message
 
 
@@ -165,6 +165,6 @@ def after_an_error_in_the_handshake() -> list[str]:
 @pytest.mark.slow
 def test_a_handshake_that_failed_is_not_remembered() -> None:
     with Ranks(WORLD, TIMEOUT) as ranks:
-        for _, found in ranks.outcomes(after_an_error_in_the_handshake, timeout=30):
+        for _, found in ranks.outcomes(after_an_error_in_the_handshake, timeout=90):
             assert all("failed while gathering the configurations" in message for message in found[:2]), found
             assert found[2] == "0"

@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ LEVELS = fap.FlashConfig(
 SITE = fap.Site("layer 7")
 NUMEL = 30_000
 VICTIM = 1
-IN_PLACE = ("all_reduce",)  # what holds an input
+IN_PLACE = ("all_reduce",)  # what is written last
 
 # phase -> the function in which the victim stops, at the call of that number; of an exchange, by what it does: after it
 # has posted its messages. Chunks and slabs are many, so that some are through and some are not.
@@ -184,25 +185,20 @@ def check(collective: str, outcome: tuple[str, Any], rank: int, world: int) -> s
 def test_guarantee_7_a_rank_is_killed(collective: str, levels: str, phase: str) -> None:
     world = 4 if levels == "levels" else 3
     with Ranks(world, TIMEOUT) as ranks:
-        outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGKILL, timeout=30)
+        outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGKILL, timeout=90)
     assert outcomes[VICTIM] == ("died", -signal.SIGKILL)
     states = [check(collective, outcomes[rank], rank, world) for rank in range(world) if rank != VICTIM]
     if not phase.startswith(("last", "decode", "sum into")):  # what the victim has sent whole may have arrived
         assert set(states) != {"reduced"}
 
 
-@pytest.fixture
-def continued() -> Iterator[Callable[[int], None]]:
-    """continued(pid): a process that has stopped goes on when the others must long have given up."""
-    timers = []
-
-    def start(pid: int) -> None:
-        timers.append(threading.Timer(TIMEOUT.total_seconds() + 2, os.kill, (pid, signal.SIGCONT)))
-        timers[-1].start()
-
-    yield start
-    for timer in timers:
-        timer.cancel()
+def continues(pid: int) -> None:
+    """A process that has stopped goes on when the others must long have given up."""
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "T" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(TIMEOUT.total_seconds() + 1)
+    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -215,16 +211,16 @@ def continued() -> Iterator[Callable[[int], None]]:
         pytest.param("all_reduce", "levels", "between", marks=pytest.mark.slow),
     ],
 )
-def test_guarantee_7_a_rank_stops_answering(
-    continued: Callable[[int], None], collective: str, levels: str, phase: str
-) -> None:
+def test_guarantee_7_a_rank_stops_answering(collective: str, levels: str, phase: str) -> None:
     """SIGSTOP for longer than the timeout. The rank that goes on gets an error too: its peers have given up."""
     world = 4 if levels == "levels" else 3
     with Ranks(world, TIMEOUT) as ranks:
         pid = ranks.processes[VICTIM].pid
         assert pid is not None
-        continued(pid)
-        outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGSTOP, timeout=30)
+        helper = threading.Thread(target=continues, args=(pid,))
+        helper.start()
+        outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGSTOP, timeout=90)
+        helper.join()
     for rank in range(world):
         if rank == VICTIM:
             kind, (message, _, state) = outcomes[rank]

@@ -93,7 +93,7 @@ def interrupted(answers: bool) -> list[tuple[str, float]] | None:
 def test_ctrl_c_in_a_wait(answers: bool) -> None:
     """torch.distributed hears it when what it waits for comes, or the timeout."""
     with Ranks(2, TIMEOUT) as ranks:
-        _, (kind, value) = ranks.outcomes(interrupted, answers, timeout=30)
+        _, (kind, value) = ranks.outcomes(interrupted, answers, timeout=90)
     assert kind == "value", value
     (first, seconds), (second, _) = value
     assert first.startswith("KeyboardInterrupt"), first
@@ -179,7 +179,7 @@ def locked_when_forked() -> str:
 def test_a_fork_while_a_thread_counts() -> None:
     with Ranks(1) as ranks:
         ranks.run(fap.reset_stats)
-        assert ranks.run(locked_when_forked, timeout=30) == ["0"]
+        assert ranks.run(locked_when_forked, timeout=90) == ["0"]
 
 
 def correct() -> bool:
@@ -221,7 +221,7 @@ def anew(store: str, victim: int) -> list[str]:
 
 def test_the_survivors_make_a_new_group(tmp_path: Path) -> None:
     with Ranks(3, TIMEOUT) as ranks:
-        outcomes = ranks.outcomes(anew, str(tmp_path), 1, timeout=30)
+        outcomes = ranks.outcomes(anew, str(tmp_path), 1, timeout=90)
     assert outcomes[1] == ("died", 17)
     for rank in (0, 2):
         kind, found = outcomes[rank]
