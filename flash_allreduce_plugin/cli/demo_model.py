@@ -130,6 +130,7 @@ def replicas_equal(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
     for name, parameter in sorted(model.named_parameters()):
         if not getattr(parameter, "tensor_model_parallel", False):
             digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
-    digests: list[bytes | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest.digest(), group=group)
-    return len(set(digests)) == 1
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+    everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybodys, mine, group=group)  # not its form for objects, which unpickles what others send
+    return all(torch.equal(one, mine) for one in everybodys)
