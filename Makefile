@@ -13,6 +13,9 @@
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
+#   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
+#   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/support.md:
+#                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
 #   make bench       measures the tables of docs/benchmarks.md and writes them there (the links need root), and
 #                    docs/accuracy.md's; BENCH="--only codec ring": these; python -m scripts.make_benchmarks --help
 
@@ -35,6 +38,8 @@ DEEPSPEED_VERSIONS ?=
 # Where gpu-check leaves gpu_check.json and log.txt, and its options.
 GPU_OUT ?= build/gpu-check
 GPU ?=
+# Options of support_matrix.
+MATRIX ?=
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
@@ -44,7 +49,7 @@ NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check package matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -95,6 +100,13 @@ check-versions: $(VENV)/.installed
 check-cuda: $(VENV)/.installed
 	command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
 	NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc) $(BIN)/python -m scripts.check_cuda
+
+package: $(VENV)/.installed
+	$(BIN)/python -m scripts.package
+
+matrix: $(VENV)/.installed
+	test -n "$(wildcard dist/*.whl)" || $(BIN)/python -m scripts.package
+	$(BIN)/python -m scripts.support_matrix $(MATRIX)
 
 gpu-check:
 	$(PYTHON) -m scripts.gpu_check --out "$(GPU_OUT)" $(GPU)

@@ -1,0 +1,301 @@
+"""What is published: versions, metadata, what is in an sdist and a wheel, licences, the table of docs/support.md.
+
+The real wheel is made, installed and tested by `make package`; here the checks of it are held to what they are to find.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import flash_allreduce_plugin as fap
+from scripts import check_package, licences, support_matrix
+from scripts.check_package import PACKAGE
+from scripts.package import doctor_problems
+from scripts.support_matrix import Cell
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = licences.tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+VERSION = PYPROJECT["version"]
+INFO = f"{PACKAGE}-{VERSION}.dist-info"
+WHEEL = f"{PACKAGE}-{VERSION}-cp310-abi3-manylinux_2_34_x86_64.whl"
+
+needs_binutils = pytest.mark.skipif(
+    not shutil.which("nm") or not shutil.which("readelf"), reason="needs nm and readelf"
+)
+
+
+def test_one_version_everywhere() -> None:
+    assert fap.__version__ == VERSION
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(r"^## (\S+)", changelog, re.MULTILINE)[1] == VERSION  # type: ignore[index]
+    assert f"| {'.'.join(VERSION.split('.')[:2])}.x |" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+
+
+def test_the_supported_pythons_are_said_alike() -> None:
+    prefix = "Programming Language :: Python :: "
+    said = [c.removeprefix(prefix) for c in PYPROJECT["classifiers"] if re.match(prefix + r"\d+\.\d+$", c)]
+    assert tuple(said) == support_matrix.PYTHONS
+    assert PYPROJECT["requires-python"] == f">={said[0]}"
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'"py_limited_api": "cp{said[0].replace(".", "")}"' in text
+    assert f"| Python | {said[0]} to {said[-1]} |" in support_matrix.DOCUMENT.read_text(encoding="utf-8")
+
+
+def test_the_matrix_has_the_ends_of_every_window() -> None:
+    """The oldest torch is the one that the binary targets."""
+    (torch,) = [text for text in PYPROJECT["dependencies"] if text.startswith("torch")]
+    major, minor, _ = support_matrix.TORCHES[0].split(".")
+    assert torch == f"torch>={major}.{minor}"
+    target = f"0x{int(major):02x}{int(minor):02x}000000000000"
+    assert f'TORCH_TARGET = "{target}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
+    for name in ("megatron", "deepspeed"):
+        (window,) = PYPROJECT["optional-dependencies"][name]
+        first = re.search(r">=([\d.]+)", window)[1]  # type: ignore[index]
+        below = re.search(r"<(\d+)\.(\d+)", window)
+        tried = [f.partition("==")[2] for f in support_matrix.FRAMEWORKS if f.startswith(name)]
+        assert tried[0].startswith(first) and below is not None
+        assert tried[-1].startswith(f"{below[1]}.{int(below[2]) - 1}.")
+
+
+def test_every_dependency_has_its_licence() -> None:
+    rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
+    for name, place in licences.declared().items():
+        assert name in rows, f"{name} is not in docs/licences.md: python -m scripts.licences --write"
+        assert rows[name][1] == place
+    assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
+
+
+# What is in the sdist.
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with what is packaged, and with what is not to be."""
+    folder = tmp_path / "checkout"
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder)
+    for name in (*check_package.modules(), *check_package.sources()):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("tests/test_a.py", "benchmarks/b.py", "scripts/c.py", "notes/d.md", f"{PACKAGE}/_C.abi3.so"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+    return folder
+
+
+def sdist(checkout: Path) -> Path:
+    script = "import setuptools.build_meta as backend; backend.build_sdist('dist')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (path,) = (checkout / "dist").glob("*.tar.gz")
+    return path
+
+
+def test_the_sdist_has_what_it_is_to_have(checkout: Path) -> None:
+    assert check_package.sdist_problems(sdist(checkout)) == []
+
+
+def test_an_sdist_with_more_or_less_is_refused(checkout: Path) -> None:
+    manifest = (checkout / "MANIFEST.in").read_text()
+    manifest = manifest.replace("prune tests", "recursive-include benchmarks *").replace("*.h ", "")
+    (checkout / "MANIFEST.in").write_text(manifest)
+    text = "\n".join(check_package.sdist_problems(sdist(checkout)))
+    top = f"{PACKAGE}-{VERSION}"
+    assert f"{top}/tests/test_a.py does not belong here" in text
+    assert f"{top}/benchmarks/b.py does not belong here" in text
+    assert f"{top}/csrc/wire_format.h is missing" in text
+
+
+# What is in the wheel.
+
+
+def _wheel_files() -> dict[str, bytes]:
+    files = {name: (ROOT / name).read_bytes() for name in check_package.modules()}
+    files[check_package.LIBRARY] = b"\x7fELF"  # its own checks are tried on libraries below
+    extras = "".join(f"Provides-Extra: {name}\n" for name in PYPROJECT["optional-dependencies"])
+    files[f"{INFO}/METADATA"] = (
+        f"Metadata-Version: 2.4\nName: flash-allreduce-plugin\nVersion: {VERSION}\nRequires-Python: >=3.10\n"
+        f"License-Expression: Apache-2.0\nLicense-File: LICENSE\nRequires-Dist: torch>=2.11\n"
+        f"Requires-Dist: pydantic>=2.7\n{extras}Requires-Dist: typer>=0.12; extra == 'cli'\n"
+    ).encode()
+    files[f"{INFO}/WHEEL"] = b"Wheel-Version: 1.0\nTag: cp310-abi3-manylinux_2_34_x86_64\n"
+    points = check_package.ENTRY_POINTS.items()
+    files[f"{INFO}/entry_points.txt"] = "\n".join(f"[{group}]\n{line}\n" for group, line in points).encode()
+    files[f"{INFO}/top_level.txt"] = f"{PACKAGE}\n".encode()
+    files[f"{INFO}/licenses/LICENSE"] = (ROOT / "LICENSE").read_bytes()
+    return files
+
+
+def write_wheel(path: Path, files: dict[str, bytes]) -> Path:
+    record = []
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        record.append(f"{name},sha256={digest},{len(content)}")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr(f"{INFO}/RECORD", "\n".join([*record, f"{INFO}/RECORD,,"]))
+    return path
+
+
+@pytest.fixture
+def no_library_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_package, "library_problems", lambda library: [])
+
+
+@pytest.mark.usefixtures("no_library_checks")
+def test_a_wheel_as_it_is_to_be(tmp_path: Path) -> None:
+    assert check_package.wheel_problems(write_wheel(tmp_path / WHEEL, _wheel_files())) == []
+
+
+def _without(name: str) -> Callable[[dict[str, bytes]], None]:
+    return lambda files: files.pop(name) and None
+
+
+def _with(name: str, content: bytes = b"") -> Callable[[dict[str, bytes]], None]:
+    return lambda files: files.update({name: content})
+
+
+def _changed(name: str, old: bytes, new: bytes) -> Callable[[dict[str, bytes]], None]:
+    def change(files: dict[str, bytes]) -> None:
+        assert old in files[name]
+        files[name] = files[name].replace(old, new)
+
+    return change
+
+
+@pytest.mark.usefixtures("no_library_checks")
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_with("tests/test_codec.py"), "tests/test_codec.py does not belong here"),
+        (_with("scripts/package.py"), "scripts/package.py does not belong here"),
+        (_with(f"{PACKAGE}/__pycache__/wire.cpython-311.pyc"), "wire.cpython-311.pyc does not belong here"),
+        (_without(f"{PACKAGE}/py.typed"), "py.typed is missing"),
+        (_without(f"{PACKAGE}/cli/main.py"), "cli/main.py is missing"),
+        (_without(check_package.LIBRARY), "_C.abi3.so is missing"),
+        (_without(f"{INFO}/licenses/LICENSE"), "LICENSE is missing"),
+        (_changed(f"{INFO}/METADATA", b"Version: " + VERSION.encode(), b"Version: 9.9"), "say version 9.9"),
+        (_changed(f"{INFO}/METADATA", b"Apache-2.0", b"MIT"), "License-Expression: MIT"),
+        (_changed(f"{INFO}/METADATA", b"pydantic>=2.7", b"requests"), "require ['requests', 'torch']"),
+        (_changed(f"{INFO}/WHEEL", b"cp310-abi3", b"cp311-cp311"), "WHEEL says ['cp311-cp311-"),
+        (_changed(f"{INFO}/entry_points.txt", b"autoload:load", b"autoload:lod"), "entry_points.txt has no"),
+        (_changed(f"{PACKAGE}/autoload.py", b"def load(", b"def lod("), "leads nowhere"),
+    ],
+)
+def test_a_wheel_with_a_fault_is_refused(
+    change: Callable[[dict[str, bytes]], None], problem: str, tmp_path: Path
+) -> None:
+    files = _wheel_files()
+    change(files)
+    problems = check_package.wheel_problems(write_wheel(tmp_path / WHEEL, files))
+    assert any(problem in text for text in problems), problems
+
+
+@pytest.mark.usefixtures("no_library_checks")
+def test_a_wheel_of_one_python_is_refused(tmp_path: Path) -> None:
+    name = WHEEL.replace("cp310-abi3", "cp311-cp311")
+    problems = check_package.wheel_problems(write_wheel(tmp_path / name, _wheel_files()))
+    assert any("expected cp310-abi3 and a Linux" in text for text in problems)
+
+
+@pytest.mark.usefixtures("no_library_checks")
+def test_a_file_that_was_changed_after_the_record_is_refused(tmp_path: Path) -> None:
+    path = write_wheel(tmp_path / WHEEL, _wheel_files())
+    with zipfile.ZipFile(path) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files[f"{PACKAGE}/wire.py"] += b"#"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    assert check_package.wheel_problems(path) == [f"RECORD does not have {PACKAGE}/wire.py as it is"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
+    """compiled(source, flags): a shared library."""
+    folder = tmp_path_factory.mktemp("libraries")
+
+    def make(source: str, *flags: str) -> Path:
+        compiler = shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            pytest.skip("needs a C++ compiler")
+        path = folder / f"_{hashlib.sha256(repr((source, flags)).encode()).hexdigest()[:8]}.so"
+        file = folder / "source.cpp"
+        file.write_text(source)
+        subprocess.run([compiler, "-shared", "-fPIC", str(file), *flags, "-o", str(path)], check=True, timeout=60)
+        return path
+
+    yield make
+
+
+@needs_binutils
+def test_a_library_as_it_is_to_be(compiled: Callable[..., Path]) -> None:
+    library = compiled('extern "C" void* memcpy(void*, const void*, unsigned long);\nauto p = memcpy;')
+    assert check_package.library_problems(library) == []
+    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", check_package.needs(library)["GLIBC"])
+
+
+@needs_binutils
+@pytest.mark.parametrize(
+    ("source", "flags", "problem"),
+    [
+        ('extern "C" int Py_IsInitialized(); int f() { return Py_IsInitialized(); }', [], "asks for Py_IsInitialized"),
+        ("const char* f() { return __FILE__; }", [], "has paths of the build in it"),
+        ("int f() { return 1; }", ["-Wl,-rpath,/home/me/lib"], "has R"),
+        ("int f() { return 1; }", ["-Wl,--no-as-needed", "-lutil", "-lm", "-lresolv"], "is linked to libresolv"),
+    ],
+)
+def test_a_library_with_a_fault_is_refused(
+    source: str, flags: list[str], problem: str, compiled: Callable[..., Path]
+) -> None:
+    problems = check_package.library_problems(compiled(source, *flags))
+    assert any(problem in text for text in problems), problems
+
+
+# What `make package` and `make matrix` make of doctor's report, and the table.
+
+
+def _report(**levels: str) -> dict[str, object]:
+    names = ["flash-allreduce-plugin", "_C (CPU)", "entry point", "codec on cpu", "all_reduce, 2 ranks, 8 bits"]
+    findings = [{"name": name, "level": levels.get(name.split(" ")[0], "ok"), "text": "a text"} for name in names]
+    for name in ("megatron-core", "deepspeed"):
+        findings.append({"name": name, "level": "note", "text": levels.get(name[:8], "not installed (supported: 1)")})
+    return {"findings": findings}
+
+
+def test_what_speaks_against_an_installation() -> None:
+    assert doctor_problems(_report()) == []
+    assert doctor_problems(_report(_C="problem")) == ["_C (CPU): a text", "_C (CPU) is not ok"]
+    assert doctor_problems(_report(entry="note")) == ["entry point is not ok"]
+    assert doctor_problems(_report(megatron="0.16.1")) == ["megatron-core is there; the environment is not empty"]
+    assert doctor_problems(_report(megatron="0.16.1"), frameworks=True) == []
+    assert len(doctor_problems({"findings": []})) == 7
+
+
+def test_the_table_of_the_document_reads_and_writes_alike() -> None:
+    document = support_matrix.DOCUMENT.read_text(encoding="utf-8")
+    rows = support_matrix.read(document)
+    row = ["3.12.1", "2.11.0+cu130", "deepspeed 0.19.8", "no problem", "3 passed", "2026-01-02"]
+    cell = Cell("3.12", "2.11.0", "deepspeed==0.19.8")
+    assert support_matrix.key(row) == cell == Cell.parse(str(cell))
+    changed = support_matrix.rewrite(document, {**rows, cell: row}, "about")
+    assert support_matrix.read(changed) == {**rows, cell: row}
+    assert changed.partition(support_matrix.BEGIN)[0] == document.partition(support_matrix.BEGIN)[0]
+    assert changed.partition(support_matrix.END)[2] == document.partition(support_matrix.END)[2]
+
+
+def test_the_last_matrix_has_passed() -> None:
+    for row in support_matrix.read(support_matrix.DOCUMENT.read_text(encoding="utf-8")).values():
+        assert row[3].startswith("no problem") and re.fullmatch(r"\d+ passed(, \d+ skipped)?", row[4]), row
