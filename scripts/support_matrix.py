@@ -40,7 +40,7 @@ TORCHES = ("2.11.0", "2.12.1", "2.13.0")
 # With the Python and the torch of the development environment.
 FRAMEWORKS = ("megatron-core==0.13.1", "megatron-core==0.16.1", "megatron-core==0.19.2")
 FRAMEWORKS += ("deepspeed==0.17.6", "deepspeed==0.19.8")
-QUICK = ("wire", "config", "policy", "ops", "codec", "collectives", "handles", "ddp", "fsdp", "run_log")
+QUICK = ("wire", "config", "policy", "ops", "codec", "collectives", "handles", "ddp", "fsdp")
 TESTS = {
     "": [f"tests/test_{name}.py" for name in QUICK],
     "megatron-core": ["tests/megatron/test_seams.py"],
@@ -152,7 +152,8 @@ def _doctor(environment: Environment, framework: bool) -> str:
 def _tests(cell: Cell, environment: Environment, folder: Path) -> str:
     """What pytest says at its end. The tests are copied: beside the package's sources they would import those."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("tests", "docs"):  # some tests run what the documents say
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = TESTS[cell.framework.partition("==")[0]]
     options = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
