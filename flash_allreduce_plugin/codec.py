@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -86,19 +87,22 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
 
     Raises:
         TypeError: payload is not uint8, or dtype is another.
-        ValueError: the payload has not the length that shape and config ask for.
+        ValueError: the payload has not the length that shape and config ask for, or shape is none.
     """
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape is {tuple(shape)}; expected sizes of 0 or more.")
     codec = config.codec()
-    output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
-    expected = codec.payload_bytes(output.numel())
-    if payload.numel() != expected:
+    numel = math.prod(shape)
+    expected = codec.payload_bytes(numel)
+    if payload.numel() != expected:  # before there is memory for what it cannot fill
         raise ValueError(
-            f"payload has {payload.numel()} bytes; {output.numel()} elements at {codec.bits} bits in groups of "
+            f"payload has {payload.numel()} bytes; {numel} elements at {codec.bits} bits in groups of "
             f"{codec.group_size} take {expected}."
         )
+    output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
     decode_rows(payload.contiguous().view(1, -1), output.view(1, -1), codec)
     return output
 

@@ -32,6 +32,7 @@ from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
 
 _log = logging.getLogger("flash_allreduce_plugin")
+_MOST_TEXT = 1 << 20  # bytes of what a rank tells the others, whatever a peer says
 
 
 class GroupState:
@@ -211,9 +212,8 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
     digests = _gather(digest, label, device)
     if len(set(digests)) > 1:
-        longest = max(struct.unpack("<Q", d[-8:])[0] for d in digests)
-        ranks = [json.loads(t.rstrip(b"\0")) for t in _gather(text.ljust(longest, b"\0"), label, device)]
-        raise MismatchError(_differences(ranks))
+        longest = min(_MOST_TEXT, max(struct.unpack("<Q", d[-8:])[0] for d in digests))
+        raise mismatch(_gather(text[:longest].ljust(longest, b"\0"), label, device))
     state._agreed.add(key)
     state._last = key
 
@@ -277,6 +277,19 @@ def _gather(
     return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
 
 
+def mismatch(texts: list[bytes]) -> MismatchError:
+    """Of ranks whose configurations, as JSON, are these; what cannot be read counts as unknown."""
+    return MismatchError(_differences([_fields(text) for text in texts]))
+
+
+def _fields(text: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(text.rstrip(b"\0"))
+    except (ValueError, RecursionError):
+        fields = None
+    return fields if isinstance(fields, dict) else {}
+
+
 def _differences(ranks: list[dict[str, Any]]) -> str:
     lines = []
     for field in sorted({f for fields in ranks for f in fields}):
@@ -288,6 +301,6 @@ def _differences(ranks: list[dict[str, Any]]) -> str:
             lines.append(f"{field} is {who}")
     return (
         "the ranks of a group have different configurations of flash_allreduce: "
-        + ", and ".join(lines)
+        + (", and ".join(lines) or "what they sent cannot be read")
         + ". Give every rank the same flags, file and environment."
     )

@@ -27,6 +27,7 @@ DATATYPES = ("float32", "bfloat16", "float16")
 # Powers of two between the smallest and the largest value that sums may reach from call to call (bench_rank.py).
 _EXPONENTS = {"float32": 200, "bfloat16": 200, "float16": 20}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST_BYTES, _MOST_SIZES = 1 << 50, 10_000
 _TIMEOUT = 24 * 3600.0
 _SILENCE = 3.0  # seconds after which a line says how far it is, where there is no bar
 
@@ -110,6 +111,8 @@ def sizes(minbytes: str, maxbytes: str, stepfactor: int, stepbytes: str | None) 
         raise ValueError(f"-b {minbytes} -e {maxbytes}: the first size is larger than the last one")
     found = []
     while size <= last:
+        if len(found) == _MOST_SIZES:
+            raise ValueError(f"-b {minbytes} -e {maxbytes} -i {stepbytes}: expected at most {_MOST_SIZES} sizes")
         found.append(size)
         size = size + step if step else size * stepfactor
     return found
@@ -118,9 +121,9 @@ def sizes(minbytes: str, maxbytes: str, stepfactor: int, stepbytes: str | None) 
 def parse_size(option: str, text: str) -> int:
     """Bytes of "4096", "64K", "1.5M", "1G"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
-    if match is None or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
+    if match is None or not 1 <= (size := float(match[1]) * _UNITS[match[2]]) <= _MOST_BYTES:
         raise ValueError(f"{option} {text}: expected a number of bytes, 1 or more, such as 4096, 64K, 8M or 1G")
-    return size
+    return int(size)
 
 
 def configs(bits: str | None, options: str, file: Path | None) -> dict[str, FlashConfig]:
@@ -128,7 +131,7 @@ def configs(bits: str | None, options: str, file: Path | None) -> dict[str, Flas
     try:
         fields = json.loads(options)
         assert isinstance(fields, dict)
-    except (ValueError, AssertionError):
+    except (ValueError, RecursionError, AssertionError):
         raise ValueError(f"--options {options}: expected a JSON object, such as '{{\"group_size\": 64}}'") from None
     # Every call in full precision is one that tells nothing; a file is measured as it stands.
     base = FlashConfig.from_dict({"min_bytes": 0}) if file is None else FlashConfig.from_file(file)

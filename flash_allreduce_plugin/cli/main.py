@@ -64,7 +64,7 @@ def demo(
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     try:
         fields = json.loads(options)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise typer.BadParameter(f"--options {options}: expected a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -115,7 +116,7 @@ def plan(
             cluster, peak_flops=peak_flops, efficiency=_share("--efficiency", efficiency), codec=codec,
             ranks_per_node=ranks_per_node, intra=intra, inter=inter, adapters=adapters,
             link_efficiency=_share("--link-efficiency", link_efficiency),
-            latency=None if latency is None else latency * 1e-6,
+            latency=None if latency is None else _finite("--latency", latency) * 1e-6,
         )  # fmt: skip
         layout = _layout(
             arguments or {}, ranks, tp, dp, pp, zero, framework, micro_batch, global_batch, gradients,
@@ -127,12 +128,15 @@ def plan(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
-    planned = make_plan(m, name, source, c, layout, widths)
-    batch = global_batch or (arguments or {}).get("global_batch_size")
-    rows = [(n, _scaled(planned, n, int(batch) if batch else None)) for n in counts]
-    show(planned, console)
-    if rows:
-        show_scale(rows, console)
+    try:
+        planned = make_plan(m, name, source, c, layout, widths)
+        batch = global_batch or (arguments or {}).get("global_batch_size")
+        rows = [(n, _scaled(planned, n, int(batch) if batch else None)) for n in counts]
+        show(planned, console)
+        if rows:
+            show_scale(rows, console)
+    except ArithmeticError:
+        raise typer.BadParameter("numbers this large or small cannot be planned with; expected a machine's.") from None
     if json_file:
         scaled = [{"ranks": n, **({"why not": p} if isinstance(p, str) else as_dict(p))} for n, p in rows]
         _write(json_file, as_dict(planned) | ({"scale": scaled} if rows else {}))
@@ -152,6 +156,12 @@ def plan(
 def _share(flag: str, value: float | None) -> float | None:
     if value is not None and not 0 < value <= 1:
         raise ValueError(f"{flag} {value:g}: expected a share above 0 and up to 1, such as 0.5.")
+    return value
+
+
+def _finite(flag: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{flag} {value}: expected a number.")
     return value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterable
@@ -83,7 +84,7 @@ def model_of(
     elif name in presets.MODELS:
         preset = presets.MODELS[name]
         model, title, source = preset.model, name, preset.source
-    elif Path(name).suffix == ".json" or Path(name).is_dir() or Path(name).is_file():
+    elif name.endswith(".json") or os.path.exists(name):
         model, title, source = model_of_hf(Path(name)), name, "Hugging Face's config.json"
     else:
         raise nearest(name, presets.MODELS, "--model")
@@ -95,16 +96,17 @@ def model_of(
 
 def model_of_hf(path: Path) -> Model:
     """From a config.json (or its folder): LLaMA's keys, or GPT-2's."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
         c = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--model {file}: cannot be read ({error.strerror}); expected a config.json.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--model {file}: expected a JSON object, the config.json of a model ({error}).") from None
+    if isinstance(c, dict):
+        c = c.get("text_config", c)
     if not isinstance(c, dict):
         raise ValueError(f"--model {file}: expected a JSON object, the config.json of a model.")
-    c = c.get("text_config", c)
     if c.get("num_local_experts") or c.get("n_routed_experts") or c.get("num_experts"):
         raise ValueError(f"--model {file}: a mixture of experts is not covered; expected a dense transformer.")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from flash_allreduce_plugin.run_log import LOG_VERSION
 from flash_allreduce_plugin.telemetry import Counters
 
 Sites = dict[str, Counters]
+
+_MOST = (1 << 53) - 1  # of anything counted: exact as a float too
+_LONGEST = 1e10  # seconds of a run, 300 years
+_END_OF_TIME = 253402300799.0  # the last second of the year 9999
 
 
 class LogError(ValueError):
@@ -124,46 +129,82 @@ def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
     elif not starts:
         raise _no_log(path)
     try:
+        line = _printable(line)
         if line["kind"] == "start":
             starts.append(_start(line))
         elif line["kind"] == "configuration":
-            starts[-1].configurations.append(dict(line["configuration"]))
+            starts[-1].configurations.append(_mapping(line["configuration"]))
         elif line["kind"] in ("interval", "end"):
-            sites = {str(name): _counters(fields) for name, fields in line["sites"].items()}
-            step = None if line.get("step") is None else int(line["step"])
-            starts[-1].intervals.append(Interval(float(line["seconds"]), step, sites))
+            sites = {name: _counters(fields) for name, fields in line["sites"].items()}
+            step = None if line.get("step") is None else _count(line["step"])
+            seconds = _number(line["seconds"], starts[-1].seconds, _LONGEST)
+            starts[-1].intervals.append(Interval(seconds, step, sites))
             starts[-1].ended = line["kind"] == "end"
         else:
             raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise LogError(f"{path}: line {number} is none of such a log's; was it edited?") from None
 
 
 def _start(line: dict[str, Any]) -> Start:
-    header = {**line, "time": float(line["time"]), "rank": int(line["rank"]), "world": int(line["world"])}
+    header = {**line, "time": _number(line["time"], 0.0, _END_OF_TIME), "host": str(line["host"])}
+    for key in ("rank", "world"):
+        header[key] = _count(line[key])
     for key in ("versions", "environment", "configuration"):
-        header[key] = dict(line[key])
+        header[key] = _mapping(line[key])
     return Start(header, [header["configuration"]])
 
 
 def _counters(fields: dict[str, Any]) -> Counters:
     return Counters(
-        int(fields["quantized"]),
-        None if fields.get("bits") is None else int(fields["bits"]),
+        _count(fields["quantized"]),
+        None if fields.get("bits") is None else _count(fields["bits"]),
         _reasons(fields["full_precision"]),
-        int(fields["bytes_sent"]),
-        int(fields["bytes_full_precision"]),
-        int(fields.get("bytes_between_nodes", 0)),
-        float(fields.get("signal", 0.0)),
-        float(fields.get("noise", 0.0)),
-        int(fields.get("measured", 0)),
+        _count(fields["bytes_sent"]),
+        _count(fields["bytes_full_precision"]),
+        _count(fields.get("bytes_between_nodes", 0)),
+        _number(fields.get("signal", 0.0)),
+        _number(fields.get("noise", 0.0)),
+        _count(fields.get("measured", 0)),
         _reasons(fields.get("residuals_dropped", {})),
         _reasons(fields.get("guard", {})),
     )
 
 
 def _reasons(fields: dict[str, Any]) -> Counter[str]:
-    return Counter({str(reason): int(count) for reason, count in fields.items()})
+    return Counter({reason: _count(count) for reason, count in fields.items()})
+
+
+# ---- what a line may hold: the log is a file like any other, and may be edited, cut off or made to mislead
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
+        raise ValueError
+    return value
+
+
+def _number(value: Any, least: float = 0.0, most: float = sys.float_info.max) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError
+    return float(value)
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _printable(value: Any) -> Any:
+    """The same with escapes for what a terminal would obey and a page cannot hold."""
+    if isinstance(value, str):
+        if value.isprintable():
+            return value
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(one) for key, one in value.items()}
+    return [_printable(one) for one in value] if isinstance(value, list) else value
 
 
 def _no_log(path: Path) -> LogError:

@@ -112,7 +112,7 @@ def config_from(args: Any) -> FlashConfig | None:
     """
     given = {key: getattr(args, _destination(flag(key)), None) for key in FlashConfig.model_fields}
     texts = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items() if value is not None
+        key: value if isinstance(value, str) else _as_json(value) for key, value in given.items() if value is not None
     }
     file = getattr(args, _destination(FILE), None)
     if not hasattr(args, _destination(SWITCH)):
@@ -128,9 +128,18 @@ def config_from(args: Any) -> FlashConfig | None:
             raise ConfigError(f"{', '.join(stray)} without {SWITCH}: add {SWITCH}, or leave the rest out.")
         return None
     config = FlashConfig.from_env()
+    if file is not None and not isinstance(file, str):
+        raise ConfigError(f"{FILE} {file!r}: expected the name of a JSON file.")
     if file is not None:
         config = FlashConfig.from_file(file, base=config)
     return FlashConfig.from_texts(texts, spelled=flag, base=config)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except TypeError:  # a YAML file has dates too, which no field takes
+        return str(value)
 
 
 def _destination(flag: str) -> str:
