@@ -252,8 +252,9 @@ def exchange(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str
     except RuntimeError:
         device = torch.device("cuda", torch.cuda.current_device())
     text = json.dumps(mine).encode()
-    longest = max(struct.unpack("<Q", n)[0] for n in _gather(struct.pack("<Q", len(text)), label, device, doing))
-    return [json.loads(t.rstrip(b"\0")) for t in _gather(text.ljust(longest, b"\0"), label, device, doing)]
+    said = max(struct.unpack("<Q", n)[0] for n in _gather(struct.pack("<Q", len(text)), label, device, doing))
+    longest = min(_MOST_TEXT, said)
+    return [json.loads(t.rstrip(b"\0")) for t in _gather(text[:longest].ljust(longest, b"\0"), label, device, doing)]
 
 
 def shown(ranks: list[int]) -> str:
