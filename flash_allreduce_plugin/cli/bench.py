@@ -109,7 +109,7 @@ def sizes(minbytes: str, maxbytes: str, stepfactor: int, stepbytes: str | None) 
     step = 0 if stepbytes is None else parse_size("-i", stepbytes)
     if size > last:
         raise ValueError(f"-b {minbytes} -e {maxbytes}: the first size is larger than the last one")
-    found = []
+    found: list[int] = []
     while size <= last:
         if len(found) == _MOST_SIZES:
             raise ValueError(f"-b {minbytes} -e {maxbytes} -i {stepbytes}: expected at most {_MOST_SIZES} sizes")
