@@ -245,13 +245,16 @@ def all_gather(
     key, number = codec.draw_key(key, _GATHER), rank * plan.gather.groups(input.numel())
     chunks = _chunks_of_shard(input.numel(), record, plan, world)
     slot = world * chunks.size * record
-    buffer = pool.take(chunks.window * slot)
+    # All of them on their way, and none decoded before the last is there: a call that fails has written nothing.
+    queued = transport.queues(label.group, output.device)
+    window = chunks.window if queued else chunks.count
+    buffer = pool.take(window * slot)
     gathers: deque[Pending] = deque()
     shards = output.view(world, -1)
 
     def at(i: int) -> Tensor:
         first, last = chunks[i]
-        start = i % chunks.window * slot
+        start = i % window * slot
         return buffer[start : start + world * (last - first) * record]
 
     def send(i: int) -> None:
@@ -264,18 +267,21 @@ def all_gather(
         doing = f"gathering chunk {i + 1} of {chunks.count}"
         gathers.append(transport.all_gather(at(i), mine, label, doing))
 
-    def finish(i: int) -> None:
-        gathers.popleft().wait()
+    def write(i: int) -> None:
         first, last = chunks[i]
         codec.decode_rows(at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather)
 
-    for i in range(chunks.window):
+    for i in range(window):
         send(i)
     yield
+    while not queued and gathers:
+        gathers.popleft().wait()
     for i in range(chunks.count):
-        finish(i)
-        if i + chunks.window < chunks.count:
-            send(i + chunks.window)
+        if gathers:
+            gathers.popleft().wait()
+        write(i)
+        if i + window < chunks.count:
+            send(i + window)
     pool.give(buffer)
 
 

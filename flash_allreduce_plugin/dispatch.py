@@ -424,8 +424,18 @@ def _reduce_scatter(
         pool = call.state.pool(shard.device)
         residual = call.residual(plan, list(map(len, shards)))
         carried = () if residual is None else (residual,)
+        # Sums are put in place when all of them are there: a call that fails leaves output as it was, and with it the
+        # input that it may lie in. Over NCCL, where a failure ends the process, as they come.
+        buffer = None
+        sums = shard
+        if not transport.queues(call.group, shard.device):
+            buffer = pool.take(shard.numel() * shard.element_size())
+            sums = buffer.view(shard.dtype)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
-        yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
+        yield from _levels(plan).reduce_scatter(sums, shards, *how, meter=call.quality.meter)
+        if buffer is not None:
+            shard.copy_(sums)
+            pool.give(buffer)
         if call.feedback is not None:
             call.feedback.check(shard)
         call.quality.end(shard)

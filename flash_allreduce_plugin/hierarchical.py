@@ -135,7 +135,8 @@ def all_gather(
     firsts, slabs = _slabs_of_shards([len(input)] * world, plan)
     group_size, gather_key = plan.gather.group_size, codec.draw_key(key, _GATHER)
     lag = _lag(len(slabs), plan, 2)
-    stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
+    ring = 2 * lag if transport.queues(label.group, output.device) else len(slabs)
+    stages = _Stages(slabs, plan, label, pool, key, lag, ring)
     shards = output.view(world, -1)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
@@ -151,13 +152,12 @@ def all_gather(
                 meter.gathered(mine, payload, plan.gather)
         stages.send_back(i)
 
-    def finish(i: int) -> None:
-        stages.wait(i)
+    def write(i: int) -> None:
         for owner in stages.nodes[slabs[i].node]:
             payload = stages.part(i, owner).view(1, -1)
             codec.decode_rows(payload, elements(shards[owner], i, owner), plan.gather)
 
-    yield from stages.run(back, stages.send_forward, finish)
+    yield from stages.run(back, stages.send_forward, write=write)
 
 
 def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: int) -> tuple[int, int]:
