@@ -26,6 +26,14 @@ inline void check_codec(int64_t bits, int64_t group_size, int64_t options) {
                   "symmetric and compact exclude each other: both say how the scale travels");
 }
 
+// Of a row: with more, its size in bytes might be no int64.
+constexpr int64_t kMostElements = int64_t{1} << 56;
+
+inline void check_numel(int64_t numel) {
+  STD_TORCH_CHECK(numel >= 0 && numel <= kMostElements, "numel is ", numel, "; expected 0 to ",
+                  kMostElements);
+}
+
 // Of a dtype that the operators take; 0 of any other.
 inline int64_t item_bytes(const Tensor& t) {
   using torch::headeronly::ScalarType;

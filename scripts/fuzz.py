@@ -1,6 +1,6 @@
 """Fuzz what takes bytes, text and tensors from elsewhere, under AddressSanitizer and UBSan (docs/fuzzing.md).
 
-    python -m scripts.fuzz [codec device seeded library python ...] [--seconds 60] [--runs 10000000]
+    python -m scripts.fuzz [codec device seeded library python ...] [--seconds 60] [--runs 10000000] [--quick]
 
 codec     the CPU kernels with any bytes (tests/fuzz/codec.cpp)
 device    the CUDA codec on the host with any bytes (tests/fuzz/device.cpp)
@@ -8,8 +8,8 @@ seeded    kernels with a mistake made on purpose, which the first has to find
 library   the compiled library, instrumented, under the tests of the operators
 python    configurations, flags, logs, sizes and arguments of the operators, by hypothesis
 
-The first two run for --seconds, or --runs executions of each if given, in a process a core. With clang++ and its
-libFuzzer they search by coverage; with another compiler tests/fuzz/driver.cpp mutates the corpus.
+The first two run the corpus, and then for --seconds, or --runs executions of each if given, in a process a core. With
+clang++ and its libFuzzer they search by coverage; with another compiler tests/fuzz/driver.cpp mutates the corpus.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ KERNELS = [ROOT / "csrc" / "cpu" / f"codec_{name}.cpp" for name in ("default", "
 TARGETS = ("codec", "device", "seeded", "library", "python")
 SANITIZERS = "-fsanitize=address,undefined,float-cast-overflow"
 FLAGS = [
-    "-std=c++17", "-O1", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
-    "-Wno-psabi", "-ffp-contract=off", "-fno-sanitize-recover=all",
+    "-std=c++17", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi",
+    "-ffp-contract=off", "-fno-sanitize-recover=all",
 ]  # fmt: skip
 # What the tests of the library are; all of them would take an hour.
 LIBRARY_TESTS = ("tests/test_ops.py", "tests/test_codec.py", "tests/test_fuzz_operators.py")
 PYTHON_TESTS = ("tests/test_fuzz_operators.py", "tests/test_fuzz_texts.py")
+SEEDED_BITS = 5  # of all widths, what the broken kernels are compiled for: two planes
 # Mistakes for codec_default.cpp: the file of csrc/cpu, what stands there once, and what is put in its place.
 SEEDED = (
     ("codec_kernels.h", "(i < n ? i : 0)", "(i <= n ? i : 0)"),
@@ -56,28 +57,30 @@ ENVIRONMENT = {
 
 
 class Compiler:
-    def __init__(self, wished: str | None) -> None:
+    """Of what is fuzzed. quick: without optimization, compiled in a third of the time."""
+
+    def __init__(self, wished: str | None, quick: bool = False) -> None:
         clang = wished or shutil.which("clang++")
         self.fuzzes = clang is not None and _has_libfuzzer(clang)
         name = clang if self.fuzzes else wished or shutil.which("c++") or shutil.which("g++")
         if name is None:
             sys.exit("fuzz: no C++ compiler; expected clang++, c++ or g++ on PATH, or one given with --compiler.")
         self.name = name
-        self.folder = BUILD / re.sub(r"\W+", "-", Path(name).name)
+        self.flags = [*FLAGS, "-O0" if quick else "-O1"]
+        self.folder = BUILD / (Path(name).name.replace("+", "p") + ("-quick" if quick else ""))
 
     def objects(self, sources: Iterable[Path], flags: Sequence[str] = (), folder: Path | None = None) -> list[Path]:
-        """Compiled side by side, into `folder` or the compiler's; those that are newer than all sources stay."""
+        """Compiled side by side, into `folder` or the compiler's; those that are newer than what they include stay."""
         folder = folder or self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        newest = max(file.stat().st_mtime for name in ("csrc", "tests/fuzz", "tests/host") for file in _files(name))
-        newest = max(newest, Path(__file__).stat().st_mtime)
         coverage = ",fuzzer-no-link" if self.fuzzes else ""
 
         def compiled(source: Path) -> Path:
             target = folder / f"{source.stem}.o"
-            if not target.exists() or target.stat().st_mtime < newest:
+            if _is_old(target):
                 part = target.with_suffix(".part.o")
-                _check([self.name, *FLAGS, SANITIZERS + coverage, *flags, "-c", str(source), "-o", str(part)])
+                command = [self.name, *self.flags, SANITIZERS + coverage, *flags, "-MMD", "-MF", str(_included(target))]
+                _check([*command, "-c", str(source), "-o", str(part)])
                 part.replace(target)
             return target
 
@@ -90,13 +93,20 @@ class Compiler:
         return program
 
     def target(self, name: str) -> list[Path]:
-        """The objects of a fuzz target, without kernels."""
-        driver = [] if self.fuzzes else [FUZZ / "driver.cpp"]
-        return self.objects([FUZZ / f"{name}.cpp", *driver])
+        """The sources of a fuzz target, without kernels."""
+        return [FUZZ / f"{name}.cpp", *([] if self.fuzzes else [FUZZ / "driver.cpp"])]
 
 
-def _files(folder: str) -> list[Path]:
-    return [file for file in (ROOT / folder).rglob("*") if file.suffix in (".h", ".cpp")]
+def _included(target: Path) -> Path:
+    """Where the compiler says what an object was made from."""
+    return target.with_suffix(".d")
+
+
+def _is_old(target: Path) -> bool:
+    if not target.exists() or not _included(target).exists():
+        return True
+    sources = _included(target).read_text().partition(":")[2].replace("\\\n", " ").split()
+    return any(not Path(s).exists() or Path(s).stat().st_mtime > target.stat().st_mtime for s in sources)
 
 
 def _has_libfuzzer(compiler: str) -> bool:
@@ -149,11 +159,10 @@ def run(program: Path, limits: Sequence[str], seed: int, jobs: int) -> Outcome:
     return Outcome(executed, decoded, a_second, text)
 
 
-def fuzz(target: str, compiler: Compiler, runs: int | None, seconds: float, seed: int) -> bool:
-    """Run a target in a process a core, and say how often; whether nothing was found."""
-    jobs = os.cpu_count() or 1
-    kernels = compiler.objects(KERNELS if target == "codec" else KERNELS[:1])
-    program = compiler.link([*compiler.target(target), *kernels], compiler.folder / target)
+def fuzz(target: str, compiler: Compiler, runs: int | None, seconds: float, seed: int, jobs: int) -> bool:
+    """Run a target in `jobs` processes, and say how often; whether nothing was found."""
+    kernels = KERNELS if target == "codec" else KERNELS[:1]
+    program = compiler.link(compiler.objects([*kernels, *compiler.target(target)]), compiler.folder / target)
     limit = f"-max_total_time={seconds:g}" if runs is None else f"-runs={-(-runs // jobs)}"
     outcome = run(program, [limit], seed, jobs)
     if outcome.text is not None:
@@ -161,7 +170,7 @@ def fuzz(target: str, compiler: Compiler, runs: int | None, seconds: float, seed
     how = "libFuzzer" if compiler.fuzzes else "mutations of the corpus"
     print(
         f"{target}: {outcome.executed:,} executions, {outcome.decoded:,} of the decoder, {outcome.a_second:,} a second "
-        f"on {jobs} cores ({how}), {'no finding' if outcome.text is None else 'A FINDING'}",
+        f"in {jobs} processes ({how}), {'no finding' if outcome.text is None else 'A FINDING'}",
         flush=True,
     )
     return outcome.text is None
@@ -169,18 +178,29 @@ def fuzz(target: str, compiler: Compiler, runs: int | None, seconds: float, seed
 
 def seeded(compiler: Compiler, seconds: float) -> bool:
     """Whether every mistake is found."""
-    whole = [*compiler.target("codec"), *compiler.objects(KERNELS[1:])]
-    good = True
-    for number, (name, old, new) in enumerate(SEEDED, 1):
-        folder = compiler.folder / f"seeded-{number}"
+    bits = [f"-DFUZZ_BITS={SEEDED_BITS}"]
+    whole = compiler.objects(compiler.target("codec"), bits, compiler.folder / "seeded")
+    whole += compiler.objects(KERNELS[1:])
+
+    def broken(number: int) -> Path:
+        name, old, new = SEEDED[number]
+        folder = compiler.folder / f"seeded-{number + 1}"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(ROOT / "csrc", folder / "csrc")
         file = folder / "csrc" / "cpu" / name
         text = file.read_text()
         assert text.count(old) == 1, (name, old)
         file.write_text(text.replace(old, new))
-        broken = compiler.objects([folder / "csrc" / "cpu" / "codec_default.cpp"], folder=folder)
-        outcome = run(compiler.link([*whole, *broken], folder / "codec"), [f"-max_total_time={seconds:g}"], 1, 1)
+        table = folder / "csrc" / "cpu" / "option_kernels.h"
+        table.write_text(re.sub(r"table<\d, ", f"table<{SEEDED_BITS}, ", table.read_text()))
+        objects = compiler.objects([folder / "csrc" / "cpu" / "codec_default.cpp"], folder=folder)
+        return compiler.link([*whole, *objects], folder / "codec")
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(broken, range(len(SEEDED))))
+    good = True
+    for (name, _, new), program in zip(SEEDED, programs, strict=True):
+        outcome = run(program, [f"-max_total_time={seconds:g}"], 1, 1)
         kind = re.search(r"found: .*|SUMMARY: .*|runtime error: .*", outcome.text or "")
         print(f"seeded: {name}, {new}: {kind[0] if kind else 'NOT FOUND'}", flush=True)
         good &= kind is not None
@@ -271,6 +291,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each of the first two")
     parser.add_argument("--runs", type=int, help="executions of each of them, in place of --seconds")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes of each of the first two")
+    parser.add_argument("--quick", action="store_true", help="compile without optimization")
     parser.add_argument("--examples", type=int, default=2000, help="of each test of the last two")
     parser.add_argument("--compiler", help="default: clang++ if it has libFuzzer, else c++")
     arguments = parser.parse_args()
@@ -280,9 +302,10 @@ def main() -> int:
     good = True
     for target in arguments.targets or TARGETS:
         if target in ("codec", "device"):
-            good &= fuzz(target, Compiler(arguments.compiler), arguments.runs, arguments.seconds, arguments.seed)
+            compiler = Compiler(arguments.compiler, arguments.quick)
+            good &= fuzz(target, compiler, arguments.runs, arguments.seconds, arguments.seed, arguments.jobs)
         elif target == "seeded":
-            good &= seeded(Compiler(arguments.compiler), arguments.seconds)
+            good &= seeded(Compiler(arguments.compiler, arguments.quick), arguments.seconds)
         else:
             good &= {"library": library, "python": python}[target](arguments.examples)
     return 0 if good else 1

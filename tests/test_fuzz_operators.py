@@ -260,6 +260,14 @@ def test_rows_that_overlap_are_not_written() -> None:
         compiled.decode(rows, torch.zeros(300).as_strided((3, 100), (99, 1)), 4, 64, 0)
 
 
+def test_rows_too_long_to_have_a_size() -> None:
+    x, payload = torch.empty(0, 1 << 62), torch.empty(0, 0, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="numel is 4611686018427387904; expected 0 to 72057594037927936"):
+        compiled.encode(x, payload, 8, 32, 0)
+    with pytest.raises(RuntimeError, match="numel is 4611686018427387904; expected 0 to 72057594037927936"):
+        compiled.decode(payload, x, 8, 32, 0)
+
+
 def test_memory_that_was_taken_away_is_not_read() -> None:
     """FSDP frees a parameter so; torch's own operators would read what is there no more."""
     x = torch.randn(2, 100)

@@ -18,7 +18,6 @@ namespace {
 
 constexpr int64_t kGrainElements = 1 << 15;  // fewer than this are not worth another thread
 constexpr int64_t kSumElements = 4096;       // 16 KiB of float
-constexpr int64_t kMostElements = int64_t{1} << 56;
 
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
@@ -73,6 +72,7 @@ Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
 }
 
 int64_t row_bytes(int64_t numel, const Codec& c) {
+  check_numel(numel);
   return payload_bytes(numel, c.bits, c.group_size, c.options);
 }
 
@@ -184,10 +184,7 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
 }
 
 int64_t payload_bytes_op(int64_t numel, int64_t bits, int64_t group_size, int64_t options) {
-  const Codec codec = make_codec(bits, group_size, options);
-  STD_TORCH_CHECK(numel >= 0 && numel <= kMostElements, "numel is ", numel, "; expected 0 to ",
-                  kMostElements);
-  return row_bytes(numel, codec);
+  return row_bytes(numel, make_codec(bits, group_size, options));
 }
 
 int64_t wire_version() { return kWireVersion; }

@@ -149,7 +149,10 @@ Form make_form(int64_t bits, int64_t group_size, int64_t options) {
   return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
 }
 
-int64_t row_bytes(int64_t numel, const Form& form) { return form.groups(numel) * form.record; }
+int64_t row_bytes(int64_t numel, const Form& form) {
+  check_numel(numel);
+  return form.groups(numel) * form.record;
+}
 
 int64_t blocks_of(int64_t groups, const Form& form) {
   const int64_t a_block = kBlockElements / form.group_size;

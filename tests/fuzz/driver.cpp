@@ -42,7 +42,13 @@ class Mutator {
   Mutator(uint64_t seed, const std::vector<Bytes>& corpus) : random_(seed), corpus_(corpus) {}
 
   Bytes next() {
-    Bytes x = corpus_[below(corpus_.size())];
+    Bytes x;
+    if (below(8) == 0) {  // any bytes
+      x.resize(below(kMostBytes));
+      for (uint8_t& byte : x) byte = static_cast<uint8_t>(random_());
+      return x;
+    }
+    x = corpus_[below(corpus_.size())];
     for (size_t i = below(8); i-- > 0;) change(x);
     if (x.size() > kMostBytes) x.resize(kMostBytes);
     return x;
