@@ -100,7 +100,7 @@ struct Case {
     gap = in.below(20) * in.below(2);
     for (int& shift : shifts) shift = in.below(8) * in.below(2);
     // Around a few groups, and now and then around several batches of 4096 elements.
-    const int range = in.below(16);
+    const int range = in.below(64);
     numel = range == 0 ? in.below(9000) : range < 4 ? in.below(2100) : in.below(300);
     cut = in.below(256);
     const uint32_t any = static_cast<uint32_t>(in.number(4));
