@@ -34,7 +34,7 @@ def mostly(good: Any, *others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]
     return st.integers(0, 4).flatmap(lambda i: st.one_of(*others) if i == 0 else st.just(good))
 
 
-@dataclass
+@dataclass(repr=False)
 class Made:
     """A tensor, the memory it lies in, and what was done to it."""
 
@@ -45,6 +45,11 @@ class Made:
     @property
     def before(self) -> Tensor:
         return self._before
+
+    def __repr__(self) -> str:
+        """Short, where hypothesis prints an example."""
+        t = self.tensor
+        return f"{self.kind} {tuple(t.shape)} {t.stride()} {t.storage_offset()} {t.dtype}"
 
     def remember(self) -> None:
         self._before = self.memory.clone()
@@ -79,7 +84,7 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Made
     if kind == "meta":
         tensor = tensor.to("meta")
     elif kind == "resized":
-        left = draw(st.integers(0, max(0, size - 1)))
+        left = draw(st.integers(0, (offset + last + 1) * dtype.itemsize - 1))
         memory.untyped_storage().resize_(left)
         return Made(tensor, torch.empty(0), kind)
     elif kind == "negative" and dtype.is_floating_point and dtype.itemsize > 1:
