@@ -13,7 +13,7 @@
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
 #                    (docs/fuzzing.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
-#   make fuzz-check  the same for seconds, as CI does it
+#   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
 #   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
@@ -123,7 +123,7 @@ fuzz: $(VENV)/.installed
 	$(FUZZING) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS)) --examples $(FUZZ_EXAMPLES)
 
 fuzz-check: $(VENV)/.installed
-	$(FUZZING) --seconds 10 --examples 30
+	$(BIN)/python -m scripts.fuzz codec device --quick --seconds 5 $(if $(FUZZ_CXX),--compiler $(FUZZ_CXX))
 
 gpu-check:
 	$(PYTHON) -m scripts.gpu_check --out "$(GPU_OUT)" $(GPU)

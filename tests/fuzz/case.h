@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <iterator>
 
 #include "../../csrc/codec_math.h"
 
@@ -90,8 +91,10 @@ struct Case {
     gather_bits = kMinBits + in.below(kMaxBits - kMinBits + 1);
     group_size = kMinGroupSize << in.below(6);
     options = in.below(kAllOptions + 1);
-#ifdef FUZZ_BITS  // of kernels broken on purpose, one width is built (scripts/fuzz.py)
-    bits = gather_bits = FUZZ_BITS;
+#ifdef FUZZ_WIDTHS  // the only ones that scripts/fuzz.py has built
+    const int widths[] = {FUZZ_WIDTHS};
+    bits = widths[bits % std::size(widths)];
+    gather_bits = widths[gather_bits % std::size(widths)];
 #endif
     if (options & kSymmetricCodes) options &= ~kCompact;
     if (options & kMse) options &= ~kStochastic;
