@@ -11,6 +11,9 @@
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
+#   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
+#                    (docs/fuzzing.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
+#   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
 #   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
@@ -35,6 +38,12 @@ ACCELERATE ?= 1.15.0
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
+# Of make fuzz: how long each program runs, or how often; what; examples of each test; the compiler.
+FUZZ_SECONDS ?= 300
+FUZZ_RUNS ?=
+FUZZ ?=
+FUZZ_EXAMPLES ?= 5000
+FUZZ_CXX ?=
 # Where gpu-check leaves gpu_check.json and log.txt, and its options.
 GPU_OUT ?= build/gpu-check
 GPU ?=
@@ -47,9 +56,9 @@ DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/*)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/fuzz/*.h tests/fuzz/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check package matrix clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -107,6 +116,14 @@ package: $(VENV)/.installed
 matrix: $(VENV)/.installed
 	test -n "$(wildcard dist/*.whl)" || $(BIN)/python -m scripts.package
 	$(BIN)/python -m scripts.support_matrix $(MATRIX)
+
+FUZZING = $(BIN)/python -m scripts.fuzz $(FUZZ) $(if $(FUZZ_CXX),--compiler $(FUZZ_CXX))
+
+fuzz: $(VENV)/.installed
+	$(FUZZING) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS)) --examples $(FUZZ_EXAMPLES)
+
+fuzz-check: $(VENV)/.installed
+	$(BIN)/python -m scripts.fuzz codec device --quick --seconds 5 $(if $(FUZZ_CXX),--compiler $(FUZZ_CXX))
 
 gpu-check:
 	$(PYTHON) -m scripts.gpu_check --out "$(GPU_OUT)" $(GPU)

@@ -1,6 +1,7 @@
 // Argument checks shared by the CPU and the CUDA operators. Each failure is one sentence.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
@@ -25,11 +26,58 @@ inline void check_codec(int64_t bits, int64_t group_size, int64_t options) {
                   "symmetric and compact exclude each other: both say how the scale travels");
 }
 
+// Of a row: with more, its size in bytes might be no int64.
+constexpr int64_t kMostElements = int64_t{1} << 56;
+
+inline void check_numel(int64_t numel) {
+  STD_TORCH_CHECK(numel >= 0 && numel <= kMostElements, "numel is ", numel, "; expected 0 to ",
+                  kMostElements);
+}
+
+// Of a dtype that the operators take; 0 of any other.
+inline int64_t item_bytes(const Tensor& t) {
+  using torch::headeronly::ScalarType;
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return 4;
+    case ScalarType::BFloat16:
+    case ScalarType::Half:
+      return 2;
+    case ScalarType::Byte:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
+// Torch holds a tensor to its memory where it makes it, not where the memory is taken away
+// (UntypedStorage.resize_).
+inline void check_memory(const Tensor& t, const char* name) {
+  int64_t there = 0, last = t.storage_offset();
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    if (t.size(d) == 0) return;
+    last += t.size(d) > 1 ? (t.size(d) - 1) * t.stride(d) : 0;
+  }
+  STD_TORCH_CHECK(aoti_torch_get_storage_size(t.get(), &there) == AOTI_TORCH_SUCCESS, name, " has no memory");
+  const int64_t needed = (last + 1) * item_bytes(t);
+  STD_TORCH_CHECK(needed <= there, name, " has ", there, " bytes of memory; its elements need ", needed);
+}
+
 // [rows, columns] with contiguous rows.
 inline void check_rows(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.dim() == 2, name, " has ", t.dim(), " dimensions; expected [rows, columns]");
   STD_TORCH_CHECK(t.size(1) <= 1 || t.stride(1) == 1, name, " has rows with stride ", t.stride(1),
                   "; expected contiguous rows");
+  check_memory(t, name);
+}
+
+// From one row to the next, in elements. What a tensor of one row or of none says means nothing.
+inline int64_t row_stride(const Tensor& t) { return t.numel() == 0 || t.size(0) == 1 ? 0 : t.stride(0); }
+
+// Rows that threads write at the same time.
+inline void check_rows_apart(const Tensor& t, const char* name) {
+  STD_TORCH_CHECK(t.numel() == 0 || t.size(0) == 1 || t.stride(0) >= t.size(1), name, " has rows of ",
+                  t.size(1), " elements every ", t.stride(0), "; expected rows that do not overlap");
 }
 
 // Payloads, one a row, long enough for `numel` elements.
@@ -48,6 +96,7 @@ inline void check_payloads(const Tensor& payloads, int64_t bytes) {
 
 inline void check_vector(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.dim() == 1 && t.is_contiguous(), name, " is not a contiguous vector");
+  check_memory(t, name);
 }
 
 // A payload of whole records; returns their number.
@@ -55,6 +104,7 @@ inline int64_t check_records(const Tensor& payload, int64_t record) {
   STD_TORCH_CHECK(payload.dim() == 1 && payload.is_contiguous() &&
                       payload.scalar_type() == torch::headeronly::ScalarType::Byte,
                   "payload is not a contiguous uint8 vector");
+  check_memory(payload, "payload");
   const int64_t groups = payload.size(0) / record;
   STD_TORCH_CHECK(payload.size(0) == groups * record, "payload has ", payload.size(0),
                   " bytes; expected a multiple of ", record);

@@ -165,8 +165,8 @@ FLASH_HD constexpr uint64_t mix64(uint64_t x) {
 FLASH_HD constexpr bool rotation_flips(uint32_t i) { return (mix32(0x9e3779b9u + i) >> 31) != 0; }
 
 // What the random numbers of a group are made from.
-FLASH_HD constexpr uint64_t group_key(uint64_t key, int64_t group) {
-  return mix64(key + (static_cast<uint64_t>(group) + 1) * 0x9e3779b97f4a7c15u);
+FLASH_HD constexpr uint64_t group_key(uint64_t key, uint64_t group) {
+  return mix64(key + (group + 1) * 0x9e3779b97f4a7c15u);
 }
 
 // 32 random bits for elements i and i + g / 2 of a group, i < g / 2.

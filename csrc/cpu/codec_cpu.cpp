@@ -72,6 +72,7 @@ Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
 }
 
 int64_t row_bytes(int64_t numel, const Codec& c) {
+  check_numel(numel);
   return payload_bytes(numel, c.bits, c.group_size, c.options);
 }
 
@@ -96,16 +97,18 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   const int type = element_type(input, "input");
   const int64_t numel = input.size(1);
   check_payload(payload, "payload", input.size(0), row_bytes(numel, codec));
+  check_rows_apart(payload, "payload");
   const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
-  const int64_t x_stride = input.stride(0) * (type == 0 ? 4 : 2);
-  const int64_t out_stride = payload.stride(0);
+  const int64_t x_stride = row_stride(input) * (type == 0 ? 4 : 2);
+  const int64_t out_stride = row_stride(payload);
   const auto kernel = encoder(codec, type);
   for_groups(input.size(0), num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t row, int64_t begin, int64_t end) {
                Codec of_row = codec;
                of_row.key = static_cast<uint64_t>(key);
-               of_row.first_group = first_group + row * groups_a_row;
+               of_row.first_group = static_cast<uint64_t>(first_group) +
+                                    static_cast<uint64_t>(row) * static_cast<uint64_t>(groups_a_row);
                kernel(x + row * x_stride, numel, of_row, out + row * out_stride, begin, end);
              });
 }
@@ -116,10 +119,11 @@ void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_siz
   const int type = element_type(output, "output");
   const int64_t numel = output.size(1);
   check_payload(payload, "payload", output.size(0), row_bytes(numel, codec));
+  check_rows_apart(output, "output");
   const auto* in = static_cast<const uint8_t*>(payload.const_data_ptr());
   auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
-  const int64_t in_stride = payload.stride(0);
-  const int64_t y_stride = output.stride(0) * (type == 0 ? 4 : 2);
+  const int64_t in_stride = row_stride(payload);
+  const int64_t y_stride = row_stride(output) * (type == 0 ? 4 : 2);
   const auto kernel = decoder(codec, type);
   for_groups(output.size(0), num_groups(numel, codec.group_size), codec.group_size,
              [&](int64_t row, int64_t begin, int64_t end) {
@@ -129,7 +133,7 @@ void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_siz
 
 Payloads sources(const Tensor& payloads, int64_t numel, const Codec& codec) {
   check_payloads(payloads, row_bytes(numel, codec));
-  return {static_cast<const uint8_t*>(payloads.const_data_ptr()), payloads.size(0), payloads.stride(0),
+  return {static_cast<const uint8_t*>(payloads.const_data_ptr()), payloads.size(0), row_stride(payloads),
           codec};
 }
 
@@ -173,7 +177,7 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
       const Payloads part{in.data + i * in_record, in.count, in.stride, reduce};
       sum(part, static_cast<float>(factor), sums, count * group_size, 0, count);
       Codec of_part = gather;
-      of_part.first_group = first_group + i;
+      of_part.first_group = static_cast<uint64_t>(first_group) + static_cast<uint64_t>(i);
       encode(sums, count * group_size, of_part, out + i * record, 0, count);
     }
   });

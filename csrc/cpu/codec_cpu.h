@@ -9,9 +9,10 @@ struct Codec {
   int bits;
   int group_size;
   int options;  // of wire_format.h
-  // For stochastic rounding: the key of the call, and the number that the first group of the row has in it.
+  // For stochastic rounding: the key of the call, and the number that the first group of the row has in it,
+  // modulo 2^64.
   uint64_t key = 0;
-  int64_t first_group = 0;
+  uint64_t first_group = 0;
 };
 
 inline int layout_index(const Codec& c) { return static_cast<int>(layout_of(c.options)); }

@@ -290,7 +290,9 @@ FLASH_INLINE void bounds(const uint8_t* x, int g, VecF& lo, VecF& hi) {
   VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
   for (int i = 0; i < g; i += 2 * kLanes) {
     for (int k = 0; k < 2 * kLanes * E::kBytes; k += 64) {
-      __builtin_prefetch(x + i * E::kBytes + k + kPrefetchBytes);
+      // As a number: a pointer may not point there.
+      __builtin_prefetch(reinterpret_cast<const void*>(
+          reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(i * E::kBytes + k + kPrefetchBytes)));
     }
     const VecF a = E::read(x + i * E::kBytes);
     const VecF b = E::read(x + (i + kLanes) * E::kBytes);

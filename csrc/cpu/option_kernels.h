@@ -234,7 +234,7 @@ FLASH_INLINE void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
 // `count` groups of floats, count <= kBatch, to their records. number: of the first in its call. Overwrites
 // x.
 template <int kBits, Layout kLayout>
-void encode_floats(float* x, int count, const Codec& c, int64_t number, uint8_t* records) {
+void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t* records) {
   const int g = c.group_size;
   const int64_t record = record_bytes(c);
   const int planes = metadata_bytes(g, c.options);

@@ -84,8 +84,8 @@ __device__ __forceinline__ void copy_out(const uint8_t* from, uint8_t* to, int b
 
 template <DType kType, bool kOptions>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, int64_t first_group,
-                  int64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
+    encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, uint64_t first_group,
+                  uint64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   const Span span(rows.blocks, form.groups(rows.numel), form);
   const int64_t group = span.of_warp(form);
@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     DeviceWarp warp;
     warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
     warp_encode<kType, kOptions>(warp, form, x + span.row * rows.stride, rows.numel, rows.fast, group, key,
-                                 first_group + span.row * groups_a_row, image_of_warp(image, form));
+                                 first_group + static_cast<uint64_t>(span.row) * groups_a_row,
+                                 image_of_warp(image, form));
   }
   __syncthreads();
   copy_out(image, payload + span.row * payload_stride + span.first * form.record, span.groups * form.record);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 template <bool kOptions>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
-                             uint64_t key, int64_t first_group, uint8_t* payload) {
+                             uint64_t key, uint64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   const Span span(gridDim.x, total, gather);
   const int64_t group = span.of_warp(gather);
@@ -148,7 +149,10 @@ Form make_form(int64_t bits, int64_t group_size, int64_t options) {
   return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
 }
 
-int64_t row_bytes(int64_t numel, const Form& form) { return form.groups(numel) * form.record; }
+int64_t row_bytes(int64_t numel, const Form& form) {
+  check_numel(numel);
+  return form.groups(numel) * form.record;
+}
 
 int64_t blocks_of(int64_t groups, const Form& form) {
   const int64_t a_block = kBlockElements / form.group_size;
@@ -179,7 +183,7 @@ int64_t alignment(const void* data, int64_t rows, int64_t stride) {
 }
 
 Rows rows_of(const Tensor& t, const void* data, int type, const Form& form) {
-  const int64_t stride = t.dim() == 2 ? t.stride(0) * (type == 0 ? 4 : 2) : 0;
+  const int64_t stride = t.dim() == 2 ? row_stride(t) * (type == 0 ? 4 : 2) : 0;
   const int64_t rows = t.dim() == 2 ? t.size(0) : 1, numel = t.size(t.dim() - 1);
   return {numel, stride, alignment(data, rows, stride) == 16, grid(blocks_of(form.groups(numel), form))};
 }
@@ -187,9 +191,10 @@ Rows rows_of(const Tensor& t, const void* data, int type, const Form& form) {
 // Payloads [rows, bytes]: of `count` ranks, or one a row of the output.
 Sources sources_of(const Tensor& payloads, int64_t count, const Form& form) {
   const auto* data = static_cast<const uint8_t*>(payloads.const_data_ptr());
-  const int64_t of_rows = alignment(data, payloads.size(0), payloads.stride(0));
+  const int64_t of_rows = alignment(data, payloads.size(0), row_stride(payloads));
   const int64_t of_records = of_rows | form.record;
-  return {data, count, payloads.stride(0), static_cast<int>(std::min<int64_t>(of_records & -of_records, 4))};
+  return {data, count, row_stride(payloads),
+          static_cast<int>(std::min<int64_t>(of_records & -of_records, 4))};
 }
 
 void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, int64_t options,
@@ -199,6 +204,7 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   check_rows(input, "input");
   const int type = element_type(input, "input");
   check_payload(payload, "payload", input.size(0), row_bytes(input.size(1), form));
+  check_rows_apart(payload, "payload");
   const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
   const Rows rows = rows_of(input, x, type, form);
   if (input.size(0) * rows.blocks == 0) return;
@@ -206,8 +212,9 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
     encode_kernel<t.value, with_options.value>
         <<<grid(input.size(0) * rows.blocks), kBlockThreads, 0, current_stream(input)>>>(
-            x, rows, form, static_cast<uint64_t>(key), first_group, groups_a_row,
-            static_cast<uint8_t*>(payload.mutable_data_ptr()), payload.stride(0));
+            x, rows, form, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
+            static_cast<uint64_t>(groups_a_row), static_cast<uint8_t*>(payload.mutable_data_ptr()),
+            row_stride(payload));
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -233,6 +240,7 @@ void decode(const Tensor payload, Tensor output, int64_t bits, int64_t group_siz
   check_same_device(payload, output);
   check_rows(output, "output");
   check_payload(payload, "payload", output.size(0), row_bytes(output.size(1), form));
+  check_rows_apart(output, "output");
   launch_decode(payload, 1, output, 1.0f, form);
 }
 
@@ -261,8 +269,8 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   const auto launch = [&](auto with_options) {
     decode_sum_encode_kernel<with_options.value>
         <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
-            from, reduce, gather, static_cast<float>(factor), groups, static_cast<uint64_t>(key), first_group,
-            static_cast<uint8_t*>(payload.mutable_data_ptr()));
+            from, reduce, gather, static_cast<float>(factor), groups, static_cast<uint64_t>(key),
+            static_cast<uint64_t>(first_group), static_cast<uint8_t*>(payload.mutable_data_ptr()));
   };
   if (left & ~(kSymmetricCodes | kCompact)) {
     launch(std::bool_constant<true>());

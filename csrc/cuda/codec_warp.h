@@ -447,7 +447,7 @@ FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool los
 // there are; number: of the first one in its call. kOptions: others than the layout may be on. Overwrites the
 // lanes.
 template <bool kOptions, class Warp>
-FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t key, int64_t number,
+FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t key, uint64_t number,
                             uint8_t* image) {
   const Layout layout = layout_of(form.options);
   if (kOptions && form.options & kSpikes) take_spikes(warp, form.lanes);
@@ -595,7 +595,7 @@ FLASH_HD void turn_back(Warp& warp, const Form& form, float factor) {
 
 template <DType kType, bool kOptions, class Warp>
 FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,
-                          int64_t group, uint64_t key, int64_t number, uint8_t* image) {
+                          int64_t group, uint64_t key, uint64_t number, uint8_t* image) {
   warp.each([&](int lane, Lane& own) {
     load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
     if (kOptions && form.options & kHadamard) flip(own, lane, form.lanes);
@@ -620,8 +620,8 @@ FLASH_HD void warp_decode_sum(Warp& warp, const Form& form, const Sources& from,
 // The two forms differ in their width alone, and are without rotation: rotated sums are encoded as they are.
 template <bool kOptions, class Warp>
 FLASH_HD void warp_decode_sum_encode(Warp& warp, const Form& reduce, const Form& gather, const Sources& from,
-                                     float factor, int64_t group, int64_t total, uint64_t key, int64_t number,
-                                     uint8_t* image) {
+                                     float factor, int64_t group, int64_t total, uint64_t key,
+                                     uint64_t number, uint8_t* image) {
   sum_groups<kOptions>(warp, reduce, from, group, total);
   warp.each([&](int, Lane& own) {
     FLASH_UNROLL
