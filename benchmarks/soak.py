@@ -56,13 +56,13 @@ class Progress:
             print(f"{content['done']:>8} of {self._of}, {seconds:.0f} s, VmRSS {rss} MiB{loss}", flush=True)
 
 
-def grown(result: dict[str, Any], of: int) -> list[dict[str, float]]:
-    """Of every rank: VmRSS in bytes and blocks of Python's allocator, and their growth."""
-    done, rows = [sample["done"] for sample in result["samples"]], []
-    for rank in range(len(result["samples"][0]["rss"])):
-        rss, blocks = (growth(done, [s[key][rank] for s in result["samples"]], of) for key in ("rss", "blocks"))
-        rows.append({**rss, "blocks per call": blocks["per call"]})
-    return rows
+def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, float]]]:
+    """Of every rank: the growth of VmRSS (bytes), of blocks of Python's allocator, of buffers (bytes)."""
+    done, kinds = [sample["done"] for sample in samples], [kind for kind in samples[0] if kind != "done"]
+    return [
+        {kind: growth(done, [sample[kind][rank] for sample in samples], of) for kind in kinds}
+        for rank in range(len(samples[0]["rss"]))
+    ]
 
 
 def main() -> int:
@@ -94,16 +94,17 @@ def main() -> int:
         return 1
     if result is None:  # another rank of a launcher
         return 0
-    rows, unit = grown(result, count), "call" if arguments.what == "collectives" else "step"
+    rows, unit = grown(result["samples"], count), "call" if arguments.what == "collectives" else "step"
     print(f"\n{arguments.what}, {world_size} ranks, {time.monotonic() - begin:.0f} s: every result right")
     for key, value in result.items():
         if key != "samples":
             print(f"  {key}: {value}")
     print(f"{'rank':>4}{'VmRSS MiB':>12}{'at the end':>12}{'growth':>9}{f'bytes a {unit}':>15}{f'blocks a {unit}':>16}")
     for rank, row in enumerate(rows):
-        mib = f"{row['before'] / MIB:12.1f}{row['end'] / MIB:12.1f}{row['growth'] / MIB:9.2f}"
-        print(f"{rank:4}{mib}{row['per call']:15.1f}{row['blocks per call']:16.3f}")
-    too_much = [rank for rank, row in enumerate(rows) if row["growth"] > arguments.most_growth * MIB]
+        rss = row["rss"]
+        mib = f"{rss['before'] / MIB:12.1f}{rss['end'] / MIB:12.1f}{rss['growth'] / MIB:9.2f}"
+        print(f"{rank:4}{mib}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
+    too_much = [rank for rank, row in enumerate(rows) if row["rss"]["growth"] > arguments.most_growth * MIB]
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]])}
         if arguments.what in NEEDS:

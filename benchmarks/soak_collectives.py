@@ -72,6 +72,13 @@ def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
     return fap.FlashConfig.from_dict(fields)
 
 
+def filling_configs() -> list[fap.FlashConfig]:
+    """Of the calls that need the largest buffers, flat and in two levels."""
+    widest = fap.FlashConfig(bits=8, group_size=32, spike_reserving=True, chunk_bytes=1 << 20, min_bytes=0)
+    nodes = {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}
+    return [widest, widest.model_copy(update={"hierarchical": nodes})]
+
+
 @dataclass(frozen=True)
 class Call:
     """sizes: of the parts, one or one a rank. most_in_flight: handles of the lane with it. start: where
@@ -114,19 +121,17 @@ class Pooled(Inputs):
 
 
 def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfig]) -> Iterator[Call]:
-    """The calls of a lane, without an end.
+    """The calls of a lane, without an end. configs: the last are filling_configs.
 
     The first ones are as large as any and as many at once as ever: what the groups' pools of buffers will hold is
     there before memory is looked at. A group remembers the sizes that go in full precision: they are few.
     """
     draw = random.Random(f"{settings['seed']} {lane}")
     groups, largest = groups_of(lane, settings["world"]), settings["largest"]
-    two_levels = [i for i, config in enumerate(configs) if config.hierarchical != "off"]
-    flat = [i for i in range(len(configs)) if i not in two_levels]
-    widest = [max(some, key=lambda i: configs[i].codec(8).bits_per_element) for some in (flat, two_levels)]
-    filling = itertools.product(range(len(groups)), COLLECTIVES, widest, range(IN_FLIGHT + 1))
+    drawn = len(configs) - len(filling_configs())
+    filling = itertools.product(range(len(groups)), COLLECTIVES, range(drawn, len(configs)), range(2 * IN_FLIGHT))
     for number in itertools.count():
-        group, collective, config = draw.randrange(len(groups)), draw.choice(COLLECTIVES), draw.randrange(len(configs))
+        group, collective, config = draw.randrange(len(groups)), draw.choice(COLLECTIVES), draw.randrange(drawn)
         kind, dtype, asynchronous = draw.random(), draw.choice(DTYPES), draw.random() < 0.6
         if kind < 0.04:
             numel = draw.choice([0, 1])
@@ -142,7 +147,7 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
         fill = next(filling, None)
         if fill is not None:
             group, collective, config, _ = fill
-            numel, asynchronous, dtype = largest, True, torch.float32
+            numel, asynchronous, dtype = 9 * largest // 8, True, torch.float32
         world = len(groups[group])
         each = -(-numel // world) if collective != "all_reduce" else numel
         sizes: tuple[int, ...] = (each,)
@@ -195,6 +200,10 @@ class Lane:
         self._whole = (3 * self._pool.clamp(-10, 10)).round()
         self._sites = [fap.Site(f"soak {number}.{i}") for i in range(4)]
         self.counts: Counter[str] = Counter()
+
+    def pools(self) -> list[transport.BufferPool]:
+        """Of its groups."""
+        return [groups.state_of(group).pool(torch.device("cpu")) for group in self._members if group is not None]
 
     def run(self, calls: list[Call]) -> Tensor:
         """A checksum of each result, 0 where this rank is not in the group."""
@@ -311,7 +320,7 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
     settings["world"] = world
     watchdog = soak_watch.Watchdog(rank, settings["patience"])
     draw = random.Random(settings["seed"])
-    configs = [draw_config(draw, i) for i in range(CONFIGS)]
+    configs = [*(draw_config(draw, i) for i in range(CONFIGS)), *filling_configs()]
     lanes, drawn, groups_made = [], [], 0
     per_lane = -(-settings["calls"] // LANES)
     for number in range(LANES):

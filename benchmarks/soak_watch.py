@@ -14,6 +14,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+import torch.distributed as dist
+
 WARM_UP = 0.1  # of the calls or steps
 MIB = 1 << 20
 _STATUS = Path("/proc/self/status")
@@ -30,6 +33,15 @@ def occupied() -> tuple[int, int]:
         trim(0)
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) << 10, sys.getallocatedblocks()
+
+
+def sample(done: int, group: dist.ProcessGroup, **more: int) -> dict[str, Any]:
+    """After `done` calls or steps: VmRSS, blocks of Python's allocator and `more` of every rank of the group."""
+    rss, blocks = occupied()
+    here = {"rss": rss, "blocks": blocks, **more}
+    everybodys = [torch.empty(len(here), dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(everybodys, torch.tensor(list(here.values())), group=group)
+    return {"done": done, **dict(zip(here, torch.stack(everybodys).t().tolist(), strict=True))}
 
 
 def growth(done: list[int], occupied: list[int], of: int) -> dict[str, float]:
