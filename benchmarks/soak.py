@@ -80,6 +80,8 @@ def main() -> int:
     count = arguments.calls if arguments.what == "collectives" else arguments.steps
     settings = {key: getattr(arguments, key) for key in ("calls", "steps", "seed", "largest", "patience")}
     os.environ.update(DS_ACCELERATOR="cpu", FLASH_ALLREDUCE_AUTOLOAD="0")
+    # glibc would keep as much in reserve, in every thread, as the largest tensors took: more than what is looked for.
+    os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_TRIM_THRESHOLD_=str(MIB))
     world_size, begin = arguments.ranks or RANKS[arguments.what], time.monotonic()
     try:
         result = ranks.run(

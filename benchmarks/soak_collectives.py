@@ -299,6 +299,15 @@ class Lane:
             )
 
 
+def differing(calls: list[Call], checksums: Tensor) -> list[Call]:
+    """Those of which all ranks should have the same bits and have not. checksums: [ranks, calls]."""
+    return [
+        call
+        for call, column in zip(calls, checksums.t().tolist(), strict=True)
+        if call.collective != "reduce_scatter" and len({column[rank] for rank in call.ranks}) > 1
+    ]
+
+
 def _laid_out(tensor: Tensor, strided: bool) -> Tensor:
     """The same elements in the same order, in another order in memory."""
     if not strided or tensor.numel() % 2:
@@ -342,9 +351,9 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
         mine = torch.cat([future.result() for future in futures])
         everybodys = [torch.empty_like(mine) for _ in range(world)]
         dist.all_gather(everybodys, mine, group=among_all)
-        for call, *checksums in zip(made, *(row.tolist() for row in everybodys), strict=True):
-            if call.collective != "reduce_scatter" and len({checksums[r] for r in call.ranks}) > 1:
-                raise AssertionError(f"the ranks have results of different bits: {call} with {configs[call.config]!r}")
+        if different := differing(made, torch.stack(everybodys)):
+            config = configs[different[0].config]
+            raise AssertionError(f"the ranks have results of different bits: {different[0]} with {config!r}")
         bits.update(torch.stack(everybodys).numpy().tobytes())
         done += len(made)
         if any(transport._unfinished.values()):
