@@ -4,8 +4,9 @@
 
 Groups of all ranks, each new; a time is that of the slowest rank, from a barrier on. "first" and "later" are medians
 over the groups, of the first call and of the median of those after it; "handshake" is the median of their difference in
-a group. Without check_ranks nothing is compared: what is left is what the first call costs gloo and the plugin's own
-records of the group.
+a group, and "CPU" the same of the processor time of a rank, which others on the machine change little. Without
+check_ranks nothing is compared: what is left is what the first call costs gloo and the plugin's own records of the
+group.
 """
 
 from __future__ import annotations
@@ -35,35 +36,41 @@ def measure(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     x = torch.randn(settings["elements"])
     configs = {check: fap.FlashConfig(min_bytes=0, check_ranks=check) for check in (True, False)}
-    differences: dict[bool, list[tuple[float, float]]] = {check: [] for check in configs}
+    found: dict[bool, list[list[list[float]]]] = {check: [] for check in configs}
     for _ in range(settings["groups"]):
         for check, config in configs.items():
             group = dist.new_group()
-            seconds = []
+            calls = []
             for _ in range(1 + LATER):
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, cpu = time.perf_counter(), time.process_time()
                 fap.all_reduce(x.clone(), group=group, config=config)
-                seconds.append(time.perf_counter() - begin)
-            slowest = torch.tensor(seconds, dtype=torch.float64)
+                calls.append([time.perf_counter() - begin, time.process_time() - cpu])
+            slowest = 1e3 * torch.tensor(calls, dtype=torch.float64).t()
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            first, *later = slowest.tolist()
-            differences[check].append((1e3 * first, 1e3 * statistics.median(later)))
+            found[check].append(slowest.tolist())
             dist.destroy_process_group(group)
     rows = []
-    for check, found in differences.items():
-        more = [first - later for first, later in found]
-        firsts, laters = zip(*found, strict=True)
-        row = {"ranks": dist.get_world_size(), "check_ranks": check, "first ms": statistics.median(firsts)}
-        row |= {"later ms": statistics.median(laters), "handshake ms": statistics.median(more), "by group ms": more}
+    for check, groups in found.items():
+        (first, later, more), (_, _, cpu_more) = (_medians([kinds[kind] for kinds in groups]) for kind in (0, 1))
+        row = {"ranks": dist.get_world_size(), "check_ranks": check, "first ms": first, "later ms": later}
+        row |= {"handshake ms": more, "handshake CPU ms": cpu_more}
         rows.append(row)
         say(row=row)
     return rows
 
 
+def _medians(groups: list[list[float]]) -> tuple[float, float, float]:
+    """Of the first call, of the later ones and of their difference, over groups. groups: times of each one's calls."""
+    pairs = [(first, statistics.median(later)) for first, *later in groups]
+    firsts, laters = zip(*pairs, strict=True)
+    return statistics.median(firsts), statistics.median(laters), statistics.median(a - b for a, b in pairs)
+
+
 def shown(row: dict[str, Any]) -> str:
     check = "yes" if row["check_ranks"] else "no"
-    return f"{row['ranks']:5}{check:>13}{row['first ms']:10.2f}{row['later ms']:10.2f}{row['handshake ms']:14.2f}"
+    times = f"{row['first ms']:10.2f}{row['later ms']:10.2f}{row['handshake ms']:14.2f}{row['handshake CPU ms']:8.2f}"
+    return f"{row['ranks']:5}{check:>13}{times}"
 
 
 def main() -> int:
@@ -74,7 +81,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     settings = {"groups": arguments.groups, "elements": arguments.elements}
-    print(f"{'ranks':>5}{'check_ranks':>13}{'first ms':>10}{'later ms':>10}{'handshake ms':>14}")
+    print(f"{'ranks':>5}{'check_ranks':>13}{'first ms':>10}{'later ms':>10}{'handshake ms':>14}{'CPU':>8}")
     rows: list[dict[str, Any]] = []
     for world_size in arguments.ranks:
         rows += ranks.run(

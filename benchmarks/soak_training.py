@@ -12,6 +12,7 @@ import hashlib
 import math
 import statistics
 import sys
+from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -62,14 +63,14 @@ def _guarded(
 def _train(step: Step, drifted: Drifted, settings: dict[str, Any], say: Say) -> dict[str, Any]:
     """step(i) takes a step and gives the loss of each model; drifted() names what is not the same on all its ranks."""
     steps, watchdog = settings["steps"], soak_watch.Watchdog(dist.get_rank(), settings["patience"])
-    losses: dict[str, list[float]] = {}
+    losses: dict[str, array[float]] = {}  # no Python objects, which would be counted as growth
     samples, compared = [], 0
     for i in range(steps):
         watchdog.advance("training", f"step {i}")
         for name, loss in step(i).items():
             if not math.isfinite(loss):
                 raise AssertionError(f"{name}: the loss of step {i} is {loss}")
-            losses.setdefault(name, []).append(loss)
+            losses.setdefault(name, array("d")).append(loss)
         done = i + 1
         if done == steps or done % max(1, steps // COMPARED) == 0:
             compared += 1

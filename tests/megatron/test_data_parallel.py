@@ -444,7 +444,7 @@ def train_with_copies() -> list[dict[str, Any]]:
 
 def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
     """A bucket has their gradients beside those of split parameters, which are other numbers on every such rank."""
-    for runs in run_ranks(4, train_with_copies):
+    for runs in run_ranks(4, train_with_copies, timeout=250):
         for found in runs:
             assert found["copies equal"] and found["replicas equal"]
             quantized, full = found["counts"][SITE]
