@@ -19,6 +19,8 @@
 #   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
 #   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/support.md:
 #                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
+#   make soak        100,000 random collectives, 5,000 steps with Megatron and 5,000 with DeepSpeed, watched for wrong results,
+#                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/reliability.md)
 #   make bench       measures the tables of docs/benchmarks.md and writes them there (the links need root), and
 #                    docs/accuracy.md's; BENCH="--only codec ring": these; python -m scripts.make_benchmarks --help
 
@@ -49,6 +51,8 @@ GPU_OUT ?= build/gpu-check
 GPU ?=
 # Options of support_matrix.
 MATRIX ?=
+# Where soak leaves its results.
+SOAK_OUT ?= build/soak
 
 BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
@@ -58,7 +62,7 @@ NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/fuzz/*.h tests/fuzz/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench soak check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
@@ -101,6 +105,13 @@ format: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m scripts.make_benchmarks $(BENCH)
+
+soak: $(VENV)/.installed $(DEEPSPEED_SITE)
+	mkdir -p $(SOAK_OUT)
+	$(BIN)/python -m benchmarks.handshake --json $(SOAK_OUT)/handshake.json
+	$(BIN)/python -m benchmarks.soak collectives --json $(SOAK_OUT)/soak-collectives.json
+	$(BIN)/python -m benchmarks.soak megatron --json $(SOAK_OUT)/soak-megatron.json
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m benchmarks.soak deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)

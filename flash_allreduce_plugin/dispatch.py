@@ -105,7 +105,7 @@ def reduce_scatter(
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.reduce_scatter_single(output, input, group=plain)
+            transport.reduce_scatter_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("reduce_scatter", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -143,7 +143,7 @@ def all_gather(
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.all_gather_single(output, input, group=plain)
+            transport.all_gather_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("all_gather", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -173,6 +173,12 @@ def _key(
         where = output.device, input.device
         return collective, numel, output.numel(), input.dtype, output.dtype, *where, id(config), id(site)
     return None
+
+
+def _flat(tensor: Any) -> Tensor:
+    """A contiguous tensor in one dimension: gloo compares shapes, and ours need not be alike."""
+    assert isinstance(tensor, Tensor)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Site) -> dist.ProcessGroup | None:

@@ -294,6 +294,28 @@ def test_a_call_that_went_in_full_precision_is_remembered_as_what_it_was(ranks: 
     assert ranks(2).run(known_to_go_plainly) == [expected] * 2
 
 
+def plain_calls_of_other_shapes() -> list[Tensor]:
+    """Each twice: the second is a remembered one."""
+    small, rank, found = fap.FlashConfig(min_bytes=1 << 20), dist.get_rank(), []
+    x = torch.arange(24.0) * (1 + rank)
+    for _ in range(2):
+        for shape in ((12,), (2, 6), (12, 1), (3, 2, 2)):
+            output = torch.empty(shape)
+            fap.reduce_scatter(output, x, config=small)
+            found.append(output.flatten())
+            whole = torch.empty(2, *shape)
+            fap.all_gather(whole, x[:12].view(6, 2), config=small)
+            found.append(whole.flatten())
+    return found
+
+
+def test_plain_calls_take_tensors_of_any_shapes_again_and_again(ranks: GetRanks) -> None:
+    x = torch.arange(24.0)
+    for rank, found in enumerate(ranks(2).run(plain_calls_of_other_shapes)):
+        assert all(torch.equal(output, 3 * x[12 * rank : 12 * rank + 12]) for output in found[::2])
+        assert all(torch.equal(whole, torch.cat([x[:12], 2 * x[:12]])) for whole in found[1::2])
+
+
 def remembers_no_more_than() -> int:
     group = dist.new_group()
     config = fap.FlashConfig(check_ranks=False)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import dispatch, groups, switches
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
-from flash_allreduce_plugin.megatron import modules
+from flash_allreduce_plugin.megatron import modules, replicated
 from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
@@ -65,11 +66,12 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), switches.is_on(switches.DISABLE), self.buckets[0].grad_data.device)
-        token = _slots.set(residuals.slots(self))
+        token, parameters = _slots.set(residuals.slots(self)), _parameters.set(self.params)
         try:
             body(self, *args, **kwargs)
         finally:
             _slots.reset(token)
+            _parameters.reset(parameters)
 
     return start_grad_sync
 
@@ -130,6 +132,9 @@ residuals = Residuals()
 _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of_buckets", default=None)
 
 
+# Of the bucket group that is being started.
+_parameters: ContextVar[Iterable[torch.nn.Parameter]] = ContextVar("flash_allreduce_parameters_of_buckets", default=())
+
 # The handle of the call whose buckets are being started, None under torch.distributed's own manager.
 _starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
 
@@ -164,11 +169,14 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
         step = modules.current().step
         reason = _full_precision("reduce_scatter", input, op, group, config(), step)
         if reason is None:
-            return _started(
-                dispatch.reduce_scatter(
-                    output, input, op, group, config(), async_op, site=GRADIENTS, step=step, feedback=_slot()
-                )
+            start = partial(
+                dispatch.reduce_scatter,
+                *(output, input, op, group, config(), async_op),
+                site=GRADIENTS,
+                step=step,
+                feedback=_slot(),
             )
+            return _started(_beside_what_is_replicated(start, input, output, op, group, async_op))
         # Looked up now: with reduce_scatter_with_fp32_accumulation a constructor of Megatron's replaces this global.
         from megatron.core.distributed import param_and_grad_buffer
 
@@ -186,13 +194,33 @@ def _all_reduce(config: CurrentConfig) -> Function:
         step = modules.current().step
         reason = _full_precision("all_reduce", tensor, op, group, config(), step)
         if reason is None:
-            return _started(
-                dispatch.all_reduce(tensor, op, group, config(), async_op, site=GRADIENTS, step=step, feedback=_slot())
+            start = partial(
+                dispatch.all_reduce,
+                *(tensor, op, group, config(), async_op),
+                site=GRADIENTS,
+                step=step,
+                feedback=_slot(),
             )
+            return _started(_beside_what_is_replicated(start, tensor, tensor, op, group, async_op))
         record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
         return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
 
     return all_reduce
+
+
+def _beside_what_is_replicated(
+    start: Callable[[], Any],
+    bucket: torch.Tensor,
+    output: torch.Tensor,
+    op: Any,
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> Any:
+    """Start a bucket's collective; a handle if it is asynchronous."""
+    where = replicated.ranges(_parameters.get(), bucket)
+    if not where:
+        return start()
+    return replicated.Replicated(where, bucket, output, op, group, GRADIENTS).around(start, async_op)
 
 
 def _slot() -> Slot | None:

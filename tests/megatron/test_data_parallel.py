@@ -20,10 +20,10 @@ from tests.distributed import run_ranks
 pytest.importorskip("megatron.core")
 
 from flash_allreduce_plugin import megatron, policy, switches, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu
+from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
-from flash_allreduce_plugin.megatron import data_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import data_parallel, replicated, tensor_parallel
 
 SITE = data_parallel.GRADIENTS.name
 GRADS = FlashConfig(grad_bits=8, min_bytes=0)
@@ -325,6 +325,7 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
             ddp.finish_grad_sync()
             assert optimizer.step()[0]
         parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
+    copies = {p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)}
     group = parallel_state.get_data_parallel_group()
     replicas = [torch.empty_like(parameters) for _ in range(group.size())]
     dist.all_gather(replicas, parameters, group=group)
@@ -333,7 +334,9 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
         "parameters": parameters,
         "buckets": len(ddp.bucket_groups),
         "started before the backward pass was over": started,
+        "buckets with copies": sum(bool(copies & bucket.params) for bucket in ddp.bucket_groups),
         "replicas equal": all(torch.equal(parameters, other) for other in replicas),
+        "copies equal": replicas_equal(model, parallel_state.get_tensor_model_parallel_group()),
         "counts": counts(),
     }
 
@@ -426,6 +429,26 @@ def test_tensor_and_data_parallel_side_by_side():
             tensor_parallel.EMBEDDING.name: (0, {policy.EMBEDDING: micro_batches}),
             tensor_parallel.G_FORWARD.name: (micro_batches * 2 * SIZE.layers, {}),
             tensor_parallel.LINEAR_DGRAD.name: (micro_batches * (2 * SIZE.layers + 1), {}),
-            SITE: (STEPS * found["buckets"], {}),
+            SITE: (STEPS * found["buckets"], {replicated.REASON: STEPS * found["buckets with copies"]}),
         }
+        assert found["copies equal"]
         assert torch.equal(runs["full"]["parameters"], runs["stock"]["parameters"])
+
+
+def train_with_copies() -> list[dict[str, Any]]:
+    start_megatron(2)
+    config = FlashConfig(grad_bits=3, error_feedback=True, backward_bits=8, min_bytes=0)
+    ways = [WAYS[0], WAYS[1], {**WAYS[2], "average_in_collective": True}]
+    return [train(config, 2, **way) for way in ways]
+
+
+def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
+    """A bucket has their gradients beside those of split parameters, which are other numbers on every such rank."""
+    for runs in run_ranks(4, train_with_copies, timeout=250):
+        for found in runs:
+            assert found["copies equal"] and found["replicas equal"]
+            quantized, full = found["counts"][SITE]
+            assert (quantized, full) == (
+                STEPS * found["buckets"],
+                {replicated.REASON: STEPS * found["buckets with copies"]},
+            )
