@@ -214,7 +214,7 @@ def _wrong(state: Any, owners: Owners) -> str | None:
     """Why this rank cannot go on from a state, or None."""
     if not isinstance(state, Mapping) or _KEY not in state:
         return "there is no state of the plugin"
-    if type(state[_KEY]) is int and state[_KEY] != VERSION:
+    if _misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
         return f"it is of format {state[_KEY]!r}, and this version reads {VERSION}"
     where = _misshapen(state, _STATE)
     if where is not None:
@@ -248,13 +248,15 @@ def _misshapen(value: Any, shape: Any) -> str | None:
         return None if value is None else ""
     if shape is Tensor:
         records = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.dim() == 2
-        return None if records else ""
+        # Dense, and no larger than what was read: elements of an expanded one share their bytes.
+        dense = records and value.layout is torch.strided and not value.is_meta and value.is_contiguous()
+        return None if dense else ""
     if isinstance(shape, str):
         return None if isinstance(value, str) and value == shape else ""
     if isinstance(shape, range):
         return None if type(value) is int and value in shape else ""
     if shape is int:
-        return None if type(value) is int and value >= 0 else ""
+        return None if type(value) is int and 0 <= value < 2**63 else ""
     return None if type(value) is shape else ""
 
 
