@@ -197,7 +197,7 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 # ---- what a state must look like ----
 # A text, a type, the range of a number, (one, or another), [all alike], [each of a row], {each by its key},
-# {...: all alike}.
+# {...: all alike, but for those that are named}.
 
 _SITE = {"site": str, "config": str, "measured": [float, float]}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
@@ -206,7 +206,7 @@ _GUARD = {"kind": "guard", **_SITE, **_STAND}
 _GROUP = {"size": int, "draws": int, "calls": {...: int}, "sites": [(_WIDTH, _GUARD)]}
 _RESIDUAL = {"layout": str, "before": Tensor, "after": Tensor}
 _FEEDBACK = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
-_OWNER = {"numbers": {...: (int, float)}, "feedback": (None, _FEEDBACK)}
+_OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, _FEEDBACK)}
 _STATE = {_KEY: int, "rank": int, "world_size": int, "groups": {...: _GROUP}, "owners": {...: _OWNER}}
 
 
@@ -242,7 +242,8 @@ def _misshapen(value: Any, shape: Any) -> str | None:
         if not isinstance(value, Mapping):
             return ""
         if ... in shape:
-            return _first((k, _misshapen(v, shape[...]) if isinstance(k, str) else "") for k, v in value.items())
+            inner = [(k, shape.get(k, shape[...])) for k in value]
+            return _first((k, _misshapen(value[k], one) if isinstance(k, str) else "") for k, one in inner)
         return _first((k, _misshapen(value[k], inner) if k in value else "") for k, inner in shape.items())
     if shape is None:
         return None if value is None else ""

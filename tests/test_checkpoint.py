@@ -235,6 +235,8 @@ def test_whatever_else_stands_in_a_state_is_found(saved: tuple[Path, list[dict[s
     for path in paths:
         for other in (b"bytes", -1, 10**5000, object(), *tensors):
             assert checkpoint._wrong(replaced(state, path, other), owners) is not None, (path, type(other))
+        if path[-1:] == ("step",):
+            assert checkpoint._wrong(replaced(state, path, math.nan), owners) is not None, path
 
 
 def narrowed() -> tuple[bool, dict[str, int]]:
