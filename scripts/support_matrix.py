@@ -126,14 +126,14 @@ def _install(cell: Cell, wheel: Path, environment: Environment, sites: dict[str,
     elif same_python and ours is not None and ours.version.partition("+")[0] == cell.torch:
         environment.lend("torch")
     else:
-        environment.pip("install", "--quiet", "--no-cache-dir", f"torch=={cell.torch}")
-    environment.pip("install", "--quiet", "--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
+        environment.install("--no-cache-dir", f"torch=={cell.torch}")
+    environment.install("--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
     if cell.framework:
         name = cell.framework.partition("==")[0]
         more = {"DS_BUILD_OPS": "0"}
         beside = ("setuptools>=77", *BESIDE[name])
-        environment.pip("install", "--quiet", *beside)
-        environment.pip("install", "--quiet", "--no-deps", "--no-build-isolation", cell.framework, env=more)
+        environment.install(*beside)
+        environment.install("--no-deps", "--no-build-isolation", cell.framework, env=more)
 
 
 def _doctor(environment: Environment, framework: bool) -> str:

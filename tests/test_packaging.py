@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import flash_allreduce_plugin as fap
-from scripts import check_package, licences, support_matrix
+from scripts import check_package, environments, licences, support_matrix
 from scripts.check_package import PACKAGE
 from scripts.package import doctor_problems
 from scripts.support_matrix import Cell
@@ -73,6 +73,14 @@ def test_every_dependency_has_its_licence() -> None:
         assert name in rows, f"{name} is not in docs/licences.md: python -m scripts.licences --write"
         assert rows[name][1] == place
     assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
+
+
+def test_the_rows_of_what_is_not_installed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
+    assert len(rows) > len(licences.declared()) > 10
+    for module in (licences, environments):
+        monkeypatch.setattr(module, "found", lambda name: None)
+    assert licences.rows(rows) == list(rows.values())
 
 
 # What is in the sdist.
