@@ -135,7 +135,7 @@ def _wheel_files() -> dict[str, bytes]:
     files[f"{INFO}/METADATA"] = (
         f"Metadata-Version: 2.4\nName: flash-allreduce-plugin\nVersion: {VERSION}\nRequires-Python: >=3.10\n"
         f"License-Expression: Apache-2.0\nLicense-File: LICENSE\nRequires-Dist: torch>=2.11\n"
-        f"Requires-Dist: pydantic>=2.7\n{extras}Requires-Dist: typer>=0.12; extra == 'cli'\n"
+        f"Requires-Dist: pydantic>=2.7\n{extras}Requires-Dist: typer>=0.16; extra == 'cli'\n"
     ).encode()
     files[f"{INFO}/WHEEL"] = b"Wheel-Version: 1.0\nTag: cp310-abi3-manylinux_2_34_x86_64\n"
     points = check_package.ENTRY_POINTS.items()
