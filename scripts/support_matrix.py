@@ -157,7 +157,7 @@ def _tests(cell: Cell, environment: Environment, folder: Path) -> str:
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = TESTS[cell.framework.partition("==")[0]]
     options = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
-    printed = environment.run("python", "-m", "pytest", *options, *files, cwd=folder, timeout=1200, env=_CPU)
+    printed = environment.run("python", "-m", "pytest", *options, *files, cwd=folder, timeout=3600, env=_CPU)
     last = printed.strip().splitlines()[-1].strip("= ")
     counts = re.findall(r"\d+ (?:passed|failed|skipped|xfailed|error)", last)
     return ", ".join(counts) or last
