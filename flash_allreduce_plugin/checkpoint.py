@@ -197,7 +197,7 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 # ---- what a state must look like ----
 # A text, a type, the range of a number, (one, or another), [all alike], [each of a row], {each by its key},
-# {...: all alike}.
+# {...: all alike, but for those that are named}.
 
 _SITE = {"site": str, "config": str, "measured": [float, float]}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
@@ -206,7 +206,7 @@ _GUARD = {"kind": "guard", **_SITE, **_STAND}
 _GROUP = {"size": int, "draws": int, "calls": {...: int}, "sites": [(_WIDTH, _GUARD)]}
 _RESIDUAL = {"layout": str, "before": Tensor, "after": Tensor}
 _FEEDBACK = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
-_OWNER = {"numbers": {...: (int, float)}, "feedback": (None, _FEEDBACK)}
+_OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, _FEEDBACK)}
 _STATE = {_KEY: int, "rank": int, "world_size": int, "groups": {...: _GROUP}, "owners": {...: _OWNER}}
 
 
@@ -214,7 +214,7 @@ def _wrong(state: Any, owners: Owners) -> str | None:
     """Why this rank cannot go on from a state, or None."""
     if not isinstance(state, Mapping) or _KEY not in state:
         return "there is no state of the plugin"
-    if type(state[_KEY]) is int and state[_KEY] != VERSION:
+    if _misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
         return f"it is of format {state[_KEY]!r}, and this version reads {VERSION}"
     where = _misshapen(state, _STATE)
     if where is not None:
@@ -242,19 +242,22 @@ def _misshapen(value: Any, shape: Any) -> str | None:
         if not isinstance(value, Mapping):
             return ""
         if ... in shape:
-            return _first((k, _misshapen(v, shape[...]) if isinstance(k, str) else "") for k, v in value.items())
+            inner = [(k, shape.get(k, shape[...])) for k in value]
+            return _first((k, _misshapen(value[k], one) if isinstance(k, str) else "") for k, one in inner)
         return _first((k, _misshapen(value[k], inner) if k in value else "") for k, inner in shape.items())
     if shape is None:
         return None if value is None else ""
     if shape is Tensor:
         records = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.dim() == 2
-        return None if records else ""
+        # Dense, and no larger than what was read: elements of an expanded one share their bytes.
+        dense = records and value.layout is torch.strided and not value.is_meta and value.is_contiguous()
+        return None if dense else ""
     if isinstance(shape, str):
         return None if isinstance(value, str) and value == shape else ""
     if isinstance(shape, range):
         return None if type(value) is int and value in shape else ""
     if shape is int:
-        return None if type(value) is int and value >= 0 else ""
+        return None if type(value) is int and 0 <= value < 2**63 else ""
     return None if type(value) is shape else ""
 
 

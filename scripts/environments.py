@@ -59,7 +59,7 @@ def found(name: str) -> Distribution | None:
 
 
 class Environment:
-    """A new virtual environment with pip and nothing else.
+    """A new virtual environment with nothing in it; pip is this interpreter's.
 
     python: the interpreter it is made with. compiler: False: commands find nothing but the environment's own programs.
     """
@@ -67,14 +67,12 @@ class Environment:
     def __init__(self, folder: Path, python: str = sys.executable, *, compiler: bool = True) -> None:
         self.folder = folder.resolve()
         shutil.rmtree(self.folder, ignore_errors=True)
-        _checked([python, "-m", "venv", str(self.folder / "venv")], env=dict(os.environ))
+        _checked([python, "-m", "venv", "--without-pip", str(self.folder / "venv")], env=dict(os.environ))
         self.bin = self.folder / "venv" / "bin"
         self._compiler = compiler
         self.empty = self.folder / "empty"  # where commands run: nothing to be imported by accident
         self.empty.mkdir()
         self.site = Path(self.python("import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-        # Of old, and only where Python is: with it gone nothing but pip is there.
-        self.pip("uninstall", "--quiet", "--yes", "setuptools")
         if not compiler:
             there = [name for name in COMPILERS if shutil.which(name, path=str(self.bin))]
             assert not there, f"{there} in {self.bin}"
@@ -95,17 +93,24 @@ class Environment:
         self, *command: str, timeout: float = 600, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> str:
         """What a program of the environment prints. Raises CommandFailed."""
-        variables = {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
-        path = str(self.bin) + (f"{os.pathsep}{os.environ['PATH']}" if self._compiler else "")
-        variables |= {"PATH": path, "VIRTUAL_ENV": str(self.bin.parent), **(env or {})}
-        program = str(self.bin / command[0])
-        return _checked([program, *command[1:]], env=variables, cwd=cwd or self.empty, timeout=timeout)
+        return self._checked([str(self.bin / command[0]), *command[1:]], timeout, cwd, env)
 
     def python(self, script: str, *arguments: str, timeout: float = 600) -> str:
         return self.run("python", "-c", script, *arguments, timeout=timeout)
 
     def pip(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        return self.run("python", "-m", "pip", *arguments, timeout=1800, env=env)
+        command = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), *arguments]
+        return self._checked(command, 1800, None, env)
+
+    def install(self, *requirements: str, env: Mapping[str, str] | None = None) -> None:
+        """Options of pip's among them. Python compiles the modules that are imported, and no others."""
+        self.pip("install", "--quiet", "--no-compile", *requirements, env=env)
+
+    def _checked(self, command: list[str], timeout: float, cwd: Path | None, env: Mapping[str, str] | None) -> str:
+        variables = {name: value for name, value in os.environ.items() if _INHERITED.fullmatch(name)}
+        path = str(self.bin) + (f"{os.pathsep}{os.environ['PATH']}" if self._compiler else "")
+        variables |= {"PATH": path, "VIRTUAL_ENV": str(self.bin.parent), **(env or {})}
+        return _checked(command, env=variables, cwd=cwd or self.empty, timeout=timeout)
 
 
 def _checked(command: list[str], env: Mapping[str, str], cwd: Path | None = None, timeout: float | None = None) -> str:

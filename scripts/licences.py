@@ -3,7 +3,7 @@
     python -m scripts.licences            # print it
     python -m scripts.licences --write    # put it into docs/licences.md
 
-Of a package that is not installed the row that the document has is kept.
+Of a package that is not installed the row that the document has is kept, and those of what it brings.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ def rows(kept: dict[str, list[str]]) -> list[list[str]]:
     """A row a package: ours first, then what they bring. kept: rows for packages that are not installed here."""
     places = declared()
     needed = closure(places)
+    before = {name: set(row[1].removeprefix("of ").split(", ")) for name, row in kept.items() if name not in places}
+    for _ in before:  # what brings it may itself be brought by one that is not here
+        absent = {name for name in needed if found(name) is None}
+        for name, askers in before.items():
+            if askers & absent:
+                needed.setdefault(name, set()).update(askers & absent)
     table = []
     for name in sorted(needed, key=lambda name: (list(places).index(name) if name in places else len(places), name)):
         installed = found(name)

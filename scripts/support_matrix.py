@@ -37,9 +37,10 @@ BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 HEADER = ("Python", "torch", "with", "doctor", "tests", "date")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.12.1", "2.13.0")
-# With the Python and the torch of the development environment.
+# With the Python and the torch of the development environment, but for what asks for a later Python.
 FRAMEWORKS = ("megatron-core==0.13.1", "megatron-core==0.16.1", "megatron-core==0.19.2")
 FRAMEWORKS += ("deepspeed==0.17.6", "deepspeed==0.19.8")
+ELSEWHERE = {"megatron-core==0.19.2": ("3.12", "2.11.0")}
 QUICK = ("wire", "config", "policy", "ops", "codec", "collectives", "handles", "ddp", "fsdp")
 TESTS = {
     "": [f"tests/test_{name}.py" for name in QUICK],
@@ -77,7 +78,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     plain = [Cell(python, torch) for python in PYTHONS for torch in TORCHES]
-    return plain + [Cell("3.11", "2.13.0", framework) for framework in FRAMEWORKS]
+    return plain + [Cell(*ELSEWHERE.get(name, ("3.11", "2.13.0")), name) for name in FRAMEWORKS]
 
 
 def interpreter(version: str) -> str | None:
@@ -126,14 +127,14 @@ def _install(cell: Cell, wheel: Path, environment: Environment, sites: dict[str,
     elif same_python and ours is not None and ours.version.partition("+")[0] == cell.torch:
         environment.lend("torch")
     else:
-        environment.pip("install", "--quiet", "--no-cache-dir", f"torch=={cell.torch}")
-    environment.pip("install", "--quiet", "--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
+        environment.install("--no-cache-dir", f"torch=={cell.torch}")
+    environment.install("--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
     if cell.framework:
         name = cell.framework.partition("==")[0]
         more = {"DS_BUILD_OPS": "0"}
         beside = ("setuptools>=77", *BESIDE[name])
-        environment.pip("install", "--quiet", *beside)
-        environment.pip("install", "--quiet", "--no-deps", "--no-build-isolation", cell.framework, env=more)
+        environment.install(*beside)
+        environment.install("--no-deps", "--no-build-isolation", cell.framework, env=more)
 
 
 def _doctor(environment: Environment, framework: bool) -> str:
@@ -143,10 +144,9 @@ def _doctor(environment: Environment, framework: bool) -> str:
     wrong = doctor_problems(said, framework)
     if wrong:
         raise CommandFailed(f"flash-allreduce doctor: {'; '.join(wrong)}")
-    if not framework:
-        return "no problem"
-    seams = [f for f in said["findings"] if f["section"].endswith("seams") and f["level"] == "ok"]
-    return f"no problem; {'; '.join(f['text'] for f in seams)[:60]}" if seams else "no problem"
+    if framework and not any(f["section"].endswith("seams") and f["text"] == "would attach" for f in said["findings"]):
+        raise CommandFailed("flash-allreduce doctor: no seam would attach")
+    return "no problem"
 
 
 def _tests(cell: Cell, environment: Environment, folder: Path) -> str:
@@ -157,7 +157,7 @@ def _tests(cell: Cell, environment: Environment, folder: Path) -> str:
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = TESTS[cell.framework.partition("==")[0]]
     options = ("-q", "-m", "not slow", "-p", "no:cacheprovider")
-    printed = environment.run("python", "-m", "pytest", *options, *files, cwd=folder, timeout=1200, env=_CPU)
+    printed = environment.run("python", "-m", "pytest", *options, *files, cwd=folder, timeout=3600, env=_CPU)
     last = printed.strip().splitlines()[-1].strip("= ")
     counts = re.findall(r"\d+ (?:passed|failed|skipped|xfailed|error)", last)
     return ", ".join(counts) or last

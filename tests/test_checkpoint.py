@@ -230,10 +230,13 @@ def test_whatever_else_stands_in_a_state_is_found(saved: tuple[Path, list[dict[s
     assert checkpoint._wrong(state, owners) is None
     paths = list(leaves(state))
     assert len(paths) > 60
+    records = torch.zeros(2, 33, dtype=torch.uint8)
+    tensors = (torch.zeros(3), records.to_sparse(), records.to("meta"), records[:, :1].expand(2, 33))
     for path in paths:
-        for other in (b"bytes", -1, torch.zeros(3), object()):
-            wrong = checkpoint._wrong(replaced(state, path, other), owners)
-            assert wrong is not None or (isinstance(other, int) and "numbers" in path), (path, other)
+        for other in (b"bytes", -1, 10**5000, object(), *tensors):
+            assert checkpoint._wrong(replaced(state, path, other), owners) is not None, (path, type(other))
+        if path[-1:] == ("step",):
+            assert checkpoint._wrong(replaced(state, path, math.nan), owners) is not None, path
 
 
 def narrowed() -> tuple[bool, dict[str, int]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import flash_allreduce_plugin as fap
-from scripts import check_package, licences, support_matrix
+from scripts import check_package, environments, licences, support_matrix
 from scripts.check_package import PACKAGE
 from scripts.package import doctor_problems
 from scripts.support_matrix import Cell
@@ -75,6 +75,14 @@ def test_every_dependency_has_its_licence() -> None:
     assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
 
 
+def test_the_rows_of_what_is_not_installed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
+    assert len(rows) > len(licences.declared()) > 10
+    for module in (licences, environments):
+        monkeypatch.setattr(module, "found", lambda name: None)
+    assert licences.rows(rows) == list(rows.values())
+
+
 # What is in the sdist.
 
 
@@ -127,7 +135,7 @@ def _wheel_files() -> dict[str, bytes]:
     files[f"{INFO}/METADATA"] = (
         f"Metadata-Version: 2.4\nName: flash-allreduce-plugin\nVersion: {VERSION}\nRequires-Python: >=3.10\n"
         f"License-Expression: Apache-2.0\nLicense-File: LICENSE\nRequires-Dist: torch>=2.11\n"
-        f"Requires-Dist: pydantic>=2.7\n{extras}Requires-Dist: typer>=0.12; extra == 'cli'\n"
+        f"Requires-Dist: pydantic>=2.7\n{extras}Requires-Dist: typer>=0.16; extra == 'cli'\n"
     ).encode()
     files[f"{INFO}/WHEEL"] = b"Wheel-Version: 1.0\nTag: cp310-abi3-manylinux_2_34_x86_64\n"
     points = check_package.ENTRY_POINTS.items()

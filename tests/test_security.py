@@ -52,6 +52,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "import runpy": "the launcher runs the script that its command line names, as `python script.py` would",
         "runpy.run_path": "the same",
     },
+    "megatron/checkpoints.py": {"importlib.import_module": _OWN_NAME},
     "megatron/monitor.py": {"importlib.import_module": _OWN_NAME},
     "megatron/transformer_engine.py": {"importlib.import_module": _OWN_NAME},
     "deepspeed/engine.py": {"importlib.import_module": _OWN_NAME},
@@ -68,9 +69,10 @@ ALLOWED: dict[str, dict[str, str]] = {
         "os.open": "the file that FLASH_ALLREDUCE_LOG names",
         "os.write": "the same",
     },
-    "deepspeed/reduction.py": {
-        "os.makedirs": "the folder of DeepSpeed's own checkpoint",
-        "torch.save": "the residuals, into that folder",
+    "checkpoint.py": {
+        "os.makedirs": "flash_allreduce/ in the folder of a framework's checkpoint, or of the one that is given",
+        "torch.save": "this rank's state, into it; what is read there is read with weights_only=True",
+        "os.replace": "the state under its name when it is whole",
     },
     "netlab.py": {
         "subprocess.Popen": "ranks, and ip and tc: lists of arguments, no shell",

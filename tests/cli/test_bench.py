@@ -59,7 +59,7 @@ def test_steps() -> None:
         (["-b", "0"], "-b 0: expected a number of bytes, 1 or more"),
         (["-b", "8K", "-e", "4K"], "the first size is larger"),
         (["-b", "4"], "expected at least 8 bytes, one float32 a rank"),
-        (["-f", "1"], "greater than or equal to 2"),
+        (["-f", "1"], "not in the range x>=2|greater than or equal to 2"),
         (["-i", "0"], "-i 0: expected"),
         (["-d", "int8"], "expected one of float32, bfloat16, float16"),
         (["-d", "float32,float16"], "expected one of float32, bfloat16, float16"),
