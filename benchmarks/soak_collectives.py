@@ -358,13 +358,9 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
         done += len(made)
         if any(transport._unfinished.values()):
             raise AssertionError("a message is kept that nobody waits for, though every handle was waited on")
-        here = torch.tensor(soak_watch.occupied())
-        ranks_here = [torch.empty_like(here) for _ in range(world)]
-        dist.all_gather(ranks_here, here, group=among_all)
-        samples.append(
-            {"done": done, "rss": [int(r[0]) for r in ranks_here], "blocks": [int(r[1]) for r in ranks_here]}
-        )
-        say(done=done, rss=samples[-1]["rss"])
+        buffers = sum(pool.free_bytes() for lane in lanes for pool in lane.pools())
+        samples.append(soak_watch.sample(done, among_all, buffers=buffers))
+        say(**samples[-1])
     counts = sum((lane.counts for lane in lanes), Counter())
     total = torch.tensor([counts[key] for key in sorted(_COUNTED)], dtype=torch.int64)
     dist.all_reduce(total, group=among_all)
