@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -34,6 +35,8 @@ def measure(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
     import flash_allreduce_plugin as fap
 
     torch.set_num_threads(1)
+    # As a launcher leaves it: on one core a rank, its threads would wait for each other in every call.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
     x = torch.randn(settings["elements"])
     configs = {check: fap.FlashConfig(min_bytes=0, check_ranks=check) for check in (True, False)}
     found: dict[bool, list[list[list[float]]]] = {check: [] for check in configs}
