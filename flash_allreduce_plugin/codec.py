@@ -92,8 +92,9 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"shape is {tuple(shape)}; expected sizes of 0 or more.")
+    # Of an empty tensor torch multiplies the sizes that are left for its strides.
+    if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) >= 1 << 63:
+        raise ValueError(f"shape is {tuple(shape)}; expected sizes of 0 or more that int64 can multiply.")
     codec = config.codec()
     numel = math.prod(shape)
     expected = codec.payload_bytes(numel)
