@@ -40,6 +40,8 @@ ACCELERATE ?= 1.15.0
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
+# Of pytest, for test-older and test-deepspeed.
+OPTIONS ?=
 # Of make fuzz: how long each program runs, or how often; what; examples of each test; the compiler.
 FUZZ_SECONDS ?= 300
 FUZZ_RUNS ?=
@@ -79,12 +81,12 @@ test-older: $(VENV)/.installed $(OLDER)
 	PYTHONPATH=$(OLDER) $(BIN)/python -W ignore -c "import megatron.core as m; \
 		assert m.__version__ == '$(MEGATRON)', m.__file__; print('megatron-core', m.__version__, m.__file__)"
 	PYTHONPATH=$(OLDER) MEGATRON_LM_PATH= $(BIN)/python -m pytest -m "not slow" tests/megatron \
-		$(patsubst %,--ignore=tests/megatron/test_%.py,launch monitor checkpoints)
+		$(patsubst %,--ignore=tests/megatron/test_%.py,launch monitor checkpoints) $(OPTIONS)
 
 test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -W ignore -c "from importlib.metadata import version; import deepspeed; \
 		assert version('deepspeed') == '$(DEEPSPEED)', deepspeed.__file__; print('deepspeed', deepspeed.__file__)"
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/deepspeed
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/deepspeed $(OPTIONS)
 
 test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE):$(HF_SITE) $(BIN)/python -m pytest \
