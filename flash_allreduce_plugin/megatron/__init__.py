@@ -15,6 +15,7 @@ import warnings
 
 from flash_allreduce_plugin import run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import (
     checkpoints,
@@ -62,14 +63,15 @@ def enable(config: FlashConfig | None = None) -> None:
             )
         if transformer_engine_seams:
             transformer_engine.refuse_userbuffers()
-        without = monitor.misfit()
+        monitors, saving = monitor.seams(), checkpoints.seams()
+        without = _misfit(monitors)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
-        optional = transformer_engine_seams + ([] if without else monitor.seams())
-        without = checkpoints.misfit()
+        optional = transformer_engine_seams + ([] if without else monitors)
+        without = _misfit(saving)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
-        fresh = _made(optional + ([] if without else checkpoints.seams()))
+        fresh = _made(optional + ([] if without else saving))
     if config.error_feedback and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
@@ -106,6 +108,15 @@ def _stop() -> None:
     modules.stop()
     checkpoints.stop()
     data_parallel.residuals.configure(None)
+
+
+def _misfit(seams: list[Seam]) -> str | None:
+    """Why seams do not fit the training package of Megatron-LM that is loaded; None if they do, or if none is."""
+    try:
+        Patchset("megatron", seams, "Megatron-LM core_v0.13 to core_v0.19").verify()
+    except PatchError as error:
+        return str(error)
+    return None
 
 
 def is_enabled() -> bool:

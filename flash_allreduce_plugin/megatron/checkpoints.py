@@ -18,11 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from flash_allreduce_plugin import checkpoint
-from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import data_parallel, modules
 from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.patching import Seam
 
 CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"  # imports the two functions by name
@@ -80,15 +79,6 @@ def seams() -> list[Seam]:
             if module == CHECKPOINTING or (function is vars(theirs).get(name) and module in sys.modules):
                 found.append(Seam(f"{module}.{name}", module, name, parameters, replacement, covers))
     return found
-
-
-def misfit() -> str | None:
-    """Why the seams do not fit the training package that is loaded; None if they do, or if none is."""
-    try:
-        Patchset("megatron", seams(), "Megatron-LM core_v0.13 to core_v0.19").verify()
-    except PatchError as error:
-        return str(error)
-    return None
 
 
 def _saves(original: Function) -> Function:

@@ -12,9 +12,8 @@ import inspect
 import sys
 from typing import Any
 
-from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.patching import Seam
 from flash_allreduce_plugin.scalars import Scalars
 
 TRAINING = "megatron.training.training"
@@ -39,15 +38,6 @@ def seams() -> list[Seam]:
             "gives Megatron-LM's TensorBoard and Weights & Biases writers our scalars along with its own",
         )
     ]
-
-
-def misfit() -> str | None:
-    """Why the seam does not fit the training package that is loaded; None if it does, or if none is."""
-    try:
-        Patchset("megatron", seams(), "Megatron-LM core_v0.13 to core_v0.19").verify()
-    except PatchError as error:
-        return str(error)
-    return None
 
 
 def _with_ours(original: Function) -> Function:
