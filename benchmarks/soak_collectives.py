@@ -356,7 +356,7 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
             raise AssertionError(f"the ranks have results of different bits: {different[0]} with {config!r}")
         bits.update(torch.stack(everybodys).numpy().tobytes())
         done += len(made)
-        if any(transport._unfinished.values()):
+        if any(messages.unfinished for messages in transport._messages.values()):
             raise AssertionError("a message is kept that nobody waits for, though every handle was waited on")
         buffers = sum(pool.free_bytes() for lane in lanes for pool in lane.pools())
         samples.append(soak_watch.sample(done, among_all, buffers=buffers))

@@ -5,19 +5,19 @@ in both directions. Groups are anchored at the tensor's first element (reduce_sc
 of every shard), chunks and shards begin at groups, and sums are taken in rank order in float32: what an element
 becomes depends on its group alone. The owner of a shard decodes the bytes that it sent, like everyone else.
 
-all_reduce of K chunks, per chunk i, everything issued by the calling thread:
+all_reduce of K chunks, per chunk i, the first W of them on the wire at once:
 
     encode chunk -> A[i] -> all_to_all -> R[i mod W] -> decode, sum, encode -> own shard of A[i] -> all_gather -> A[i]
-    -> decode into the tensor, when the last chunk is there: a call that fails leaves the tensor as it was. (Over NCCL,
-    where a failure ends the process, as the chunks arrive.)
+    -> decode into the tensor
 
-A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on.
+A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on. Chunks are decoded as
+they arrive: what a call that fails leaves in the tensor is undefined, as with torch.distributed.
 
-Each function is a generator that yields once, when the first chunks are on the wire (see work.py). Tensors are
-1-D and contiguous; `label` names the call in errors; `pool` lends the buffers. `key` is the call's, for stochastic
-rounding: before the sum every rank has random numbers of its own, after it every group, whoever encodes it.
-`residual`, for gradients, has what the last call of the same kind lost and is left with what this one loses
-(feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
+Each function is a generator that yields once, when the first chunks are on the wire; what comes after may run in
+another thread (work.py). Tensors are 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
+`key` is the call's, for stochastic rounding: before the sum every rank has random numbers of its own, after it every
+group, whoever encodes it. `residual`, for gradients, has what the last call of the same kind lost and is left with what
+this one loses (feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def all_reduce(
     chunks = _chunks_of_tensor(tensor.numel(), plan, world)
     slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
     reduce_key, gather_key = codec.draw_key(key, _REDUCE, rank), codec.draw_key(key, _GATHER)
-    queued = transport.queues(label.group, tensor.device)
+    label.reserve(2 * chunks.count)
     sent = pool.take(chunks.count * slot)
     received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
     exchanges: deque[Pending] = deque()
@@ -136,12 +136,9 @@ def all_reduce(
         doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
         gathers.append((i, transport.all_gather(out, mine, label, doing)))
 
-    def arrived() -> int:
+    def write() -> None:
         i, gather = gathers.popleft()
         gather.wait()
-        return i
-
-    def write(i: int) -> None:
         out, real = payload(i, plan.gather.record_bytes)
         codec.decode_rows(out[:real].view(1, -1), elements(i), plan.gather)
 
@@ -152,12 +149,10 @@ def all_reduce(
         reduce(i)
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
-        if queued and i + 1 >= chunks.window:  # the order in which the peers put them on the wire
-            write(arrived())
-    while queued and gathers:
-        write(arrived())
-    for i in [arrived() for _ in range(len(gathers))]:
-        write(i)
+        if i + 1 >= chunks.window:  # the order in which the peers put them on the wire
+            write()
+    while gathers:
+        write()
     pool.give(sent, received)
 
 
@@ -183,6 +178,7 @@ def reduce_scatter(
     starts = list(itertools.accumulate((plan.reduce.groups(len(shard)) for shard in shards), initial=0))
     chunks = _chunks_of_shard(max(len(shard) for shard in shards), record, plan, world)
     slot = world * chunks.size * record
+    label.reserve(chunks.count)
     sent = pool.take(chunks.window * slot)
     received = pool.take(chunks.window * slot)
     exchanges: deque[tuple[Tensor, Tensor, Pending]] = deque()
@@ -245,16 +241,14 @@ def all_gather(
     key, number = codec.draw_key(key, _GATHER), rank * plan.gather.groups(input.numel())
     chunks = _chunks_of_shard(input.numel(), record, plan, world)
     slot = world * chunks.size * record
-    # All of them on their way, and none decoded before the last is there: a call that fails has written nothing.
-    queued = transport.queues(label.group, output.device)
-    window = chunks.window if queued else chunks.count
-    buffer = pool.take(window * slot)
+    label.reserve(chunks.count)
+    buffer = pool.take(chunks.window * slot)
     gathers: deque[Pending] = deque()
     shards = output.view(world, -1)
 
     def at(i: int) -> Tensor:
         first, last = chunks[i]
-        start = i % window * slot
+        start = i % chunks.window * slot
         return buffer[start : start + world * (last - first) * record]
 
     def send(i: int) -> None:
@@ -268,20 +262,17 @@ def all_gather(
         gathers.append(transport.all_gather(at(i), mine, label, doing))
 
     def write(i: int) -> None:
+        gathers.popleft().wait()
         first, last = chunks[i]
         codec.decode_rows(at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather)
 
-    for i in range(window):
+    for i in range(chunks.window):
         send(i)
     yield
-    while not queued and gathers:
-        gathers.popleft().wait()
     for i in range(chunks.count):
-        if gathers:
-            gathers.popleft().wait()
         write(i)
-        if i + window < chunks.count:
-            send(i + window)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
     pool.give(buffer)
 
 

@@ -3,9 +3,8 @@
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8)))
 
-A bucket's reduction is started when the backward pass has filled it and finished when the next bucket is started,
-so the first half of every reduction but the last travels behind the backward pass. DDP calls its hooks in the same
-order on all ranks, and so are the collectives issued.
+A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
+of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
@@ -69,18 +68,19 @@ class _Steps:
 
 
 class _Reduction:
-    """The buckets of one model: at most one is in flight between two hooks."""
+    """The buckets of one model."""
 
     def __init__(self, config: FlashConfig) -> None:
         self.config = config
         self.steps = _Steps()
         self.feedback = feedback_for(config)
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
-        self.started: tuple[Work, torch.Tensor, Future] | None = None
+        self.started: list[tuple[Work, torch.Tensor, Future]] = []
 
     def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
-        before, self.started = self.started, None  # nothing of a backward pass that failed stays for the next
+        if bucket.index() == 0:
+            self.started.clear()  # nothing of a backward pass that failed stays for the next
         buffer, future = bucket.buffer(), Future()
         work = dispatch.all_reduce(
             buffer,
@@ -93,13 +93,12 @@ class _Reduction:
             feedback=self.slot(bucket),
         )
         assert work is not None
-        if before is not None:
-            _finish(*before)
+        self.started.append((work, buffer, future))
         if bucket.is_last():
-            _finish(work, buffer, future)
+            started, self.started = self.started, []
+            for each in started:
+                _finish(*each)
             self.steps.finished += 1
-        else:
-            self.started = (work, buffer, future)
         return future
 
     def numbers(self) -> dict[str, float]:

@@ -78,7 +78,7 @@ def all_reduce(
     call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
     plan = call.plan(key)
     steps = _plain_all_reduce(call, tensor) if plan is None else _all_reduce(call, plan, tensor, async_op)
-    return call.run(steps, async_op, tensor)
+    return call.run(steps, plan, async_op, tensor)
 
 
 def reduce_scatter(
@@ -115,13 +115,15 @@ def reduce_scatter(
         call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         shards = input.detach().contiguous().view(call.world_size, -1)
-        return call.run(_reduce_scatter(call, call.plan(key), output, shards), async_op, output, shards)
+        plan = call.plan(key)
+        return call.run(_reduce_scatter(call, plan, output, shards), plan, async_op, output, shards)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
     call.check_parts(output, input)
     parts = [part.detach().contiguous().view(-1) for part in input]
-    return call.run(_reduce_scatter(call, call.plan(), output, parts), async_op, output, *parts)
+    plan = call.plan()
+    return call.run(_reduce_scatter(call, plan, output, parts), plan, async_op, output, *parts)
 
 
 def all_gather(
@@ -151,7 +153,8 @@ def all_gather(
     _check_tensor(input, "input")
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
-    return call.run(_all_gather(call, call.plan(key), output, input), async_op, output, input)
+    plan = call.plan(key)
+    return call.run(_all_gather(call, plan, output, input), plan, async_op, output, input)
 
 
 def _key(
@@ -243,16 +246,18 @@ class _Call:
                 f"{whole.device}; expected the same dtype and device."
             )
 
-    def run(self, steps: Iterator[None], async_op: bool, *tensors: Tensor) -> Work | None:
-        """tensors: that the call reads or writes."""
+    def run(
+        self, steps: Iterator[None], plan: Plan | None, async_op: bool, output: Tensor, *inputs: Tensor
+    ) -> Work | None:
         if not async_op:
             for _ in steps:
                 pass
             return None
         name, device = f"{self.collective} at site {self.site.name!r}", self.input.device
         if transport.queues(self.group, device):
-            return StreamWork(steps, name, device, tensors)
-        return Work(steps, name)
+            return StreamWork(steps, name, [output], device, (output, *inputs))
+        helper = self.state.helper if transport.by_messages(self.group, device) else None
+        return Work(steps, name, [output], helper, at_once=plan is not None)
 
     def check_parts(self, output: Tensor, parts: Sequence[Tensor]) -> None:
         if len(parts) != self.world_size:
@@ -382,9 +387,10 @@ def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     pending.wait()
     if factor != 1.0:
         whole.mul_(factor)
-    call.quality.watched(whole.view(-1))
     if whole is not tensor:
         tensor.copy_(whole)
+    yield
+    call.quality.watched(whole.view(-1))
 
 
 def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
@@ -397,11 +403,12 @@ def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iter
     if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
         pool = call.state.pool(flat.device)
         yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+    yield
     if call.feedback is not None:
         call.feedback.check(flat)
     call.quality.end(flat)
-    if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
 
 
 def _reduce_scatter(
@@ -424,29 +431,22 @@ def _reduce_scatter(
             shard.copy_(sums[: len(shard)])
         if factor != 1.0:
             shard.mul_(factor)
-        call.quality.watched(shard)
     else:
         call.measure(shards)
         pool = call.state.pool(shard.device)
         residual = call.residual(plan, list(map(len, shards)))
         carried = () if residual is None else (residual,)
-        # Sums are put in place when all of them are there: a call that fails leaves output as it was, and with it the
-        # input that it may lie in. Over NCCL, where a failure ends the process, as they come.
-        buffer = None
-        sums = shard
-        if not transport.queues(call.group, shard.device):
-            buffer = pool.take(shard.numel() * shard.element_size())
-            sums = buffer.view(shard.dtype)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
-        yield from _levels(plan).reduce_scatter(sums, shards, *how, meter=call.quality.meter)
-        if buffer is not None:
-            shard.copy_(sums)
-            pool.give(buffer)
-        if call.feedback is not None:
-            call.feedback.check(shard)
-        call.quality.end(shard)
+        yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
     if not output.is_contiguous():
         output.copy_(shard.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(shard)
+        return
+    if call.feedback is not None:
+        call.feedback.check(shard)
+    call.quality.end(shard)
 
 
 def _padded(shards: Sequence[Tensor]) -> Tensor:
@@ -468,14 +468,17 @@ def _all_gather(call: _Call, plan: Plan | None, output: Tensor, input: Tensor) -
         pending = transport.all_gather_plainly(whole, flat, call.label)
         yield
         pending.wait()
-        call.quality.watched(whole)
     else:
         call.measure(flat)
         pool = call.state.pool(flat.device)
         yield from _levels(plan).all_gather(whole, flat, plan, call.label, pool, call.key, meter=call.quality.meter)
-        call.quality.end(whole)
     if not output.is_contiguous():
         output.copy_(whole.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(whole)
+    else:
+        call.quality.end(whole)
 
 
 def _levels(plan: Plan) -> ModuleType:

@@ -30,6 +30,7 @@ from flash_allreduce_plugin.guard import SiteGuard
 from flash_allreduce_plugin.hierarchy import Nodes
 from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
+from flash_allreduce_plugin.work import Helper
 
 _log = logging.getLogger("flash_allreduce_plugin")
 _MOST_TEXT = 1 << 20  # bytes of what a rank tells the others, whatever a peer says
@@ -57,6 +58,8 @@ class GroupState:
         self._errors: dict[str, Sums] = {}
         #: of a checkpoint, by kind, site and digest of the configuration, until the site is called
         self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+        #: makes asynchronous calls progress where messages can
+        self.helper = Helper()
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it

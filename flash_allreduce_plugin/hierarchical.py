@@ -46,6 +46,7 @@ def all_reduce(
     slabs = _slabs_of_tensor(tensor.numel(), plan)
     group_size, rank = plan.gather.group_size, label.group.rank()
     inside_key, gather_key = codec.draw_key(key, _INSIDE, rank), codec.draw_key(key, _GATHER)
+    label.reserve(4 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, _lag(len(slabs), plan, 4), ring=len(slabs), meter=meter)
 
     def elements(i: int) -> Tensor:
@@ -94,6 +95,7 @@ def reduce_scatter(
     group_size, rank = plan.reduce.group_size, label.group.rank()
     inside_key = codec.draw_key(key, _INSIDE, rank)
     lag = _lag(len(slabs), plan, 2)
+    label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag, meter=meter)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
@@ -135,8 +137,8 @@ def all_gather(
     firsts, slabs = _slabs_of_shards([len(input)] * world, plan)
     group_size, gather_key = plan.gather.group_size, codec.draw_key(key, _GATHER)
     lag = _lag(len(slabs), plan, 2)
-    ring = 2 * lag if transport.queues(label.group, output.device) else len(slabs)
-    stages = _Stages(slabs, plan, label, pool, key, lag, ring)
+    label.reserve(2 * len(slabs))
+    stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
     shards = output.view(world, -1)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
@@ -258,16 +260,14 @@ class _Stages:
         """Every stage of every slab; yields once, when the first slabs are on the wire.
 
         Of the stages of one turn the last comes first: it sets free the buffers that the others take.
-        write: of what the last exchange brings; when all slabs are there, so that a call that fails has written
-        nothing (over NCCL slab by slab).
+        write: what the last exchange brings.
         """
         count = len(self._slabs)
-        queued = transport.queues(self._label.group, self._whole.buffer.device)
 
         def arrive(i: int) -> None:
             self.wait(i)
-            if queued and write is not None:
-                write(i)
+            assert write is not None
+            write(i)
 
         if write is not None:
             stages = (*stages, arrive)
@@ -278,9 +278,6 @@ class _Stages:
                 i = turn - number * self._lag
                 if 0 <= i < count:
                     stage(i)
-        if write is not None and not queued:
-            for i in range(count):
-                write(i)
         self._pool.give(*(ring.buffer for ring in (self._whole, self._inbox, self._sums, self._arrived)))
 
     def whole(self, i: int, codec: Codec) -> Tensor:

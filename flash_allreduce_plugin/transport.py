@@ -1,7 +1,9 @@
 """Bytes over a process group: torch.distributed's asynchronous collectives, their errors, and buffers.
 
-torch.distributed matches the collectives of a group by the order in which each rank issues them, so every
-function here is called from the caller's own thread, in an order that depends on nothing but the call.
+torch.distributed matches the collectives of a group by the order in which each rank issues them: they are called from
+the caller's own thread, in an order that depends on nothing but the call. On gloo the quantized collectives are made
+of point-to-point messages, which are matched by tags. A call draws its tags when it is made (Label.reserve), in the
+caller's thread; then any thread may post and wait for them, in any order (work.py).
 """
 
 from __future__ import annotations
@@ -27,28 +29,66 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 
 Sizes = list[int] | None
-# Point-to-point messages of ours: a bit that tells them from other people's, and below it the call's signature plus the
-# number of the exchange in its group. Messages of two calls that are not alike never meet, nor does what is left of a
-# call that was given up meet the next one: a rank that calls something else than its peers runs into the timeout, and
-# nobody takes its bytes for anything.
-_TAGS = 1 << 30
-_exchanges: WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = WeakKeyDictionary()
-# gloo stops serving a peer whose message finds no receiver: a receive that nobody waits for is kept, with its buffer,
-# as long as the group.
-_unfinished: WeakKeyDictionary[dist.ProcessGroup, dict[int, list[Any]]] = WeakKeyDictionary()
+# The tag of a message of ours, n being the number of its exchange in the group:
+#
+#     bit 30: ours   bits 12-29: the call's signature + n / 4096   bits 0-11: n % 4096
+#
+# Messages that are in flight together have tags of their own as long as they are fewer than 4096 exchanges apart. And
+# messages of two calls that are not alike do not meet, nor does what is left of a call that was given up meet the next
+# one: a rank that calls something else than its peers runs into the timeout, and nobody takes its bytes for anything.
+_OURS, _SIGNATURES, _NUMBERS = 1 << 30, 1 << 18, 1 << 12
 _numbers = itertools.count()
+
+
+class _Messages:
+    """Of one group on gloo: how many exchanges were numbered, and those that nobody has waited for yet.
+
+    gloo stops serving a peer whose message finds no receiver: a receive that nobody waits for is kept, with its buffer,
+    as long as the group.
+    """
+
+    __slots__ = ("exchanges", "unfinished")
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.unfinished: dict[int, list[Any]] = {}
+
+
+_messages: WeakKeyDictionary[dist.ProcessGroup, _Messages] = WeakKeyDictionary()
 
 
 class Label:
     """Names a call in error messages, and tells its messages from those of other calls."""
 
-    __slots__ = ("collective", "group", "signature", "site")
+    __slots__ = ("_next", "_reserved", "collective", "group", "signature", "site")
 
     def __init__(self, collective: str, site: str, group: dist.ProcessGroup) -> None:
         self.collective = collective
         self.site = site
         self.group = group
         self.signature = 0  # until `sign`: what ranks say to each other before they know that their calls are alike
+        self._next = self._reserved = 0  # numbers of exchanges
+
+    def reserve(self, exchanges: int) -> None:
+        """The call will make so many exchanges from now on: their tags are drawn here, in the caller's thread."""
+        messages = self.messages()
+        self._next = messages.exchanges
+        self._reserved = messages.exchanges = messages.exchanges + exchanges
+
+    def tag(self) -> int:
+        """Of the call's next exchange."""
+        if self._next == self._reserved:  # an agreement of the ranks, which is made before the call has begun
+            self.reserve(1)
+        number = self._next
+        self._next += 1
+        return _OURS | (self.signature + number // _NUMBERS) % _SIGNATURES * _NUMBERS | number % _NUMBERS
+
+    def messages(self) -> _Messages:
+        """Those of the group."""
+        messages = _messages.get(self.group)
+        if messages is None:
+            messages = _messages[self.group] = _Messages()
+        return messages
 
     def sign(self, *what: object) -> None:
         """what: everything in which the ranks' calls have to be alike, with a repr that is the same on all of them."""
@@ -86,7 +126,7 @@ class Pending:
         self._number: int | None = None
         if works is self._works:  # messages; a collective is kept by its group
             self._number = next(_numbers)
-            _unfinished.setdefault(label.group, {})[self._number] = works
+            label.messages().unfinished[self._number] = works
 
     def wait(self) -> None:
         """Raises CollectiveError where torch.distributed reports a failure or the group's timeout."""
@@ -96,7 +136,7 @@ class Pending:
         except RuntimeError as error:
             raise self._label.error(self._doing, error) from error
         if self._number is not None:
-            _unfinished[self._label.group].pop(self._number, None)
+            self._label.messages().unfinished.pop(self._number, None)
 
 
 def all_to_all(
@@ -104,7 +144,7 @@ def all_to_all(
 ) -> Pending:
     """Part j of input goes to rank j, part j of output comes from it: equal parts, or parts of the given sizes."""
     group = label.group
-    if not _receives_first(group, input):
+    if not by_messages(group, input.device):
         return Pending(
             lambda: dist.all_to_all_single(output, input, output_sizes, input_sizes, group=group, async_op=True),
             label,
@@ -118,7 +158,7 @@ def all_to_all(
 def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: str) -> Pending:
     """sent[j] goes to rank j, received[j] comes from it; tensors of their own, some of them empty."""
     group = label.group
-    if not _receives_first(group, sent[0]):
+    if not by_messages(group, sent[0].device):
         return Pending(lambda: dist.all_to_all(received, sent, group=group, async_op=True), label, doing)
     return Pending(lambda: _exchange(received, sent, label), label, doing)
 
@@ -126,7 +166,7 @@ def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: st
 def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
     """input of every rank, in rank order, to output; input may be this rank's own part of output."""
     group = label.group
-    if not _receives_first(group, input):
+    if not by_messages(group, input.device):
         return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
     return Pending(
         lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), label), label, doing
@@ -138,8 +178,9 @@ def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cuda" and group._get_backend(device).name() == "nccl"
 
 
-def _receives_first(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and group._get_backend(tensor.device).name() == "gloo"
+def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the quantized collectives are made of messages, which any thread may post and wait for."""
+    return device.type == "cpu" and group._get_backend(device).name() == "gloo"
 
 
 def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) -> list[Any]:
@@ -153,7 +194,7 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) 
     rank, world = group.rank(), group.size()
     # The neighbours after this rank first, and those before it: no rank is everybody's first.
     others = [(rank + step) % world for step in range(1, world)]
-    tag = _TAGS + (label.signature + next(_exchanges.setdefault(group, itertools.count()))) % _TAGS
+    tag = label.tag()
     works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in others if received[j].numel()]
     works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in others if sent[j].numel()]
     if received[rank].data_ptr() != sent[rank].data_ptr():

@@ -1,44 +1,114 @@
-"""The handle of a call in flight."""
+"""The handle of a call in flight, and the thread that brings it on.
+
+A call is a generator of three parts:
+
+    start     | yield | progress                          | yield | finish
+    encode,           receive, sum, send, write the               what was measured, what error feedback
+    first sends       result                                      has to know: in the order of the waits
+
+The start runs when the call is made and the finish in wait(). Over gloo the progress of a quantized call runs in a
+thread of the group (Helper), as torch's own calls progress in a thread of gloo's: handles may be waited for in any
+order, and other collectives may come in between. Over NCCL all of it is on a stream of the GPU (StreamWork). Over other
+backends the progress issues collectives, which are matched by their order, and so it runs in wait().
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
-import warnings
+import time
+import weakref
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import cache
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.errors import CollectiveError
 
+_STARTED, _IN_PLACE, _FINISHED = 1, 2, 3
+_NO_LIMIT = timedelta(0)  # torch's: the group's timeout is the limit
+_GRACE = 2.0  # seconds that the end of the program waits for calls in flight
+
+Future = torch.futures.Future[list[Tensor]]
+
 
 class Work:
-    """A collective that has been started.
+    """A collective that has been started. The generator holds its buffers as long as the wire reads them."""
 
-    It is a generator that runs to its one `yield` when the call is made (encoding and putting the first chunks
-    on the wire) and to its end in wait(). The generator holds the call's buffers, so a handle that is dropped
-    takes nothing away that the wire still reads.
-
-    The second half of a call issues collectives of its own. Handles may therefore be waited on in any order,
-    as long as it is the same order, relative to other collectives of the group, on all ranks.
-    """
-
-    def __init__(self, steps: Iterator[None], label: str) -> None:
+    def __init__(
+        self,
+        steps: Iterator[None],
+        label: str,
+        outputs: Sequence[Tensor] = (),
+        helper: Helper | None = None,
+        at_once: bool = False,
+    ) -> None:
+        """outputs: what get_future() gives. helper: may make the call progress; at_once: from now on."""
         self._steps = steps
         self._label = label
+        self._outputs = list(outputs)
+        self._helper = helper
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
-        self._done = False
+        self._stage = 0
         self._error: BaseException | None = None
+        self._future: Future | None = None
+        self._progressed: threading.Event | None = None  # once the helper has the call
         self._advance()
+        if at_once:
+            self._delegate()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until the result is in place; True. May be called again and from any thread.
+
+        timeout: 0 for the group's own. It bounds this wait, of a call that progresses by itself, and not the call.
+
+        Raises:
+            CollectiveError: a peer failed or the group's timeout passed; every later wait raises it too. Or `timeout`
+                passed first; then the call goes on and may be waited for again.
+        """
+        if timeout and self._progressed is None:
+            with self._lock:
+                self._delegate()
+        progressed = self._progressed
+        if progressed is not None and not progressed.wait(timeout.total_seconds() or None):
+            raise CollectiveError(f"{self._label} is not done after {timeout}; it goes on, and may be waited for again")
+        with self._lock:
+            self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is in place, or the call has failed."""
+        if self._progressed is None and self._lock.acquire(blocking=False):  # else somebody waits, and brings it on
+            try:
+                self._delegate()
+            finally:
+                self._lock.release()
+        return self._stage >= _IN_PLACE if self._progressed is None else self._progressed.is_set()
+
+    def get_future(self) -> Future:
+        """Done with the result, as torch's: the tensors written. Over backends that do not progress it waits first."""
+        with self._lock:
+            if self._future is None:
+                self._future = self._new_future()
+                self._delegate()
+                if self._progressed is None or self._progressed.is_set():
+                    self._complete(self._future)
+            return self._future
 
     def _advance(self) -> None:
+        """To the generator's next yield or its end."""
         try:
             next(self._steps)
+            self._stage += 1
         except StopIteration:
-            self._done = True
+            self._stage = _FINISHED
         except BaseException as error:
-            self._done = True
+            self._stage = _FINISHED
             self._error = error
             if not isinstance(error, Exception):  # Ctrl-C: for this wait, not for those of the cleaning up
                 self._error = CollectiveError(
@@ -47,31 +117,85 @@ class Work:
                 )
             raise
 
-    def wait(self) -> bool:
-        """Block until the result is in place; True. May be called again and from any thread.
+    def _finish(self) -> None:
+        while self._stage < _FINISHED:
+            self._advance()
+        if self._error is not None:
+            raise self._error
 
-        Raises:
-            CollectiveError: a peer failed or the group's timeout passed; every later wait raises it too.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            if not self._done:
+    def _delegate(self) -> None:
+        """Leave the progress to the helper, if there is one and anything to do."""
+        if self._helper is not None and self._progressed is None and self._stage == _STARTED:
+            self._progressed = threading.Event()
+            self._helper.submit(self)
+
+    def progress(self) -> None:
+        """The helper's part. Raises nothing: wait() does."""
+        assert self._progressed is not None
+        try:
+            with torch.no_grad(), torch.inference_mode(self._inference):
                 self._advance()
-                assert self._done
-        return True
+        except BaseException:  # it is in self._error
+            pass
+        with self._lock:
+            self._progressed.set()
+            if self._future is not None:
+                self._complete(self._future)
 
-    def is_completed(self) -> bool:
-        """Whether the result is in place, that is whether wait() has returned or failed."""
-        return self._done
+    def _new_future(self) -> Future:
+        return Future()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_done", True):
-            warnings.warn(
-                f"{self._label} was started and never waited on: the other ranks wait for its second half.",
-                ResourceWarning,
-                stacklevel=2,
-            )
+    def _complete(self, future: Future) -> None:
+        try:
+            self._finish()
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+        else:
+            future.set_result(self._outputs)
+
+
+class Helper:
+    """A thread that makes the asynchronous calls of one group progress, in the order in which they were made.
+
+    One for each group: calls of two groups may be made in different orders by two ranks. It starts with the first call
+    and ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Work) -> None:
+        if self._thread is None:
+            # A daemon: the end of the program does not wait for peers that are gone.
+            self._thread = threading.Thread(target=_serve, args=(self._calls,), name="flash_allreduce", daemon=True)
+            self._thread.start()
+            _serving[self._thread] = self._calls
+            weakref.finalize(self, self._calls.put, None).atexit = False
+        self._calls.put(work)
+
+
+_serving: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Work | None]] = weakref.WeakKeyDictionary()
+
+
+def _serve(calls: SimpleQueue[Work | None]) -> None:
+    while (work := calls.get()) is not None:
+        work.progress()
+        del work  # nothing of a call outlives it here
+
+
+def _at_exit() -> None:
+    """Let the threads end: one that wakes up while the interpreter is taken down would abort the process."""
+    threads = list(_serving.items())
+    for _, calls in threads:
+        calls.put(None)
+    deadline = time.monotonic() + _GRACE
+    for thread, _ in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_serving.clear)
 
 
 class StreamWork(Work):
@@ -84,7 +208,14 @@ class StreamWork(Work):
         NCCL's stream                                 | all-to-all | all-gather
     """
 
-    def __init__(self, steps: Iterator[None], label: str, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        steps: Iterator[None],
+        label: str,
+        outputs: Sequence[Tensor],
+        device: torch.device,
+        tensors: Sequence[Tensor],
+    ) -> None:
         """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before."""
         stream = _stream_of(device)
         self._device = device
@@ -92,11 +223,11 @@ class StreamWork(Work):
         for tensor in tensors:
             tensor.record_stream(stream)
         with torch.cuda.stream(stream):
-            super().__init__(steps, label)
+            super().__init__(steps, label, outputs)
             super().wait()
             self._event = stream.record_event()
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Have the current stream wait for the result; the caller goes on. True."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
@@ -104,6 +235,13 @@ class StreamWork(Work):
     def is_completed(self) -> bool:
         """Whether the result is in place."""
         return self._event.query()
+
+    def _new_future(self) -> Future:
+        return Future(devices=[self._device])
+
+    def _complete(self, future: Future) -> None:
+        with torch.cuda.stream(_stream_of(self._device)):  # what waits for the future waits for it
+            super()._complete(future)
 
 
 @cache

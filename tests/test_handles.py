@@ -1,12 +1,16 @@
-"""Asynchronous handles: sync = async, any order that all ranks share, other collectives in between."""
+"""Asynchronous handles: sync = async, any order, other collectives in between, progress without a wait."""
 
 from __future__ import annotations
 
 import gc
 import random
+import subprocess
+import sys
 import threading
-import warnings
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,23 +41,119 @@ def reduced() -> list[Tensor]:
 
 
 def any_order(seed: int) -> list[bool]:
-    """All handles in flight at once, waited on in an order drawn from a seed that the ranks share."""
+    """All handles in flight at once, waited on by each rank in an order of its own."""
     tensors, expected = inputs(), reduced()
     works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
     order = list(range(len(works)))
-    random.Random(seed).shuffle(order)
+    random.Random(100 * seed + dist.get_rank()).shuffle(order)
     for i in order:
-        assert not works[i].is_completed()
         assert works[i].wait() is True
         assert works[i].is_completed()
     return [same_bits(x, y) for x, y in zip(tensors, expected, strict=True)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_handles_are_waited_on_in_any_order(ranks: GetRanks, world_size: int) -> None:
+def test_ranks_wait_in_different_orders(ranks: GetRanks, world_size: int) -> None:
     for seed in range(4):
         for rank in ranks(world_size).run(any_order, seed):
             assert all(rank)
+
+
+def without_a_wait() -> list[bool]:
+    """Calls that nobody waits for, a barrier, then a look: with more chunks than are in flight at once."""
+    tensors, expected = inputs(), reduced()
+    works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
+    if dist.get_rank() == 0:  # a wait before the barrier here, and after it there
+        works[-1].wait()
+    dist.barrier()
+    deadline = time.monotonic() + 30
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return [same_bits(x, y) for x, y in zip(tensors, expected, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_calls_progress_without_a_wait(ranks: GetRanks, world_size: int) -> None:
+    for rank in ranks(world_size).run(without_a_wait):
+        assert all(rank)
+
+
+def limited_wait() -> list[str]:
+    """A wait for a peer that comes late, with a limit of its own; the call goes on."""
+    said = []
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    x = torch.full((50_000,), 1.0)
+    work = fap.all_reduce(x, config=CONFIG, async_op=True, site=fap.Site("late"))
+    try:
+        work.wait(timedelta(milliseconds=200 if dist.get_rank() == 0 else 20_000))
+    except fap.CollectiveError as error:
+        said.append(str(error))
+    work.wait(timeout=timedelta(seconds=20))
+    assert bool((x - dist.get_world_size()).abs().max() < 0.1)
+    return said
+
+
+def test_a_wait_may_have_a_limit(ranks: GetRanks) -> None:
+    first, second = ranks(2).run(limited_wait)
+    assert second == []
+    assert first == [
+        "all_reduce at site 'late' is not done after 0:00:00.200000; it goes on, and may be waited for again"
+    ]
+
+
+def futures() -> list[bool]:
+    """Of quantized calls and of others, asked for before and after the result is there."""
+    answers = []
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for config in (CONFIG, fap.FlashConfig()):
+        for waited in (False, True):
+            x = torch.full((20_000,), float(rank))
+            work = fap.all_reduce(x, config=config, async_op=True)
+            if waited:
+                work.wait()
+            then = work.get_future().then(lambda future: future.value()[0].mean().item())
+            answers.append(abs(then.wait() - sum(range(world)) / 1) < 0.1 and work.get_future().value()[0] is x)
+            shard = torch.empty(10_000)
+            work = fap.reduce_scatter(shard, torch.ones(10_000 * world), config=config, async_op=True)
+            answers.append(work.get_future().wait()[0] is shard and bool((shard - world).abs().max() < 0.1))
+    return answers
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_handles_have_futures(ranks: GetRanks, world_size: int) -> None:
+    for rank in ranks(world_size).run(futures):
+        assert rank == [True] * 8
+
+
+def measured_in_order() -> tuple[float, int]:
+    """What a call has measured is known from its wait on, whenever its result came: decisions do not hang on time."""
+    config = fap.FlashConfig(bits=4, min_bytes=0, quality_interval=1, quality_measure="exact")
+    site = fap.Site(f"measured in order {dist.get_rank()}" if dist.get_world_size() == 1 else "measured in order")
+    x = torch.randn(20_000)
+    work = fap.all_reduce(x, config=config, async_op=True, site=site)
+    while not work.is_completed():
+        time.sleep(0.001)
+    before = fap.stats()["sites"][site.name]["sqnr_db"]
+    work.wait()
+    return before, fap.stats()["sites"][site.name]["sqnr_db"]
+
+
+def test_a_measurement_counts_from_the_wait_on(ranks: GetRanks) -> None:
+    for before, after in ranks(2).run(measured_in_order):
+        assert before is None and after > 10
+
+
+def in_inference_mode() -> bool:
+    with torch.inference_mode():
+        x = torch.full((20_000,), 2.0)
+        work = fap.all_reduce(x, config=CONFIG, async_op=True)
+    work.wait()
+    return bool((x - 2 * dist.get_world_size()).abs().max() < 0.1)
+
+
+def test_tensors_of_inference_mode(ranks: GetRanks) -> None:
+    assert ranks(2).run(in_inference_mode) == [True, True]
 
 
 def different_collectives() -> list[bool]:
@@ -134,28 +234,21 @@ def test_wait_serves_any_thread_and_may_be_called_again(ranks: GetRanks) -> None
         assert len(rank) == 4 * len(SIZES) and all(rank)
 
 
-def dropped() -> tuple[list[str], bool]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            fap.all_reduce(torch.ones(50_000), config=CONFIG, async_op=True, site=fap.Site("dropped here"))
-        done = fap.all_reduce(torch.ones(50_000), config=CONFIG, async_op=True)
-        done.wait()
-        del done
-        gc.collect()
+def dropped() -> list[bool]:
+    """Handles that nobody keeps: the calls are made all the same, and the group goes on."""
+    tensors, expected = inputs(), reduced()
+    for x in tensors:
+        fap.all_reduce(x, config=CONFIG, async_op=True)
+    gc.collect()
     x = torch.full((60_000,), dist.get_rank() + 1.0)
-    fap.all_reduce(x, config=CONFIG)
+    fap.all_reduce(x, config=CONFIG, async_op=True).wait()  # behind the others
     exact = sum(range(1, dist.get_world_size() + 1))
-    return [f"{w.category.__name__}: {w.message}" for w in caught], bool((x - exact).abs().max() < 0.1)
+    return [same_bits(x, y) for x, y in zip(tensors, expected, strict=True)] + [bool((x - exact).abs().max() < 0.1)]
 
 
-def test_a_dropped_handle_is_warned_about_and_the_group_still_works(ranks: GetRanks) -> None:
-    for messages, correct in ranks(2).run(dropped):
-        assert len(messages) == 3 and correct
-        assert all(
-            m.startswith("ResourceWarning: all_reduce at site 'dropped here' was started and never waited on")
-            for m in messages
-        )
+def test_a_dropped_handle_loses_nothing(ranks: GetRanks) -> None:
+    for rank in ranks(2).run(dropped):
+        assert all(rank)
 
 
 def full_precision_handles() -> list[bool]:
@@ -228,17 +321,65 @@ def test_a_shard_may_lie_inside_the_whole(ranks: GetRanks, world_size: int) -> N
         assert rank == [True] * 4
 
 
-def states_left_behind() -> int:
+def states_left_behind() -> tuple[int, int]:
     gc.collect()
-    before = len(groups._states)
+    before, threads = len(groups._states), threading.active_count()
     for _ in range(3):
         group = dist.new_group()
-        fap.all_reduce(torch.ones(20_000), group=group, config=CONFIG)
+        fap.all_reduce(torch.ones(20_000), group=group, config=CONFIG, async_op=True).wait()
         dist.destroy_process_group(group)
         del group
     gc.collect()
-    return len(groups._states) - before
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(groups._states) - before, threading.active_count() - threads
 
 
 def test_what_is_remembered_of_a_group_dies_with_it(ranks: GetRanks) -> None:
-    assert ranks(2).run(states_left_behind) == [0, 0]
+    assert ranks(2).run(states_left_behind) == [(0, 0), (0, 0)]
+
+
+def threads_of_synchronous_calls() -> int:
+    group = dist.new_group()
+    before = threading.active_count()
+    fap.all_reduce(torch.ones(20_000), group=group, config=CONFIG)
+    fap.all_reduce(torch.ones(20), group=group, config=fap.FlashConfig(), async_op=True).wait()
+    return threading.active_count() - before
+
+
+def test_neither_synchronous_calls_nor_those_in_full_precision_take_a_thread(ranks: GetRanks) -> None:
+    assert ranks(2).run(threads_of_synchronous_calls) == [0, 0]
+
+
+ENDS = """
+import sys, torch, torch.distributed as dist
+import flash_allreduce_plugin as fap
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096)
+fap.all_reduce(torch.ones(50_000), config=config, async_op=True).wait()
+if sys.argv[3] == "raises":
+    if rank == 0:
+        work = fap.all_reduce(torch.ones(50_000), config=config, async_op=True)  # the peer makes no such call
+        raise SystemExit("raised")
+    sys.stdin.read()  # until rank 0 is gone
+elif sys.argv[3] == "in flight":
+    fap.all_reduce(torch.ones(500_000), config=config, async_op=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["waited", "in flight", "raises"])
+def test_the_program_ends(how: str, tmp_path: Path) -> None:
+    """With nothing in flight, with calls that nobody waits for, and in an exception while a peer is silent."""
+    command = [sys.executable, "-c", ENDS]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], **pipes) for rank in (0, 1)]
+    try:
+        _, said = processes[0].communicate(timeout=60)
+        processes[1].communicate(timeout=60)
+    finally:
+        for process in processes:
+            process.kill()
+    expected = (1, "raised\n") if how == "raises" else (0, "")
+    assert (processes[0].returncode, said) == expected

@@ -189,18 +189,18 @@ def test_guarantee_3_neither_the_chunk_size_nor_async_matters(ranks: GetRanks, c
 
 def through_all_to_all(calls: list[Call]) -> list[str]:
     """Over torch.distributed's all_to_all, as on other backends; gloo's own takes equal sizes only."""
-    receives_first, all_to_all = transport._receives_first, dist.all_to_all
+    by_messages, all_to_all = transport.by_messages, dist.all_to_all
 
     def stand_in(received: list[Tensor], sent: list[Tensor], group: Any, async_op: bool) -> Any:
         assert len(received) == len(sent) == dist.get_world_size() and async_op
         assert all(part.is_contiguous() for part in received + sent)
         return transport._exchange(received, sent, Label("all_to_all", "test", group))
 
-    transport._receives_first, dist.all_to_all = lambda group, tensor: False, stand_in
+    transport.by_messages, dist.all_to_all = lambda group, device: False, stand_in
     try:
         return results_of(calls)
     finally:
-        transport._receives_first, dist.all_to_all = receives_first, all_to_all
+        transport.by_messages, dist.all_to_all = by_messages, all_to_all
 
 
 def test_the_exchange_of_other_backends(ranks: GetRanks) -> None:

@@ -133,10 +133,10 @@ def nothing_left() -> int:
     group = dist.group.WORLD
     assert group is not None
     label = Label("all_gather", "test", group)
-    before = len(transport._unfinished.get(group, {}))
+    before = len(transport._messages[group].unfinished)
     for _ in range(5):
         transport.all_gather(torch.empty(2 * dist.get_world_size()), torch.ones(2), label, "testing").wait()
-    return len(transport._unfinished.get(group, {})) - before
+    return len(transport._messages[group].unfinished) - before
 
 
 def test_a_finished_exchange_leaves_nothing_behind(ranks: Callable[[int], Ranks]) -> None:
