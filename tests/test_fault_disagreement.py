@@ -71,7 +71,7 @@ def other_call(what: str) -> list[tuple[str, Any]]:
 
 
 def disagreeing(what: str) -> list[tuple[str, float, bool]]:
-    """Of each call: the error, its seconds, whether all tensors are as they were."""
+    """Of each call: the error, its seconds, whether all tensors are as before: no foreign bytes were decoded."""
     for config in (CONFIG, LEVELS):
         fap.all_reduce(torch.ones(1000), config=config)  # all is well, and the configurations are agreed on
     found = []

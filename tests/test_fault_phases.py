@@ -1,5 +1,5 @@
 """A rank that is killed or stops in every phase of every collective: the others get CollectiveError in bounded time,
-and every tensor is either reduced or as it was.
+and whoever gets none has the right result.
 
 One phase of each kind is among the quick tests, the others are slow.
 """
@@ -141,8 +141,8 @@ def call(collective: str, given: tuple[Tensor, ...], config: fap.FlashConfig) ->
     work.wait()
 
 
-def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str, float, str]:
-    """The error, its seconds, and in which state the tensors are."""
+def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str, float, bool]:
+    """The error, its seconds, and whether the result is right."""
     config = LEVELS if levels == "levels" else FLAT
     torch.set_num_threads(1)
     fap.all_reduce(torch.ones(1000), config=config)  # agreed on
@@ -151,7 +151,6 @@ def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str
         call(collective, reduced, config)
     assert calls[phase], f"the collective has no phase {phase}"
     given = tensors(collective)
-    before = [tensor.clone() for tensor in given]
     if dist.get_rank() == VICTIM:
         stop_in(phase, how, calls)
     start = time.monotonic()
@@ -160,24 +159,20 @@ def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str
         message = "no error"
     except fap.CollectiveError as error:
         message = str(error)
-    seconds = time.monotonic() - start
-    if all(map(same_bits, given, before)):
-        return message, seconds, "untouched"
-    return message, seconds, "reduced" if all(map(same_bits, given, reduced)) else "torn"
+    return message, time.monotonic() - start, all(map(same_bits, given, reduced))
 
 
-def check(collective: str, outcome: tuple[str, Any], rank: int, world: int) -> str:
-    """Of a survivor. The state of its tensors."""
+def check(collective: str, outcome: tuple[str, Any], rank: int, world: int) -> bool:
+    """Of a survivor. Whether it got an error."""
     kind, value = outcome
     assert kind == "value", value
-    message, seconds, state = value
+    message, seconds, right = value
     assert seconds < TIMEOUT.total_seconds() + 3
     if message == "no error":
-        assert state == "reduced"
-    else:
-        assert message.startswith(f"{collective} at site 'layer 7', rank {rank} of {world}, failed while "), message
-        assert state == "untouched", f"{state} after: {message}"
-    return state
+        assert right
+        return False
+    assert message.startswith(f"{collective} at site 'layer 7', rank {rank} of {world}, failed while "), message
+    return True
 
 
 @pytest.mark.parametrize(("collective", "levels", "phase"), CASES)
@@ -186,9 +181,9 @@ def test_guarantee_7_a_rank_is_killed(collective: str, levels: str, phase: str) 
     with Ranks(world, TIMEOUT) as ranks:
         outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGKILL, timeout=90)
     assert outcomes[VICTIM] == ("died", -signal.SIGKILL)
-    states = [check(collective, outcomes[rank], rank, world) for rank in range(world) if rank != VICTIM]
+    failed = [check(collective, outcomes[rank], rank, world) for rank in range(world) if rank != VICTIM]
     if not phase.startswith(("last", "decode", "sum into")):  # what the victim has sent whole may have arrived
-        assert "untouched" in states
+        assert any(failed)
 
 
 def continues(pid: int) -> None:
@@ -222,7 +217,7 @@ def test_guarantee_7_a_rank_stops_answering(collective: str, levels: str, phase:
         helper.join()
     for rank in range(world):
         if rank == VICTIM:
-            kind, (message, _, state) = outcomes[rank]
-            assert (kind, state) == ("value", "untouched") and "failed while" in message, (message, state)
+            kind, (message, _, _) = outcomes[rank]
+            assert kind == "value" and "failed while" in message, message
         else:
-            assert check(collective, outcomes[rank], rank, world) == "untouched"
+            assert check(collective, outcomes[rank], rank, world)

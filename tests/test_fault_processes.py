@@ -77,7 +77,7 @@ def interrupted(answers: bool) -> list[tuple[str, float]] | None:
     fap.all_reduce(torch.ones(1000), config=CONFIG)
     if dist.get_rank() == 0:
         time.sleep(1 if answers else TIMEOUT.total_seconds() + 1)
-        error_of(lambda: fap.all_reduce(torch.ones(100_000), config=CONFIG))
+        error_of(lambda: fap.all_reduce(torch.ones(100_000), config=CONFIG, async_op=True).wait())
         return None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     x = torch.full((100_000,), 5.0)
@@ -85,20 +85,22 @@ def interrupted(answers: bool) -> list[tuple[str, float]] | None:
     assert work is not None
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     found = [error_of(work.wait), error_of(work.wait)]
-    assert bool((x == 5).all())
+    assert not answers or bool((x - 6).abs().max() < 0.1)
     return found
 
 
 @pytest.mark.parametrize("answers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_wait(answers: bool) -> None:
-    """torch.distributed hears it when what it waits for comes, or the timeout."""
+    """Heard at once, and the call goes on: a later wait has its result, or its error."""
     with Ranks(2, TIMEOUT) as ranks:
         _, (kind, value) = ranks.outcomes(interrupted, answers, timeout=90)
     assert kind == "value", value
     (first, seconds), (second, _) = value
     assert first.startswith("KeyboardInterrupt"), first
-    assert seconds < (1 if answers else TIMEOUT.total_seconds()) + 2
-    assert second.startswith("CollectiveError: all_reduce at site 'all_reduce' was interrupted by KeyboardInterrupt")
+    assert seconds < 0.9
+    assert second.startswith("no error" if answers else "CollectiveError: all_reduce at site 'all_reduce', rank 1"), (
+        second
+    )
 
 
 # ---- fork, spawn ----
@@ -212,7 +214,7 @@ def anew(store: str, victim: int) -> list[str]:
         file = dist.FileStore(f"{store}/{attempt}", len(survivors))
         dist.init_process_group("gloo", store=file, rank=survivors.index(rank), world_size=len(survivors))
         assert groups.known(dist.group.WORLD) is None
-        y = x.clone()  # what the failed call has left
+        y = torch.full((50_000,), 1.0 + rank)  # what the failed call has left is undefined
         fap.all_reduce(y, config=CONFIG)
         found.append(str(round(float(y.mean()), 1)))
         dist.destroy_process_group()
