@@ -88,8 +88,7 @@ class Cluster:
     the link to ranks of the same node and of others. latency, far: seconds of one exchange inside a node and between
     nodes. start: seconds of a quantized call, whatever its size. transport: bytes that the device itself sends; inf:
     adapters do it.
-    backend: gloo's full-precision reduce-scatter sends as much as its all-reduce, and of a quantized all-reduce over
-    gloo only the first half can be hidden. sources: of these numbers.
+    backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these numbers.
     """
 
     name: str
@@ -228,21 +227,17 @@ def cost(t: Traffic, c: Cluster, codec: Codec | None = None) -> Cost:
         return Cost(0.0, 0.0, 0.0, 0.0, 0.0, "ring")
     if codec is None:
         sent, link, way = full_precision(t, c)
-        return _calls(t, c, sent, link, 0.0, 0.0, way, 1.0)
-    # Of an asynchronous all-reduce over gloo the exchange of the shards is under way, the rest happens in the wait.
-    share = 0.5 if c.backend == "gloo" and _quantized_collective(t) == "all_reduce" else 1.0
+        return _calls(t, c, sent, link, 0.0, 0.0, way)
     ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
     if 1 < t.group.per_node < t.group.ranks:
         ways.append(("two levels", two_levels(t, c, codec)))
-    costs = [_calls(t, c, sent, link, moved / c.codec, c.start, way, share) for way, (sent, link, moved) in ways]
+    costs = [_calls(t, c, sent, link, moved / c.codec, c.start, way) for way, (sent, link, moved) in ways]
     return min(costs, key=lambda each: (each.exposed, each.seconds))
 
 
-def _calls(
-    t: Traffic, c: Cluster, sent: float, link: float, kernels: float, start: float, way: Way, share: float
-) -> Cost:
+def _calls(t: Traffic, c: Cluster, sent: float, link: float, kernels: float, start: float, way: Way) -> Cost:
     busy = kernels + _over(sent, c.transport)
-    hidden = min(t.hide, share * max(0.0, link - busy))
+    hidden = min(t.hide, max(0.0, link - busy))
     exposed = start + max(link, busy) - hidden
     return Cost(t.calls * sent, t.calls * link, t.calls * busy, t.calls * hidden, t.calls * exposed, way)
 
