@@ -158,7 +158,7 @@ class Feedback:
         if where is not None:
             raise ValueError(
                 f"state{where} is not as Feedback.state_dict gives it; expected step (a whole number, 0 or more), "
-                "finite (a bool) and residuals, each with its layout (a string), before and after (uint8 [groups, bytes], "
+                "finite (a bool) and residuals, each of a layout (a string), before and after (uint8 [groups, bytes], "
                 "of finite numbers); nothing was loaded."
             )
         self.reset(LOADED)
