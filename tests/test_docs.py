@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from flash_allreduce_plugin import FlashConfig, megatron
+from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.errors import install_command
 from scripts import licences
 
@@ -38,3 +42,30 @@ def test_the_command_to_install_is_the_readmes_and_its_extras_exist() -> None:
     for name, text in texts().items():
         for extras in re.findall(r"\"\.\[([\w,]+)\]\"|install_command\('([\w,]+)'\)", text):
             assert set("".join(extras).split(",")) <= set(declared), name
+
+
+def test_megatrons_start_line_has_the_number_of_seams() -> None:
+    pytest.importorskip("megatron.core")
+    [said] = re.findall(r"^flash all-reduce: (\d+) seams attached", texts()["docs/megatron.md"], flags=re.MULTILINE)
+    seams = megatron.report()
+    assert int(said) == len(seams) - len([name for name in seams if "transformer_engine" in name])
+
+
+def test_deepspeeds_start_lines_have_the_default_of_min_bytes() -> None:
+    """In their sections there is none."""
+    said = [
+        (name, int(number))
+        for name, text in texts().items()
+        if name.endswith(".md")
+        for number in re.findall(r"^ *flash all-reduce: attached to .* buckets from (\d+) bytes$", text, re.MULTILINE)
+    ]
+    assert len(said) >= 4
+    assert {number for _, number in said} == {FlashConfig().min_bytes}, said
+
+
+def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
+    keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
+    fields, others = keys.split("An unknown key", 1)
+    for field in FlashConfig.model_fields:
+        assert (f"`{field}`" in fields) == (field not in section._OF_MEGATRON), field
+    assert "`grad_bits`" in others
