@@ -20,7 +20,8 @@ from typing import Any
 from unittest import mock
 
 GROUP_TIMEOUT = timedelta(seconds=60)
-PRELOADED = ("torch", "torch.distributed", "flash_allreduce_plugin.dispatch")
+# torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.dispatch")
 # For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
 MEGATRON = (
     "megatron.core.distributed",
