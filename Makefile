@@ -1,11 +1,11 @@
 # Everything runs in a virtual environment of its own, made on first use.
 #
 #   make demo        train a small GPT in full precision, INT8 and INT4, and compare (about 6 minutes)
-#   make test        the tests (a few minutes on two cores)
+#   make test        the tests, those with megatron-core and with DeepSpeed too (a quarter of an hour on two cores at most)
 #   make lint        ruff, mypy, clang-format
 #   make test-slow   what takes minutes or many GiB
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
-#   make test-deepspeed   the DeepSpeed tests, on any release: make test-deepspeed DEEPSPEED=0.17.6
+#   make test-deepspeed   the DeepSpeed tests alone, on any release: make test-deepspeed DEEPSPEED=0.17.6
 #   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
@@ -30,7 +30,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 DEMO ?=
 BENCH ?=
-# An older release, for test-older; the one for test-deepspeed; every release of the windows, for check-versions.
+# An older release, for test-older; the one for test and test-deepspeed; every release of the windows, for check-versions.
 MEGATRON ?= 0.13.1
 DEEPSPEED ?= 0.19.8
 # For test-hf, with that DeepSpeed.
@@ -40,7 +40,7 @@ ACCELERATE ?= 1.15.0
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
-# Of pytest, for test-older and test-deepspeed.
+# Of pytest, for test, test-older and test-deepspeed.
 OPTIONS ?=
 # Of make fuzz: how long each program runs, or how often; what; examples of each test; the compiler.
 FUZZ_SECONDS ?= 300
@@ -69,8 +69,8 @@ FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cud
 demo: $(VENV)/.installed
 	$(BIN)/flash-allreduce demo $(DEMO)
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow"
+test: $(VENV)/.installed $(DEEPSPEED_SITE)
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" $(OPTIONS)
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
@@ -158,6 +158,7 @@ $(OLDER): | $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "megatron-core==$(MEGATRON)"
 	mv $@.part $@
 
+# A folder of its own beside the environment, which the demo need not wait for and no other release is in the way of.
 # With what it imports, less torch, numpy and pydantic, which are installed; DS_BUILD_OPS=0: it compiles nothing now.
 $(DEEPSPEED_SITE): | $(VENV)/.torch
 	rm -rf $@.part

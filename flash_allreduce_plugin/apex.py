@@ -25,7 +25,7 @@ from torch import Tensor
 from flash_allreduce_plugin import dispatch, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
+from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
 
@@ -87,9 +87,7 @@ def feedback(reducing: Any) -> Feedback | None:
     if _config is None or not _config.error_feedback:
         return None
     if reducing not in _feedback:
-        made = feedback_for(_config)
-        assert made is not None
-        _feedback[reducing] = made
+        _feedback[reducing] = Feedback.from_config(_config)
     return _feedback[reducing]
 
 

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from flash_allreduce_plugin import groups
-from flash_allreduce_plugin.feedback import LOADED, Feedback
+from flash_allreduce_plugin.feedback import LOADED, STATE, Feedback
 from flash_allreduce_plugin.guard import FULL
+from flash_allreduce_plugin.shapes import misshapen
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
 
@@ -195,18 +195,14 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return groups.exchange(mine, Label("all_gather", "checkpoint", group), "agreeing on a checkpoint")
 
 
-# ---- what a state must look like ----
-# A text, a type, the range of a number, (one, or another), [all alike], [each of a row], {each by its key},
-# {...: all alike, but for those that are named}.
+# ---- what a state must look like (shapes.py) ----
 
 _SITE = {"site": str, "config": str, "measured": [float, float]}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
 _STAND = {"bits": range(MIN_BITS, FULL + 1), "low": int, "good": int, "patience": int, "came_down": bool}
 _GUARD = {"kind": "guard", **_SITE, **_STAND}
 _GROUP = {"size": int, "draws": int, "calls": {...: int}, "sites": [(_WIDTH, _GUARD)]}
-_RESIDUAL = {"layout": str, "before": Tensor, "after": Tensor}
-_FEEDBACK = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
-_OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, _FEEDBACK)}
+_OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, STATE)}
 _STATE = {_KEY: int, "rank": int, "world_size": int, "groups": {...: _GROUP}, "owners": {...: _OWNER}}
 
 
@@ -214,9 +210,9 @@ def _wrong(state: Any, owners: Owners) -> str | None:
     """Why this rank cannot go on from a state, or None."""
     if not isinstance(state, Mapping) or _KEY not in state:
         return "there is no state of the plugin"
-    if _misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
+    if misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
         return f"it is of format {state[_KEY]!r}, and this version reads {VERSION}"
-    where = _misshapen(state, _STATE)
+    where = misshapen(state, _STATE)
     if where is not None:
         return f"it is damaged at state{where}"
     rank, world = _rank_and_world()
@@ -229,42 +225,6 @@ def _wrong(state: Any, owners: Owners) -> str | None:
     return None
 
 
-def _misshapen(value: Any, shape: Any) -> str | None:
-    """Where in a state another thing is than there should be ("['groups']", "" at its root); None: nowhere."""
-    if isinstance(shape, tuple):
-        found = [_misshapen(value, one) for one in shape]
-        return None if None in found else max(found, key=lambda where: len(where or ""))
-    if isinstance(shape, list):
-        if not isinstance(value, list) or len(shape) not in (1, len(value)):
-            return ""
-        return _first((n, _misshapen(one, shape[n % len(shape)])) for n, one in enumerate(value))
-    if isinstance(shape, dict):
-        if not isinstance(value, Mapping):
-            return ""
-        if ... in shape:
-            inner = [(k, shape.get(k, shape[...])) for k in value]
-            return _first((k, _misshapen(value[k], one) if isinstance(k, str) else "") for k, one in inner)
-        return _first((k, _misshapen(value[k], inner) if k in value else "") for k, inner in shape.items())
-    if shape is None:
-        return None if value is None else ""
-    if shape is Tensor:
-        records = isinstance(value, Tensor) and value.dtype is torch.uint8 and value.dim() == 2
-        # Dense, and no larger than what was read: elements of an expanded one share their bytes.
-        dense = records and value.layout is torch.strided and not value.is_meta and value.is_contiguous()
-        return None if dense else ""
-    if isinstance(shape, str):
-        return None if isinstance(value, str) and value == shape else ""
-    if isinstance(shape, range):
-        return None if type(value) is int and value in shape else ""
-    if shape is int:
-        return None if type(value) is int and 0 <= value < 2**63 else ""
-    return None if type(value) is shape else ""
-
-
-def _first(found: Any) -> str | None:
-    return next((f"[{key!r}]{where}" for key, where in found if where is not None), None)
-
-
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "no owner of gradients"
 
@@ -274,7 +234,7 @@ def _listed(names: Any) -> str:
 
 def _steps(state: Any) -> dict[str, int]:
     """Finished steps of each owner, as far as a state that may be of another run can say."""
-    if not isinstance(state, Mapping) or _misshapen(state.get("owners"), _STATE["owners"]) is not None:
+    if not isinstance(state, Mapping) or misshapen(state.get("owners"), _STATE["owners"]) is not None:
         return {}
     return {n: kept["numbers"][STEP] for n, kept in state["owners"].items() if type(kept["numbers"].get(STEP)) is int}
 

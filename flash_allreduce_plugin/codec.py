@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import ops, reference, switches
+from flash_allreduce_plugin.errors import install_command
 from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def use_reference(device_type: str = "cpu") -> bool:
     if missing is not None:
         warnings.warn(
             f"flash_allreduce_plugin uses its plain PyTorch codec, which is slower: {missing}. "
-            f"Install {_COMPILERS[device_type]} and run `pip install --no-build-isolation flash-allreduce-plugin`.",
+            f"Install {_COMPILERS[device_type]} and run {install_command()}.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from flash_allreduce_plugin import strict_json
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
@@ -247,9 +248,11 @@ class FlashConfig(BaseModel):
         Every problem names the file.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = strict_json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+        except strict_json.DuplicateKeyError as error:
+            raise ConfigError(f"{path}: {error}.") from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: expected one JSON object ({error}).") from error
         return cls._from_mapping(values, source=f"{path}: ", base=base)
@@ -290,8 +293,12 @@ class FlashConfig(BaseModel):
         problems: lines that were found before and are raised with the rest.
         """
         values: dict[str, Any] = {} if base is None else base.to_dict()
+        problems = list(problems)
         for key, text in texts.items():
-            values[key] = _parse(text.strip(), cls.model_fields[key].default)
+            try:
+                values[key] = _parse(text.strip(), cls.model_fields[key].default)
+            except strict_json.DuplicateKeyError as error:
+                problems.append(f"{spelled(key)}={_shown(text)}: {error}.")
         config = cls.__new__(cls)
         config._fill(values, spelled=spelled, problems=problems)
         return config
@@ -367,7 +374,9 @@ def _shown(value: Any) -> str:
 def _parse(text: str, default: Any) -> Any:
     """The value that an environment variable's text stands for, by the kind of its field's default."""
     try:
-        value = json.loads(text)
+        value = strict_json.loads(text)
+    except strict_json.DuplicateKeyError:
+        raise
     except (ValueError, RecursionError):
         value = text
     if isinstance(default, tuple):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
+from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.work import Work
 
@@ -73,7 +73,7 @@ class _Reduction:
     def __init__(self, config: FlashConfig) -> None:
         self.config = config
         self.steps = _Steps()
-        self.feedback = feedback_for(config)
+        self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: list[tuple[Work, torch.Tensor, Future]] = []
 

@@ -21,3 +21,9 @@ class MismatchError(FlashAllReduceError, RuntimeError):
 
 class CollectiveError(FlashAllReduceError, RuntimeError):
     """A peer died or the group's timeout passed during a collective."""
+
+
+def install_command(extras: str = "") -> str:
+    """How to install the package, for a message: by its path, because no package index has it under any name."""
+    what = f'".[{extras}]"' if extras else "."
+    return f"`pip install --no-build-isolation {what}` in a checkout of the plugin"

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import codec, telemetry
-from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+from flash_allreduce_plugin.shapes import misshapen
+from flash_allreduce_plugin.wire import GROUP_SIZES, NO_DRAW, Codec, Draw
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
@@ -37,14 +38,8 @@ LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
 
 _BITS = 8
+_LOOKED_AT = 1 << 16  # records at a time
 _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
-
-
-def feedback_for(config: FlashConfig) -> Feedback | None:
-    """A new owner of residuals if the configuration asks for one."""
-    if not config.error_feedback:
-        return None
-    return Feedback(config.error_feedback_reset_interval, config.error_feedback_momentum)
 
 
 class Residual:
@@ -88,6 +83,14 @@ class Feedback:
         self._order = 0
         self._finite: list[Tensor] = []  # whether each result since then was, on its device: nobody waits for it yet
         self._residuals: dict[str, Residual] = {}
+
+    @classmethod
+    def from_config(cls, config: FlashConfig) -> Feedback:
+        """With the configuration's error_feedback_reset_interval and error_feedback_momentum.
+
+        error_feedback itself is not looked at: a call that is given a slot carries its error over.
+        """
+        return cls(config.error_feedback_reset_interval, config.error_feedback_momentum)
 
     def begin(self, step: int | None = None) -> None:
         """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
@@ -147,10 +150,20 @@ class Feedback:
 
         Residuals that do not fit the calls to come (another number of ranks, other buckets) are dropped, with a
         warning, when those calls come.
+
+        Raises:
+            ValueError: it is not such a state; the message says where. Nothing has changed then.
         """
+        where = misshapen(state, STATE)
+        if where is not None:
+            raise ValueError(
+                f"state{where} is not as Feedback.state_dict gives it; expected step (a whole number, 0 or more), "
+                "finite (a bool) and residuals, each of a layout (a string), before and after (uint8 [groups, bytes], "
+                "of finite numbers); nothing was loaded."
+            )
         self.reset(LOADED)
-        self.step = int(state["step"])
-        self._finite = [torch.tensor(bool(state["finite"]))]
+        self.step = state["step"]
+        self._finite = [torch.tensor(state["finite"])]
         for key, kept in state["residuals"].items():
             residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]), self._momentum)
             residual.loaded = True
@@ -242,6 +255,27 @@ def decode_sum_encode(
 
 def _residual_codec(group_size: int) -> Codec:
     return Codec(_BITS, group_size, symmetric=True)
+
+
+def _are_records(value: Any) -> bool:
+    """Whether they can be a residual's: no more memory than was read, of a known group size, all finite."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.uint8 or value.dim() != 2:
+        return False
+    if value.layout is not torch.strided or value.is_meta or not value.is_contiguous():  # expanded: shares its bytes
+        return False
+    sizes = [size for size in GROUP_SIZES if _residual_codec(size).record_bytes == value.shape[1]]
+    return bool(sizes) and all(_finite(some, sizes[0]) for some in value.split(_LOOKED_AT) if len(some))
+
+
+def _finite(records: Tensor, group_size: int) -> bool:
+    numbers = torch.empty(1, len(records) * group_size, dtype=torch.float32, device=records.device)
+    codec.decode_rows(records.view(1, -1), numbers, _residual_codec(group_size))
+    return bool(numbers.isfinite().all())
+
+
+# What state_dict gives; in the language of shapes.py.
+_RESIDUAL = {"layout": str, "before": _are_records, "after": _are_records}
+STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 
 
 def _copy(records: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from flash_allreduce_plugin import checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Slot, feedback_for
+from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.policy import Site
 
 GRADIENTS = Site("fsdp.gradients")
@@ -54,7 +54,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply."""
         super().__init__(config)
-        self.feedback = feedback_for(self.config)
+        self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
         self._in_pass = False
         checkpoint.register("fsdp", self)
 

@@ -12,21 +12,36 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+# torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.dispatch")
+# For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
+MEGATRON = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.transformer.moe.moe_layer",
+)
 
 
 class RankFailure(AssertionError):
-    """A case raised on a rank; the message has the rank's traceback."""
+    """A case raised on a rank, whose traceback the message has, or a rank died."""
 
 
 class Ranks:
     """world_size processes in one default group. Use as a context manager, or close().
 
     method: "forkserver" starts ranks in milliseconds, "spawn" in seconds.
+    preload: modules that the ranks have imported when they start, in no time.
     """
 
     def __init__(
@@ -35,11 +50,10 @@ class Ranks:
         group_timeout: timedelta = GROUP_TIMEOUT,
         backend: str = "gloo",
         method: str = "forkserver",
+        preload: tuple[str, ...] = (),
     ) -> None:
         self.world_size = world_size
         context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":  # it has imported torch once
-            context.set_forkserver_preload(["torch", "torch.distributed", "flash_allreduce_plugin.dispatch"])
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[Connection] = []
         self.processes = []
@@ -50,7 +64,9 @@ class Ranks:
                 args=(rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, theirs, backend),
                 daemon=True,
             )
-            process.start()
+            # What a process of this method connects to: the module has one server, with one list of imports.
+            with mock.patch.object(forkserver, "connect_to_new_process", _server(preload).connect_to_new_process):
+                process.start()
             theirs.close()
             self._connections.append(ours)
             self.processes.append(process)
@@ -62,11 +78,11 @@ class Ranks:
     def run(self, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
         """Run case(*args) on every rank; the results in rank order.
 
-        Raises RankFailure with the first failing rank's traceback, TimeoutError when time is up or a rank died;
-        then the ranks are killed.
+        Raises RankFailure with the traceback of each rank that failed, or the exit code of one that died, TimeoutError
+        when time is up; then the ranks are killed.
         """
         outcomes = self.outcomes(case, *args, timeout=timeout)
-        failures = [f"rank {r}:\n{o[1]}" for r, o in enumerate(outcomes) if o[0] == "error"]
+        failures = [f"rank {r}: {o[0]}\n{o[1]}" for r, o in enumerate(outcomes) if o[0] != "value"]
         if failures:
             self.close()
             raise RankFailure("\n".join(failures))
@@ -109,9 +125,19 @@ class Ranks:
         self.close()
 
 
-def run_ranks(world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+@cache
+def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
+    """A process that has imported torch and these once, of which ranks are forked."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*PRELOADED, *preload])
+    return server
+
+
+def run_ranks(
+    world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 120, preload: tuple[str, ...] = ()
+) -> list[Any]:
     """One case in ranks of its own, for cases that leave something behind."""
-    with Ranks(world_size) as ranks:
+    with Ranks(world_size, preload=preload) as ranks:
         return ranks.run(case, *args, timeout=timeout)
 
 

@@ -230,8 +230,8 @@ def test_whatever_else_stands_in_a_state_is_found(saved: tuple[Path, list[dict[s
     assert checkpoint._wrong(state, owners) is None
     paths = list(leaves(state))
     assert len(paths) > 60
-    records = torch.zeros(2, 33, dtype=torch.uint8)
-    tensors = (torch.zeros(3), records.to_sparse(), records.to("meta"), records[:, :1].expand(2, 33))
+    records = torch.zeros(2, 34, dtype=torch.uint8)
+    tensors = (torch.zeros(3), records.to_sparse(), records.to("meta"), records[:, :1].expand(2, 34))
     for path in paths:
         for other in (b"bytes", -1, 10**5000, object(), *tensors):
             assert checkpoint._wrong(replaced(state, path, other), owners) is not None, (path, type(other))

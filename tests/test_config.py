@@ -313,6 +313,11 @@ def test_from_file(tmp_path: Path) -> None:
         ("[4]", "expected keys and values, got [4]."),
         ("{bits: 4}", "expected one JSON object (Expecting property name"),
         ("[" * 100_000, "expected one JSON object ("),
+        ('{"bits": 4, "bits": 8}', 'the key "bits" stands twice; expected each key once.'),
+        (
+            '{"hierarchical": {"intra_bits": 8, "inter_bits": 4, "inter_bits": 2}}',
+            'the key "inter_bits" stands twice; expected each key once.',
+        ),
     ],
 )
 def test_from_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
@@ -320,6 +325,21 @@ def test_from_file_names_the_file(tmp_path: Path, text: str, expected: str) -> N
     path.write_text(text)
     (line,) = problems(FlashConfig.from_file, path)
     assert line.startswith(f"{path}: {expected}")
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "flash.json"
+    path.write_text('{"bits": 4}', encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf") and FlashConfig.from_file(path) == FlashConfig(bits=4)
+
+
+def test_a_key_twice_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"intra_bits": 8, "intra_bits": 4, "inter_bits": 4}'
+    monkeypatch.setenv("FLASH_ALLREDUCE_HIERARCHICAL", text)
+    (line,) = problems(FlashConfig.from_env)
+    assert line == (
+        f'FLASH_ALLREDUCE_HIERARCHICAL={text!r}: the key "intra_bits" stands twice; expected each key once.'
+    )
 
 
 def test_from_file_that_is_not_there(tmp_path: Path) -> None:

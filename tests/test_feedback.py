@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -91,6 +93,21 @@ def test_a_momentum_that_cannot_be() -> None:
     for momentum in (-0.1, 1.0):
         with pytest.raises(ValueError, match="expected 0 or more and below 1"):
             fap.Feedback(momentum=momentum)
+
+
+def test_the_configurations_momentum_and_reset_interval(ranks: Callable[[int], Ranks]) -> None:
+    for same, other in ranks(2).run(configured):
+        assert same and not other
+    owner = fap.Feedback.from_config(configuration(error_feedback_reset_interval=5))
+    assert (owner._interval, owner._momentum) == (5, 0.8)
+
+
+def configured() -> tuple[bool, bool]:
+    """Whether an owner from a configuration does as one with its momentum, and as one with the default."""
+    config, x = configuration(bits=3, error_feedback_momentum=0.0), gradient()
+    owners = [fap.Feedback.from_config(config), fap.Feedback(momentum=0.0), fap.Feedback()]
+    results = [[reduced("all_reduce", x, config, owner.slot("x")) for _ in range(3)][-1] for owner in owners]
+    return torch.equal(results[0], results[1]), torch.equal(results[0], results[2])
 
 
 OPTIONS: list[Case] = [
@@ -380,6 +397,52 @@ def test_the_residuals_of_another_number_of_ranks_are_dropped_with_a_warning(ran
         assert same, rank
         assert len(messages) == (1 if rank < 2 else 0)
         assert all(f"rank {rank} of 2" in message and f"rank {rank} of 3" in message for message in messages)
+
+
+def records(numbers: torch.Tensor) -> torch.Tensor:
+    """As a residual keeps them, one group of 128 a row."""
+    return fap.encode(numbers, fap.FlashConfig(symmetric=True)).view(len(numbers), -1)
+
+
+RECORDS = records(torch.ones(2, 128))
+DAMAGED: dict[str, tuple[tuple[str, ...], Any, str]] = {  # where it is put, what, and where it is found
+    "nothing in it": ((), {}, "state['step']"),
+    "no state": ((), [], "state"),
+    "a text for the step": (("step",), "3", "state['step']"),
+    "a step that is no number": (("step",), math.nan, "state['step']"),
+    "a step below 0": (("step",), -1, "state['step']"),
+    "a number for finite": (("finite",), 1, "state['finite']"),
+    "no residuals": (("residuals",), None, "state['residuals']"),
+    "a residual without layout": (("residuals", "x"), {"before": RECORDS}, "state['residuals']['x']['layout']"),
+    "a number for a layout": (("residuals", "x", "layout"), 7, "state['residuals']['x']['layout']"),
+    "a text for records": (("residuals", "x", "before"), "x", "state['residuals']['x']['before']"),
+    "int8": (("residuals", "x", "before"), RECORDS.to(torch.int8), "state['residuals']['x']['before']"),
+    "1-D": (("residuals", "x", "after"), RECORDS[0], "state['residuals']['x']['after']"),
+    "of no group size": (("residuals", "x", "after"), RECORDS[:, :99].clone(), "state['residuals']['x']['after']"),
+    "NaN": (("residuals", "x", "after"), records(torch.full((2, 128), math.nan)), "state['residuals']['x']['after']"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_state_is_refused_and_nothing_changed(damage: str) -> None:
+    (*path, last), new, found = DAMAGED[damage][0] or ("",), *DAMAGED[damage][1:]
+    layout = "of another run"
+    owner, state = fap.Feedback(), {"step": 4, "finite": False, "residuals": {}}
+    state["residuals"] = {"x": {"layout": layout, "before": RECORDS.clone(), "after": RECORDS.clone()}}
+    owner.load_state_dict(state)
+    damaged = copy.deepcopy(state)
+    place: Any = damaged
+    for key in path:
+        place = place[key]
+    if last:
+        place[last] = new
+    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+        owner.load_state_dict(damaged if last else new)
+    message = str(caught.value)
+    assert message.startswith(f"{found} is not as Feedback.state_dict gives it; expected step ") and "\n" not in message
+    kept = owner.state_dict()
+    assert (kept["step"], kept["finite"], list(kept["residuals"])) == (4, False, ["x"])
+    assert torch.equal(kept["residuals"]["x"]["before"], RECORDS) and kept["residuals"]["x"]["layout"] == layout
 
 
 # FSDP2

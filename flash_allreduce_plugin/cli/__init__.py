@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from flash_allreduce_plugin.errors import install_command
+
 
 def run() -> None:
     """The entry point; without the packages of the `cli` extra one sentence that says so."""
@@ -15,4 +17,4 @@ def run() -> None:
         package = (error.name or "").partition(".")[0]
         if package not in ("typer", "rich"):
             raise
-        sys.exit(f"flash-allreduce: {package} is not installed: pip install 'flash-allreduce-plugin[cli]'")
+        sys.exit(f"flash-allreduce: {package} is not installed: {install_command('cli')}")

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from flash_allreduce_plugin import netlab
+from flash_allreduce_plugin import netlab, strict_json
 from flash_allreduce_plugin.cli import bench_table, machine, ranks
 from flash_allreduce_plugin.config import FlashConfig
 
@@ -129,8 +129,10 @@ def parse_size(option: str, text: str) -> int:
 def configs(bits: str | None, options: str, file: Path | None) -> dict[str, FlashConfig]:
     """The configurations to measure, by name: one for each of `bits`, or the file's own."""
     try:
-        fields = json.loads(options)
+        fields = strict_json.loads(options)
         assert isinstance(fields, dict)
+    except strict_json.DuplicateKeyError as error:
+        raise ValueError(f"--options {options}: {error}") from None
     except (ValueError, RecursionError, AssertionError):
         raise ValueError(f"--options {options}: expected a JSON object, such as '{{\"group_size\": 64}}'") from None
     # Every call in full precision is one that tells nothing; a file is measured as it stands.

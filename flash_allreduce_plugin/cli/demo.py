@@ -26,6 +26,7 @@ from flash_allreduce_plugin.cli import demo_report
 from flash_allreduce_plugin.cli.demo_data import corpus, split
 from flash_allreduce_plugin.cli.demo_model import VOCABULARY, ModelSize
 from flash_allreduce_plugin.cli.demo_training import Settings, Variant, train
+from flash_allreduce_plugin.errors import install_command
 
 FULL_PRECISION = Variant("full precision")
 NOISE_LEVELS = (1e-6, 0.3)
@@ -95,7 +96,7 @@ def _missing_packages() -> None:
         except ModuleNotFoundError:  # no megatron at all
             found = None
         if found is None:
-            raise DemoError(f"{package} is not installed: pip install 'flash-allreduce-plugin[megatron,cli]'")
+            raise DemoError(f"{package} is not installed: {install_command('megatron,cli')}")
 
 
 def _check(settings: Settings) -> None:

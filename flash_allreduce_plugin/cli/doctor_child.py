@@ -173,11 +173,13 @@ class Child:
 
 @contextlib.contextmanager
 def children(started: Sequence[Child]) -> Iterator[Sequence[Child]]:
-    """All of them are ended at the end of the block."""
+    """All of them are ended at the end of the block, also those that it has added."""
     with contextlib.ExitStack() as stack:
-        for child in started:
-            stack.enter_context(child)
-        yield started
+        try:
+            yield started
+        finally:
+            for child in started:
+                stack.callback(child.stop)
 
 
 def serve(results: str, check: str, *arguments: str) -> None:

@@ -101,7 +101,7 @@ def libraries(report: Report) -> None:
         report.problem(
             "_C (CPU)",
             f"{ops.unavailable}: {without}",
-            f"install a C++ compiler and run `{versions.INSTALL}`; or, if this is meant so, set {switches.REFERENCE}=1",
+            f"install a C++ compiler and run {versions.INSTALL}; or, if this is meant so, set {switches.REFERENCE}=1",
         )
     if ops.cuda_unavailable is None:
         report.ok("_cuda (GPU)", "loaded")
@@ -110,9 +110,7 @@ def libraries(report: Report) -> None:
     elif asked:
         report.note("_cuda (GPU)", ops.cuda_unavailable)
     else:
-        report.problem(
-            "_cuda (GPU)", f"{ops.cuda_unavailable}: {without}", f"install nvcc and run `{versions.INSTALL}`"
-        )
+        report.problem("_cuda (GPU)", f"{ops.cuda_unavailable}: {without}", f"install nvcc and run {versions.INSTALL}")
 
 
 def machine(report: Report) -> None:

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flash_allreduce_plugin.errors import install_command
+
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor_child import Report
 
 PACKAGE = "flash-allreduce-plugin"
-INSTALL = f"pip install --no-build-isolation {PACKAGE}"
+INSTALL = install_command()
 
 
 def ours() -> Any:

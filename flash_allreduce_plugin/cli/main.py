@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from flash_allreduce_plugin import strict_json
 from flash_allreduce_plugin.cli.plan import plan
 
 app = typer.Typer(
@@ -63,7 +63,7 @@ def demo(
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     try:
-        fields = json.loads(options)
+        fields = strict_json.loads(options)
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
     if not isinstance(fields, dict):
@@ -253,6 +253,8 @@ def report(
     for option, file in (("--html", html_file), ("--json", json_file)):
         if file is not None and any(file.resolve() == log.resolve() for log in logs):
             raise typer.BadParameter(f"{option} {file} is one of the logs; expected another file")
+    if html_file is not None and json_file is not None and html_file.resolve() == json_file.resolve():
+        raise typer.BadParameter(f"--html and --json are both {html_file}; expected two files")
     try:
         run_report(logs, html_file, json_file)
     except LogError as error:

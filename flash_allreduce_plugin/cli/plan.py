@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flash_allreduce_plugin.errors import install_command
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -91,7 +93,7 @@ def plan(
     try:
         from rich.console import Console
     except ImportError:
-        typer.echo('plan: rich is missing; expected the extra: pip install "flash-allreduce-plugin[cli]"', err=True)
+        typer.echo(f"plan: rich is not installed: {install_command('cli')}", err=True)
         raise typer.Exit(1) from None
     console = Console()
     if not console.is_terminal:
@@ -144,8 +146,7 @@ def plan(
         try:
             draw(planned, rows, plot)
         except ImportError:
-            typer.echo('plan: matplotlib is missing; expected the extra: pip install "flash-allreduce-plugin[cli]"',
-                       err=True)  # fmt: skip
+            typer.echo(f"plan: matplotlib is not installed: {install_command('cli')}", err=True)
             raise typer.Exit(1) from None
         except (OSError, ValueError) as error:
             raise typer.BadParameter(

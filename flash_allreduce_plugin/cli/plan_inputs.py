@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin import strict_json
 from flash_allreduce_plugin.cli import plan_presets as presets
 from flash_allreduce_plugin.cost_model import Cluster, Model
 
@@ -98,7 +98,7 @@ def model_of_hf(path: Path) -> Model:
     """From a config.json (or its folder): LLaMA's keys, or GPT-2's."""
     file = path / "config.json" if os.path.isdir(path) else path
     try:
-        c = json.loads(file.read_text(encoding="utf-8"))
+        c = strict_json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--model {file}: cannot be read ({error.strerror}); expected a config.json.") from None
     except (ValueError, RecursionError) as error:

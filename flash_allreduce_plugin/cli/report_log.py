@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -11,8 +11,12 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin import strict_json
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.run_log import LOG_VERSION
-from flash_allreduce_plugin.telemetry import Counters
+from flash_allreduce_plugin.telemetry import Counters, sqnr_db
+from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
 
 Sites = dict[str, Counters]
 
@@ -42,10 +46,26 @@ class Start:
     configurations: list[dict[str, Any]]
     intervals: list[Interval] = field(default_factory=list)
     ended: bool = False
+    sites: Sites = field(default_factory=dict)  # all intervals together
 
     @property
     def seconds(self) -> float:
         return self.intervals[-1].seconds if self.intervals else 0.0
+
+    def take(self, line: dict[str, Any]) -> None:
+        """An interval. Raises ValueError for what cannot be."""
+        found = {}
+        for name, fields in _mapping(line, "sites").items():
+            try:
+                found[name] = _counters(fields)
+                total = self.sites[name] = self.sites.get(name, Counters()).plus(found[name])
+                if total.measured > total.quantized:
+                    raise _WrongField(f'"measured" adds up to {total.measured}, and "quantized" to {total.quantized}')
+            except _WrongField as error:
+                raise _WrongField(f"site {_shown(name)}: {error}") from None
+        step = None if line.get("step") is None else _count(line, "step")
+        self.intervals.append(Interval(_number(line, "seconds", self.seconds, _LONGEST), step, found))
+        self.ended = line["kind"] == "end"
 
 
 @dataclass
@@ -96,7 +116,8 @@ def total(sites: Sites) -> Counters:
 def read(path: Path, advance: Callable[[int], None] = lambda _: None) -> Log:
     """Read a log. advance: is told the bytes of every line.
 
-    Raises LogError: not there, empty, not a log, of another version, or with a line that is none of a log's.
+    Raises LogError: not there, empty, not a log, of another version, or with a line that is none of a log's, whose
+    figures cannot be or do not add up.
     """
     starts: list[Start] = []
     cut_off = 0
@@ -107,7 +128,9 @@ def read(path: Path, advance: Callable[[int], None] = lambda _: None) -> Log:
                 if not text.strip():
                     continue
                 try:
-                    line = json.loads(text)
+                    line = strict_json.loads(text)
+                except strict_json.DuplicateKeyError as error:
+                    raise LogError(f"{path}: line {number}: {error}; was it edited?") from None
                 except (ValueError, RecursionError):
                     if not starts:
                         raise _no_log(path) from None
@@ -133,67 +156,124 @@ def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
         if line["kind"] == "start":
             starts.append(_start(line))
         elif line["kind"] == "configuration":
-            starts[-1].configurations.append(_mapping(line["configuration"]))
+            starts[-1].configurations.append(_configuration(line))
         elif line["kind"] in ("interval", "end"):
-            sites = {name: _counters(fields) for name, fields in line["sites"].items()}
-            step = None if line.get("step") is None else _count(line["step"])
-            seconds = _number(line["seconds"], starts[-1].seconds, _LONGEST)
-            starts[-1].intervals.append(Interval(seconds, step, sites))
-            starts[-1].ended = line["kind"] == "end"
+            starts[-1].take(line)
         else:
             raise ValueError
+    except _WrongField as error:
+        raise LogError(f"{path}: line {number}: {error}; was it edited?") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise LogError(f"{path}: line {number} is none of such a log's; was it edited?") from None
 
 
 def _start(line: dict[str, Any]) -> Start:
-    header = {**line, "time": _number(line["time"], 0.0, _END_OF_TIME), "host": str(line["host"])}
-    for key in ("rank", "world"):
-        header[key] = _count(line[key])
-    for key in ("versions", "environment", "configuration"):
-        header[key] = _mapping(line[key])
-    return Start(header, [header["configuration"]])
+    header = {**line, "time": _number(line, "time", 0.0, _END_OF_TIME), "host": str(line["host"])}
+    header["world"] = _count(line, "world", 1)
+    header["rank"] = _count(line, "rank", 0, header["world"] - 1)
+    for key in ("versions", "environment"):
+        header[key] = _mapping(line, key)
+    return Start(header, [_configuration(line)])
+
+
+def _configuration(line: dict[str, Any]) -> dict[str, Any]:
+    """As it stands there; what this version knows of it has to be valid."""
+    fields = _mapping(line, "configuration")
+    try:
+        FlashConfig.from_dict({key: value for key, value in fields.items() if key in FlashConfig.model_fields})
+    except ConfigError as error:
+        raise _WrongField(f'"configuration": {str(error).splitlines()[0].removesuffix(".")}') from None
+    return fields
 
 
 def _counters(fields: dict[str, Any]) -> Counters:
-    return Counters(
-        _count(fields["quantized"]),
-        None if fields.get("bits") is None else _count(fields["bits"]),
-        _reasons(fields["full_precision"]),
-        _count(fields["bytes_sent"]),
-        _count(fields["bytes_full_precision"]),
-        _count(fields.get("bytes_between_nodes", 0)),
-        _number(fields.get("signal", 0.0)),
-        _number(fields.get("noise", 0.0)),
-        _count(fields.get("measured", 0)),
-        _reasons(fields.get("residuals_dropped", {})),
-        _reasons(fields.get("guard", {})),
+    counters = Counters(
+        _count(fields, "quantized"),
+        None if fields.get("bits") is None else _count(fields, "bits", MIN_BITS, MAX_BITS),
+        _reasons(fields, "full_precision"),
+        _count(fields, "bytes_sent"),
+        _count(fields, "bytes_full_precision"),
+        _count({"bytes_between_nodes": 0, **fields}, "bytes_between_nodes"),
+        _number({"signal": 0.0, **fields}, "signal"),
+        _number({"noise": 0.0, **fields}, "noise"),
+        _count({"measured": 0, **fields}, "measured"),
+        _reasons({"residuals_dropped": {}, **fields}, "residuals_dropped"),
+        _reasons({"guard": {}, **fields}, "guard"),
     )
+    _adds_up(fields, counters)
+    return counters
 
 
-def _reasons(fields: dict[str, Any]) -> Counter[str]:
-    return Counter({reason: _count(count) for reason, count in fields.items()})
+def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
+    """Refuse figures of which one at least is not what was written."""
+    if _count(fields, "calls") != counters.calls:
+        raise _WrongField(f'"calls" is {fields["calls"]}, and quantized and full_precision add up to {counters.calls}')
+    if counters.bits is not None and not counters.quantized:
+        raise _WrongField(f'"bits" is {counters.bits}, and no call was quantized')
+    sent, in_full = counters.bytes_sent, counters.bytes_full_precision
+    if sent != in_full and not counters.quantized:
+        raise _WrongField(f'"bytes_sent" is {sent} of {in_full} bytes, and no call was quantized')
+    if counters.bytes_between_nodes > sent:
+        raise _WrongField(f'"bytes_between_nodes" is {counters.bytes_between_nodes} of {sent} bytes that were sent')
+    if "sqnr_db" in fields and not counters.measured:
+        raise _WrongField(f'"sqnr_db" is {_shown(fields["sqnr_db"])}, and no call was measured')
+    if counters.measured and "sqnr_db" in fields:
+        value = sqnr_db(counters.signal, counters.noise)
+        expected = round(value, 3) if math.isfinite(value) else None
+        given = None if fields["sqnr_db"] is None else _number(fields, "sqnr_db", -sys.float_info.max)
+        if (given is None) != (expected is None) or abs((given or 0.0) - (expected or 0.0)) > 0.0015:
+            raise _WrongField(f'"sqnr_db" is {given}, and signal and noise are of {expected}')
+
+
+def _reasons(fields: dict[str, Any], key: str) -> Counter[str]:
+    counts = _mapping(fields, key)
+    try:
+        return Counter({reason: _count(counts, reason) for reason in counts})
+    except _WrongField as error:
+        raise _WrongField(f'"{key}": {error}') from None
 
 
 # ---- what a line may hold: the log is a file like any other, and may be edited, cut off or made to mislead
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise ValueError
+class _WrongField(ValueError):
+    """The message names the field, what is there, and what could be."""
+
+
+def _count(fields: dict[str, Any], key: str, least: int = 0, most: int = _MOST) -> int:
+    value = _field(fields, key)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        within = f", {least} or more" if most == _MOST else f" from {least} to {most}"
+        raise _WrongField(f'"{key}" is {_shown(value)}; expected a whole number{within}')
     return value
 
 
-def _number(value: Any, least: float = 0.0, most: float = sys.float_info.max) -> float:
+def _number(fields: dict[str, Any], key: str, least: float = 0.0, most: float = sys.float_info.max) -> float:
+    value = _field(fields, key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError
+        within = f", {least:g} or more" if most == sys.float_info.max else f" from {least:g} to {most:g}"
+        raise _WrongField(f'"{key}" is {_shown(value)}; expected a number{within}')
     return float(value)
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(fields: dict[str, Any], key: str) -> dict[str, Any]:
+    value = _field(fields, key)
     if not isinstance(value, dict):
-        raise ValueError
+        raise _WrongField(f'"{key}" is {_shown(value)}; expected keys and values')
     return value
+
+
+def _field(fields: Any, key: str) -> Any:
+    if not isinstance(fields, dict):
+        raise ValueError
+    if key not in fields:
+        raise _WrongField(f'"{key}" is missing')
+    return fields[key]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _printable(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import checkpoint, dispatch, groups, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import LOADED, Slot, feedback_for
+from flash_allreduce_plugin.feedback import LOADED, Feedback, Slot
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.scalars import Scalars
 from flash_allreduce_plugin.transport import Label
@@ -61,7 +61,7 @@ class Reduction:
     def __init__(self, engine: Any, config: FlashConfig) -> None:
         self.config = config
         self.stage = int(engine.zero_optimization_stage())
-        self.feedback = feedback_for(config)
+        self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self._engine = engine
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, groups, switches
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
+from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.megatron import modules, replicated
 from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
 from flash_allreduce_plugin.patching import Seam, rebound
@@ -101,7 +101,7 @@ class Residuals:
         if config is None or not config.error_feedback:
             self.feedback = None
         elif self.feedback is None:
-            self.feedback = feedback_for(config)
+            self.feedback = Feedback.from_config(config)
 
     def slots(self, bucket_group: Any) -> Iterator[Slot] | None:
         """Where the collectives of one bucket group find theirs, in order."""

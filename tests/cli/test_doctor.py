@@ -232,11 +232,15 @@ def test_a_framework_that_hangs_is_a_problem_in_bounded_time(tmp_path: Path, mon
 def test_a_dead_or_silent_rank_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, says: str
 ) -> None:
-    source = f"import os\nif os.environ.get('RANK') == '1':\n    os.kill(os.getpid(), {number.value})\n"
+    source = (
+        "import os\nif os.environ.get('RANK') == '1':\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n    os.kill(os.getpid(), {number.value})\n"
+    )
     (tmp_path / "sitecustomize.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     [found] = doctor_selftest.all_reduce(tmp_path, 2, 3)
     assert found.level == "problem" and re.fullmatch(says, found.text), found.text
+    assert ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_seam_that_does_not_fit_is_a_problem(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ def test_without_the_cli_extra_one_sentence(package: str) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().endswith(
-        f"flash-allreduce: {package} is not installed: pip install 'flash-allreduce-plugin[cli]'"
+        f"flash-allreduce: {package} is not installed: "
+        '`pip install --no-build-isolation ".[cli]"` in a checkout of the plugin'
     )
     assert "Traceback" not in done.stderr
 

@@ -162,13 +162,13 @@ def test_a_log_without_calls(log: Log, tmp_path: Path) -> None:
         ('{"flash_allreduce_log": 1, "kin', "no log of a run"),
         ('{"flash_allreduce_log": 9, "kind": "start"}\n', "version 9 of the log; this package reads version 1."),
         ('{"kind": "start"}\n', "version None of the log"),
-        ('{"flash_allreduce_log": 1, "kind": "start"}\n', "line 1 is none of such a log's; was it edited?"),
-        (json.dumps(HEADER) + '\n{"kind": "interval"}\n', "line 2 is none of such a log's"),
+        ('{"flash_allreduce_log": 1, "kind": "start"}\n', 'line 1: "time" is missing; was it edited?'),
+        (json.dumps(HEADER) + '\n{"kind": "interval"}\n', 'line 2: "sites" is missing; was it edited?'),
         (json.dumps(HEADER) + '\n{"kind": "other"}\n', "line 2 is none of such a log's"),
         (json.dumps(HEADER) + "\n7\n", "line 2 is none of such a log's"),
         (
             json.dumps(HEADER) + '\n{"kind": "interval", "seconds": 1, "sites": {"a": {"quantized": "x"}}}\n',
-            "line 2 is",
+            "line 2: site 'a': \"quantized\" is 'x'; expected a whole number, 0 or more; was it edited?",
         ),
         ("\x00\xff\xfe binary", "no log of a run"),
     ],
@@ -181,6 +181,79 @@ def test_what_is_no_log_is_refused_in_one_sentence(tmp_path: Path, text: str | N
     assert done.exit_code == 2
     assert unwrapped(f"run.jsonl: {said}") in unwrapped(done.output), done.output
     assert "Traceback" not in done.output and not (tmp_path / "x.html").exists()
+
+
+SITE = {**quantized(4, 20.0), "bytes_between_nodes": 100}
+EDITED: list[tuple[dict[str, Any], str]] = [
+    ({"bits": 99}, '"bits" is 99; expected a whole number from 2 to 8'),
+    ({"bits": 4.0}, '"bits" is 4.0; expected a whole number from 2 to 8'),
+    ({"calls": 5}, '"calls" is 5, and quantized and full_precision add up to 4'),
+    ({"quantized": 3}, '"calls" is 4, and quantized and full_precision add up to 3'),
+    ({"full_precision": {"warm-up": 1}}, '"calls" is 4, and quantized and full_precision add up to 5'),
+    ({"full_precision": {"warm-up": -1}}, '"full_precision": "warm-up" is -1; expected a whole number, 0 or more'),
+    ({"bytes_sent": -1}, '"bytes_sent" is -1; expected a whole number, 0 or more'),
+    ({"bytes_between_nodes": 533}, '"bytes_between_nodes" is 533 of 532 bytes that were sent'),
+    ({"noise": -1.0}, '"noise" is -1.0; expected a number, 0 or more'),
+    ({"noise": 0.5}, '"sqnr_db" is 20.0, and signal and noise are of 23.01'),
+    ({"noise": 0.0}, '"sqnr_db" is 20.0, and signal and noise are of None'),
+    ({"sqnr_db": 31.5}, '"sqnr_db" is 31.5, and signal and noise are of 20.0'),
+    ({"sqnr_db": None}, '"sqnr_db" is None, and signal and noise are of 20.0'),
+    ({"measured": 0}, '"sqnr_db" is 20.0, and no call was measured'),
+    ({"measured": 9}, '"measured" adds up to 9, and "quantized" to 8'),
+    ({"quantized": 0, "full_precision": {"a": 4}, "bytes_sent": 4000}, '"bits" is 4, and no call was quantized'),
+    (
+        {"quantized": 0, "full_precision": {"a": 4}, "bits": None},
+        '"bytes_sent" is 532 of 4000 bytes, and no call was quantized',
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), EDITED, ids=[said for _, said in EDITED])
+def test_figures_that_were_edited_are_refused_by_line_and_field(
+    log: Log, tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    unmeasured = {key: SITE[key] for key in SITE if key not in ("measured", "signal", "noise", "sqnr_db")}
+    lines = [HEADER, interval(1.0, 1, **{G: unmeasured}), interval(2.0, 2, **{G: SITE})]
+    assert report(log(lines)).exit_code == 0
+    lines[2] = interval(2.0, 2, **{G: {**SITE, **change}})
+    done = report(log(lines), "--html", tmp_path / "x.html")
+    assert done.exit_code == 2 and not (tmp_path / "x.html").exists()
+    assert unwrapped(f"run.jsonl: line 3: site '{G}': {said}; was it edited?") in unwrapped(done.output), done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rank": 8}, '"rank" is 8; expected a whole number from 0 to 7'),
+        ({"world": 0}, '"world" is 0; expected a whole number, 1 or more'),
+        ({"versions": []}, '"versions" is []; expected keys and values'),
+        ({"configuration": {"bits": 99}}, '"configuration": bits=99 is not valid; expected a whole number from 2 to 8'),
+    ],
+)
+def test_a_first_line_that_was_edited_is_refused(log: Log, change: dict[str, Any], said: str) -> None:
+    done = report(log([{**HEADER, **change}]))
+    assert done.exit_code == 2 and unwrapped(f"line 1: {said}; was it edited?") in unwrapped(done.output), done.output
+
+
+def test_a_configuration_of_a_later_version_is_none_that_was_edited(log: Log) -> None:
+    later = {**HEADER, "configuration": {**HEADER["configuration"], "not_known_here": [1]}}
+    assert report(log([later])).exit_code == 0
+
+
+def test_a_key_twice_in_a_line_and_a_byte_order_mark(log: Log) -> None:
+    done = report(log(RUN, end='{"kind": "end", "kind": "end", "seconds": 9, "sites": {}}\n'))
+    assert done.exit_code == 2
+    said = 'line 7: the key "kind" stands twice; expected each key once; was it edited?'
+    assert unwrapped(said) in unwrapped(done.output), done.output
+    file = log()
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert report(file).exit_code == 0
+
+
+def test_the_page_and_the_json_in_one_file_are_refused(log: Log, tmp_path: Path) -> None:
+    done = report(log(), "--html", tmp_path / "x", "--json", tmp_path / "y" / ".." / "x")
+    assert done.exit_code == 2 and not (tmp_path / "x").exists()
+    assert unwrapped(f"--html and --json are both {tmp_path / 'x'}; expected two files") in unwrapped(done.output)
 
 
 def test_files_that_cannot_be_written_are_refused(log: Log, tmp_path: Path) -> None:

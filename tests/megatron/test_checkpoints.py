@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -148,15 +148,19 @@ def trained(folder: str, tensor_parallel: int, resume: bool, non_persistent: boo
     ("tensor_parallel", "non_persistent"), [(1, False), (2, True)], ids=["data-parallel", "tensor-parallel"]
 )
 def test_new_processes_go_on_bit_for_bit(tmp_path: Path, tensor_parallel: int, non_persistent: bool) -> None:
-    expected = run_ranks(2, trained, str(tmp_path), tensor_parallel, False, non_persistent)
+    expected = run_ranks(2, trained, str(tmp_path), tensor_parallel, False, non_persistent, preload=MEGATRON)
     folder = tmp_path / ("non_persistent" if non_persistent else "") / f"iter_{SAVED:07d}" / OURS
     assert sorted(path.name for path in folder.iterdir()) == ["rank_00000.pt", "rank_00001.pt"]
-    for rank, seen in enumerate(run_ranks(2, trained, str(tmp_path), tensor_parallel, True, non_persistent)):
+    for rank, seen in enumerate(
+        run_ranks(2, trained, str(tmp_path), tensor_parallel, True, non_persistent, preload=MEGATRON)
+    ):
         assert (seen["iteration"], seen["step"], seen["told"]) == (SAVED, LAST, [])
         assert torch.equal(seen["parameters"], expected[rank]["parameters"])
         assert "warm-up" not in seen["stats"]["full_precision"]
     shutil.rmtree(folder)
-    for rank, seen in enumerate(run_ranks(2, trained, str(tmp_path), tensor_parallel, True, non_persistent)):
+    for rank, seen in enumerate(
+        run_ranks(2, trained, str(tmp_path), tensor_parallel, True, non_persistent, preload=MEGATRON)
+    ):
         assert not torch.equal(seen["parameters"], expected[rank]["parameters"])
         assert seen["step"] == LAST, "from Megatron-LM's iteration"
         if rank == 0:
@@ -196,7 +200,7 @@ def left_alone(folder: str) -> dict[str, Any]:
 
 
 def test_what_does_not_resume_is_left_alone(tmp_path: Path) -> None:
-    [seen] = run_ranks(1, left_alone, str(tmp_path))
+    [seen] = run_ranks(1, left_alone, str(tmp_path), preload=MEGATRON)
     assert seen["steps"] == [9, 9, 9, 9, 4, 9]
     assert seen["files"] == [f"iter_0000004/{OURS}/rank_00000.pt"]
 
@@ -215,7 +219,7 @@ def does_not_fit() -> dict[str, Any]:
 
 
 def test_a_training_package_that_does_not_fit_is_warned_about_and_left_alone() -> None:
-    [seen] = run_ranks(1, does_not_fit)
+    [seen] = run_ranks(1, does_not_fit, preload=MEGATRON)
     [told] = [line for line in seen["told"] if "checkpoints" in line]
     assert told.startswith("flash_allreduce: Megatron-LM's checkpoints have no state of it: megatron: cannot patch ")
     assert "expected the parameters (iteration, model, optimizer, opt_param_scheduler, ...)" in told

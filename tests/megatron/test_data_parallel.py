@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -153,7 +153,7 @@ def observe_calls() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[dict[str, Any]]:
-    return run_ranks(2, observe_calls)
+    return run_ranks(2, observe_calls, preload=MEGATRON)
 
 
 def exact(seen: dict[str, Any], rank: int, way: dict[str, Any]) -> list[torch.Tensor]:
@@ -261,7 +261,7 @@ def one_bucket(options: dict[str, Any], config: FlashConfig | None) -> tuple[tor
 
 @pytest.fixture(scope="module")
 def buckets() -> list[dict[str, Any]]:
-    return run_ranks(2, observe_one_bucket)
+    return run_ranks(2, observe_one_bucket, preload=MEGATRON)
 
 
 def test_megatrons_float32_accumulation(buckets):
@@ -359,7 +359,7 @@ def observe_training(tensor_parallel_size: int, backward_bits: int | str, ways: 
 
 @pytest.fixture(scope="module")
 def training() -> list[list[dict[str, Any]]]:
-    return run_ranks(2, observe_training, 1, "full", WAYS, timeout=200)
+    return run_ranks(2, observe_training, 1, "full", WAYS, timeout=200, preload=MEGATRON)
 
 
 def test_training_stays_close_to_the_stock_run_and_replicas_agree(training):
@@ -421,7 +421,7 @@ def test_tensor_and_data_parallel_side_by_side():
     """TP 2 x DP 2: each kind of reduction on its own group, counted at its own seam."""
     micro_batches = 2 * STEPS
     ways = [WAYS[3]]
-    for (runs,) in run_ranks(4, observe_training, 2, 8, ways, timeout=200):
+    for (runs,) in run_ranks(4, observe_training, 2, 8, ways, timeout=200, preload=MEGATRON):
         found = runs["8"]
         assert found["replicas equal"]
         assert found["losses"] == pytest.approx(runs["stock"]["losses"], rel=5e-3)
@@ -444,7 +444,7 @@ def train_with_copies() -> list[dict[str, Any]]:
 
 def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
     """A bucket has their gradients beside those of split parameters, which are other numbers on every such rank."""
-    for runs in run_ranks(4, train_with_copies, timeout=250):
+    for runs in run_ranks(4, train_with_copies, timeout=250, preload=MEGATRON):
         for found in runs:
             assert found["copies equal"] and found["replicas equal"]
             quantized, full = found["counts"][SITE]

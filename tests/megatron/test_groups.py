@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -313,7 +313,7 @@ def pickled(observe: Any) -> bytes:
 
 
 def observed(observe: Any) -> list[dict[str, Any]]:
-    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe)]
+    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe, preload=MEGATRON)]
 
 
 def close(seen: dict[str, Any]) -> bool:

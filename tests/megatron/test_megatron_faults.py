@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import Ranks
+from tests.distributed import MEGATRON, Ranks
 
 pytest.importorskip("megatron.core")
 
@@ -57,7 +57,7 @@ def raises(where: str) -> tuple[str, float, bool]:
 
 @pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_a_tensor_parallel_rank_raises(where: str) -> None:
-    with Ranks(WORLD, TIMEOUT) as ranks:
+    with Ranks(WORLD, TIMEOUT, preload=MEGATRON) as ranks:
         outcomes = ranks.outcomes(raises, where, timeout=60)
     for rank, (kind, value) in enumerate(outcomes):
         assert kind == "value", value

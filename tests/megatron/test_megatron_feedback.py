@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -100,7 +100,7 @@ def observe() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def observed() -> list[dict[str, Any]]:
-    return run_ranks(2, observe, timeout=200)
+    return run_ranks(2, observe, timeout=200, preload=MEGATRON)
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=str)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -50,7 +50,7 @@ def trains(tensor_parallel: int, ways: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_tensor_parallel_reductions_go_to_full_precision() -> None:
-    outcomes = run_ranks(2, trains, 2, WAYS[:1])
+    outcomes = run_ranks(2, trains, 2, WAYS[:1], preload=MEGATRON)
     for rank, outcome in enumerate(outcomes):
         (seen,) = outcome["seen"]
         assert seen["near"]
@@ -64,7 +64,7 @@ def test_tensor_parallel_reductions_go_to_full_precision() -> None:
 
 
 def test_data_parallel_gradients_go_to_full_precision() -> None:
-    for outcome in run_ranks(2, trains, 1, WAYS[:1]):
+    for outcome in run_ranks(2, trains, 1, WAYS[:1], preload=MEGATRON):
         for seen in outcome["seen"]:
             quantized, full = seen["counts"][SITE]
             assert seen["near"] and seen["equal"] and quantized >= 2 and full[LOW_SQNR] >= 1, seen

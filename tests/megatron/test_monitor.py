@@ -23,7 +23,7 @@ from flash_allreduce_plugin import megatron, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import modules, monitor
 from flash_allreduce_plugin.policy import Site
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, FLAGS, ROOT, TORCHRUN, run, why_not
 
 SITE = Site("megatron.g.forward")
@@ -87,7 +87,7 @@ def logs(parameters: str, has_writer: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("parameters", [OLDER, NEWER], ids=["0.13", "0.16"])
 def test_scalars_come_at_megatrons_interval(parameters: str) -> None:
-    [seen] = run_ranks(1, logs, parameters, True)
+    [seen] = run_ranks(1, logs, parameters, True, preload=MEGATRON)
     assert seen["replaced"] and seen["restored"]
     assert seen["answers"] == [("theirs", iteration) for iteration in range(1, 6)]
     values = {"quantized_share": 1.0, "bytes_saved": 0.875, "bits": 4}
@@ -98,7 +98,7 @@ def test_scalars_come_at_megatrons_interval(parameters: str) -> None:
 
 
 def test_a_rank_without_a_writer_writes_nothing() -> None:
-    [seen] = run_ranks(1, logs, NEWER, False)
+    [seen] = run_ranks(1, logs, NEWER, False, preload=MEGATRON)
     assert seen["replaced"] and len(seen["answers"]) == 5 and seen["given"] is None
 
 
@@ -116,7 +116,7 @@ def does_not_fit() -> dict[str, Any]:
 
 
 def test_a_training_package_that_does_not_fit_is_warned_about_and_left_alone() -> None:
-    [seen] = run_ranks(1, does_not_fit)
+    [seen] = run_ranks(1, does_not_fit, preload=MEGATRON)
     [told] = [line for line in seen["told"] if "monitors" in line]
     assert told.startswith("flash_allreduce: Megatron-LM's monitors get no scalars: megatron: cannot patch ")
     assert "expected the parameters (loss_dict, total_loss_dict, learning_rate, iteration, ...)" in told
@@ -139,7 +139,7 @@ def writes_a_log(folder: str) -> None:
 def test_the_log_knows_the_step(tmp_path: Path) -> None:
     from flash_allreduce_plugin.cli.report_log import read
 
-    run_ranks(1, writes_a_log, str(tmp_path))
+    run_ranks(1, writes_a_log, str(tmp_path), preload=MEGATRON)
     log = read(tmp_path / "run.jsonl")
     assert log.steps == 17 and log.sites[SITE.name].quantized == 1
     assert log.starts[0].header["versions"]["megatron-core"] and log.starts[0].configurations[0]["bits"] == 4

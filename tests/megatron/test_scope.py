@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -280,12 +280,12 @@ def pickled(observe: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def plain() -> list[dict[str, Any]]:
-    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe_tensor_parallel)]
+    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe_tensor_parallel, preload=MEGATRON)]
 
 
 @pytest.fixture(scope="module")
 def sequence() -> list[dict[str, Any]]:
-    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe_sequence_parallel)]
+    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe_sequence_parallel, preload=MEGATRON)]
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed import run_ranks
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
@@ -265,7 +265,7 @@ def pickled(observe: Any) -> bytes:
 
 
 def observed(observe: Any) -> list[dict[str, Any]]:
-    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe)]
+    return [pickle.loads(seen) for seen in run_ranks(WORLD, pickled, observe, preload=MEGATRON)]
 
 
 @pytest.fixture(scope="module")

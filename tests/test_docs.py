@@ -1,0 +1,71 @@
+"""What the documents and messages say, where the code can be asked whether it is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flash_allreduce_plugin import FlashConfig, megatron
+from flash_allreduce_plugin.deepspeed import section
+from flash_allreduce_plugin.errors import install_command
+from scripts import licences
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "benchmarks")
+
+
+def texts() -> dict[str, str]:
+    """Everything that a user reads or that speaks to one, by its name."""
+    files = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".sh")]
+    files += [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "setup.py")]
+    return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+
+
+def test_nobody_is_told_to_install_the_package_by_its_name() -> None:
+    """No index has it, and a stranger could register the name."""
+    found = [
+        f"{name}: {line.strip()}"
+        for name, text in texts().items()
+        for line in text.splitlines()
+        if re.search(r"install\b.*[\s'\"](flash[-_]allreduce[-_]plugin|{PACKAGE})(\[|['\"`]|$)", line)
+    ]
+    assert not found
+
+
+def test_the_command_to_install_is_the_readmes_and_its_extras_exist() -> None:
+    command, with_cli = (re.findall(r"`(.*)`", install_command(extras))[0] for extras in ("", "cli"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"`{command}`" in readme and f"`{with_cli}`" in readme
+    declared = licences.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for name, text in texts().items():
+        for extras in re.findall(r"\"\.\[([\w,]+)\]\"|install_command\('([\w,]+)'\)", text):
+            assert set("".join(extras).split(",")) <= set(declared), name
+
+
+def test_megatrons_start_line_has_the_number_of_seams() -> None:
+    pytest.importorskip("megatron.core")
+    [said] = re.findall(r"^flash all-reduce: (\d+) seams attached", texts()["docs/megatron.md"], flags=re.MULTILINE)
+    seams = megatron.report()
+    assert int(said) == len(seams) - len([name for name in seams if "transformer_engine" in name])
+
+
+def test_deepspeeds_start_lines_have_the_default_of_min_bytes() -> None:
+    """In their sections there is none."""
+    said = [
+        (name, int(number))
+        for name, text in texts().items()
+        if name.endswith(".md")
+        for number in re.findall(r"^ *flash all-reduce: attached to .* buckets from (\d+) bytes$", text, re.MULTILINE)
+    ]
+    assert len(said) >= 4
+    assert {number for _, number in said} == {FlashConfig().min_bytes}, said
+
+
+def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
+    keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
+    fields, others = keys.split("An unknown key", 1)
+    for field in FlashConfig.model_fields:
+        assert (f"`{field}`" in fields) == (field not in section._OF_MEGATRON), field
+    assert "`grad_bits`" in others
