@@ -28,15 +28,17 @@
 // A group that holds a NaN or an Inf, or whose range float32 or bf16 cannot hold, travels as scale = NaN,
 // zero = 0, codes 0, and is read back as NaN throughout: an overflow is never hidden.
 //
-// A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. Symmetric it always is, and
-// compact from 5 bits on, where an offset is a whole number of steps. Elsewhere such a group has a range of its own,
-// k steps below 0, k whole:
+// A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. Symmetric it always is,
+// and compact from 5 bits on, where an offset is a whole number of steps. Elsewhere such a group has a range
+// of its own, k steps below 0, k whole:
 //   asymmetric, compact at 2, 3 and 4 bits
-//                scale = rounded up (the least for which, with one of the best two k, no element lies more than 7/16
-//                of a step outside of the codes' values; not at all with stochastic rounding), at least the least
-//                zero  = -(k * scale), a product that float32 holds exactly: code k is k * scale - k * scale
+//                scale = rounded up (the least for which, with one of the best two k, no element lies more
+//                than 7/16 of a step outside of the codes' values; not at all with stochastic rounding), at
+//                least the least zero  = -(k * scale), a product that float32 holds exactly: code k is k *
+//                scale - k * scale
 //   It travels as k and a scale whose sign is set; compact, as the offset that k steps are. In codes, a 0 is
-//   k * (1 + 2^-24) at most before it is rounded, and 4095/8192 more with stochastic rounding: it rounds to k.
+//   k * (1 + 2^-24) at most before it is rounded, and 4095/8192 more with stochastic rounding: it rounds to
+//   k.
 //
 // Options, in the order in which encoding takes them:
 //   hadamard     the group, its signs changed after a fixed pattern, times the Hadamard matrix (entries +-1).
@@ -50,9 +52,10 @@
 //   mse          narrower ranges are tried, whose ends lie up to 7/16 of a step inside of the group's own:
 //   every element
 //                still rounds to a code, so the error stays below half a step. The first with the least sum
-//                of squared errors serves, but in a group with a range of its own for its 0. Errors are counted in whole 1/256 of a step: no order of adding
-//                changes the sum.
-//   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A spike:
+//                of squared errors serves, but in a group with a range of its own for its 0. Errors are
+//                counted in whole 1/256 of a step: no order of adding changes the sum.
+//   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
+//   spike:
 //                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
 #pragma once
 
@@ -322,7 +325,8 @@ FLASH_HD constexpr bool may_miss_zero(int bits, Layout layout) {
   return layout == Layout::kAsymmetric || (layout == Layout::kCompact && bits < 5);
 }
 
-constexpr uint32_t kWhole = 0x8000u;  // asymmetric: the sign of a scale whose zero point is a whole number of steps
+constexpr uint32_t kWhole =
+    0x8000u;  // asymmetric: the sign of a scale whose zero point is a whole number of steps
 
 // For codes of which k lie below 0. An end that is 0 asks for nothing, and 0 / 0 is not above `least`.
 FLASH_HD float scale_with_zero(float k, float lo, float hi, float levels, float slack, float least) {
@@ -354,8 +358,10 @@ FLASH_HD Range range_with_zero(float lo, float hi, int bits, Layout layout, floa
   const bool serves = scale < kInfBits && float_bits(hi - r.zero) < kInfBits;  // hi - zero: 0 or above
   r.scale = serves ? scale : kNaNBits;
   const uint32_t steps = float_bits(k + kRoundMagic) & 0xffu;
-  const uint32_t number = static_cast<uint32_t>(kOffsets - 1) - (steps * static_cast<uint32_t>(kOffsets) >> bits);
-  r.metadata = compact ? (r.scale >> 16) | (number & 15u) | (number & 16u) << 11 : (r.scale >> 16) | kWhole | steps << 16;
+  const uint32_t number =
+      static_cast<uint32_t>(kOffsets - 1) - (steps * static_cast<uint32_t>(kOffsets) >> bits);
+  r.metadata = compact ? (r.scale >> 16) | (number & 15u) | (number & 16u) << 11
+                       : (r.scale >> 16) | kWhole | steps << 16;
   return r;
 }
 

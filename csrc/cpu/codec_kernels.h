@@ -253,8 +253,8 @@ FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
   return x << shift;
 }
 
-// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k, and `more`, in lane
-// k of codes[l].
+// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k, and `more`, in
+// lane k of codes[l].
 template <int kBits>
 FLASH_INLINE void pack_block(const VecU (&codes)[4], uint32_t more, int g, int i, uint8_t* planes) {
   const VecU quads = codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - more * 0x01010101u;
@@ -305,7 +305,7 @@ constexpr int kPrefetchBytes = 12288;
 
 struct Bounds {
   VecF least[kBatch], greatest[kBatch];
-  uint32_t zero[kBatch];  // whether it holds one; 0 where that is not asked
+  Without without[kBatch];  // zeros, by lane; set where that is asked
 };
 
 // Least and greatest of group j of a batch, g elements, by lane; a NaN may be passed over.
@@ -314,26 +314,28 @@ FLASH_INLINE void take_bounds(const uint8_t* x, int g, Bounds& bounds, int j) {
   using E = Element<kType>;
   VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
   Without without0 = kWithoutZero, without1 = kWithoutZero;
-  for (int i = 0; i < g; i += 2 * kLanes) {
-    for (int k = 0; k < 2 * kLanes * E::kBytes; k += 64) {
+  for (int i = 0; i < g; i += kBlock) {
+    for (int k = 0; k < kBlock * E::kBytes; k += 64) {
       // As a number: a pointer may not point there.
       __builtin_prefetch(reinterpret_cast<const void*>(
           reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(i * E::kBytes + k + kPrefetchBytes)));
     }
-    const VecF a = E::read(x + i * E::kBytes);
-    const VecF b = E::read(x + (i + kLanes) * E::kBytes);
-    lo0 = Least::of(a, lo0);
-    hi0 = Greatest::of(a, hi0);
-    lo1 = Least::of(b, lo1);
-    hi1 = Greatest::of(b, hi1);
-    if constexpr (kZeros) {
-      without0 = without_zero(without0, a);
-      without1 = without_zero(without1, b);
+    for (int l = 0; l < 4; l += 2) {
+      const VecF a = E::read(x + (i + l * kLanes) * E::kBytes);
+      const VecF b = E::read(x + (i + (l + 1) * kLanes) * E::kBytes);
+      lo0 = Least::of(a, lo0);
+      hi0 = Greatest::of(a, hi0);
+      lo1 = Least::of(b, lo1);
+      hi1 = Greatest::of(b, hi1);
+      if constexpr (kZeros) {
+        without0 = without_zero(without0, a);
+        without1 = without_zero(without1, b);
+      }
     }
   }
   bounds.least[j] = Least::of(lo0, lo1);
   bounds.greatest[j] = Greatest::of(hi0, hi1);
-  bounds.zero[j] = kZeros && holds_zero(without0 & without1);
+  if constexpr (kZeros) bounds.without[j] = without0 & without1;
 }
 
 // Overwrites the records of the groups that hold a NaN or an Inf, or whose scale says so.
@@ -381,12 +383,12 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
     inverse[j] = 1.0f / bits_float(r.scale);
   }
   if constexpr (may_miss_zero(kBits, kLayout)) {
-    uint32_t any = 0;
-    for (int j = 0; j < kBatch; ++j) any |= now.zero[j];
-    if (any != 0) {
+    Without all = kWithoutZero;
+    for (int j = 0; j < count; ++j) all = all & now.without[j];
+    if (holds_zero(all)) {
       for (int j = 0; j < kBatch; ++j) {
         const Range r = range_with_zero(lo[j], hi[j], kBits, kLayout, kInside);
-        const bool with_zero = now.zero[j] != 0;
+        const bool with_zero = j < count && holds_zero(now.without[j]);
         zero[j] = with_zero ? r.zero : zero[j];
         scale[j] = with_zero ? r.scale : scale[j];
         metadata[j] = with_zero ? r.metadata : metadata[j];

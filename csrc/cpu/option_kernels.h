@@ -261,8 +261,9 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
   for (int j = 0; j < kBatch; ++j) {
     const Range r = may_miss_zero(kBits, kLayout) && b.with_zero[j]
                         ? range_with_zero(b.lo[j], b.hi[j], kBits, kLayout, slack)
-                    : c.options & kMse && j < count ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
-                                                    : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
+                    : c.options & kMse && j < count
+                        ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
+                        : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
     b.zero[j] = r.zero;
     b.metadata[j] = r.metadata;
     b.inverse[j] = 1.0f / bits_float(r.scale);
