@@ -28,20 +28,35 @@
 // A group that holds a NaN or an Inf, or whose range float32 or bf16 cannot hold, travels as scale = NaN,
 // zero = 0, codes 0, and is read back as NaN throughout: an overflow is never hidden.
 //
+// A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. Symmetric it always is,
+// and compact from 5 bits on, where an offset is a whole number of steps. Elsewhere such a group has a range
+// of its own, k steps below 0, k whole:
+//   asymmetric, compact at 2, 3 and 4 bits
+//                scale = rounded up (the least for which, with one of the best two k, no element lies more
+//                than 7/16 of a step outside of the codes' values; not at all with stochastic rounding), at
+//                least the least zero  = -(k * scale), a product that float32 holds exactly: code k is k *
+//                scale - k * scale
+//   It travels as k and a scale whose sign is set; compact, as the offset that k steps are. In codes, a 0 is
+//   k * (1 + 2^-24) at most before it is rounded, and 4095/8192 more with stochastic rounding: it rounds to
+//   k.
+//
 // Options, in the order in which encoding takes them:
 //   hadamard     the group, its signs changed after a fixed pattern, times the Hadamard matrix (entries +-1).
 //   Decoding
 //                multiplies the sum of the ranks by the same matrix, by 1 / g and by the signs. (TACO;
 //                SDP4Bit, arXiv 2410.15526.) A group's sum is encoded again as it is, rotated.
-//   spikes       the least and the greatest element, the first of equals, travel as bf16, rounded to nearest,
-//   and a third
-//                element stands in for them in what follows. (FlashCommunication V2, arXiv 2508.03760.)
+//   spikes       the least and the greatest element, the first of equals, travel as bf16, rounded to nearest
+//   (stochastic:
+//                at random), and a third element stands in for them in what follows. (FlashCommunication V2,
+//                arXiv 2508.03760.)
 //   mse          narrower ranges are tried, whose ends lie up to 7/16 of a step inside of the group's own:
 //   every element
 //                still rounds to a code, so the error stays below half a step. The first with the least sum
-//                of squared errors serves. Errors are counted in whole 1/256 of a step: no order of adding
-//                changes the sum.
-//   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone.
+//                of squared errors serves, but in a group with a range of its own for its 0. Errors are
+//                counted in whole 1/256 of a step: no order of adding changes the sum.
+//   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
+//   spike:
+//                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
 #pragma once
 
 #include <cstdint>
@@ -146,6 +161,11 @@ FLASH_HD uint16_t half_nearest(float x) {
   return static_cast<uint16_t>(h | ((bits >> 16) & 0x8000u));
 }
 
+// To one of the two next to x, the nearer the likelier. random: 16 bits.
+FLASH_HD uint16_t bf16_random(float x, uint32_t random) {
+  return x != x ? kNaNScale : static_cast<uint16_t>((float_bits(x) + random) >> 16);
+}
+
 FLASH_HD bool bf16_is_finite(uint16_t x) { return (x & 0x7f80u) != 0x7f80u; }
 
 // Whole numbers, spread (C. Wellons, "lowbias32"; S. Vigna, "splitmix64").
@@ -169,9 +189,14 @@ FLASH_HD constexpr uint64_t group_key(uint64_t key, uint64_t group) {
   return mix64(key + (group + 1) * 0x9e3779b97f4a7c15u);
 }
 
-// 32 random bits for elements i and i + g / 2 of a group, i < g / 2.
+// 32 random bits for elements i and i + g / 2 of a group, i < g / 2; for its spikes, i = g / 2.
 FLASH_HD constexpr uint32_t pair_random(uint64_t of_group, uint32_t i) {
   return mix32(static_cast<uint32_t>(of_group) + i * (static_cast<uint32_t>(of_group >> 32) | 1u));
+}
+
+// 16 of them for each spike.
+FLASH_HD constexpr uint32_t spike_random(uint64_t of_group, int group_size, bool greatest) {
+  return pair_random(of_group, static_cast<uint32_t>(group_size / 2)) >> (greatest ? 16 : 0) & 0xffffu;
 }
 
 // 12 of them for element i.
@@ -293,6 +318,53 @@ FLASH_HD Range candidate(int range, float lo, float hi, int bits, Layout layout,
                                     : wide_candidate(range, lo, hi, bits, layout);
 }
 
+// ---- a group that holds an exact 0
+
+// Whether 0 may lie between two values of the codes.
+FLASH_HD constexpr bool may_miss_zero(int bits, Layout layout) {
+  return layout == Layout::kAsymmetric || (layout == Layout::kCompact && bits < 5);
+}
+
+constexpr uint32_t kWhole =
+    0x8000u;  // asymmetric: the sign of a scale whose zero point is a whole number of steps
+
+// For codes of which k lie below 0. An end that is 0 asks for nothing, and 0 / 0 is not above `least`.
+FLASH_HD float scale_with_zero(float k, float lo, float hi, float levels, float slack, float least) {
+  const float below = -lo / (k + slack);
+  const float above = hi / (levels - k + slack);
+  const float most = below > least ? below : least;
+  return above > most ? above : most;
+}
+
+// slack: see slack_of. 0 lies between lo and hi.
+FLASH_HD Range range_with_zero(float lo, float hi, int bits, Layout layout, float slack) {
+  const bool compact = layout == Layout::kCompact;
+  const float levels = static_cast<float>(code_levels(bits, layout));
+  const float spread = (hi - lo) / (levels + 2 * slack);  // if k need not be whole
+  const float smallest = bits_float(compact ? kMinCompactBits : kMinScaleBits);
+  const float least = spread > smallest ? spread : smallest;
+  const float wish = -lo / least - slack;  // where both ends ask for the same scale
+  const float nearest = wish + kRoundMagic - kRoundMagic;
+  const float under = nearest > wish ? nearest - 1.0f : nearest;
+  const float first = under < 0.0f ? 0.0f : under > levels ? levels : under;
+  const float second = under + 1.0f < 0.0f ? 0.0f : under + 1.0f > levels ? levels : under + 1.0f;
+  const float a = scale_with_zero(first, lo, hi, levels, slack, least);
+  const float b = scale_with_zero(second, lo, hi, levels, slack, least);
+  const float k = b < a ? second : first;
+  const uint32_t grain = compact ? kCompactStep : 0x10000u;
+  const uint32_t scale = (float_bits(b < a ? b : a) + (grain - 1)) & ~(grain - 1);
+  Range r;
+  r.zero = -(k * bits_float(scale));
+  const bool serves = scale < kInfBits && float_bits(hi - r.zero) < kInfBits;  // hi - zero: 0 or above
+  r.scale = serves ? scale : kNaNBits;
+  const uint32_t steps = float_bits(k + kRoundMagic) & 0xffu;
+  const uint32_t number =
+      static_cast<uint32_t>(kOffsets - 1) - (steps * static_cast<uint32_t>(kOffsets) >> bits);
+  r.metadata = compact ? (r.scale >> 16) | (number & 15u) | (number & 16u) << 11
+                       : (r.scale >> 16) | kWhole | steps << 16;
+  return r;
+}
+
 // What travels in front of a group's codes.
 struct Metadata {
   float scale;
@@ -301,6 +373,10 @@ struct Metadata {
 
 // word: the 2 or 4 bytes that travel.
 FLASH_HD Metadata metadata_of(uint32_t word, int bits, Layout layout) {
+  if (layout == Layout::kAsymmetric && word & kWhole) {
+    const float step = bits_float(word << 16 & 0x7fffffffu);
+    return {step, -(static_cast<float>(word >> 16) * step)};
+  }
   if (layout != Layout::kCompact) return {bits_float(word << 16), bits_float(word & 0xffff0000u)};
   const float scale = bits_float((word & 0x7ff0u) << 16);
   const int offset = static_cast<int>((word & 15u) | (word >> 11 & 16u)) - (kOffsets - 1);

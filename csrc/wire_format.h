@@ -11,6 +11,9 @@
 //                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that are
 //                  there
 //
+//   asymmetric, with the sign of the scale set: the other 15 bits are the scale, and the zero point is not a
+//   bf16 but a whole number k: 0 is the value of code k (codec_math.h)
+//
 //   compact, scale and zero point in one word: a bf16 scale of 3 bits of mantissa, in whose sign and last
 //   bits the zero point travels, a multiple of 1/32 of the range of the codes (codec_math.h)
 //                | bit 4 of the multiple | exponent, 8 bits | mantissa, 3 bits | bits 3 to 0 of the multiple
@@ -45,7 +48,7 @@
 
 namespace flash_allreduce {
 
-constexpr int kWireVersion = 2;
+constexpr int kWireVersion = 3;
 
 // What a codec is made of besides its width and its group size.
 enum Option : int {

@@ -5,6 +5,9 @@ F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy e
 
     x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
 
+What is exactly zero is sent as zero and keeps its residual: an embedding's row that no token touched stays untouched,
+and what it lost before comes back when it is used again.
+
 With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
 error and little of its noise. Either way the sum of what was lost stays bounded.
 
@@ -220,16 +223,18 @@ class Slot:
 def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor, momentum: float) -> None:
     """codec.encode_rows of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
 
-    What is not finite leaves nothing behind.
+    What is not finite leaves nothing behind. What is 0 is held back: it travels as 0, and its residual stays.
     """
     own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
     carried = torch.empty(part.shape, dtype=torch.float32, device=part.device)
     codec.decode_rows(kept, carried, own)
-    x = carried + part
+    held_back = part == 0
+    x = (carried + part).masked_fill_(held_back, 0.0)
     codec.encode_rows(x, payload, wire, draw)
     arrives = torch.empty_like(x)
     codec.decode_rows(payload, arrives, wire)
     lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
+    lost = torch.where(held_back, carried, lost)
     codec.encode_rows(lost.nan_to_num_(0.0, 0.0, 0.0), kept, own, NO_DRAW)
 
 

@@ -6,6 +6,8 @@ line is one rounding of IEEE float32, so there is nothing for a compiler to fuse
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ _MIN_COMPACT_SCALE = 0x0380  # bf16: 2^-120
 _INSIDE = 7 / 16
 _RANGES = ((_INSIDE, 0.0), (0.0, _INSIDE), (_INSIDE, _INSIDE), (_INSIDE / 2, _INSIDE / 2))
 _SYMMETRIC_RANGES = ((_INSIDE / 2, _INSIDE / 2), (_INSIDE, _INSIDE))
+_WHOLE = 0x8000  # asymmetric: the sign of a scale whose zero point is a code
 
 
 def encode(input: Tensor, payload: Tensor, codec: Codec, draw: Draw = NO_DRAW) -> None:
@@ -47,10 +50,14 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
     lost = ~x.isfinite().all(-1)
     spikes: list[Tensor] = []
     if codec.spikes:
-        x, spikes = _without_spikes(x, codec)
+        x, spikes = _without_spikes(x, codec, draw)
         lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
     low, high = x.amin(-1), x.amax(-1)
-    zero, scale, *offset = _best_range(x, low, high, codec) if codec.mse else _ranges(low, high, codec, 1)[0]
+    range_ = _best_range(x, low, high, codec) if codec.mse else next(_ranges(low, high, codec))
+    if _may_miss_zero(codec):
+        held = (x == 0).any(-1)
+        range_ = _chosen(held, _range_with_zero(low, high, codec), range_)
+    zero, scale, *words = range_
     lost = lost | ~scale.isfinite()
 
     t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
@@ -58,11 +65,6 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
         t = t + _rounding_offsets(x, draw)
     codes = torch.where(lost.unsqueeze(-1), 0.0, t.round() + _half(codec)).to(torch.int32)
 
-    if codec.compact:
-        number = torch.where(lost, 0, offset[0] + (_OFFSETS - 1)).to(torch.int32)
-        words = [_upper(scale) | (number & 15) | (number >> 4) << 15]
-    else:
-        words = [_upper(scale)] if codec.symmetric else [_upper(scale), _upper(zero)]
     words += spikes[:2]
     bytes_ = [_two_bytes(word) for word in words]
     bytes_ += [place.unsqueeze(-1) if codec.place_bytes == 1 else _two_bytes(place) for place in spikes[2:]]
@@ -76,7 +78,63 @@ def _encoded(x: Tensor, codec: Codec, draw: Draw) -> Tensor:
     return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
 
 
-def _range(low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] = (0.0, 0.0)) -> tuple[Tensor, Tensor]:
+def _ranges(low: Tensor, high: Tensor, codec: Codec) -> Iterator[tuple[Tensor, ...]]:
+    """The ranges that mse tries: zero point and scale of each group, and the words that say so in its record.
+
+    A scale of NaN: it does not serve. The first one serves wherever any does.
+    """
+    return _compact_ranges(low, high, codec) if codec.compact else _wide_ranges(low, high, codec)
+
+
+def _may_miss_zero(codec: Codec) -> bool:
+    """Whether 0 may lie between two values of the codes."""
+    return not codec.symmetric and not (codec.compact and codec.bits >= 5)
+
+
+def _range_with_zero(low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, ...]:
+    """The range of groups that hold an exact 0: the value of code k is 0.
+
+    The least scale for which no element lies more than `slack` of a step outside of the values of the codes:
+    -k - slack <= x / scale <= levels - k + slack. k is one of the two whole
+    numbers next to where both ends ask the same.
+    """
+    levels, slack = _levels(codec), _slack(codec)
+    spread = (high - low) / (levels + 2 * slack)
+    least = 2.0**-120 if codec.compact else 2.0**-126
+    spread = torch.where(spread > least, spread, least)
+
+    def scale_of(k: Tensor) -> Tensor:
+        below, above = -low / (k + slack), high / (levels - k + slack)
+        asked = torch.where(below > spread, below, spread)  # not so if 0 / 0: an end that is 0 asks for nothing
+        return torch.where(above > asked, above, asked)
+
+    under = (-low / spread - slack).floor()
+    first, second = under.clamp(0, levels), (under + 1).clamp(0, levels)
+    a, b = scale_of(first), scale_of(second)
+    k, (upper, lower) = torch.where(b < a, second, first), _bits(torch.where(b < a, b, a))
+    grain = _COMPACT_STEP if codec.compact else 1
+    up = (upper + (grain - 1) + (lower != 0).int()) & -grain
+    scale = _from_bf16(torch.where(up >= _INF, _NAN_SCALE, up))
+    zero = -(k * scale)
+    scale = torch.where((high - zero).isfinite(), scale, torch.nan)
+    if not codec.compact:
+        return zero, scale, _upper(scale) | _WHOLE, _whole(k)
+    return zero, scale, _compact_word(scale, k * -(_OFFSETS >> codec.bits))
+
+
+def _wide_ranges(low: Tensor, high: Tensor, codec: Codec) -> Iterator[tuple[Tensor, ...]]:
+    """Asymmetric or symmetric."""
+    for inside in ((0.0, 0.0), *(_SYMMETRIC_RANGES if codec.symmetric else _RANGES)):
+        zero, scale = _range(low, high, codec, inside)
+        if inside != (0.0, 0.0):
+            inverse = torch.reciprocal(scale)
+            first, last = ((low - zero) * inverse).round(), ((high - zero) * inverse).round()
+            serves = (first >= -_half(codec)) & (last <= (_half(codec) if codec.symmetric else _levels(codec)))
+            scale = torch.where(serves, scale, torch.nan)
+        yield (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
+
+
+def _range(low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float]) -> tuple[Tensor, Tensor]:
     """Zero point and scale, bf16 values as float32, of groups between low and high; a scale of NaN if there is none.
 
     inside: by how many steps the ends of the range lie inside of low and high.
@@ -98,32 +156,15 @@ def _range(low: Tensor, high: Tensor, codec: Codec, inside: tuple[float, float] 
     return zero, _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
 
 
-def _ranges(low: Tensor, high: Tensor, codec: Codec, count: int = 6) -> list[tuple[Tensor, ...]]:
-    """The first `count` ranges that mse tries, zero point and scale of each; compact, the offset too.
-
-    A scale of NaN: it does not serve. The first one serves wherever any does.
-    """
-    if codec.compact:
-        return _compact_ranges(low, high, codec)[:count]
-    ranges: list[tuple[Tensor, ...]] = [_range(low, high, codec)]
-    for inside in (_SYMMETRIC_RANGES if codec.symmetric else _RANGES)[: count - 1]:
-        zero, scale = _range(low, high, codec, inside)
-        inverse = torch.reciprocal(scale)
-        first, last = ((low - zero) * inverse).round(), ((high - zero) * inverse).round()
-        serves = (first >= -_half(codec)) & (last <= (_half(codec) if codec.symmetric else _levels(codec)))
-        ranges.append((zero, torch.where(serves, scale, torch.nan)))
-    return ranges
-
-
-def _compact_ranges(low: Tensor, high: Tensor, codec: Codec) -> list[tuple[Tensor, ...]]:
-    slack = 0.0 if codec.stochastic else _INSIDE
+def _compact_ranges(low: Tensor, high: Tensor, codec: Codec) -> Iterator[tuple[Tensor, ...]]:
+    slack = _slack(codec)
     levels, unit = _levels(codec), (1 << codec.bits) / _OFFSETS
     spread = (high - low) / (levels + 2 * slack)
     below, above = -low / (unit * (_OFFSETS - 1) + slack), high / (levels + slack)
     least = torch.where(below > spread, below, spread)
     least = torch.where(above > least, above, least)
     upper, lower = _bits(least)
-    up = (upper + (_COMPACT_STEP - 1) + (lower != 0).int()) & ~(_COMPACT_STEP - 1)
+    up = (upper + (_COMPACT_STEP - 1) + (lower != 0).int()) & -_COMPACT_STEP
     up = torch.where((up >= _INF) | least.isnan(), _NAN_SCALE, up.clamp(min=_MIN_COMPACT_SCALE))
 
     def with_offset(scale_bits: Tensor, shift: int) -> tuple[Tensor, ...]:
@@ -133,10 +174,18 @@ def _compact_ranges(low: Tensor, high: Tensor, codec: Codec) -> list[tuple[Tenso
         offset = (middle.round() + shift).clamp(1 - _OFFSETS, 0)
         zero = offset * unit * scale
         serves = ((low - zero) * inverse >= -slack) & ((high - zero) * inverse <= levels + slack)
-        return zero, torch.where(serves, scale, torch.nan), offset
+        scale = torch.where(serves, scale, torch.nan)
+        return zero, scale, _compact_word(scale, offset)
 
     first = up + with_offset(up, 0)[1].isnan().int() * _COMPACT_STEP
-    return [with_offset(first + step, shift) for step in (0, _COMPACT_STEP) for shift in (0, 1, -1)]
+    for step in (0, _COMPACT_STEP):
+        for shift in (0, 1, -1):
+            yield with_offset(first + step, shift)
+
+
+def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
+    number = _whole(offset + (_OFFSETS - 1))
+    return _upper(scale) | (number & 15) | (number >> 4) << 15
 
 
 def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, ...]:
@@ -147,9 +196,14 @@ def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Codec) -> tuple[Ten
         ratio = other[1] / whole
         error = _sum_of_errors(x, *other[:2]) * (ratio * ratio)
         better = error < least
-        best = tuple(torch.where(better, new, old) for new, old in zip(other, best, strict=True))
+        best = _chosen(better, other, best)
         least = torch.where(better, error, least)
     return best
+
+
+def _chosen(which: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of two ranges of each group, a where `which` says so."""
+    return tuple(torch.where(which, x, y) for x, y in zip(a, b, strict=True))
 
 
 def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
@@ -158,10 +212,15 @@ def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
     return ((t - t.round()) * 256.0).round().square().sum(-1)
 
 
-def _without_spikes(x: Tensor, codec: Codec) -> tuple[Tensor, list[Tensor]]:
+def _without_spikes(x: Tensor, codec: Codec, draw: Draw) -> tuple[Tensor, list[Tensor]]:
     """The groups with another element in the places of the extremes; least, greatest (bf16 bits) and their places."""
     places = [x.argmin(-1, keepdim=True), x.argmax(-1, keepdim=True)]
-    values = [_bf16_nearest(x.gather(-1, place) + 0.0) for place in places]
+    values = [x.gather(-1, place) + 0.0 for place in places]
+    if codec.stochastic:
+        pair = _pairs(x, draw, slice(codec.group_size // 2, codec.group_size // 2 + 1))
+        values = [_bf16_random(value, pair >> shift & 0xFFFF) for value, shift in zip(values, (0, 16), strict=True)]
+    else:
+        values = [_bf16_nearest(value) for value in values]
     numbers = torch.arange(3, device=x.device)
     free = ((numbers != places[0]) & (numbers != places[1])).int().argmax(-1, keepdim=True)
     other = x.gather(-1, free)
@@ -172,14 +231,21 @@ def _without_spikes(x: Tensor, codec: Codec) -> tuple[Tensor, list[Tensor]]:
 
 def _rounding_offsets(x: Tensor, draw: Draw) -> Tensor:
     """Between -1/2 and 1/2, for every element of the groups [rows, groups, group_size]."""
+    pairs = _pairs(x, draw, slice(x.shape[-1] // 2))
+    random = torch.cat([pairs >> 20, pairs >> 4 & 0xFFF], dim=-1)  # an element of each half of the group
+    return random.float() * (1 / 4096) + (0.5 / 4096 - 0.5)
+
+
+def _pairs(x: Tensor, draw: Draw, which: slice) -> Tensor:
+    """32 random bits each, in int64, of every group of [rows, groups, group_size]: g / 2 of them for the elements, and
+    another one for its spikes.
+    """
     rows, groups, g = x.shape
     row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(-1) * draw.groups_a_row
     number = draw.first_group + row + torch.arange(groups, dtype=torch.int64, device=x.device)
     key = _mix64(draw.key + (number + 1) * _signed(0x9E3779B97F4A7C15)).unsqueeze(-1)
     step = _shifted(key, 32) | 1
-    pairs = _mix32(((key & _M32) + torch.arange(g // 2, dtype=torch.int64, device=x.device) * step) & _M32)
-    random = torch.cat([pairs >> 20, pairs >> 4 & 0xFFF], dim=-1)  # an element of each half of the group
-    return random.float() * (1 / 4096) + (0.5 / 4096 - 0.5)
+    return _mix32(((key & _M32) + torch.arange(g, dtype=torch.int64, device=x.device)[which] * step) & _M32)
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -277,8 +343,12 @@ def _values(payload: Tensor, codec: Codec) -> Tensor:
     if codec.compact:
         offset = (scale_bits & 15 | scale_bits >> 11 & 16) - (_OFFSETS - 1)
         zero = offset.float() * ((1 << codec.bits) / _OFFSETS) * scale
+    elif codec.symmetric:
+        zero = torch.zeros_like(scale)
     else:
-        zero = torch.zeros_like(scale) if codec.symmetric else _from_bf16(word())
+        zero_bits, whole = word(), scale_bits >= _WHOLE
+        scale = torch.where(whole, -scale, scale)
+        zero = torch.where(whole, -(zero_bits.float() * scale), _from_bf16(zero_bits))
     spikes = [_from_bf16(word()), _from_bf16(word())] if codec.spikes else []
     places = [word(codec.place_bytes).long() & (codec.group_size - 1) for _ in spikes]
     codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=payload.device)
@@ -307,6 +377,11 @@ def _half(codec: Codec) -> int:
 def _levels(codec: Codec) -> int:
     """The greatest code."""
     return 2 * _half(codec) if codec.symmetric else (1 << codec.bits) - 1
+
+
+def _slack(codec: Codec) -> float:
+    """By how many steps the ends of a group may lie outside of the values of its codes."""
+    return 0.0 if codec.stochastic else _INSIDE
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
@@ -340,6 +415,12 @@ def _bf16_nearest(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), _NAN_SCALE, upper + up.int())
 
 
+def _bf16_random(x: Tensor, random: Tensor) -> Tensor:
+    """Bits of one of the two bf16 next to x, the nearer the likelier: unbiased; those of Inf if it is too large."""
+    bits = (x.view(torch.int32).to(torch.int64) & _M32) + random >> 16
+    return torch.where(x.isnan(), _NAN_SCALE, bits).int()
+
+
 def _is_not_finite(bits: Tensor) -> Tensor:
     return bits & _INF == _INF
 
@@ -347,6 +428,11 @@ def _is_not_finite(bits: Tensor) -> Tensor:
 def _upper(x: Tensor) -> Tensor:
     """Bits of a bf16 value that is held in float32."""
     return _bits(x)[0]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A small whole number; anything of a group that is lost."""
+    return x.nan_to_num(0.0).to(torch.int32)
 
 
 def _two_bytes(word: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Changes whenever the bytes of a payload change; compared across the ranks of a group.
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 MIN_BITS, MAX_BITS = 2, 8
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)

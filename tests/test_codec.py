@@ -226,9 +226,12 @@ def _wire_format_example() -> tuple[Tensor, bytes]:
     block = text.split("<!-- worked example: checked by tests/test_codec.py -->")[1].split("```")[1]
     rows = [line.split("|") for line in block.strip().splitlines()[1:] if "|" in line]
     printed = b"".join(bytes.fromhex(row[1].strip()) for row in rows)
-    return torch.arange(32, dtype=torch.float32) * 0.5 - 4, printed
+    return torch.arange(32, dtype=torch.float32) * 0.5 - 4.25, printed
 
 
 def test_the_worked_example_of_the_documents() -> None:
     x, printed = _wire_format_example()
     assert bytes(Both(Codec(5, 32)).encode(x.view(1, -1))[0].tolist()) == printed
+    with_zero = Both(Codec(5, 32)).encode(x.view(1, -1) + 0.25)
+    assert bytes(with_zero[0, :4].tolist()) == bytes.fromhex("fc be 08 00")
+    assert Both(Codec(5, 32)).decode(with_zero, 32)[0, 8] == 0

@@ -1,4 +1,4 @@
-"""Guarantees 1 to 6 on real ranks, against the simulation in simulation.py, bit for bit."""
+"""Guarantees 1 to 6 and 8 on real ranks, against the simulation in simulation.py, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flash_allreduce_plugin.wire import Codec
 from tests import simulation
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
-from tests.simulation import Call, digest, expected_of, result_of, results_of
+from tests.simulation import Call, digest, expected_of, lost_zeros, result_of, results_of
 
 GetRanks = Callable[[int], Ranks]
 
@@ -104,6 +104,26 @@ def test_guarantee_6_the_error_of_two_roundings(kind: str) -> None:
     if kind == "from 1e-30 to 1e30":
         allowed = allowed * 1.05
     assert ((total - exact).abs() <= allowed * 1.001 + rounding).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetRanks, world_size: int) -> None:
+    """Every width and layout with every option but the rotation, in turn; some of them bit for bit as simulated."""
+    options = [
+        *({}, {"compact": True}, {"symmetric": True}),
+        *({"range": "mse"}, {"compact": True, "range": "mse"}, {"rounding": "stochastic"}),
+        {"compact": True, "rounding": "stochastic"},
+        *({"spike_reserving": True}, {"spike_reserving": True, "compact": True, "rounding": "stochastic"}),
+    ]
+    calls = []
+    for i, (bits, chosen) in enumerate((b, o) for b in range(2, 9) for o in options):
+        group_size, dtype = (32, 64, 128, 256, 512, 1024)[i % 6], ("float32", "bfloat16", "float16")[i % 3]
+        config = {"bits": bits, "gather_bits": 10 - bits, "group_size": group_size, **chosen}
+        for collective in ("all_reduce", "reduce_scatter", "all_gather"):
+            op = "AVG" if i % 2 and collective != "all_gather" else "SUM"
+            calls.append(Call(collective, 2999, dtype, config, op, "embedding", async_op=bool(i % 2)))
+    assert ranks(world_size).run(lost_zeros, calls) == [[]] * world_size
+    check(ranks, world_size, calls[::11])
 
 
 def equal_on_all_ranks(calls: list[Call]) -> bool:

@@ -69,6 +69,43 @@ def test_trains_as_without_and_counts_every_bucket(ranks: Callable[[int], Ranks]
         assert plain[rank]["calls"] == 0
 
 
+def embedding_gradients(fields: dict[str, Any]) -> dict[str, int]:
+    """An embedding of 512 rows of which each rank's batch touches 9, beside a projection: gradients after one step."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(512, 40), nn.Linear(40, 8))
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(min_bytes=0, **fields)))
+    untouched, zeros, step_size = torch.ones(512, dtype=torch.bool), 0, 0.0
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(3):
+        tokens = torch.stack([torch.arange(9) * 37 + 5 * rank + step for rank in range(dist.get_world_size())]) % 512
+        untouched[tokens.flatten()] = False
+        optimizer.zero_grad()
+        ddp(tokens[dist.get_rank()]).square().mean().backward()
+        zeros += int((model[0].weight.grad[untouched] == 0).sum())
+        optimizer.step()
+    moved = (model[0].weight.detach() - before).abs().amax(1)
+    step_size = float(moved[~untouched].amin())
+    return {
+        "zeros": zeros,
+        "moved": int((moved[untouched] != 0).sum()),
+        "untouched": int(untouched.sum()),
+        "still": int(step_size == 0),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_guarantee_8_rows_of_an_embedding_that_no_token_touched_do_not_move(
+    ranks: Callable[[int], Ranks], world: int
+) -> None:
+    for bits in (8, 4, 2):
+        for options in ({}, {"compact": True}, {"rounding": "stochastic"}, {"error_feedback": True}):
+            for seen in ranks(world).run(embedding_gradients, {"bits": bits, **options}):
+                assert seen["moved"] == seen["still"] == 0, (bits, options)
+                assert seen["zeros"] >= 3 * 40 * seen["untouched"] > 3 * 40 * 400
+
+
 def test_accumulation_reduces_once_a_step(ranks: Callable[[int], Ranks]) -> None:
     plain, eight = (ranks(2).run(train, config, True) for config in (None, fap.FlashConfig(bits=8, min_bytes=0)))
     assert eight[0]["losses"][-1] == pytest.approx(plain[0]["losses"][-1], rel=5e-3)

@@ -70,6 +70,31 @@ def errors_of_average(
     return errors[0], errors[1]
 
 
+def held_back(collective: str, fields: Case) -> dict[str, float]:
+    """A gradient of which two thirds are zero at every other step: what arrives there, and the error of the average."""
+    config, owner = configuration(**fields), fap.Feedback(momentum=0.0)
+    x, steps = gradient(), 24
+    rests = torch.arange(NUMEL) // 40 % 3 != 0
+    total, exact, not_zero = 0.0, 0.0, 0
+    off = fap.FlashConfig(enabled=False)
+    for step in range(2 * steps):
+        now = torch.where(rests, 0.0, x) if step % 2 else x
+        result, plain = reduced(collective, now, config, owner.slot("x")), reduced(collective, now, off, None)
+        not_zero += int((result[plain == 0] != 0).sum())
+        total, exact = total + result, exact + plain
+    assert isinstance(total, torch.Tensor) and isinstance(exact, torch.Tensor)
+    return {"not zero": not_zero, "error": float((total - exact).norm() / exact.norm())}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_guarantee_8_a_residual_waits_where_the_gradient_is_zero(
+    ranks: Callable[[int], Ranks], collective: str
+) -> None:
+    for fields in ({"bits": 3}, {"bits": 4, "compact": True}, {"bits": 8, "range": "mse"}):
+        for seen in ranks(2).run(held_back, collective, fields):
+            assert seen["not zero"] == 0 and seen["error"] < 0.04, (fields, seen)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_average_converges(ranks: Callable[[int], Ranks], world: int, bits: int) -> None:

@@ -175,6 +175,25 @@ def test_many_slabs_asynchronous_or_not(ranks: GetRanks, world_size: int, ranks_
     )
 
 
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 2), (4, 2), (5, 3), (8, 3)])
+def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(
+    ranks: GetRanks, world_size: int, ranks_per_node: int
+) -> None:
+    """Through three roundings, at widths of which each differs."""
+    options: list[dict[str, Any]] = [
+        *({}, {"compact": True}, {"symmetric": True}, {"range": "mse"}, {"compact": True, "range": "mse"}),
+        *({"rounding": "stochastic"}, {"spike_reserving": True, "compact": True, "rounding": "stochastic"}),
+    ]
+    calls = []
+    for i, (inter_bits, chosen) in enumerate((b, o) for b in range(2, 9) for o in options):
+        config = {**widths(ranks_per_node, 10 - inter_bits, inter_bits), "gather_bits": 2 + i % 7, **chosen}
+        dtype = ("float32", "bfloat16", "float16")[i % 3]
+        calls += [Call(c, 1999, dtype, {"group_size": (32, 128, 512)[i % 3], **config}, kind="embedding")
+                  for c in COLLECTIVES]  # fmt: skip
+    assert ranks(world_size).run(simulation.lost_zeros, calls) == [[]] * world_size
+    check(ranks, world_size, calls[::13])
+
+
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_guarantee_3_neither_the_chunk_size_nor_async_matters(ranks: GetRanks, collective: str) -> None:
     calls = [

@@ -3,7 +3,7 @@
 //
 //   encode   a batch of up to 16 groups at a time, so that the steps that depend on one another (minimum ->
 //            zero point -> scale -> its inverse) are done for all of them at once:
-//              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group, kLanes elements at once
+//              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group and whether it holds a 0, kLanes at once
 //              2. lo, hi -> scale, zero point, inverse of the scale: one vector of groups
 //              3. x again, from the first-level cache -> codes -> planes
 //   decode   planes -> codes -> float, summed over the ranks in registers, in rank order -> stored
@@ -107,6 +107,26 @@ struct Least {
 struct Greatest {
   FLASH_INLINE VecF of(VecF a, VecF b) { return a > b ? a : b; }
 };
+
+// Whether no element was 0 so far, by lane; a NaN is none.
+#if FLASH_LANES == 16
+using Without = __mmask16;
+constexpr Without kWithoutZero = 0xffff;
+FLASH_INLINE Without without_zero(Without so_far, VecF v) {
+  return _mm512_mask_cmp_ps_mask(so_far, cast<__m512>(v), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+}
+FLASH_INLINE bool holds_zero(Without without) { return without != kWithoutZero; }
+#else
+using Without = VecI;
+constexpr Without kWithoutZero = VecI{} - 1;
+FLASH_INLINE Without without_zero(Without so_far, VecF v) { return so_far & (v != 0.0f); }
+FLASH_INLINE bool holds_zero(Without without) {
+  const Vec64 parts = cast<Vec64>(without);
+  uint64_t all = parts[0];
+  for (int i = 1; i < kLanes / 2; ++i) all &= parts[i];
+  return all != ~uint64_t{0};
+}
+#endif
 
 // Lane j of the result: the least (greatest) lane of v[j]. A tree that halves the number of vectors: where
 // bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the second.
@@ -233,11 +253,11 @@ FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
   return x << shift;
 }
 
-// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k in lane k of
-// codes[l].
+// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k, and `more`, in
+// lane k of codes[l].
 template <int kBits>
-FLASH_INLINE void pack_block(const VecU (&codes)[4], int g, int i, uint8_t* planes) {
-  const VecU quads = codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24);
+FLASH_INLINE void pack_block(const VecU (&codes)[4], uint32_t more, int g, int i, uint8_t* planes) {
+  const VecU quads = codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - more * 0x01010101u;
   const Vec64 x = cast<Vec64>(rows_together(cast<VecU>(transpose_quads(cast<VecB>(quads)))));
   if constexpr (kBits == 8) {
     store(planes + i, x);
@@ -283,26 +303,39 @@ FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 // The processor's own prefetching stops at the end of a page; this far ahead it need not start again there.
 constexpr int kPrefetchBytes = 12288;
 
-// Least and greatest of g elements, by lane; a NaN may be passed over.
-template <DType kType>
-FLASH_INLINE void bounds(const uint8_t* x, int g, VecF& lo, VecF& hi) {
+struct Bounds {
+  VecF least[kBatch], greatest[kBatch];
+  Without without[kBatch];  // zeros, by lane; set where that is asked
+};
+
+// Least and greatest of group j of a batch, g elements, by lane; a NaN may be passed over.
+template <DType kType, bool kZeros>
+FLASH_INLINE void take_bounds(const uint8_t* x, int g, Bounds& bounds, int j) {
   using E = Element<kType>;
   VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
-  for (int i = 0; i < g; i += 2 * kLanes) {
-    for (int k = 0; k < 2 * kLanes * E::kBytes; k += 64) {
+  Without without0 = kWithoutZero, without1 = kWithoutZero;
+  for (int i = 0; i < g; i += kBlock) {
+    for (int k = 0; k < kBlock * E::kBytes; k += 64) {
       // As a number: a pointer may not point there.
       __builtin_prefetch(reinterpret_cast<const void*>(
           reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(i * E::kBytes + k + kPrefetchBytes)));
     }
-    const VecF a = E::read(x + i * E::kBytes);
-    const VecF b = E::read(x + (i + kLanes) * E::kBytes);
-    lo0 = Least::of(a, lo0);
-    hi0 = Greatest::of(a, hi0);
-    lo1 = Least::of(b, lo1);
-    hi1 = Greatest::of(b, hi1);
+    for (int l = 0; l < 4; l += 2) {
+      const VecF a = E::read(x + (i + l * kLanes) * E::kBytes);
+      const VecF b = E::read(x + (i + (l + 1) * kLanes) * E::kBytes);
+      lo0 = Least::of(a, lo0);
+      hi0 = Greatest::of(a, hi0);
+      lo1 = Least::of(b, lo1);
+      hi1 = Greatest::of(b, hi1);
+      if constexpr (kZeros) {
+        without0 = without_zero(without0, a);
+        without1 = without_zero(without1, b);
+      }
+    }
   }
-  lo = Least::of(lo0, lo1);
-  hi = Greatest::of(hi0, hi1);
+  bounds.least[j] = Least::of(lo0, lo1);
+  bounds.greatest[j] = Greatest::of(hi0, hi1);
+  if constexpr (kZeros) bounds.without[j] = without0 & without1;
 }
 
 // Overwrites the records of the groups that hold a NaN or an Inf, or whose scale says so.
@@ -324,10 +357,6 @@ void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t
   }
 }
 
-struct Bounds {
-  VecF least[kBatch], greatest[kBatch];
-};
-
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
 // way, group by group, so that memory is read at an even pace.
 template <DType kType, int kBits, Layout kLayout>
@@ -337,8 +366,9 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   const int g = c.group_size;
   const int64_t record = record_bytes(kBits, g, options_of(kLayout));
   constexpr int levels = code_levels(kBits, kLayout);
-  constexpr int half = code_half(kBits, kLayout);
+  constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
   constexpr int front = spikes_offset(options_of(kLayout));
+  constexpr bool kZeros = may_miss_zero(kBits, kLayout);
   alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
   alignas(64) uint32_t scale[kBatch], metadata[kBatch];
   for (int j = 0; j < kBatch; j += kLanes) {
@@ -352,6 +382,20 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
     metadata[j] = r.metadata;
     inverse[j] = 1.0f / bits_float(r.scale);
   }
+  if constexpr (may_miss_zero(kBits, kLayout)) {
+    Without all = kWithoutZero;
+    for (int j = 0; j < count; ++j) all = all & now.without[j];
+    if (holds_zero(all)) {
+      for (int j = 0; j < kBatch; ++j) {
+        const Range r = range_with_zero(lo[j], hi[j], kBits, kLayout, kInside);
+        const bool with_zero = j < count && holds_zero(now.without[j]);
+        zero[j] = with_zero ? r.zero : zero[j];
+        scale[j] = with_zero ? r.scale : scale[j];
+        metadata[j] = with_zero ? r.metadata : metadata[j];
+        inverse[j] = with_zero ? 1.0f / bits_float(r.scale) : inverse[j];
+      }
+    }
+  }
   VecU largest = VecU{};
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
@@ -364,16 +408,16 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
       for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
         const VecF v = E::read(in + (i + l * kLanes) * E::kBytes);
         const VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv + kRoundMagic;
-        codes[l] = cast<VecU>(t) - (kRoundMagicBits - static_cast<uint32_t>(half));
+        codes[l] = cast<VecU>(t);
         largest = codes[l] > largest ? codes[l] : largest;
       }
-      pack_block<kBits>(codes, g, i, out + front);
+      pack_block<kBits>(codes, more, g, i, out + front);
     }
-    if (j < next_count) bounds<kType>(in + count * g * E::kBytes, g, next.least[j], next.greatest[j]);
+    if (j < next_count) take_bounds<kType, kZeros>(in + count * g * E::kBytes, g, next, j);
   }
   uint32_t worst = 0;
   for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-  if (worst > static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
+  if (worst > more + static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
 }
 
 template <DType kType, int kBits, Layout kLayout>
@@ -387,9 +431,10 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
   const auto count_from = [=](int64_t i) {
     return i >= whole ? 0 : static_cast<int>(whole - i < batch ? whole - i : batch);
   };
+  constexpr bool kZeros = may_miss_zero(kBits, kLayout);
   Bounds bounds_of[2] = {};
   for (int j = 0; j < count_from(begin); ++j) {
-    bounds<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0].least[j], bounds_of[0].greatest[j]);
+    take_bounds<kType, kZeros>(x + (begin + j) * g * kBytes, g, bounds_of[0], j);
   }
   int now = 0;
   for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
@@ -404,7 +449,7 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
       __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
     }
     Bounds& ragged = bounds_of[0];
-    bounds<kType>(group, g, ragged.least[0], ragged.greatest[0]);
+    take_bounds<kType, kZeros>(group, g, ragged, 0);
     encode_batch<kType, kBits, kLayout>(group, 1, ragged, 0, ragged, c, payload + whole * record);
   }
 }

@@ -118,6 +118,7 @@ struct Groups {
   uint16_t least[kBatch], greatest[kBatch];  // the spikes, bf16
   int least_at[kBatch], greatest_at[kBatch];
   bool lost[kBatch];
+  bool with_zero[kBatch];  // holds one
 };
 
 // Least and greatest of each group; a NaN may be passed over.
@@ -125,13 +126,16 @@ FLASH_INLINE void bounds_of(const float* x, int count, int g, Groups& b) {
   VecF lo[kBatch] = {}, hi[kBatch] = {};
   for (int j = 0; j < count; ++j) {
     VecF least = load<VecF>(x + j * g), greatest = least;
-    for (int i = kLanes; i < g; i += kLanes) {
+    Without without = kWithoutZero;
+    for (int i = 0; i < g; i += kLanes) {
       const VecF v = load<VecF>(x + j * g + i);
       least = Least::of(v, least);
       greatest = Greatest::of(v, greatest);
+      without = without_zero(without, v);
     }
     lo[j] = least;
     hi[j] = greatest;
+    b.with_zero[j] = holds_zero(without);
   }
   for (int j = 0; j < kBatch; j += kLanes) {
     store(b.lo + j, across<Least>(lo + j));
@@ -167,15 +171,23 @@ FLASH_INLINE void places_of(const float* x, int count, int g, Groups& b) {
 }
 
 // The extremes out of the groups, something that is none in their places.
-FLASH_INLINE void take_spikes(float* x, int count, int g, Groups& b) {
+FLASH_INLINE void take_spikes(float* x, int count, const Codec& c, uint64_t number, Groups& b) {
+  const int g = c.group_size;
   bounds_of(x, count, g, b);
   places_of(x, count, g, b);
   for (int j = 0; j < count; ++j, x += g) {
     const int low = b.least_at[j], high = b.greatest_at[j];
     int other = 0;
     while (other == low || other == high) ++other;
-    b.least[j] = bf16_nearest(x[low] + 0.0f);
-    b.greatest[j] = bf16_nearest(x[high] + 0.0f);
+    const float least = x[low] + 0.0f, greatest = x[high] + 0.0f;
+    if (c.options & kStochastic) {
+      const uint64_t of_group = group_key(c.key, number + j);
+      b.least[j] = bf16_random(least, spike_random(of_group, g, false));
+      b.greatest[j] = bf16_random(greatest, spike_random(of_group, g, true));
+    } else {
+      b.least[j] = bf16_nearest(least);
+      b.greatest[j] = bf16_nearest(greatest);
+    }
     b.lost[j] = !(bf16_is_finite(b.least[j]) && bf16_is_finite(b.greatest[j]));
     x[low] = x[other];
     x[high] = x[other];
@@ -239,16 +251,19 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
   const int64_t record = record_bytes(c);
   const int planes = metadata_bytes(g, c.options);
   constexpr int levels = code_levels(kBits, kLayout);
-  constexpr int half = code_half(kBits, kLayout);
+  constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
   constexpr int front = spikes_offset(options_of(kLayout));
   const float slack = slack_of(c.options);
   alignas(64) uint32_t pairs[kMaxGroupSize / 2];
   Groups b = {};
-  if (c.options & kSpikes) take_spikes(x, count, g, b);
+  if (c.options & kSpikes) take_spikes(x, count, c, number, b);
   bounds_of(x, count, g, b);
   for (int j = 0; j < kBatch; ++j) {
-    const Range r = c.options & kMse && j < count ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
-                                                  : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
+    const Range r = may_miss_zero(kBits, kLayout) && b.with_zero[j]
+                        ? range_with_zero(b.lo[j], b.hi[j], kBits, kLayout, slack)
+                    : c.options & kMse && j < count
+                        ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
+                        : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
     b.zero[j] = r.zero;
     b.metadata[j] = r.metadata;
     b.inverse[j] = 1.0f / bits_float(r.scale);
@@ -285,14 +300,14 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
           const VecU random = at < g / 2 ? pair >> 20 : (pair >> 4) & 0xfffu;
           t = t + (__builtin_convertvector(cast<VecI>(random), VecF) * (1.0f / 4096) + (0.5f / 4096 - 0.5f));
         }
-        codes[l] = cast<VecU>(t + kRoundMagic) - (kRoundMagicBits - static_cast<uint32_t>(half));
+        codes[l] = cast<VecU>(t + kRoundMagic);
         largest = codes[l] > largest ? codes[l] : largest;
       }
-      pack_block<kBits>(codes, g, i, out + planes);
+      pack_block<kBits>(codes, more, g, i, out + planes);
     }
     uint32_t worst = 0;
     for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-    if (worst > static_cast<uint32_t>(levels) || b.lost[j]) {  // a NaN, an Inf or a scale that is NaN
+    if (worst > more + static_cast<uint32_t>(levels) || b.lost[j]) {  // a NaN, an Inf or a scale that is NaN
       __builtin_memset(out, 0, static_cast<size_t>(record));
       __builtin_memcpy(out, &kNaNScale, sizeof kNaNScale);
     }

@@ -72,6 +72,7 @@ struct Lane {
   float lo, hi;
   uint32_t low_at, high_at;  // where they are in the group; kept for spikes
   float least, greatest;     // the spikes
+  uint32_t with_zero;        // whether its group holds one
   float stand_in;
   Range range, best;
   float error, least_error;
@@ -321,9 +322,25 @@ FLASH_HD void find_bounds(Warp& warp, int lanes) {
   }
 }
 
-// The extremes out of the groups, the first of equals, and a third element in their places.
 template <class Warp>
-FLASH_HD void take_spikes(Warp& warp, int lanes) {
+FLASH_HD void find_zeros(Warp& warp, int lanes) {
+  warp.each([](int, Lane& own) {
+    own.with_zero = 0;
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) own.with_zero |= own.x[i] == 0.0f ? 1u : 0u;
+  });
+  for (int mask = 1; mask < lanes; mask *= 2) {
+    warp.exchange(
+        mask, [](const Lane& own) { return own.with_zero; },
+        [](int, Lane& own, uint32_t other) { own.with_zero |= other; });
+  }
+}
+
+// The extremes out of the groups, the first of equals, and a third element in their places. number: of the
+// warp's first group in its call.
+template <class Warp>
+FLASH_HD void take_spikes(Warp& warp, const Form& form, uint64_t key, uint64_t number) {
+  const int lanes = form.lanes;
   find_bounds(warp, lanes);
   warp.each([lanes](int lane, Lane& own) {
     own.low_at = own.high_at = kMaxGroupSize;
@@ -342,9 +359,14 @@ FLASH_HD void take_spikes(Warp& warp, int lanes) {
         mask, [](const Lane& own) { return own.high_at; },
         [](int, Lane& own, uint32_t other) { own.high_at = other < own.high_at ? other : own.high_at; });
   }
-  warp.each([](int, Lane& own) {
+  warp.each([&](int lane, Lane& own) {
     own.least = own.lo + 0.0f;
     own.greatest = own.hi + 0.0f;
+    if (form.options & kStochastic) {
+      const uint64_t of_group = group_key(key, number + form.group_of(lane));
+      own.least = bf16_to_float(bf16_random(own.least, spike_random(of_group, form.group_size, false)));
+      own.greatest = bf16_to_float(bf16_random(own.greatest, spike_random(of_group, form.group_size, true)));
+    }
     // One of the group's first three elements, which its first lane holds.
     const auto taken = [&](uint32_t i) { return i == own.low_at || i == own.high_at; };
     own.stand_in = !taken(0) ? own.x[0] : !taken(1) ? own.x[1] : own.x[2];
@@ -450,13 +472,20 @@ template <bool kOptions, class Warp>
 FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t key, uint64_t number,
                             uint8_t* image) {
   const Layout layout = layout_of(form.options);
-  if (kOptions && form.options & kSpikes) take_spikes(warp, form.lanes);
+  if (kOptions && form.options & kSpikes) take_spikes(warp, form, key, number);
   find_bounds(warp, form.lanes);
   if (kOptions && form.options & kMse) {
     search_range(warp, form);
   } else {
     const float slack = kOptions ? slack_of(form.options) : kInside;
     warp.each([&](int, Lane& own) { own.best = candidate(0, own.lo, own.hi, form.bits, layout, slack); });
+  }
+  if (may_miss_zero(form.bits, layout)) {
+    find_zeros(warp, form.lanes);
+    const float slack = kOptions ? slack_of(form.options) : kInside;
+    warp.each([&](int, Lane& own) {
+      if (own.with_zero) own.best = range_with_zero(own.lo, own.hi, form.bits, layout, slack);
+    });
   }
   const int half = code_half(form.bits, layout);
   warp.each([&](int lane, Lane& own) {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentCon
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
 from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.wire import Codec, Draw
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -144,10 +145,18 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
     return method
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a call encodes. key: of its random numbers, where it rounds stochastically; the same on every rank."""
+
+    codec: Codec
+    key: int = 0
+
+
 def plan(
     collective: Collective, tensor: torch.Tensor, group: dist.ProcessGroup, config: CurrentConfig, scope: Scope
-) -> Codec | None:
-    """The codec for a call that moves hidden states or their gradient; None, counted, if Megatron's own serves it.
+) -> Encoding | None:
+    """The encoding of a call that moves hidden states or their gradient; None, counted, if Megatron's own serves it.
 
     tensor: what this rank sends, for the counters; the answer does not depend on its size.
     """
@@ -167,7 +176,12 @@ def plan(
             step=scope.step,
         )
         if not isinstance(answer, FullPrecision):
-            return answer.reduce if collective == "reduce_scatter" else answer.gather
+            codec = answer.reduce if collective == "reduce_scatter" else answer.gather
+            if not codec.stochastic:
+                return Encoding(codec)
+            state = groups.state_of(group)
+            state.draws += 1
+            return Encoding(codec, codecs.draw_key(config().seed, state.draws - 1))
         reason = answer.reason
     telemetry.record_full_precision(site, reason, tensor.numel() * tensor.element_size())
     return None
@@ -178,14 +192,14 @@ def gather(
     input: torch.Tensor,
     rows: Sequence[int],
     group: dist.ProcessGroup,
-    codec: Codec,
+    encoding: Encoding,
     scope: Scope,
 ) -> None:
     """input [rows[rank], ...] of every rank -> output [sum of rows, ...]; the same bits on every rank."""
     width = output.numel() // max(sum(rows), 1)
     sizes = [count * width for count in rows]
-    payloads = _exchange([input.contiguous().view(-1)] * group.size(), sizes, group, codec, "all_gather", scope)
-    _decode(payloads, output, sizes, codec)
+    payloads = _exchange([input.contiguous().view(-1)] * group.size(), sizes, group, encoding, "all_gather", scope)
+    _decode(payloads, output, sizes, encoding.codec)
 
 
 def reduce_scatter(
@@ -193,15 +207,15 @@ def reduce_scatter(
     input: torch.Tensor,
     rows: Sequence[int],
     group: dist.ProcessGroup,
-    codec: Codec,
+    encoding: Encoding,
     scope: Scope,
 ) -> None:
     """input [sum of rows, ...] -> output [rows[rank], ...]: this rank's rows, summed over the ranks."""
     width = input.numel() // max(sum(rows), 1)
     parts = list(torch.split(input.contiguous().view(-1), [count * width for count in rows]))
-    payloads = _exchange(parts, [output.numel()] * group.size(), group, codec, "reduce_scatter", scope)
+    payloads = _exchange(parts, [output.numel()] * group.size(), group, encoding, "reduce_scatter", scope)
     if output.numel():
-        codecs.decode_sum(torch.cat(payloads).view(group.size(), -1), output.view(-1), codec, 1.0)
+        codecs.decode_sum(torch.cat(payloads).view(group.size(), -1), output.view(-1), encoding.codec, 1.0)
 
 
 def _all_to_all_single(config: CurrentConfig) -> Function:
@@ -216,10 +230,10 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         async_op: bool = False,
     ) -> Any:
         scope = modules.current()
-        codec = None
+        encoding = None
         if scope.hidden_states is not None and group is not None:
-            codec = plan("all_gather", input, group, config, scope)  # no sum: the half that moves results
-        if codec is None:
+            encoding = plan("all_gather", input, group, config, scope)  # no sum: the half that moves results
+        if encoding is None:
             return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
         assert group is not None
         width = input[:1].numel() if len(input) else output[:1].numel()
@@ -231,7 +245,7 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
 
         parts = list(torch.split(input.view(-1), sizes(input_split_sizes, input)))
         received = sizes(output_split_sizes, output)
-        _decode(_exchange(parts, received, group, codec, "all_to_all", scope), output, received, codec)
+        _decode(_exchange(parts, received, group, encoding, "all_to_all", scope), output, received, encoding.codec)
         return _Done() if async_op else None
 
     return all_to_all_single
@@ -248,18 +262,24 @@ def _exchange(
     parts: Sequence[torch.Tensor],
     received: Sequence[int],
     group: dist.ProcessGroup,
-    codec: Codec,
+    encoding: Encoding,
     collective: str,
     scope: Scope,
 ) -> list[torch.Tensor]:
-    """Encode parts[j] for rank j and return the payload of received[j] elements from each rank j; counted."""
+    """Encode parts[j] for rank j and return the payload of received[j] elements from each rank j; counted.
+
+    Every part has random numbers of its own, but those of a gather, which are the same part: the same bytes.
+    """
+    codec = encoding.codec
     out_bytes = [codec.payload_bytes(part.numel()) for part in parts]
     in_bytes = [codec.payload_bytes(numel) for numel in received]
     sent = torch.empty(sum(out_bytes), dtype=torch.uint8, device=parts[0].device)
     arrived = torch.empty(sum(in_bytes), dtype=torch.uint8, device=sent.device)
-    for part, payload in zip(parts, torch.split(sent, out_bytes), strict=True):
+    for to, (part, payload) in enumerate(zip(parts, torch.split(sent, out_bytes), strict=True)):
         if part.numel():
-            codecs.encode_rows(part.view(1, -1), payload.view(1, -1), codec)
+            numbers = (group.rank(),) if collective == "all_gather" else (group.rank(), to)
+            draw = Draw(codecs.draw_key(encoding.key, *numbers))
+            codecs.encode_rows(part.view(1, -1), payload.view(1, -1), codec, draw)
     site = _site(scope)
     label = Label(collective, site.name, group)
     transport.all_to_all(arrived, sent, label, "exchanging hidden states", in_bytes, out_bytes).wait()

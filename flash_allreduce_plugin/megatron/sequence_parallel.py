@@ -159,12 +159,12 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
 
         scope = modules.current()
         if scope.hidden_states is not None:
-            codec = expert_parallel.plan("reduce_scatter", input_, group, config, scope)
-            if codec is None:
+            encoding = expert_parallel.plan("reduce_scatter", input_, group, config, scope)
+            if encoding is None:
                 return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
             rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
             output = _buffer(input_, rows[group.rank()], use_global_buffer)
-            expert_parallel.reduce_scatter(output, input_, rows, group, codec, scope)
+            expert_parallel.reduce_scatter(output, input_, rows, group, encoding, scope)
             return output
         here = site_of(site, scope)
         reason = _left_alone(group, input_split_sizes, scope)
@@ -196,12 +196,12 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
 
         scope = modules.current()
         if scope.hidden_states is not None:
-            codec = expert_parallel.plan("all_gather", input_, group, config, scope)
-            if codec is None:
+            encoding = expert_parallel.plan("all_gather", input_, group, config, scope)
+            if encoding is None:
                 return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
             rows = output_split_sizes or [input_.shape[0]] * group.size()
             output = _buffer(input_, sum(rows), use_global_buffer)
-            expert_parallel.gather(output, input_, rows, group, codec, scope)
+            expert_parallel.gather(output, input_, rows, group, encoding, scope)
             return output
         here = _gather_site_of(site, scope, config)
         reason = _left_alone(group, output_split_sizes, scope)

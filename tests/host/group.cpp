@@ -53,7 +53,12 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
   memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, options)));
   uint8_t* spikes = record + spikes_offset(options);
   if (options & kSpikes) {
-    const uint16_t values[2] = {bf16_nearest(x[least] + 0.0f), bf16_nearest(x[greatest] + 0.0f)};
+    const uint64_t of_group = group_key(key, number);
+    uint16_t values[2] = {bf16_nearest(x[least] + 0.0f), bf16_nearest(x[greatest] + 0.0f)};
+    if (options & kStochastic) {
+      values[0] = bf16_random(x[least] + 0.0f, spike_random(of_group, group_size, false));
+      values[1] = bf16_random(x[greatest] + 0.0f, spike_random(of_group, group_size, true));
+    }
     finite = finite && bf16_is_finite(values[0]) && bf16_is_finite(values[1]);
     memcpy(spikes, values, sizeof values);
     put_place(spikes + 4, group_size, least);
@@ -63,7 +68,9 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
     x[least] = x[greatest] = x[other];
   }
   float lo = x[0], hi = x[0];
+  bool with_zero = false;
   for (int i = 0; i < group_size; ++i) {
+    with_zero = with_zero || x[i] == 0.0f;
     lo = x[i] < lo ? x[i] : lo;
     hi = x[i] > hi ? x[i] : hi;
   }
@@ -84,6 +91,7 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
       }
     }
   }
+  if (with_zero && may_miss_zero(bits, layout)) best = range_with_zero(lo, hi, bits, layout, slack);
   if (!finite || best.scale == kNaNBits) {
     memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, options)));
     memcpy(record, &kNaNScale, sizeof kNaNScale);
