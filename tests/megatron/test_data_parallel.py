@@ -19,7 +19,7 @@ from tests.distributed import run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import megatron, policy, switches, telemetry
+from flash_allreduce_plugin import copies, dispatch, megatron, policy, switches, telemetry
 from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
@@ -44,12 +44,12 @@ class CudaIsCpu(TorchFunctionMode):
         return value
 
 
-def start_megatron(tensor_parallel_size: int = 1) -> None:
+def start_megatron(tensor_parallel_size: int = 1, **options: Any) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size, **options)
     prepare_cpu()
     torch.cuda.current_stream = lambda *_args: None  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[assignment]
@@ -429,7 +429,7 @@ def test_tensor_and_data_parallel_side_by_side():
             tensor_parallel.EMBEDDING.name: (0, {policy.EMBEDDING: micro_batches}),
             tensor_parallel.G_FORWARD.name: (micro_batches * 2 * SIZE.layers, {}),
             tensor_parallel.LINEAR_DGRAD.name: (micro_batches * (2 * SIZE.layers + 1), {}),
-            SITE: (STEPS * found["buckets"], {replicated.REASON: STEPS * found["buckets with copies"]}),
+            SITE: (STEPS * found["buckets"], {copies.REASON: STEPS * found["buckets with copies"]}),
         }
         assert found["copies equal"]
         assert torch.equal(runs["full"]["parameters"], runs["stock"]["parameters"])
@@ -450,5 +450,35 @@ def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
             quantized, full = found["counts"][SITE]
             assert (quantized, full) == (
                 STEPS * found["buckets"],
-                {replicated.REASON: STEPS * found["buckets with copies"]},
+                {copies.REASON: STEPS * found["buckets with copies"]},
             )
+
+
+def train_in_instances() -> tuple[dict[str, Any], bool]:
+    """TP 2 x DP 4 of two instances of the distributed optimizer; with it, whether a copy lies across two shards."""
+    instances = {"num_distributed_optimizer_instances": 2}
+    start_megatron(2, **instances)
+    torch.cuda.Stream = lambda *_args, **_kwargs: None  # type: ignore[assignment, misc]
+    across = []
+
+    class Watched(replicated.copies.Exactly):
+        def __init__(self, ranges: Any, parts: Any, *rest: Any) -> None:
+            width = sum(part.numel() for part in parts)
+            across.append(any(first == 0 or last == width for first, last in ranges))
+            super().__init__(ranges, parts, *rest)
+
+    config = FlashConfig(grad_bits=4, bits=8, backward_bits=8, min_bytes=0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "Exactly", Watched)
+        found = train(config, 2, use_distributed_optimizer=True, **instances)
+    return found, any(across[1::2])  # every second one is of a shard
+
+
+def test_copies_stay_the_same_with_two_instances_of_the_distributed_optimizer():
+    """Megatron reduces a shard between the instances, which has a part of a layer norm's gradient at its border."""
+    pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
+    outcomes = run_ranks(8, train_in_instances, timeout=250)
+    assert any(across for _, across in outcomes), "no copy lies across the border of a shard: this tests nothing"
+    for found, _ in outcomes:
+        assert found["copies equal"] and found["replicas equal"]
+        assert found["counts"][SITE] == (2 * STEPS, {copies.REASON: 2 * STEPS})
