@@ -8,6 +8,7 @@ in a small collective beside the bucket's, and take the place of what was quanti
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -66,6 +67,22 @@ def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
         if first < last:
             found.append((first, last))
     return sorted(found)
+
+
+def moved(ranges: Sequence[Range], segments: Iterable[Range]) -> list[Range]:
+    """Where ranges of a tensor are once its segments stand one after another in this order."""
+    found, at = [], 0
+    for first, last in segments:
+        for begin, end in ranges[bisect_right(ranges, first, key=_end) :]:
+            if begin >= last:
+                break
+            found.append((at + max(begin, first) - first, at + min(end, last) - first))
+        at += last - first
+    return found
+
+
+def _end(one: Range) -> int:
+    return one[1]
 
 
 class Exactly:
