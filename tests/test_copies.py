@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import torch
@@ -21,7 +22,7 @@ def test_ranges_move_with_their_segments() -> None:
     chosen = random.Random(5)
     for _ in range(200):
         borders = [0, *sorted(chosen.sample(range(1, 60), 6)), 60]
-        segments = list(zip(borders, borders[1:], strict=False))
+        segments = list(itertools.pairwise(borders))
         chosen.shuffle(segments)
         ends = sorted(chosen.sample(range(61), 8))
         ranges = list(zip(ends[::2], ends[1::2], strict=True))

@@ -484,7 +484,7 @@ def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, A
         ddp.start_grad_sync()
         ddp.finish_grad_sync()
     first, border = (norm.data_ptr() - bucket.grad_data.data_ptr()) // 4, bucket.grad_data.numel() // 2
-    shard = parallel_state.get_data_parallel_group(partial_data_parallel=True).rank()
+    shard = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).rank()
     mine = slice(border - first) if shard == 0 else slice(border - first, None)
     return first < border < first + norm.numel(), exact[mine] / data.size(), norm[mine].clone(), counts()
 
