@@ -481,7 +481,6 @@ def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, A
     dist.all_reduce(exact, group=data)
     telemetry.reset_stats()
     with enabled(FlashConfig(grad_bits=4, min_bytes=0)):
-        ddp.start_grad_sync()
         ddp.finish_grad_sync()
     first, border = (norm.data_ptr() - bucket.grad_data.data_ptr()) // 4, bucket.grad_data.numel() // 2
     shard = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).rank()
