@@ -273,7 +273,7 @@ def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_
     seen["bytes in full precision"] = bytes_of_experts()
     megatron.disable()
     seen["stock"] = run()
-    seen["same routing"] = all(map(torch.equal, *routed))
+    seen["same routing"] = all(all(map(torch.equal, routed[0], other)) for other in routed[1:])
     seen["uneven"] = len(set(routed[0][1].sum(dim=0).tolist())) > 1
     return seen
 
