@@ -69,6 +69,18 @@ def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
     return sorted(found)
 
 
+def check(ranges: Sequence[Range], numel: int) -> None:
+    """ValueError where they are not ascending ranges of a tensor of `numel` elements."""
+    end = 0
+    for first, last in ranges:
+        if not end <= first < last <= numel:
+            raise ValueError(
+                f"exact has the range ({first}, {last}) behind {end}; expected ascending ranges (first, end) of {numel} "
+                "elements, none of them empty."
+            )
+        end = last
+
+
 def moved(ranges: Sequence[Range], segments: Iterable[Range]) -> list[Range]:
     """Where ranges of a tensor are once its segments stand one after another in this order."""
     found, at = [], 0

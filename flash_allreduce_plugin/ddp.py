@@ -151,7 +151,9 @@ class _Reduction:
             raise ValueError(f"replicated has parameters of shapes {numel}, of which the model reduces no gradient.")
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
-        either = (one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True))
+        either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
+        if not any(either):
+            return []
         gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
         return copies.within(gradients, bucket.buffer())
 

@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
+from flash_allreduce_plugin import (
+    codec,
+    collectives,
+    copies,
+    groups,
+    hierarchical,
+    switches,
+    symmetric,
+    telemetry,
+    transport,
+)
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.copies import Exactly, Range
 from flash_allreduce_plugin.feedback import Residual, Slot
@@ -222,6 +232,7 @@ class _Call:
         instead_of: int | None = None,
     ) -> None:
         self.feedback = feedback
+        copies.check(exact, numel)
         self.exact = exact
         self.instead_of = instead_of
         self.collective = collective
