@@ -75,7 +75,7 @@ def check(ranges: Sequence[Range], numel: int) -> None:
     for first, last in ranges:
         if not end <= first < last <= numel:
             raise ValueError(
-                f"exact has the range ({first}, {last}) behind {end}; expected ascending ranges (first, end) of {numel} "
+                f"exact has the range ({first}, {last}) after {end}; expected ascending ranges (first, end) of {numel} "
                 "elements, none of them empty."
             )
         end = last
