@@ -13,7 +13,7 @@ Beside tensor parallelism: parameters that the tensor-parallel ranks have copies
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
 
     config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
-    of, `include` and `exclude` do not apply. state is the model's process group, or None for the one of all ranks.
+    of, `include` and `exclude` do not apply. state is the model's process group, or None, which finds it.
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
     stay the same (layer norms beside tensor parallelism): their gradients are reduced in full precision. DTensors are
     recognised (docs/torch.md).
@@ -73,7 +73,7 @@ class Hook:
     @property
     def __name__(self) -> str:
         """DDP asks for it in register_comm_hook: the one moment in which the hook sees the model that it belongs to,
-        which says how `join` divides.
+        whose process group is the model's, and which says how `join` divides.
         """
         asking = caller.locals_of("_check_comm_hook")
         if asking is not None:
@@ -98,7 +98,7 @@ class _Steps:
 class _Reduction:
     """The buckets of one model: at most one is in flight between two hooks."""
 
-    def __init__(self, config: FlashConfig, replicated: list[Parameter]) -> None:
+    def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = ()) -> None:
         self.config = config
         self.model: weakref.ref[DistributedDataParallel] | None = None
         self.active: _Active | None = None
@@ -111,10 +111,14 @@ class _Reduction:
 
     def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
+        model = None if self.model is None else self.model()
+        if group is None and model is not None:
+            group = model.process_group
         before, self.started = self.started, None  # nothing of a backward pass that failed stays for the next
         exact = self.exact(bucket)
         if bucket.index() == 0:
-            self.active = _Active(group, bucket.buffer().device) if self.divides_by_active() else None
+            uneven = model is not None and model._join_config.enable and not model._divide_by_initial_world_size
+            self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
         work = dispatch.all_reduce(
             buffer,
@@ -137,18 +141,13 @@ class _Reduction:
             self.started = (work, buffer, future, self.active)
         return future
 
-    def divides_by_active(self) -> bool:
-        """Inside `model.join(divide_by_initial_world_size=False)`."""
-        model = None if self.model is None else self.model()
-        return model is not None and model._join_config.enable and not model._divide_by_initial_world_size
-
     def exact(self, bucket: dist.GradBucket) -> list[copies.Range]:
         """Where the bucket has gradients of parameters that other ranks have copies of."""
         parameters = bucket.parameters()
         self.unseen.difference_update(map(id, parameters))
         if bucket.is_last() and self.unseen:
-            numel = [tuple(one.shape) for one in self.replicated if id(one) in self.unseen]
-            raise ValueError(f"replicated has parameters of shapes {numel}, of which the model reduces no gradient.")
+            shapes = [tuple(one.shape) for one in self.replicated if id(one) in self.unseen]
+            raise ValueError(f"replicated has parameters of shapes {shapes}, of which the model reduces no gradient.")
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]

@@ -253,7 +253,7 @@ def as_dtensors(options: dict[str, Any]) -> dict[str, Any]:
         parallelize_module(block, mesh["tp"], plan)
     _pre_dp_module_transform(model)
     ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.05)
-    ddp.register_comm_hook(mesh.get_group("dp"), fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=0, **options)))
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=0, **options)))
     same = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("down.bias")]
     return {"apart": train_on(ddp, same, mesh), **fap.stats()}
 
@@ -272,6 +272,21 @@ def widths_that_are_chosen() -> str:
 
 def test_widths_that_each_group_chooses_are_refused_beside_dtensors(ranks: Callable[[int], Ranks]) -> None:
     assert set(ranks(4).run(widths_that_are_chosen)) == {copies.ADAPTIVE}
+
+
+def in_a_group_of_its_own() -> torch.Tensor:
+    """Two models side by side, each on two of four ranks; the hook is not told which."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, x = model_and_batch()
+    ddp = DistributedDataParallel(model, process_group=groups[dist.get_rank() // 2])
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8, min_bytes=0)))
+    ddp(x).square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_group_is_the_models(ranks: Callable[[int], Ranks]) -> None:
+    one, two, three, four = ranks(4).run(in_a_group_of_its_own)
+    assert torch.equal(one, two) and torch.equal(three, four) and not torch.equal(one, three)
 
 
 def of_another_model() -> str:
