@@ -25,6 +25,7 @@ _HOMES = {
     "all_gather": "dispatch",
     "all_reduce": "dispatch",
     "ddp_hook": "ddp",
+    "fsdp1_hook": "fsdp1",
     "reduce_scatter": "dispatch",
     "decode": "codec",
     "encode": "codec",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.feedback import Feedback as Feedback
     from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
+    from flash_allreduce_plugin.fsdp1 import fsdp1_hook as fsdp1_hook
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
     from flash_allreduce_plugin.scalars import log_to as log_to

@@ -5,17 +5,22 @@
 
 A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
 of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
+
+Beside tensor parallelism: parameters that the tensor-parallel ranks have copies of are reduced exactly (copies.py).
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
-from collections.abc import Mapping
-from typing import Protocol, cast
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from flash_allreduce_plugin import checkpoint, dispatch, run_log
+from flash_allreduce_plugin import caller, checkpoint, copies, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.policy import Site
@@ -27,38 +32,60 @@ Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
 
 
-class Hook(Protocol):
+def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Parameter] = ()) -> "Hook":
+    """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
+
+    config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
+    of, `include` and `exclude` do not apply. state is the model's process group, or None, which finds it.
+    replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
+    stay the same (layer norms beside tensor parallelism): their gradients are reduced in full precision. DTensors are
+    recognised (docs/torch.md).
+    The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
+    in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
+    Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; in the first
+    backward pass ValueError for one that the model has no gradient of.
+    """
+    if config is not None and not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
+    for one in told:
+        if not isinstance(one, Parameter):
+            raise TypeError(f"replicated holds {type(one).__name__}; expected parameters of the model.")
+    hook = Hook(FlashConfig.from_env() if config is None else config, told)
+    steps = hook.reduction.steps
+    run_log.start(hook.reduction.config, lambda: steps.finished)
+    checkpoint.register("ddp", hook.reduction)
+    return hook
+
+
+class Hook:
     """A communication hook of DDP's.
 
     feedback: the residuals of `error_feedback`, with state_dict, load_state_dict and reset; None without it.
     """
 
-    feedback: Feedback | None
+    def __init__(self, config: FlashConfig, replicated: list[Parameter]) -> None:
+        self.__qualname__ = "flash_allreduce_hook"
+        self.reduction = _Reduction(config, replicated)
+        self.feedback = self.reduction.feedback
 
-    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, /) -> Future: ...
+    @property
+    def __name__(self) -> str:
+        """DDP asks for it in register_comm_hook: the one moment in which the hook sees the model that it belongs to,
+        whose process group is the model's, and which says how `join` divides.
+        """
+        asking = caller.locals_of("_check_comm_hook")
+        if asking is not None:
+            self.reduction.model = weakref.ref(asking["self"])
+        return self.__qualname__
 
-
-def ddp_hook(config: FlashConfig | None = None) -> Hook:
-    """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
-
-    config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
-    of, `include` and `exclude` do not apply. state is the model's process group, or None for the one of all ranks.
-    The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
-    in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
-    """
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
-    reduction = _Reduction(FlashConfig.from_env() if config is None else config)
-
-    def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
-        return reduction.start(state, bucket)
-
-    steps = reduction.steps
-    run_log.start(reduction.config, lambda: steps.finished)
-    hook = cast(Hook, flash_allreduce_hook)
-    hook.feedback = reduction.feedback
-    checkpoint.register("ddp", reduction)
-    return hook
+    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+        if not isinstance(bucket, dist.GradBucket):
+            raise TypeError(
+                f"ddp_hook was called with a {type(bucket).__name__}; expected a bucket of DistributedDataParallel's. "
+                "For FullyShardedDataParallel: register_comm_hook(None, fap.fsdp1_hook(config))."
+            )
+        return self.reduction.start(state, bucket)
 
 
 class _Steps:
@@ -70,8 +97,12 @@ class _Steps:
 class _Reduction:
     """The buckets of one model."""
 
-    def __init__(self, config: FlashConfig) -> None:
+    def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = ()) -> None:
         self.config = config
+        self.model: weakref.ref[DistributedDataParallel] | None = None
+        self.active: _Active | None = None
+        self.replicated = replicated
+        self.unseen = {id(parameter) for parameter in replicated if parameter.requires_grad}
         self.steps = _Steps()
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
@@ -79,8 +110,14 @@ class _Reduction:
 
     def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
+        model = None if self.model is None else self.model()
+        if group is None and model is not None:
+            group = model.process_group
+        exact = self.exact(bucket)
         if bucket.index() == 0:
             self.started.clear()  # nothing of a backward pass that failed stays for the next
+            uneven = model is not None and model._join_config.enable and not model._divide_by_initial_world_size
+            self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
         work = dispatch.all_reduce(
             buffer,
@@ -91,15 +128,32 @@ class _Reduction:
             site=SITE,
             step=self.steps.finished,
             feedback=self.slot(bucket),
+            exact=exact,
         )
         assert work is not None
         self.started.append((work, buffer, future))
         if bucket.is_last():
             started, self.started = self.started, []
+            factor = None if self.active is None else self.active.factor()
             for each in started:
-                _finish(*each)
+                _finish(*each, factor)
             self.steps.finished += 1
         return future
+
+    def exact(self, bucket: dist.GradBucket) -> list[copies.Range]:
+        """Where the bucket has gradients of parameters that other ranks have copies of."""
+        parameters = bucket.parameters()
+        self.unseen.difference_update(map(id, parameters))
+        if bucket.is_last() and self.unseen:
+            shapes = [tuple(one.shape) for one in self.replicated if id(one) in self.unseen]
+            raise ValueError(f"replicated has parameters of shapes {shapes}, of which the model reduces no gradient.")
+        told = set(map(id, self.replicated))
+        found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
+        either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
+        if not any(either):
+            return []
+        gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
+        return copies.within(gradients, bucket.buffer())
 
     def numbers(self) -> dict[str, float]:
         return {checkpoint.STEP: self.steps.finished}
@@ -121,6 +175,29 @@ class _Reduction:
         return self.feedback.slot(number, f"shapes {[tuple(parameter.shape) for parameter in parameters]}")
 
 
-def _finish(work: Work, buffer: torch.Tensor, future: Future) -> None:
+class _Active:
+    """How many ranks still have data, in a pass that the others only shadow with zeros; counted beside the buckets."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        joined = caller.locals_of("_match_all_reduce_for_bwd_pass") is not None
+        self._count = torch.full((), float(not joined), device=device)
+        self._world_size = dist.get_world_size(group)
+        self._work = dist.all_reduce(self._count, group=group, async_op=True)
+
+    def factor(self) -> torch.Tensor:
+        """From the average over all ranks to that over those with data."""
+        self._work.wait()
+        return self._world_size / self._count
+
+
+def _finish(work: Work, buffer: torch.Tensor, future: Future, factor: torch.Tensor | None) -> None:
     work.wait()
+    if factor is not None:
+        buffer *= factor
     future.set_result(buffer)
+
+
+def _sharding(parameter: torch.Tensor) -> copies.Sharding:
+    """How a DTensor is laid out, whose local part is what DDP shows (torch.distributed.tensor.parallel.ddp)."""
+    spec = getattr(parameter, "_st_info", None)
+    return frozenset() if spec is None else copies.sharding(spec.mesh, spec.placements)

@@ -15,8 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
+from flash_allreduce_plugin import (
+    codec,
+    collectives,
+    copies,
+    groups,
+    hierarchical,
+    switches,
+    symmetric,
+    telemetry,
+    transport,
+)
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.copies import Exactly, Range
 from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.quality import Quality
@@ -44,6 +55,7 @@ def all_reduce(
     site: Site = _ALL_REDUCE,
     step: int | None = None,
     feedback: Slot | None = None,
+    exact: Sequence[Range] = (),
 ) -> Work | None:
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
@@ -56,6 +68,8 @@ def all_reduce(
         site: what the counters call this place in the program, the same on all ranks.
         step: finished training steps, for warmup_steps; None: no warm-up.
         feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
+        exact: ascending ranges (first, end) of elements that are summed in full precision, by a small collective beside
+            the quantized one: gradients of parameters that other ranks have copies of (copies.py).
 
     Returns:
         A Work if async_op, else None.
@@ -75,7 +89,7 @@ def all_reduce(
             raise Label("all_reduce", site.name, plain).error(transport.PLAINLY, error) from error
         return None
     _check_written(tensor, "tensor")
-    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback)
+    call = _Call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
     plan = call.plan(key)
     steps = _plain_all_reduce(call, tensor) if plan is None else _all_reduce(call, plan, tensor, async_op)
     return call.run(steps, plan, async_op, tensor)
@@ -92,13 +106,16 @@ def reduce_scatter(
     site: Site = _REDUCE_SCATTER,
     step: int | None = None,
     feedback: Slot | None = None,
+    exact: Sequence[Range] = (),
+    instead_of: int | None = None,
 ) -> Work | None:
     """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
 
     input has world_size times as many elements as output, in row-major order, the same dtype and device; or it is
     a list of tensors, one for each rank, of any sizes on which the ranks agree, and output has the size of this
     rank's. Groups are anchored at the first element of every part. Arguments, results and errors as all_reduce;
-    ValueError too where the sizes do not fit.
+    ValueError too where the sizes do not fit. exact: ranges of the parts one after another. instead_of: the bytes that
+    would have been sent in full precision, if that were not a reduce-scatter of the same parts.
     """
     if config is None:
         config = _default_config()
@@ -112,14 +129,15 @@ def reduce_scatter(
     _check_written(output, "output")
     if isinstance(input, Tensor):
         _check_tensor(input, "input")
-        call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback)
+        call = _Call("reduce_scatter", input, input.numel(), op, group, config, site, step, feedback, exact)
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         shards = input.detach().contiguous().view(call.world_size, -1)
         plan = call.plan(key)
         return call.run(_reduce_scatter(call, plan, output, shards), plan, async_op, output, shards)
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
-    call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
+    numel = sum(map(Tensor.numel, input))
+    call = _Call("reduce_scatter", output, numel, op, group, config, site, step, feedback, exact, instead_of)
     call.check_parts(output, input)
     parts = [part.detach().contiguous().view(-1) for part in input]
     plan = call.plan()
@@ -213,8 +231,13 @@ class _Call:
         site: Site,
         step: int | None,
         feedback: Slot | None = None,
+        exact: Sequence[Range] = (),
+        instead_of: int | None = None,
     ) -> None:
         self.feedback = feedback
+        copies.check(exact, numel)
+        self.exact = exact
+        self.instead_of = instead_of
         self.collective = collective
         self.input = input
         self.numel = numel
@@ -274,6 +297,12 @@ class _Call:
         self.parts = [part.numel() for part in parts]
 
     @property
+    def start(self) -> int:
+        """The first element of this rank's part."""
+        rank = self.group.rank()
+        return sum(self.parts[:rank]) if self.parts is not None else rank * (self.numel // self.world_size)
+
+    @property
     def factor(self) -> float:
         """What the sum is multiplied with."""
         if self.op_name == "avg":
@@ -297,8 +326,10 @@ class _Call:
         if isinstance(answer, Plan):
             answer = self.quality.decide(answer, self._at_width, self.input.device)
         if isinstance(answer, FullPrecision):
+            if answer.reason != LOW_SQNR:  # the one reason that the groups of other copies need not have
+                self.exact = ()
             nbytes = self.plain_bytes()
-            telemetry.record_full_precision(self.site, answer.reason, nbytes)
+            telemetry.record_full_precision(self.site, answer.reason, nbytes, self.instead_of)
             if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR):
                 if len(self.state.plain) == _REMEMBERED:
                     self.state.plain.clear()
@@ -306,10 +337,11 @@ class _Call:
             return None
         self.label.sign(
             *(self.op_name, self.factor, self.input.dtype, self.numel, self.parts),
-            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes),
+            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *self.exact),
         )
         sent, between_nodes = self.sent_bytes(answer)
-        telemetry.record_quantized(self.site, sent, self.plain_bytes(), between_nodes, answer.bits(self.collective))
+        plain = self.plain_bytes() if self.instead_of is None else self.instead_of
+        telemetry.record_quantized(self.site, sent, plain, between_nodes, answer.bits(self.collective))
         if answer.reduce.stochastic:
             self.key = codec.draw_key(self.config.seed, self.state.draws)
             self.state.draws += 1
@@ -363,6 +395,10 @@ class _Call:
         groups = collectives.groups_of_residual(self.collective, sizes, plan, self.world_size)
         return self.feedback.open(layout, self.site, groups, plan.reduce.group_size, self.input.device)
 
+    def exactly(self, parts: Sequence[Tensor]) -> Exactly | None:
+        """Starts what is summed in full precision beside the call; parts: its input, contiguous."""
+        return Exactly(self.exact, parts, self.factor, self.label, self.site) if self.exact else None
+
     def measure(self, input: Tensor | Sequence[Tensor]) -> None:
         """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
         if not self.quality.measured:
@@ -382,11 +418,14 @@ def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
     whole = tensor.contiguous()
     op, factor = call.plain()
     call.quality.watch([whole.view(-1)], call.factor)
+    exactly = call.exactly([whole])
     pending = transport.all_reduce(whole, op, call.label)
     yield
     pending.wait()
     if factor != 1.0:
         whole.mul_(factor)
+    if exactly is not None:
+        exactly.write(whole.view(-1))
     if whole is not tensor:
         tensor.copy_(whole)
     yield
@@ -396,6 +435,7 @@ def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
 def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
     tensor = tensor.detach()
     flat = tensor.contiguous().view(-1)
+    exactly = call.exactly([flat])
     call.measure(flat)
     meter, residual = call.quality.meter, call.residual(plan, [flat.numel()])
     carried = () if residual is None else (residual,)
@@ -403,6 +443,8 @@ def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iter
     if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
         pool = call.state.pool(flat.device)
         yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
+    if exactly is not None:
+        exactly.write(flat)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
     yield
@@ -419,6 +461,7 @@ def _reduce_scatter(
         return
     output = output.detach()
     shard = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
+    exactly = call.exactly([shards] if isinstance(shards, Tensor) else shards)
     if plan is None:
         op, factor = call.plain()
         even = shards if isinstance(shards, Tensor) else _padded(shards)
@@ -438,6 +481,8 @@ def _reduce_scatter(
         carried = () if residual is None else (residual,)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
         yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
+    if exactly is not None:
+        exactly.write(shard, call.start)
     if not output.is_contiguous():
         output.copy_(shard.view(output.shape))
     yield

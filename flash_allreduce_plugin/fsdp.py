@@ -6,6 +6,9 @@
 
 The setting is a module's own: one that is not given it reduces in full precision. A reduce-scatter rounds once. Where
 shards are replicated (HSDP), the all-reduce between the replicas is torch's own and stays in full precision.
+
+Beside tensor parallelism (DTensors on a mesh of more dimensions) a module has parameters that are split and others that
+every tensor-parallel rank has a copy of; these are reduced exactly (copies.py).
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import checkpoint, dispatch, run_log
+from flash_allreduce_plugin import caller, checkpoint, copies, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.policy import Site
 
@@ -72,7 +76,10 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in."""
+        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in.
+
+        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
+        """
         return dispatch.reduce_scatter(
             output_tensor,
             input_tensor,
@@ -82,6 +89,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
             async_op=async_op,
             site=GRADIENTS,
             feedback=self._slot(),
+            exact=_copies(input_tensor, group.size(), self.config),
         )
 
     def _slot(self) -> Slot | None:
@@ -96,6 +104,32 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
 
     def _pass_ended(self) -> None:
         self._in_pass = False
+
+
+def _copies(input: torch.Tensor, world_size: int, config: FlashConfig) -> list[copies.Range]:
+    """Where the input of a reduce-scatter has gradients of parameters that tensor-parallel ranks have copies of.
+
+    FSDP puts rank after rank what it gets of one parameter after the other, and tells a custom reduce-scatter nothing
+    about it: read in the function that calls.
+    """
+    calls = caller.locals_of("foreach_reduce") or {}
+    parameters, sizes = calls.get("fsdp_params"), calls.get("padded_unsharded_sizes")
+    if parameters is None or sizes is None:
+        raise PatchError(
+            "FlashReduceScatter was not called by foreach_reduce of FSDP2 as torch 2.11 to 2.13 have it, and does not "
+            "see which parameters are copies on tensor-parallel ranks."
+        )
+    sharded = [parameter.sharded_param for parameter in parameters]
+    found = copies.among([copies.sharding(one.device_mesh, one.placements) for one in sharded], config)
+    ranges = []
+    for rank in range(world_size):
+        first = rank * (input.numel() // world_size)
+        for size, one in zip(sizes, found, strict=True):
+            last = first + size.numel() // world_size
+            if one and first < last:
+                ranges.append((first, last))
+            first = last
+    return ranges
 
 
 class FlashAllGather(_Allocates, AllGather):

@@ -3,6 +3,7 @@
 The callers compute the numbers, this module adds them up; it may be called from any thread.  Bytes are those
 that this rank sends: for a quantized call its payloads, for a full-precision call the ring volume, that is
 2 (N-1)/N x the tensor's bytes for all_reduce and (N-1)/N x for reduce_scatter and all_gather.
+bytes_full_precision is what the same program would have sent without this plugin, whichever way the call went.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _counters(site: Site) -> Counters:
 def record_quantized(
     site: Site, bytes_sent: int, bytes_full_precision: int, bytes_between_nodes: int = 0, bits: int | None = None
 ) -> None:
-    """Count a quantized call: the payload bytes sent, what the call would have sent in full precision, what of the
+    """Count a quantized call: the payload bytes sent, what would have been sent in its place without us, what of the
     payload went to another node, and the width of its codes.
     """
     with _lock:
@@ -122,13 +123,16 @@ def record_quantized(
         counters.bytes_between_nodes += bytes_between_nodes
 
 
-def record_full_precision(site: Site, reason: str, bytes: int) -> None:
-    """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO."""
+def record_full_precision(site: Site, reason: str, bytes: int, instead_of: int | None = None) -> None:
+    """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
+
+    instead_of: what would have been sent in its place without us, where that is not `bytes`.
+    """
     with _lock:
         counters = _counters(site)
         counters.full_precision[reason] += 1
         counters.bytes_sent += bytes
-        counters.bytes_full_precision += bytes
+        counters.bytes_full_precision += bytes if instead_of is None else instead_of
         first = (site.name, reason) not in _logged
         _logged.add((site.name, reason))
     if first:
@@ -175,6 +179,7 @@ def stats() -> dict[str, Any]:
      "bytes_between_nodes", "residuals_dropped": {reason: count}, "guard": {"raised" or "lowered": count},
      "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}}}
 
+    bytes_full_precision is what would have been sent without this plugin, whichever way the calls went.
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.

@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import copies
 from tests.distributed import Ranks
 
 WIDTH, STEPS = 96, 12
@@ -145,3 +149,199 @@ def test_buckets_in_flight_find_a_width_together(ranks: Callable[[int], Ranks]) 
     assert {outcome["sites"]["ddp.gradients"]["bits"] for outcome in outcomes} <= {5, 6}
     assert len({outcome["sites"]["ddp.gradients"]["bits"] for outcome in outcomes}) == 1
     assert all(torch.equal(outcome["weights"], outcomes[0]["weights"]) for outcome in outcomes)
+
+
+def uneven(hook: bool, by_initial: bool) -> dict[str, Any]:
+    """Rank 0 runs out of data after two steps, rank 1 after four, rank 2 after six."""
+    model, _ = model_and_batch()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
+    if hook:
+        ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8, min_bytes=0)))
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
+    with ddp.join(divide_by_initial_world_size=by_initial):
+        for step in range(2 + 2 * dist.get_rank()):
+            _, x = model_and_batch(step)
+            optimizer.zero_grad()
+            (ddp(x) - x.flip(1)).square().mean().backward()
+            optimizer.step()
+    fap.reset_stats()
+    return {"moved": torch.cat([p.detach().flatten() for p in model.parameters()]) - before}
+
+
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_uneven_inputs_are_divided_as_join_is_told(ranks: Callable[[int], Ranks], by_initial: bool) -> None:
+    plain, eight = (ranks(3).run(uneven, hook, by_initial) for hook in (False, True))
+    other = ranks(3).run(uneven, False, not by_initial)
+    for rank in range(3):
+        moved = plain[rank]["moved"]
+        assert torch.equal(eight[rank]["moved"], eight[0]["moved"])
+        assert not torch.equal(eight[rank]["moved"], moved)
+        assert float((eight[rank]["moved"] - moved).norm() / moved.norm()) < 0.02
+        assert float((other[rank]["moved"] - moved).norm() / moved.norm()) > 0.1, "it makes no difference here"
+
+
+class Block(nn.Module):
+    """Column, row, and a layer norm between: its weights, and the row-parallel bias, are copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]
+
+
+class Split(nn.Module):
+    """The same by hand: this rank's half of the columns, and of the rows."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.norm = nn.LayerNorm(WIDTH)
+        torch.manual_seed(1 + group.rank())
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.down(self.up(Enters.apply(self.norm(x), self.group)).tanh())
+        return x + Leaves.apply(inside, self.group) + self.bias  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Enters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class Leaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def beside_tensor_parallelism(told: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Data parallel 2 x tensor parallel 2, by hand; whether the copies are the same afterwards, and how far apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data, tensor = mesh.get_group("dp"), mesh.get_group("tp")
+    blocks = [Split(tensor) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    same = [p for block in blocks for p in (*block.norm.parameters(), block.bias)]
+    ddp = DistributedDataParallel(model, process_group=data, bucket_cap_mb=0.05)
+    config = fap.FlashConfig(bits=4, min_bytes=0, **options)
+    ddp.register_comm_hook(data, fap.ddp_hook(config, replicated=same if told else ()))
+    return {"apart": train_on(ddp, same, mesh), **fap.stats()}
+
+
+def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh) -> float:
+    """How far what should be the same on the tensor-parallel ranks is apart, after some steps."""
+    fap.reset_stats()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(1000 * step + mesh.get_local_rank("dp"))
+        x = torch.randn(16, WIDTH, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+    mine = torch.cat([p.detach().flatten() for p in same])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine, group=mesh.get_group("tp"))
+    return float((both[0] - both[1]).abs().max())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"error_feedback": True}, {"min_sqnr_db": 22.0, "quality_interval": 2}], ids=str
+)
+def test_copies_on_tensor_parallel_ranks_stay_the_same(ranks: Callable[[int], Ranks], options: dict[str, Any]) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, True, options):
+        assert outcome["apart"] == 0
+        site = outcome["sites"]["ddp.gradients"]
+        assert site["quantized"] > 0 and site["full_precision"][copies.REASON] > 0
+        assert site["bytes_full_precision"] == STEPS * 4 * 2 * (2 * WIDTH * WIDTH + 4 * WIDTH)
+
+
+def test_copies_that_nobody_tells_of_drift_apart(ranks: Callable[[int], Ranks]) -> None:
+    assert all(outcome["apart"] > 1e-4 for outcome in ranks(4).run(beside_tensor_parallelism, False, {}))
+
+
+def as_dtensors(options: dict[str, Any]) -> dict[str, Any]:
+    """The same of torch's own tensor parallelism: split weights are DTensors, layer norms too or not."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    model = nn.Sequential(Block(), Block())
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model:
+        parallelize_module(block, mesh["tp"], plan)
+    _pre_dp_module_transform(model)
+    ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.05)
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=0, **options)))
+    same = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("down.bias")]
+    return {"apart": train_on(ddp, same, mesh), **fap.stats()}
+
+
+def test_dtensors_say_what_is_a_copy(ranks: Callable[[int], Ranks]) -> None:
+    for outcome in ranks(4).run(as_dtensors, {}):
+        assert outcome["apart"] == 0
+        assert outcome["sites"]["ddp.gradients"]["full_precision"][copies.REASON] > 0
+
+
+def widths_that_are_chosen() -> str:
+    with pytest.raises(fap.ConfigError) as refused:
+        as_dtensors({"target_sqnr_db": 20.0, "quality_interval": 2})
+    return str(refused.value)
+
+
+def test_widths_that_each_group_chooses_are_refused_beside_dtensors(ranks: Callable[[int], Ranks]) -> None:
+    assert set(ranks(4).run(widths_that_are_chosen)) == {copies.ADAPTIVE}
+
+
+def in_a_group_of_its_own() -> torch.Tensor:
+    """Two models side by side, each on two of four ranks; the hook is not told which."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, x = model_and_batch()
+    ddp = DistributedDataParallel(model, process_group=groups[dist.get_rank() // 2])
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8, min_bytes=0)))
+    ddp(x).square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_the_group_is_the_models(ranks: Callable[[int], Ranks]) -> None:
+    one, two, three, four = ranks(4).run(in_a_group_of_its_own)
+    assert torch.equal(one, two) and torch.equal(three, four) and not torch.equal(one, three)
+
+
+def of_another_model() -> str:
+    model, x = model_and_batch()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8), replicated=nn.LayerNorm(5).parameters()))
+    with pytest.raises(ValueError) as refused:
+        ddp(x).sum().backward()
+    return str(refused.value)
+
+
+def test_copies_that_the_model_does_not_have_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(of_another_model):
+        assert message == "replicated has parameters of shapes [(5,), (5,)], of which the model reduces no gradient."
+    with pytest.raises(TypeError, match="replicated holds str; expected parameters of the model"):
+        fap.ddp_hook(replicated=["norm.weight"])  # type: ignore[list-item]
+
+
+def test_a_tensor_of_fsdp1_is_sent_to_its_own_hook() -> None:
+    with pytest.raises(TypeError, match=r"fap\.fsdp1_hook"):
+        fap.ddp_hook(fap.FlashConfig(bits=8))(None, torch.zeros(4))  # type: ignore[arg-type]

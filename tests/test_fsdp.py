@@ -11,9 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import copies
 from tests.distributed import Ranks
+from tests.test_ddp import Block
 
 WIDTH, STEPS = 96, 12
 LAYERS = 3
@@ -110,3 +114,82 @@ def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Cal
 def test_a_dict_is_refused() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.FlashReduceScatter({"bits": 8})  # type: ignore[arg-type]
+
+
+def beside_tensor_parallelism(plan: str, unseen: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps."""
+    fap.reset_stats()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(7)
+    model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
+    config = fap.FlashConfig(bits=4, min_bytes=0, **options)
+    for block in (model[0], model[2]):
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if plan == "norm a DTensor":
+            distribute_module(
+                block.norm,
+                mesh["tp"],
+                input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
+                output_fn=lambda _, output, mesh: output.to_local(),
+            )
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(fap.FlashReduceScatter(config))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        if unseen:
+            patch.setattr(copies, "among", lambda shardings, _config: [False] * len(shardings))
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(1000 * step + mesh.get_local_rank("dp"))
+            x = torch.randn(16, WIDTH, generator=generator)
+            optimizer.zero_grad()
+            if step == 3:  # without gradients of the norm and the bias at the end
+                for p in model[0].norm.parameters():
+                    p.requires_grad_(False)
+            (model(x) - x.flip(1)).square().mean().backward()
+            optimizer.step()
+    same = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("down.bias") or name[0] == "1"]
+    mine = torch.cat([p.to_local().detach().flatten() for p in same])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine, group=mesh.get_group("tp"))
+    return {"apart": float((both[0] - both[1]).abs().max()), **fap.stats()}
+
+
+@pytest.mark.parametrize("options", [{}, {"error_feedback": True}], ids=str)
+@pytest.mark.parametrize("plan", ["norm a plain tensor", "norm a DTensor"])
+def test_copies_on_tensor_parallel_ranks_stay_the_same(
+    ranks: Callable[[int], Ranks], plan: str, options: dict[str, Any]
+) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, plan, False, options):
+        assert outcome["apart"] == 0
+        site = outcome["sites"]["fsdp.gradients"]
+        assert site["quantized"] == 3 * STEPS and site["full_precision"] == {copies.REASON: 2 * STEPS}
+        assert site["bytes_sent"] < 0.3 * site["bytes_full_precision"]
+
+
+def test_they_would_drift_apart(ranks: Callable[[int], Ranks]) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, "norm a plain tensor", True, {}):
+        assert outcome["apart"] > 1e-4
+
+
+def widths_that_are_chosen() -> str:
+    with pytest.raises(fap.ConfigError) as refused:
+        beside_tensor_parallelism("norm a plain tensor", False, {"target_sqnr_db": 20.0, "quality_interval": 2})
+    return str(refused.value)
+
+
+def test_widths_that_each_group_chooses_are_refused_beside_tensor_parallelism(ranks: Callable[[int], Ranks]) -> None:
+    assert set(ranks(4).run(widths_that_are_chosen)) == {copies.ADAPTIVE}
+
+
+def called_by_hand() -> str:
+    whole = torch.zeros(dist.get_world_size() * 4)
+    with pytest.raises(fap.PatchError) as refused:
+        fap.FlashReduceScatter(EIGHT)(torch.zeros(4), whole, dist.group.WORLD, dist.ReduceOp.SUM)  # type: ignore[arg-type]
+    return str(refused.value)
+
+
+def test_another_caller_than_fsdp_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    assert all("foreach_reduce" in message for message in ranks(2).run(called_by_hand))

@@ -18,14 +18,14 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("wire", "errors", "shapes", "strict_json", "autoload", "hierarchy", "netlab"),
+    ("wire", "errors", "shapes", "strict_json", "autoload", "caller", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
-    ("feedback", "guard", "meter"),
+    ("copies", "feedback", "guard", "meter"),
     ("collectives", "hierarchical", "groups"),
     ("symmetric", "quality"),
     ("dispatch", "checkpoint"),
-    ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
+    ("megatron", "deepspeed", "ddp", "fsdp", "fsdp1", "apex"),
     ("cli",),
     ("__main__",),
 )

@@ -13,6 +13,9 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Seam, rebound
@@ -54,7 +57,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
             ENGINE,
             "DeepSpeedEngine.allreduce_bucket",
             ("self", "bucket", "dp_group", "dp_world_size"),
-            lambda original: rebound(original, "dist.all_reduce", all_reduce),
+            lambda original: _bucket(original, rebound(original, "dist.all_reduce", all_reduce), reduction),
             "all-reduce of a bucket: stage 0, BF16_Optimizer, pipeline engine, experts",
         ),
         Seam(
@@ -70,7 +73,9 @@ def places(reduction: Reduction | None) -> list[Seam]:
             STAGE_1_AND_2,
             "DeepSpeedZeroOptimizer.allreduce_bucket",
             bucket,
-            lambda original: rebound(rebound(original, "dist.all_reduce", all_reduce), "dist.reduce", reduce),
+            lambda original: _bucket(
+                original, rebound(rebound(original, "dist.all_reduce", all_reduce), "dist.reduce", reduce), reduction
+            ),
             "reduction of a bucket at stages 1 and 2, to everybody or to one owner",
         ),
         Seam(
@@ -86,7 +91,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
             STAGE_1_AND_2,
             "DeepSpeedZeroOptimizer.gradient_reduction_w_predivide",
             ("self", "tensor", "communication_data_type"),
-            lambda original: rebound(original, "dist.all_reduce", all_reduce),
+            lambda original: _bucket(original, rebound(original, "dist.all_reduce", all_reduce), reduction),
             "all-reduce of a bucket at stages 1 and 2 with reduce_scatter: false",
         ),
         Seam(
@@ -94,7 +99,9 @@ def places(reduction: Reduction | None) -> list[Seam]:
             STAGE_3,
             "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
             (("args", "kwargs"), ("self", "params_to_reduce", "communication_data_type")),
-            lambda original: _rebound_below_nvtx(original, "reduce_scatter_coalesced", coalesced),
+            lambda original: _bucket(
+                original, _rebound_below_nvtx(original, "reduce_scatter_coalesced", coalesced), reduction
+            ),
             "reduce-scatter of a bucket at stage 3",
         ),
         Seam(
@@ -102,7 +109,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
             STAGE_3,
             "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
             (("args", "kwargs"), ("self", "buffer_to_reduce", "communication_data_type")),
-            lambda original: _rebound_below_nvtx(original, "dist.all_reduce", all_reduce),
+            lambda original: _bucket(original, _rebound_below_nvtx(original, "dist.all_reduce", all_reduce), reduction),
             "all-reduce of a bucket at stage 3 with reduce_scatter: false",
         ),
         Seam(
@@ -133,6 +140,23 @@ def places(reduction: Reduction | None) -> list[Seam]:
             "gives the engine's monitors our scalars along with DeepSpeed's own",
         ),
     ]
+
+
+def _bucket(original: Function, body: Function, reduction: Reduction | None) -> Function:
+    """`body`, of whose bucket, its first argument, the reduction knows what is a copy on tensor-parallel ranks.
+
+    The bucket is a tensor, a list of them, or, at stage 3, of parameters.
+    """
+
+    @functools.wraps(original)
+    def reduces(self: Any, bucket: Any, *args: Any, **kwargs: Any) -> Any:
+        assert reduction is not None
+        tensors: list[Any] = [bucket] if isinstance(bucket, Tensor) else bucket
+        gradients: list[Any] = [one.grad if isinstance(one, Parameter) else one for one in tensors]
+        with reduction.of(gradients):
+            return body(self, bucket, *args, **kwargs)
+
+    return reduces
 
 
 def _to_owners(original: Function) -> Function:

@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import checkpoint, dispatch, groups, switches, telemetry
+from flash_allreduce_plugin import checkpoint, copies, dispatch, groups, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.feedback import LOADED, Feedback, Slot
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.scalars import Scalars
@@ -45,6 +46,10 @@ def gradients(stage: int) -> Site:
 _owners: ContextVar[Slices | None] = ContextVar("flash_allreduce_owners_of_slices", default=None)
 
 
+# While a bucket is reduced: where its flat tensor has what is a copy on tensor-parallel ranks.
+_exact: ContextVar[Sequence[copies.Range]] = ContextVar("flash_allreduce_exact_ranges_of_bucket", default=())
+
+
 @contextmanager
 def owned(slices: Slices | None) -> Iterator[None]:
     """Inside, `Reduction.all_reduce` brings each slice to its owner only."""
@@ -63,9 +68,21 @@ class Reduction:
         self.stage = int(engine.zero_optimization_stage())
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self._engine = engine
+        self._tensor_parallel = replicated.is_tensor_parallel(engine)
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
+
+    @contextmanager
+    def of(self, bucket: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the collectives reduce these gradients one after another: those of copies exactly."""
+        adaptive = self.config.target_sqnr_db is not None or self.config.min_sqnr_db is not None
+        ranges = replicated.ranges(self._engine, bucket, always=adaptive) if self._tensor_parallel else ()
+        token = _exact.set(ranges)
+        try:
+            yield
+        finally:
+            _exact.reset(token)
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
@@ -75,7 +92,7 @@ class Reduction:
         if reason is not None:
             from deepspeed import comm
 
-            self._record(reason, tensor, group, halves=2)
+            self._record(reason, _volume(tensor, group, halves=2), group)
             comm.all_reduce(tensor, group=group)
         elif slices is None:
             dispatch.all_reduce(
@@ -85,21 +102,23 @@ class Reduction:
                 site=self._site(group),
                 step=self._finished_steps(),
                 feedback=self._slot(),
+                exact=_exact.get(),
             )
         else:
-            self._to_owners(tensor, slices, group)
+            self._to_owners(tensor, slices, group, instead_of=_volume(tensor, group, halves=2))
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
         group = _given(group)
+        volume = _volume(tensor, group, halves=1)
         reason = self._full_precision("reduce_scatter", tensor.numel(), tensor, group)
         if reason is not None:
             from deepspeed import comm
 
-            self._record(reason, tensor, group, halves=1)
+            self._record(reason, volume, group)
             comm.reduce(tensor, dst, group=group)
         else:
-            self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group)
+            self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group, instead_of=volume)
 
     def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """For stage 3's function of that name: this rank's part of the average of each tensor, 1-D.
@@ -108,27 +127,28 @@ class Reduction:
         empty, and nothing is filled up.
         """
         group = _given(group)
-        whole = sum(map(Tensor.numel, tensors))
+        world, rank = group.size(), group.rank()
+        whole, sizes = sum(map(Tensor.numel, tensors)), [math.ceil(tensor.numel() / world) for tensor in tensors]
+        volume = _volume(tensors[0], group, halves=1, numel=world * sum(sizes))  # DeepSpeed fills the last ones up
         reason = self._full_precision("reduce_scatter", whole, tensors[0], group)
         if reason is not None:
             from deepspeed.runtime.comm import coalesced_collectives
 
-            self._record(reason, tensors[0], group, halves=1, numel=whole)
+            self._record(reason, volume, group)
             result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
             return result
-        world, rank = group.size(), group.rank()
         pieces = []
-        for tensor in tensors:
-            flat, size = tensor.detach().reshape(-1), math.ceil(tensor.numel() / world)
+        for tensor, size in zip(tensors, sizes, strict=True):
+            flat = tensor.detach().reshape(-1)
             pieces.append([flat[r * size : (r + 1) * size] for r in range(world)])
         parts = [_joined([piece[r] for piece in pieces]) for r in range(world)]
-        self._reduce_scatter(parts, dist.ReduceOp.AVG, group)
+        self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), volume)
         return list(parts[rank].split([len(piece[rank]) for piece in pieces]))
 
     def record_sparse(self, values: Tensor, group: dist.ProcessGroup | None) -> None:
         """Count a sparse gradient, whose values DeepSpeed gathers from all ranks."""
         group = _given(group)
-        self._record(SPARSE, values, group, halves=1, numel=values.numel() * group.size())
+        self._record(SPARSE, _volume(values, group, halves=1, numel=values.numel() * group.size()), group)
 
     def events(self) -> list[tuple[str, float, int]]:
         """For the engine's monitor: (tag, value, samples) of what was counted since the last time; after each step."""
@@ -137,23 +157,32 @@ class Reduction:
         self._told_at = self._engine.global_steps
         return [(tag, value, int(self._engine.global_samples)) for tag, value in self._scalars.take()]
 
-    def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup) -> None:
+    def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup, *, instead_of: int) -> None:
         """tensor 1-D: the slices that this rank owns hold the sum afterwards, the others are as before."""
         runs: list[list[Tensor]] = [[] for _ in range(group.size())]
+        segments: list[list[copies.Range]] = [[] for _ in runs]
         start = 0
         for owner, neighbours in groupby(slices, key=lambda piece: piece[0]):
             numel = sum(count for _, count in neighbours)
             runs[owner].append(tensor[start : start + numel])
+            segments[owner].append((start, start + numel))
             start += numel
         parts = [_joined(run) if run else tensor[:0] for run in runs]
-        self._reduce_scatter(parts, dist.ReduceOp.SUM, group)
+        self._reduce_scatter(parts, dist.ReduceOp.SUM, group, list(chain(*segments)), instead_of)
         mine, own = runs[group.rank()], parts[group.rank()]
         if len(mine) > 1:  # else it is the tensor's own memory
             for piece, sums in zip(mine, own.split([len(piece) for piece in mine]), strict=True):
                 piece.copy_(sums)
 
-    def _reduce_scatter(self, parts: list[Tensor], op: Any, group: dist.ProcessGroup) -> None:
-        """parts, one 1-D tensor a rank; this rank's own holds the result."""
+    def _reduce_scatter(
+        self,
+        parts: list[Tensor],
+        op: Any,
+        group: dist.ProcessGroup,
+        segments: Sequence[copies.Range],
+        instead_of: int,
+    ) -> None:
+        """parts, one 1-D tensor a rank; this rank's own holds the result. segments: where they come from, in order."""
         dispatch.reduce_scatter(
             parts[group.rank()],
             parts,
@@ -163,6 +192,8 @@ class Reduction:
             site=self._site(group),
             step=self._finished_steps(),
             feedback=self._slot(),
+            exact=copies.moved(_exact.get(), segments) if _exact.get() else (),
+            instead_of=instead_of,
         )
 
     def _slot(self) -> Slot | None:
@@ -234,13 +265,25 @@ class Reduction:
         )
         return answer.reason if isinstance(answer, FullPrecision) else None
 
-    def _record(
-        self, reason: str, like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None
-    ) -> None:
-        """Count a call of DeepSpeed's own, with its ring volume."""
-        numel = like.numel() if numel is None else numel
-        volume = numel * like.element_size() * (group.size() - 1) // group.size()
-        telemetry.record_full_precision(self._site(group), reason, halves * volume)
+    def _record(self, reason: str, volume: int, group: dist.ProcessGroup) -> None:
+        """Count a call of DeepSpeed's own that sends `volume` bytes."""
+        telemetry.record_full_precision(self._site(group), reason, volume)
+
+
+def _volume(like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None) -> int:
+    """The bytes that DeepSpeed's own ring sends: two halves of an all-reduce, one of anything else."""
+    numel = like.numel() if numel is None else numel
+    return halves * (numel * like.element_size() * (group.size() - 1) // group.size())
+
+
+def _of_ranks(pieces: Sequence[Sequence[Tensor]], world: int) -> list[copies.Range]:
+    """Where each rank's pieces, rank after rank, come from among tensors one after another."""
+    segments: list[list[copies.Range]] = [[] for _ in range(world)]
+    start = 0
+    for rank, piece in ((rank, piece) for tensor in pieces for rank, piece in enumerate(tensor)):
+        segments[rank].append((start, start + len(piece)))
+        start += len(piece)
+    return list(chain(*segments))
 
 
 def _loss_scale(engine: Any) -> float | None:

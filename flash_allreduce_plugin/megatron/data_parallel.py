@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -169,14 +168,9 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
         step = modules.current().step
         reason = _full_precision("reduce_scatter", input, op, group, config(), step)
         if reason is None:
-            start = partial(
-                dispatch.reduce_scatter,
-                *(output, input, op, group, config(), async_op),
-                site=GRADIENTS,
-                step=step,
-                feedback=_slot(),
-            )
-            return _started(_beside_what_is_replicated(start, input, output, op, group, async_op))
+            exact = replicated.ranges(_parameters.get(), input)
+            how: dict[str, Any] = {"site": GRADIENTS, "step": step, "feedback": _slot(), "exact": exact}
+            return _started(dispatch.reduce_scatter(output, input, op, group, config(), async_op, **how))
         # Looked up now: with reduce_scatter_with_fp32_accumulation a constructor of Megatron's replaces this global.
         from megatron.core.distributed import param_and_grad_buffer
 
@@ -194,33 +188,13 @@ def _all_reduce(config: CurrentConfig) -> Function:
         step = modules.current().step
         reason = _full_precision("all_reduce", tensor, op, group, config(), step)
         if reason is None:
-            start = partial(
-                dispatch.all_reduce,
-                *(tensor, op, group, config(), async_op),
-                site=GRADIENTS,
-                step=step,
-                feedback=_slot(),
-            )
-            return _started(_beside_what_is_replicated(start, tensor, tensor, op, group, async_op))
+            exact = replicated.ranges(_parameters.get(), tensor)
+            how: dict[str, Any] = {"site": GRADIENTS, "step": step, "feedback": _slot(), "exact": exact}
+            return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
         record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
         return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
 
     return all_reduce
-
-
-def _beside_what_is_replicated(
-    start: Callable[[], Any],
-    bucket: torch.Tensor,
-    output: torch.Tensor,
-    op: Any,
-    group: dist.ProcessGroup,
-    async_op: bool,
-) -> Any:
-    """Start a bucket's collective; a handle if it is asynchronous."""
-    where = replicated.ranges(_parameters.get(), bucket)
-    if not where:
-        return start()
-    return replicated.Replicated(where, bucket, output, op, group, GRADIENTS).around(start, async_op)
 
 
 def _slot() -> Slot | None:

@@ -154,11 +154,16 @@ class Encoding:
 
 
 def plan(
-    collective: Collective, tensor: torch.Tensor, group: dist.ProcessGroup, config: CurrentConfig, scope: Scope
+    collective: Collective,
+    tensor: torch.Tensor,
+    numel: int,
+    group: dist.ProcessGroup,
+    config: CurrentConfig,
+    scope: Scope,
 ) -> Encoding | None:
     """The encoding of a call that moves hidden states or their gradient; None, counted, if Megatron's own serves it.
 
-    tensor: what this rank sends, for the counters; the answer does not depend on its size.
+    numel: elements of `tensor` that this rank sends to others, for the counters; the answer does not depend on it.
     """
     site = _site(scope)
     disabled = switches.is_on(switches.DISABLE)
@@ -183,7 +188,7 @@ def plan(
             state.draws += 1
             return Encoding(codec, codecs.draw_key(config().seed, state.draws - 1))
         reason = answer.reason
-    telemetry.record_full_precision(site, reason, tensor.numel() * tensor.element_size())
+    telemetry.record_full_precision(site, reason, numel * tensor.element_size())
     return None
 
 
@@ -230,12 +235,8 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         async_op: bool = False,
     ) -> Any:
         scope = modules.current()
-        encoding = None
-        if scope.hidden_states is not None and group is not None:
-            encoding = plan("all_gather", input, group, config, scope)  # no sum: the half that moves results
-        if encoding is None:
+        if scope.hidden_states is None or group is None:
             return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-        assert group is not None
         width = input[:1].numel() if len(input) else output[:1].numel()
 
         def sizes(splits: Sequence[int] | None, tensor: torch.Tensor) -> list[int]:
@@ -243,7 +244,12 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
                 return [tensor.numel() // group.size()] * group.size()
             return [int(count) * width for count in splits]
 
-        parts = list(torch.split(input.view(-1), sizes(input_split_sizes, input)))
+        given = sizes(input_split_sizes, input)
+        # No sum: the half that moves results.
+        encoding = plan("all_gather", input, sum(given) - given[group.rank()], group, config, scope)
+        if encoding is None:
+            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        parts = list(torch.split(input.view(-1), given))
         received = sizes(output_split_sizes, output)
         _decode(_exchange(parts, received, group, encoding, "all_to_all", scope), output, received, encoding.codec)
         return _Done() if async_op else None

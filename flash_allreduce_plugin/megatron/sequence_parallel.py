@@ -159,10 +159,11 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
 
         scope = modules.current()
         if scope.hidden_states is not None:
-            encoding = expert_parallel.plan("reduce_scatter", input_, group, config, scope)
+            rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
+            others = (input_.shape[0] - rows[group.rank()]) * input_[:1].numel()
+            encoding = expert_parallel.plan("reduce_scatter", input_, others, group, config, scope)
             if encoding is None:
                 return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
-            rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
             output = _buffer(input_, rows[group.rank()], use_global_buffer)
             expert_parallel.reduce_scatter(output, input_, rows, group, encoding, scope)
             return output
@@ -196,7 +197,8 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
 
         scope = modules.current()
         if scope.hidden_states is not None:
-            encoding = expert_parallel.plan("all_gather", input_, group, config, scope)
+            others = input_.numel() * (group.size() - 1)
+            encoding = expert_parallel.plan("all_gather", input_, others, group, config, scope)
             if encoding is None:
                 return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
             rows = output_split_sizes or [input_.shape[0]] * group.size()

@@ -36,7 +36,8 @@ def test_two_configurations_in_one_process(engines: Callable[[int], Ranks]) -> N
     for seen in engines(2).run(two_engines):
         first, second = (seen["sites"][f"deepspeed.stage{stage}.gradients"] for stage in (1, 3))
         assert first["quantized"] == first["calls"] == second["quantized"] == second["calls"] == 2
-        assert first["bytes_sent"] / first["bytes_full_precision"] == pytest.approx(8.25 / 32, rel=0.02)
+        # DeepSpeed's own at stage 1 is an all-reduce.
+        assert first["bytes_sent"] / first["bytes_full_precision"] == pytest.approx(8.25 / 64, rel=0.02)
         assert second["bytes_sent"] / second["bytes_full_precision"] == pytest.approx(4.25 / 32, rel=0.02)
         entry = seen["report"]["deepspeed.stage1.gradients"]
         assert entry["in_place"] and entry["calls"] == 2

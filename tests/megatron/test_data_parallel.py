@@ -19,11 +19,11 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import megatron, policy, switches, telemetry
+from flash_allreduce_plugin import copies, megatron, policy, switches, telemetry
 from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
-from flash_allreduce_plugin.megatron import data_parallel, replicated, tensor_parallel
+from flash_allreduce_plugin.megatron import data_parallel, tensor_parallel
 
 SITE = data_parallel.GRADIENTS.name
 GRADS = FlashConfig(grad_bits=8, min_bytes=0)
@@ -44,12 +44,12 @@ class CudaIsCpu(TorchFunctionMode):
         return value
 
 
-def start_megatron(tensor_parallel_size: int = 1) -> None:
+def start_megatron(tensor_parallel_size: int = 1, **options: Any) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size, **options)
     prepare_cpu()
     torch.cuda.current_stream = lambda *_args: None  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *_args, **_kwargs: self  # type: ignore[assignment]
@@ -429,7 +429,7 @@ def test_tensor_and_data_parallel_side_by_side():
             tensor_parallel.EMBEDDING.name: (0, {policy.EMBEDDING: micro_batches}),
             tensor_parallel.G_FORWARD.name: (micro_batches * 2 * SIZE.layers, {}),
             tensor_parallel.LINEAR_DGRAD.name: (micro_batches * (2 * SIZE.layers + 1), {}),
-            SITE: (STEPS * found["buckets"], {replicated.REASON: STEPS * found["buckets with copies"]}),
+            SITE: (STEPS * found["buckets"], {copies.REASON: STEPS * found["buckets with copies"]}),
         }
         assert found["copies equal"]
         assert torch.equal(runs["full"]["parameters"], runs["stock"]["parameters"])
@@ -450,5 +450,50 @@ def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
             quantized, full = found["counts"][SITE]
             assert (quantized, full) == (
                 STEPS * found["buckets"],
-                {replicated.REASON: STEPS * found["buckets with copies"]},
+                {copies.REASON: STEPS * found["buckets with copies"]},
             )
+
+
+def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """TP 2 x DP 4, two instances of the distributed optimizer: a layer norm's gradient lies across the two shards of
+    its bucket. Whether it does, its exact average and what this rank has of it in the end, and the counts.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    instances = {"num_distributed_optimizer_instances": 2}
+    start_megatron(2, **instances)
+    torch.cuda.Stream = lambda *_args, **_kwargs: None  # type: ignore[assignment, misc]
+    module = torch.nn.Module()
+    for name, numel in (("column", 4096), ("norm", 500), ("row", 4096)):
+        setattr(module, name, torch.nn.Parameter(torch.zeros(numel)))
+        getattr(module, name).tensor_model_parallel = name != "norm"
+    options = DistributedDataParallelConfig(use_distributed_optimizer=True, **instances)
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    ddp = DistributedDataParallel(config, options, module, disable_bucketing=True)
+    [bucket] = ddp.bucket_groups[0].buckets
+    data, rank = parallel_state.get_data_parallel_group(), dist.get_rank()
+    bucket.grad_data.copy_(torch.randn(bucket.grad_data.shape, generator=torch.Generator().manual_seed(rank)))
+    norm = module.norm.main_grad
+    norm.copy_(torch.randn(norm.shape, generator=torch.Generator().manual_seed(100 + data.rank())))
+    exact = norm.clone()
+    dist.all_reduce(exact, group=data)
+    telemetry.reset_stats()
+    with enabled(FlashConfig(grad_bits=4, min_bytes=0)):
+        ddp.finish_grad_sync()
+    first, border = (norm.data_ptr() - bucket.grad_data.data_ptr()) // 4, bucket.grad_data.numel() // 2
+    shard = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).rank()
+    mine = slice(border - first) if shard == 0 else slice(border - first, None)
+    return first < border < first + norm.numel(), exact[mine] / data.size(), norm[mine].clone(), counts()
+
+
+def test_copies_across_two_shards_stay_the_same_between_instances_of_the_distributed_optimizer():
+    """Megatron reduces shards between the instances: the part of a gradient that lies in one is exact there as well."""
+    pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
+    outcomes = run_ranks(8, reduce_in_instances, timeout=200)
+    for rank, (across, exact, found, counted) in enumerate(outcomes):
+        assert across
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found, outcomes[rank ^ 1][2]), "the other tensor-parallel rank's copy"
+        assert counted[SITE] == (2, {copies.REASON: 2})

@@ -266,12 +266,22 @@ def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_
 
     megatron.enable(CONFIG.model_copy(update={"expert_bits": bits, "backward_bits": backward_bits}))
     telemetry.reset_stats()
-    seen: dict[str, Any] = {"quantized": run(), "sites": sites()}
+    seen: dict[str, Any] = {"quantized": run(), "sites": sites(), "bytes": bytes_of_experts()}
+    megatron.enable(CONFIG.model_copy(update={"expert_bits": "full"}))
+    telemetry.reset_stats()
+    run()
+    seen["bytes in full precision"] = bytes_of_experts()
     megatron.disable()
     seen["stock"] = run()
-    seen["same routing"] = all(map(torch.equal, *routed))
+    seen["same routing"] = all(all(map(torch.equal, routed[0], other)) for other in routed[1:])
     seen["uneven"] = len(set(routed[0][1].sum(dim=0).tolist())) > 1
     return seen
+
+
+def bytes_of_experts() -> dict[str, int]:
+    """What would have been sent without the plugin, by site."""
+    counted = telemetry.stats()["sites"]
+    return {site: counts["bytes_full_precision"] for site, counts in counted.items() if ".expert." in site}
 
 
 def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any) -> None:
@@ -371,6 +381,7 @@ def test_hidden_states_of_experts_are_quantized_forward_and_backward(dispatcher)
     for seen in observed(partial(moe, dispatcher, 1, 8, 8)):
         assert of_experts(seen["sites"]) == {site: (2, {}) for site in EXPERT_SITES[dispatcher]}
         assert seen["same routing"] and seen["uneven"]
+        assert seen["bytes"] == seen["bytes in full precision"]
         assert not torch.equal(seen["quantized"][1][0], seen["stock"][1][0])
         assert close(seen)
 
@@ -393,4 +404,5 @@ def test_uneven_gathers_over_the_parts_of_an_expert():
         expected = EXPERT_SITES["alltoall"] + EXPERT_SITES["uneven"]
         assert of_experts(seen["sites"]) == {site: (2, {}) for site in expected}
         assert seen["same routing"] and seen["uneven"]
+        assert seen["bytes"] == seen["bytes in full precision"]
         assert close(seen)

@@ -1,0 +1,88 @@
+"""Which gradients of a bucket are of parameters that every tensor-parallel rank has a copy of (copies.py).
+
+Tensor parallelism is the model's own (Megatron-DeepSpeed), or AutoTP: DeepSpeed knows its size from the `mpu`, and what
+is split by a mark on the parameter. A bucket is a list of tensors; whose they are is read from their memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flash_allreduce_plugin.copies import Range
+
+# Where DeepSpeed keeps what it reduces of a parameter.
+_GRADIENTS = ("grad", "grad_accum", "_hp_grad")
+
+
+def is_tensor_parallel(engine: Any) -> bool:
+    from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
+
+    return int(bwc_tensor_model_parallel_world_size(getattr(engine, "mpu", None))) > 1
+
+
+def ranges(engine: Any, tensors: Sequence[Tensor], *, always: bool) -> list[Range]:
+    """Where the tensors, one after another, have gradients of copies, ascending; tensors: contiguous.
+
+    What is not found to be split is taken for a copy. always: also where nothing beside them is split, so that they
+    come out the same on all tensor-parallel ranks if these quantize alike.
+    """
+    memory = _memory(engine)
+    found: list[Range] = []
+    numel = known = 0
+    split = False
+    for tensor in tensors:
+        for first, last, is_split in _pieces(tensor, memory):
+            known += last - first
+            split = split or is_split
+            if is_split:
+                found.append((numel + first, numel + last))
+        numel += tensor.numel()
+    return _between(found, numel) if always or split or known < numel else []
+
+
+def _memory(engine: Any) -> list[tuple[int, int, bool]]:
+    """(address, the one behind it, whether it is split) of every gradient, ascending."""
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    # Stages 1 and 2 use the memory of a bucket again; what was reduced before may still point there.
+    reduced = getattr(engine.optimizer, "params_already_reduced", None)
+    numbers = getattr(engine.optimizer, "param_id", {})
+    found = set()
+    for parameter in engine.module.parameters():
+        if reduced is not None and id(parameter) in numbers and reduced[numbers[id(parameter)]]:
+            continue
+        for name in _GRADIENTS:
+            gradient = getattr(parameter, name, None)
+            if isinstance(gradient, Tensor) and not gradient.is_sparse and gradient.numel():
+                address = gradient.data_ptr()
+                end = address + gradient.numel() * gradient.element_size()
+                found.add((address, end, bool(is_model_parallel_parameter(parameter))))
+    return sorted(found)
+
+
+def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+    """(first element, the one behind the last, whether it is split) of each gradient in the memory of a tensor."""
+    size, start = tensor.element_size(), tensor.data_ptr()
+    end = start + tensor.numel() * size
+    pieces = []
+    for address, behind, is_split in memory[max(0, bisect_right(memory, (start,)) - 1) :]:
+        if address >= end:
+            break
+        first, last = max(address, start), min(behind, end)
+        if first < last:
+            pieces.append(((first - start) // size, (last - start) // size, is_split))
+    return pieces
+
+
+def _between(found: Sequence[Range], numel: int) -> list[Range]:
+    """What the ranges leave free of `numel` elements."""
+    free, start = [], 0
+    for first, last in [*found, (numel, numel)]:
+        if start < first:
+            free.append((start, first))
+        start = max(start, last)
+    return free

@@ -1,0 +1,68 @@
+"""torch's FSDP1 (`FullyShardedDataParallel`, accelerate's default): gradients, through its communication hook.
+
+    model = FullyShardedDataParallel(model, ...)
+    model.register_comm_hook(None, fap.fsdp1_hook(fap.FlashConfig(bits=8)))
+
+FSDP1 calls the hook with a flat gradient, padded, and the place for this rank's shard of it; without shards (NO_SHARD)
+with the gradient alone. It divides nothing then: the hook averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin import caller, dispatch, run_log
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.policy import Site
+
+SITE = Site("fsdp1.gradients")
+
+Hook = Callable[..., None]
+
+
+def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
+    """A hook for `FullyShardedDataParallel.register_comm_hook(state, hook)`, on the root, before the first forward.
+
+    config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply. state: the process
+    group that the model was given, or None, which finds it. FULL_SHARD and SHARD_GRAD_OP: a reduce-scatter, which
+    rounds once; NO_SHARD: an all-reduce. torch takes no hooks for the hybrid strategies. Counters: "fsdp1.gradients".
+    Raises TypeError where config is no FlashConfig; ConfigError with `error_feedback`, and in the backward pass of a
+    model with tensor parallelism on a device mesh.
+    """
+    if config is not None and not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    config = FlashConfig.from_env() if config is None else config
+    if config.error_feedback:
+        raise ConfigError(
+            "error_feedback does not go together with fsdp1_hook, which does not see whose gradient it is given; leave "
+            "it out, or take FSDP2 (fap.FlashReduceScatter)."
+        )
+    run_log.start(config)
+
+    def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        group = _group(state)
+        if shard is None:
+            dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=SITE)
+        else:
+            dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=SITE)
+
+    return flash_fsdp1_hook
+
+
+def _group(state: Any) -> dist.ProcessGroup | None:
+    """The group of the model's gradients. state: a group, torch's DefaultState, or None."""
+    calls = caller.locals_of("_reduce_grad", "_reduce_grad_no_shard")
+    wrapped = None if calls is None else calls.get("state")
+    if getattr(wrapped, "_fsdp_extension", None) is not None:
+        raise ConfigError(
+            "fsdp1_hook does not go together with tensor parallelism on a device mesh: copies of parameters would "
+            "drift apart, and FSDP1 does not say where they are; take FSDP2 (fap.FlashReduceScatter)."
+        )
+    if state is None:
+        return getattr(wrapped, "process_group", None)
+    return getattr(state, "process_group", state)

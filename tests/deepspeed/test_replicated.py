@@ -1,0 +1,111 @@
+"""Beside tensor parallelism: parameters that every tensor-parallel rank has a copy of, at every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed_training import configuration, deepspeed, skip_if_nothing_is_reduced
+from test_section import mpu
+from torch import nn
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import copies
+from flash_allreduce_plugin.deepspeed import replicated
+from tests.distributed import Ranks
+from tests.test_ddp import WIDTH, Split
+
+STEPS = 5
+FOUR = {"bits": 4, "min_bytes": 0}
+SMALL = {"reduce_bucket_size": 12000}  # several, and a weight and its neighbours in one
+
+
+def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True) -> dict[str, Any]:
+    """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps.
+
+    marked: the reductions find out what is a copy.
+    """
+    package = deepspeed()
+    from deepspeed.utils import groups
+
+    fap.reset_stats()
+    units = mpu(2, 1)
+    net = nn.Sequential(*(Split(units.get_tensor_model_parallel_group()) for _ in range(3)))
+    split = [p for block in net for layer in (block.up, block.down) for p in layer.parameters()]
+    for p in split:
+        p.tensor_model_parallel = True
+    same = [p for p in net.parameters() if not hasattr(p, "tensor_model_parallel")]
+    with pytest.MonkeyPatch.context() as patch:
+        if not marked:
+            patch.setattr(replicated, "ranges", lambda *_args, **_kwargs: [])
+        try:
+            optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+            config = configuration(options, flash)
+            built, *_ = package.initialize(model=net, optimizer=optimizer, config=config, mpu=units)
+            dtype = next(net.parameters()).dtype
+            for number in range(STEPS * built.gradient_accumulation_steps()):
+                generator = torch.Generator().manual_seed(1000 * number + units.get_data_parallel_rank())
+                x = torch.randn(8, WIDTH, generator=generator).to(dtype)
+                built.backward((built(x) - x.flip(1)).float().square().mean())
+                built.step()
+            mine = []
+            for p in same:
+                with package.zero.GatheredParameters([p], enabled=built.zero_optimization_stage() == 3):
+                    mine.append(p.detach().float().flatten().clone())
+            counted = fap.stats()
+            built.destroy()
+        finally:
+            groups.mpu = None
+    both = [torch.empty_like(torch.cat(mine)) for _ in range(2)]
+    dist.all_gather(both, torch.cat(mine), group=units.get_tensor_model_parallel_group())
+    return {"apart": float((both[0] - both[1]).abs().max()), **counted}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+BF16 = {"bf16": {"enabled": True}}
+CASES: dict[str, dict[str, Any]] = {
+    "stage0": zero(0),
+    "stage1": zero(1),
+    "stage1-small-buckets": zero(1, **SMALL),
+    "stage1-bf16-optimizer": {**zero(1), **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    "stage2": zero(2),
+    "stage2-small-buckets": {**zero(2, **SMALL), "gradient_accumulation_steps": 2},
+    "stage2-bf16-sent-in-fp32": {**zero(2), **BF16, "communication_data_type": "fp32"},
+    "stage2-overlap": zero(2, overlap_comm=True, **SMALL),
+    "stage2-whole": zero(2, reduce_scatter=False),
+    "stage2-not-contiguous": zero(2, contiguous_gradients=False),
+    "stage2-one-owner": zero(2, use_multi_rank_bucket_allreduce=False),
+    "stage3": zero(3),
+    "stage3-small-buckets": zero(3, **SMALL),
+    "stage3-whole": zero(3, reduce_scatter=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_copies_stay_the_same(engines: Callable[[int], Ranks], name: str) -> None:
+    skip_if_nothing_is_reduced(CASES[name]["zero_optimization"])
+    for outcome in engines(4).run(train, CASES[name], FOUR):
+        assert outcome["apart"] == 0
+        assert outcome["quantized"] > 0 and list(outcome["full_precision"]) == [copies.REASON]
+        assert outcome["bytes_sent"] < 0.4 * outcome["bytes_full_precision"]
+
+
+@pytest.mark.parametrize("more", [{"error_feedback": True}, {"min_sqnr_db": 20.0, "quality_interval": 2}], ids=str)
+@pytest.mark.parametrize("stage", range(4))
+def test_copies_stay_the_same_with_feedback_and_guard(
+    engines: Callable[[int], Ranks], stage: int, more: dict[str, Any]
+) -> None:
+    for outcome in engines(4).run(train, zero(stage, **SMALL), {**FOUR, **more}):
+        assert outcome["apart"] == 0 and outcome["quantized"] > 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_they_would_drift_apart(engines: Callable[[int], Ranks], stage: int) -> None:
+    for outcome in engines(4).run(train, zero(stage), FOUR, False):
+        assert outcome["apart"] > 1e-4
