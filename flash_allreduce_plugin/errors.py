@@ -1,4 +1,4 @@
-"""What this package raises, besides the TypeError and ValueError of a plainly wrong argument."""
+"""What this package raises, besides the TypeError and ValueError of a plainly wrong argument; a remedy many name."""
 
 from __future__ import annotations
 

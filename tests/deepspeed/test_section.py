@@ -293,6 +293,7 @@ def test_a_file_named_in_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (None, r"flash_allreduce\.config=.*tuned\.json: cannot be read"),
         ("[1]", r"flash_allreduce\.config=.*tuned\.json: expected keys and values"),
+        ('{"bits": 4, "bits": 8}', r'flash_allreduce\.config=.*tuned\.json: the key "bits" stands twice; expected'),
         ('{"bts": 4}', r"flash_allreduce\.config=.*tuned\.json: bts=4 is not a known key; the nearest is bits"),
         ('{"grad_bits": 4}', r"flash_allreduce\.config=.*tuned\.json: grad_bits=4 has no effect in DeepSpeed"),
     ],

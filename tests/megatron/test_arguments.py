@@ -104,6 +104,9 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     file.write_text('{"bitz": 8}')
     with pytest.raises(ConfigError, match=r"settings\.json: bitz=8 is not a known key; the nearest is bits"):
         arguments.config_from(parse("--flash-allreduce", "--flash-allreduce-config", str(file)))
+    file.write_text('{"bits": 8, "bits": 4}')
+    with pytest.raises(ConfigError, match=r'settings\.json: the key "bits" stands twice; expected each key once\.'):
+        arguments.config_from(parse("--flash-allreduce", "--flash-allreduce-config", str(file)))
     with pytest.raises(ConfigError, match="cannot be read"):
         arguments.config_from(parse("--flash-allreduce", "--flash-allreduce-config", str(tmp_path / "none")))
 
