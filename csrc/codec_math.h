@@ -30,15 +30,14 @@
 //
 // A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. Symmetric it always is,
 // and compact from 5 bits on, where an offset is a whole number of steps. Elsewhere such a group has a range
-// of its own, k steps below 0, k whole:
-//   asymmetric, compact at 2, 3 and 4 bits
+// of its own, which begins k steps below 0, k whole:
+//   asymmetric and compact at 2, 3 and 4 bits
 //                scale = rounded up (the least for which, with one of the best two k, no element lies more
-//                than 7/16 of a step outside of the codes' values; not at all with stochastic rounding), at
-//                least the least zero  = -(k * scale), a product that float32 holds exactly: code k is k *
-//                scale - k * scale
-//   It travels as k and a scale whose sign is set; compact, as the offset that k steps are. In codes, a 0 is
-//   k * (1 + 2^-24) at most before it is rounded, and 4095/8192 more with stochastic rounding: it rounds to
-//   k.
+//                than 7/16 of a step outside of the codes' values; not at all with stochastic rounding); not
+//                below the other groups' least
+//                zero  = -(k * scale), which float32 holds exactly: code k is k * scale - k * scale
+//   It travels as k and a scale whose sign is set; compact, as the offset that k steps are. A 0 rounds to k:
+//   in steps it is k * (1 + 2^-23) at most, up to 255 + 2^-15, and u below stays 2^-13 away from 1/2.
 //
 // Options, in the order in which encoding takes them:
 //   hadamard     the group, its signs changed after a fixed pattern, times the Hadamard matrix (entries +-1).
@@ -325,8 +324,8 @@ FLASH_HD constexpr bool may_miss_zero(int bits, Layout layout) {
   return layout == Layout::kAsymmetric || (layout == Layout::kCompact && bits < 5);
 }
 
-constexpr uint32_t kWhole =
-    0x8000u;  // asymmetric: the sign of a scale whose zero point is a whole number of steps
+// Asymmetric: the sign of a scale whose zero point is a whole number of steps.
+constexpr uint32_t kWhole = 0x8000u;
 
 // For codes of which k lie below 0. An end that is 0 asks for nothing, and 0 / 0 is not above `least`.
 FLASH_HD float scale_with_zero(float k, float lo, float hi, float levels, float slack, float least) {
