@@ -79,7 +79,8 @@ class Hook:
             self.reduction.model = weakref.ref(asking["self"])
         return self.__qualname__
 
-    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
+        """shard: what only FSDP1 gives its hooks."""
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 f"ddp_hook was called with a {type(bucket).__name__}; expected a bucket of DistributedDataParallel's. "

@@ -343,5 +343,6 @@ def test_copies_that_the_model_does_not_have_are_refused(ranks: Callable[[int], 
 
 
 def test_a_tensor_of_fsdp1_is_sent_to_its_own_hook() -> None:
-    with pytest.raises(TypeError, match=r"fap\.fsdp1_hook"):
-        fap.ddp_hook(fap.FlashConfig(bits=8))(None, torch.zeros(4))  # type: ignore[arg-type]
+    for given in ([torch.zeros(4)], [torch.zeros(4), torch.zeros(2)]):  # without shards, and with them
+        with pytest.raises(TypeError, match=r"called with a Tensor; .* fap\.fsdp1_hook"):
+            fap.ddp_hook(fap.FlashConfig(bits=8))(None, *given)  # type: ignore[arg-type]

@@ -66,7 +66,8 @@ def test_scalars_come_with_every_step(
     site = f"deepspeed.stage{stage}.gradients"
     samples = [str(16 * accumulation * number) for number in range(1, STEPS + 1)]
     assert [row[0] for row in found["Train_Samples_lr"]][:STEPS] == samples, "as DeepSpeed counts them"
-    for name, low, high in (("bytes_saved", 0.7, 0.76), ("sqnr_db", 30, 60), ("bits", 8, 8), ("quantized_share", 1, 1)):
+    saved = (0.85, 0.88) if stage == 2 else (0.7, 0.76)  # DeepSpeed's own at stage 2 is an all-reduce
+    for name, low, high in (("bytes_saved", *saved), ("sqnr_db", 30, 60), ("bits", 8, 8), ("quantized_share", 1, 1)):
         rows = found.pop(f"flash_allreduce_{site}_{name}")
         assert [row[0] for row in rows] == samples, "none after disable"
         assert all(low <= float(value) <= high for _, value in rows), (name, rows)
