@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import ops, reference, switches
+from flash_allreduce_plugin import ops, reference, switches, traced
 from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0) -> Tensor:
     Raises:
         TypeError: the tensor has another dtype.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.encode(tensor, config, call)
     _check_dtype(tensor.dtype)
     codec = config.codec()
     flat = tensor.detach().contiguous().view(1, -1)
@@ -89,6 +91,8 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
         TypeError: payload is not uint8, or dtype is another.
         ValueError: the payload has not the length that shape and config ask for, or shape is none.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.decode(payload, shape, dtype, config)
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
@@ -106,6 +110,9 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
     output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
     decode_rows(payload.contiguous().view(1, -1), output.view(1, -1), codec)
     return output
+
+
+traced.serve_codec(encode, decode)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -167,6 +168,7 @@ class FlashConfig(BaseModel):
             lines += _sentences(error, values, spelled)
         if lines:
             raise ConfigError("\n".join(lines))
+        _ = self.text
 
     @field_validator("compact", mode="after")
     @classmethod
@@ -323,6 +325,13 @@ class FlashConfig(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Every field, in JSON types; from_dict of it is equal to self."""
         return self.model_dump(mode="json")
+
+    @cached_property
+    def text(self) -> str:
+        """JSON of the fields that differ from their defaults. Of every instance from the start: torch.compile reads it
+        as a constant, and could not follow how it comes about.
+        """
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def digest(self) -> bytes:
         """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""

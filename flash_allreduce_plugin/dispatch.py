@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
+from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, traced, transport
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
@@ -65,6 +65,8 @@ def all_reduce(
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.all_reduce(tensor, op, group, config, async_op, site, step, feedback)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
@@ -100,6 +102,8 @@ def reduce_scatter(
     rank's. Groups are anchored at the first element of every part. Arguments, results and errors as all_reduce;
     ValueError too where the sizes do not fit.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.reduce_scatter(output, input, op, group, config, async_op, site, step, feedback)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
@@ -138,6 +142,8 @@ def all_gather(
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.all_gather(output, input, group, config, async_op, site, step)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
@@ -152,6 +158,10 @@ def all_gather(
     call = _Call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.check_pair(input, "input", input.numel() * call.world_size, output, "output")
     return call.run(_all_gather(call, call.plan(key), output, input), async_op, output, input)
+
+
+traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
+traced.never_trace(Work.wait, StreamWork.wait)
 
 
 def _key(
