@@ -9,16 +9,14 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_allreduce_plugin import ops, reference, switches, traced
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.config import FlashConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,6 +48,7 @@ def _is_compiled(tensor: Tensor) -> bool:
 
 def payload_bytes(numel: int, config: FlashConfig) -> int:
     """Length in bytes of the payload of `numel` elements."""
+    _check_config(config)
     return config.codec().payload_bytes(numel)
 
 
@@ -70,6 +69,7 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0) -> Tensor:
     """
     if torch.compiler.is_dynamo_compiling():
         return traced.encode(tensor, config, call)
+    _check_config(config)
     _check_dtype(tensor.dtype)
     codec = config.codec()
     flat = tensor.detach().contiguous().view(1, -1)
@@ -93,6 +93,7 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
     """
     if torch.compiler.is_dynamo_compiling():
         return traced.decode(payload, shape, dtype, config)
+    _check_config(config)
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
@@ -113,6 +114,11 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
 
 
 traced.serve_codec(encode, decode)
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig.")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

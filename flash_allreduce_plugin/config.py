@@ -60,17 +60,30 @@ def _field(default: Any, expected: str, meaning: str) -> Any:
     return Field(default, description=meaning, json_schema_extra={"expected": expected})
 
 
-class Hierarchy(BaseModel):
-    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
-
+class _Frozen(BaseModel):
     model_config = _STRICT
+
+    if not TYPE_CHECKING:  # which would let a type checker take any assignment
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigError(
+                f"{name} cannot be set to {_shown(value)}: a configuration is frozen; "
+                f"take config.model_copy(update={{{name!r}: ...}})."
+            )
+
+        def __delattr__(self, name: str) -> None:
+            raise ConfigError(f"{name} cannot be deleted: a configuration is frozen.")
+
+
+class Hierarchy(_Frozen):
+    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
 
     intra_bits: Width
     inter_bits: Width
     ranks_per_node: Annotated[int, Field(ge=1)]
 
 
-class FlashConfig(BaseModel):
+class FlashConfig(_Frozen):
     """How collectives are quantized.  Frozen, hashable, validated; compared across a group at first use.
 
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
@@ -78,8 +91,6 @@ class FlashConfig(BaseModel):
     call, one per line.  The defaults of chunk_bytes and min_bytes are what
     `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
     """
-
-    model_config = _STRICT
 
     enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
     bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")

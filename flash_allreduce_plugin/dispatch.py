@@ -15,7 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, traced, transport
+from flash_allreduce_plugin import (
+    codec,
+    collectives,
+    groups,
+    hierarchical,
+    switches,
+    symmetric,
+    telemetry,
+    traced,
+    transport,
+)
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
@@ -28,6 +38,14 @@ if TYPE_CHECKING:
 
 SWITCHED_OFF = switches.DISABLE
 _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_TAKEN = {  # what torch's own backends take in full precision
+    "gloo": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
+    "nccl": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
+}
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
@@ -120,6 +138,8 @@ def reduce_scatter(
         call.check_pair(output, "output", output.numel() * call.world_size, input, "input")
         shards = input.detach().contiguous().view(call.world_size, -1)
         return call.run(_reduce_scatter(call, call.plan(key), output, shards), async_op, output, shards)
+    if not isinstance(input, Sequence):
+        raise TypeError(f"input is {type(input).__name__}; expected a dense tensor, or a list of one for each rank.")
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     call = _Call("reduce_scatter", output, sum(map(Tensor.numel, input)), op, group, config, site, step, feedback)
@@ -178,6 +198,8 @@ def _key(
         and input.is_contiguous()
         and not output.requires_grad
         and not input.requires_grad
+        and not input.is_neg()
+        and (input is output or not output.is_neg())
         and (numel := input.numel())
     ):
         where = output.device, input.device
@@ -230,13 +252,14 @@ class _Call:
         self.site = site
         self.step = step
         self.group = _group(group)
+        _check_named(site, step, feedback)
         self.label = Label(collective, site.name, self.group)
         self.state: GroupState = groups.state_of(self.group)
         self.world_size = self.state.world_size
         self.config = _default_config() if config is None else config
         if not isinstance(self.config, FlashConfig):
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
-        _check_device(input, self.group)
+        _check_taken(collective, self.op_name, input, self.group)
         self.key = 0  # of the random numbers of a call that is rounded stochastically
         self.parts: list[int] | None = None  # elements for each rank, where they are not all alike
         self.quality = Quality(collective, site, self.label, self.state, self.config)
@@ -289,8 +312,7 @@ class _Call:
         """The operator for the plain collective, and what its result is still to be multiplied with: gloo can only
         sum.
         """
-        scaled = self.op_name in ("avg", "premul_sum") and self.input.is_floating_point()
-        if scaled and self.group._get_backend(self.input.device).name() == "gloo":
+        if self.op_name in ("avg", "premul_sum") and self.group._get_backend(self.input.device).name() == "gloo":
             return dist.ReduceOp.SUM, self.factor
         return self.op, 1.0
 
@@ -304,7 +326,8 @@ class _Call:
         if isinstance(answer, FullPrecision):
             nbytes = self.plain_bytes()
             telemetry.record_full_precision(self.site, answer.reason, nbytes)
-            if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR):
+            lasting = answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR)
+            if key is not None and lasting and not self.input.is_complex():  # whose next one may be a conjugate
                 if len(self.state.plain) == _REMEMBERED:
                     self.state.plain.clear()
                 self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
@@ -503,14 +526,32 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
             raise ValueError("torch.distributed is not initialized; call init_process_group first.")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("this rank is not a member of the group.")
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not a member of the group.")
+        hint = " (its get_group())" if hasattr(group, "get_group") else ""
+        raise TypeError(f"group is {type(group).__name__}; expected a ProcessGroup{hint} or None.")
     return group
+
+
+def _check_named(site: Any, step: Any, feedback: Any) -> None:
+    if not isinstance(site, Site):
+        raise TypeError(f"site is {type(site).__name__}; expected Site, for example Site({str(site)!r}).")
+    if step is not None and not isinstance(step, int):
+        raise TypeError(f"step is {type(step).__name__}; expected a whole number or None.")
+    if feedback is not None and not isinstance(feedback, Slot):
+        raise TypeError(f"feedback is {type(feedback).__name__}; expected what Feedback.slot() gives, or None.")
 
 
 def _check_tensor(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {what}; expected a dense tensor.")
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor around others: DTensor, AsyncCollectiveTensor ...
+        hint = ": give its to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(f"{name} is {type(tensor).__name__}; expected a plain dense tensor{hint}.")
+    if tensor.is_conj() or tensor.is_neg():
+        kind, mend = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+        raise ValueError(f"{name} is a view that stands for the {kind} of its memory; {mend}() it first.")
 
 
 def _check_written(tensor: Any, name: str) -> None:
@@ -524,13 +565,38 @@ def _check_written(tensor: Any, name: str) -> None:
         )
 
 
-def _check_device(tensor: Tensor, group: dist.ProcessGroup) -> None:
+def _check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Raises ValueError for what the group's backend would refuse in full precision, for a device that it does not
+    serve and for an operator that the dtype has not: else the failure would look like a peer's.
+    """
     try:
-        group._get_backend(tensor.device)
+        backend = group._get_backend(tensor.device).name()
     except RuntimeError as error:
         raise ValueError(
             f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
         ) from error
+    dtype = tensor.dtype
+    if dtype in codec.DTYPES and op in ("sum", "avg", "premul_sum"):
+        return
+    taken = _TAKEN.get(backend)
+    if taken is not None and dtype not in taken:
+        raise ValueError(
+            f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
+            f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
+        )
+    if collective == "all_gather":
+        return
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if op in ("band", "bor", "bxor"):
+        wrong = not exact or backend == "nccl"
+    elif op in ("max", "min", "product"):
+        wrong = dtype.is_complex
+    elif op == "avg":
+        wrong = dtype == torch.bool or (exact and backend != "nccl")
+    else:
+        wrong = op == "premul_sum" and exact
+    if wrong:
+        raise ValueError(f"{collective} of {dtype}: {backend} does not reduce it by {op.upper()}; take SUM.")
 
 
 def _op_name(op: Any) -> str:
@@ -541,4 +607,4 @@ def _op_name(op: Any) -> str:
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
         if op == getattr(dist.ReduceOp, name):
             return name.lower()
-    return str(op)
+    raise TypeError(f"op is {op!r}; expected one of torch.distributed.ReduceOp.")

@@ -150,7 +150,7 @@ def never_compile(*functions: Eager) -> None:
 
 
 def never_trace(*functions: Eager) -> None:
-    """And a graph breaks in front of them: torch.compiler.disable, which would cost every call and import Dynamo now."""
+    """And a graph breaks in front of them: as torch.compiler.disable, which costs every call and imports Dynamo now."""
     never_compile(*functions)
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ def serve_codec(encode: Eager, decode: Eager) -> None:
 
 def _heard(group: str, config: str, site: str, role: str, module: str | None, step: int | None) -> dict[str, Any]:
     return {
-        "group": dist.distributed_c10d._resolve_process_group(group),
+        "group": dist.distributed_c10d._resolve_process_group(group),  # type: ignore[arg-type]
         "config": config_of(config),
         "site": _site(site, role, module),
         "step": step,
