@@ -52,6 +52,8 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
     reduction = _Reduction(FlashConfig.from_env() if config is None else config)
 
     def flash_allreduce_hook(state: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+        if isinstance(bucket, tuple):
+            return reduction.parameter(state, bucket[0])
         return reduction.start(state, bucket)
 
     steps = reduction.steps
@@ -101,6 +103,18 @@ class _Reduction:
         else:
             self.started = (work, buffer, future)
         return future
+
+    def parameter(self, group: dist.ProcessGroup | None, gradient: torch.Tensor) -> Future:
+        """Of torch's Python reducer (torch._dynamo.config.optimize_ddp), which compiles the backward pass: one gradient
+        at a time, averaged in place; it takes no future, and knows no buckets and no passes.
+        """
+        if self.config.warmup_steps or self.config.error_feedback:
+            raise ValueError(
+                "warmup_steps and error_feedback need DDP's buckets, and its Python reducer has none; leave them out, "
+                "or set torch._dynamo.config.optimize_ddp to True."
+            )
+        dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, self.config, site=SITE)
+        return cast(Future, None)
 
     def numbers(self) -> dict[str, float]:
         return {checkpoint.STEP: self.steps.finished}

@@ -47,7 +47,7 @@ def all_reduce(
     tensor: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, feedback: Any
 ) -> Any:
     """dispatch.all_reduce under Dynamo."""
-    if not (_is_dense(tensor) and _can_be_said(op, group, config, async_op, site, step, feedback)):
+    if not (_is_tensor(tensor) and _can_be_said(op, group, config, async_op, site, step, feedback)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
         return _plainly["all_reduce"](tensor, op, group, config, async_op, site=site, step=step, feedback=feedback)
     _put(tensor, _OPERATORS.all_reduce(tensor.detach(), op.name, *_said(group, config, site, step)))
@@ -58,8 +58,8 @@ def reduce_scatter(
     output: Any, input: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, feedback: Any
 ) -> Any:
     """dispatch.reduce_scatter under Dynamo; a list of inputs breaks the graph, as torch's does."""
-    dense = _is_dense(output) and _is_dense(input)
-    if not (dense and _can_be_said(op, group, config, async_op, site, step, feedback)):
+    tensors = _is_tensor(output) and _is_tensor(input)
+    if not (tensors and _can_be_said(op, group, config, async_op, site, step, feedback)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
         return _plainly["reduce_scatter"](
             output, input, op, group, config, async_op, site=site, step=step, feedback=feedback
@@ -71,8 +71,8 @@ def reduce_scatter(
 
 def all_gather(output: Any, input: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any) -> Any:
     """dispatch.all_gather under Dynamo."""
-    dense = _is_dense(output) and _is_dense(input)
-    if not (dense and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, None)):
+    tensors = _is_tensor(output) and _is_tensor(input)
+    if not (tensors and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, None)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op ...")
         return _plainly["all_gather"](output, input, group, config, async_op, site=site, step=step)
     _put(output, _OPERATORS.all_gather(output.detach(), input.detach(), *_said(group, config, site, step)))
@@ -81,7 +81,7 @@ def all_gather(output: Any, input: Any, group: Any, config: Any, async_op: bool,
 
 def encode(tensor: Any, config: Any, call: Any) -> Any:
     """codec.encode under Dynamo."""
-    if not (_is_dense(tensor) and tensor.dtype in _DTYPES and isinstance(config, FlashConfig)):
+    if not (_is_tensor(tensor) and tensor.dtype in _DTYPES and isinstance(config, FlashConfig)):
         torch._dynamo.graph_break("flash_allreduce_plugin.encode refuses this")
         return _plainly["encode_tensor"](tensor, config, call)
     return _OPERATORS.encode_tensor(tensor.detach(), config.text, call)
@@ -89,14 +89,15 @@ def encode(tensor: Any, config: Any, call: Any) -> Any:
 
 def decode(payload: Any, shape: Any, dtype: Any, config: Any) -> Any:
     """codec.decode under Dynamo."""
-    if not (_is_dense(payload) and dtype in _DTYPES and isinstance(config, FlashConfig)):
+    if not (_is_tensor(payload) and dtype in _DTYPES and isinstance(config, FlashConfig)):
         torch._dynamo.graph_break("flash_allreduce_plugin.decode refuses this")
         return _plainly["decode_payload"](payload, shape, dtype, config)
     return _OPERATORS.decode_payload(payload, list(shape), dtype, config.text)
 
 
-def _is_dense(tensor: Any) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+def _is_tensor(tensor: Any) -> bool:
+    """And no subclass. Dynamo forbids other questions, its layout among them, in a backward of an autograd.Function."""
+    return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _can_be_said(op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, feedback: Any) -> bool:

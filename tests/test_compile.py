@@ -32,7 +32,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def prepare(folder: str) -> None:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(folder, str(dist.get_rank()))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
@@ -342,7 +342,8 @@ def data_parallel(backend: str, optimize: Any) -> tuple[bool, int, int]:
         found, again = calls(step, graph, compiled(graph, backend))
     finally:
         torch._dynamo.config.optimize_ddp, torch._dynamo.config.compiled_autograd = True, False
-    near = all((mine - theirs).abs().max() < 0.02 * theirs.abs().max() for mine, theirs in zip(found, expected))
+    pairs = zip(found, expected, strict=True)
+    near = all((mine - theirs).abs().max() < 0.02 * theirs.abs().max() for mine, theirs in pairs)
     whole = torch.cat([gradient.flatten() for gradient in found])
     others = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
     dist.all_gather(others, whole)
