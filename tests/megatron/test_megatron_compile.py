@@ -1,4 +1,4 @@
-"""torch.compile over Megatron's parallel layers under fap.megatron.enable(): no crash, and the bits of the layer as it is."""
+"""torch.compile over Megatron's parallel layers under fap.megatron.enable(): the bits of the layer as it is."""
 
 from __future__ import annotations
 
