@@ -9,17 +9,15 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import ops, reference, switches
+from flash_allreduce_plugin import ops, reference, switches, traced
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import install_command
 from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.config import FlashConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +49,7 @@ def _is_compiled(tensor: Tensor) -> bool:
 
 def payload_bytes(numel: int, config: FlashConfig) -> int:
     """Length in bytes of the payload of `numel` elements."""
+    _check_config(config)
     return config.codec().payload_bytes(numel)
 
 
@@ -69,6 +68,9 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0) -> Tensor:
     Raises:
         TypeError: the tensor has another dtype.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.encode(tensor, config, call)
+    _check_config(config)
     _check_dtype(tensor.dtype)
     codec = config.codec()
     flat = tensor.detach().contiguous().view(1, -1)
@@ -90,6 +92,9 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
         TypeError: payload is not uint8, or dtype is another.
         ValueError: the payload has not the length that shape and config ask for, or shape is none.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.decode(payload, shape, dtype, config)
+    _check_config(config)
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
@@ -107,6 +112,14 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
     output = torch.empty(tuple(shape), dtype=dtype, device=payload.device)
     decode_rows(payload.contiguous().view(1, -1), output.view(1, -1), codec)
     return output
+
+
+traced.serve_codec(encode, decode)
+
+
+def _check_config(config: Any) -> None:
+    if not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig.")
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -60,17 +61,30 @@ def _field(default: Any, expected: str, meaning: str) -> Any:
     return Field(default, description=meaning, json_schema_extra={"expected": expected})
 
 
-class Hierarchy(BaseModel):
-    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
-
+class _Frozen(BaseModel):
     model_config = _STRICT
+
+    if not TYPE_CHECKING:  # which would let a type checker take any assignment
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigError(
+                f"{name} cannot be set to {_shown(value)}: a configuration is frozen; "
+                f"take config.model_copy(update={{{name!r}: ...}})."
+            )
+
+        def __delattr__(self, name: str) -> None:
+            raise ConfigError(f"{name} cannot be deleted: a configuration is frozen.")
+
+
+class Hierarchy(_Frozen):
+    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
 
     intra_bits: Width
     inter_bits: Width
     ranks_per_node: Annotated[int, Field(ge=1)]
 
 
-class FlashConfig(BaseModel):
+class FlashConfig(_Frozen):
     """How collectives are quantized.  Frozen, hashable, validated; compared across a group at first use.
 
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
@@ -78,8 +92,6 @@ class FlashConfig(BaseModel):
     call, one per line.  The defaults of chunk_bytes and min_bytes are what
     `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
     """
-
-    model_config = _STRICT
 
     enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
     bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
@@ -168,6 +180,7 @@ class FlashConfig(BaseModel):
             lines += _sentences(error, values, spelled)
         if lines:
             raise ConfigError("\n".join(lines))
+        _ = self.text
 
     @field_validator("compact", mode="after")
     @classmethod
@@ -330,6 +343,13 @@ class FlashConfig(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """Every field, in JSON types; from_dict of it is equal to self."""
         return self.model_dump(mode="json")
+
+    @cached_property
+    def text(self) -> str:
+        """JSON of the fields that differ from their defaults. Of every instance from the start: torch.compile reads it
+        as a constant, and could not follow how it comes about.
+        """
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def digest(self) -> bytes:
         """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""

@@ -13,7 +13,7 @@ Beside tensor parallelism: parameters that the tensor-parallel ranks have copies
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,9 @@ class Hook:
         return self.__qualname__
 
     def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
-        """shard: what only FSDP1 gives its hooks."""
+        """bucket: of torch's Python reducer a gradient and its parameter. shard: what only FSDP1 gives its hooks."""
+        if isinstance(bucket, tuple):
+            return self.reduction.parameter(state, bucket[0])
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 f"ddp_hook was called with a {type(bucket).__name__}; expected a bucket of DistributedDataParallel's. "
@@ -155,6 +157,19 @@ class _Reduction:
             return []
         gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
         return copies.within(gradients, bucket.buffer())
+
+    def parameter(self, group: dist.ProcessGroup | None, gradient: torch.Tensor) -> Future:
+        """Of torch's Python reducer (torch._dynamo.config.optimize_ddp), which compiles the backward pass: one gradient
+        at a time, averaged in place; it takes no future, and knows no buckets and no passes. A gradient that is
+        reduced alone is the same on ranks that have copies of its parameter.
+        """
+        if self.config.warmup_steps or self.config.error_feedback:
+            raise ValueError(
+                "warmup_steps and error_feedback need DDP's buckets, and its Python reducer has none; leave them out, "
+                "or set torch._dynamo.config.optimize_ddp to True."
+            )
+        dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, self.config, site=SITE)
+        return cast(Future, None)
 
     def numbers(self) -> dict[str, float]:
         return {checkpoint.STEP: self.steps.finished}

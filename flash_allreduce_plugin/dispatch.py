@@ -24,6 +24,7 @@ from flash_allreduce_plugin import (
     switches,
     symmetric,
     telemetry,
+    traced,
     transport,
 )
 from flash_allreduce_plugin.config import FlashConfig
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
 
 SWITCHED_OFF = switches.DISABLE
 _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_TAKEN = {  # what torch's own backends take in full precision
+    "gloo": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
+    "nccl": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
+}
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
@@ -79,6 +88,8 @@ def all_reduce(
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.all_reduce(tensor, op, group, config, async_op, site, step, feedback=feedback, exact=exact)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
@@ -117,6 +128,9 @@ def reduce_scatter(
     ValueError too where the sizes do not fit. exact: ranges of the parts one after another. instead_of: the bytes that
     would have been sent in full precision, if that were not a reduce-scatter of the same parts.
     """
+    if torch.compiler.is_dynamo_compiling():
+        more = {"feedback": feedback, "exact": exact, "instead_of": instead_of}
+        return traced.reduce_scatter(output, input, op, group, config, async_op, site, step, **more)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
@@ -134,6 +148,8 @@ def reduce_scatter(
         shards = input.detach().contiguous().view(call.world_size, -1)
         plan = call.plan(key)
         return call.run(_reduce_scatter(call, plan, output, shards), plan, async_op, output, shards)
+    if not isinstance(input, Sequence):
+        raise TypeError(f"input is {type(input).__name__}; expected a dense tensor, or a list of one for each rank.")
     for rank, part in enumerate(input):
         _check_tensor(part, f"input[{rank}]")
     numel = sum(map(Tensor.numel, input))
@@ -158,6 +174,8 @@ def all_gather(
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced.all_gather(output, input, group, config, async_op, site, step)
     if config is None:
         config = _default_config()
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
@@ -175,6 +193,10 @@ def all_gather(
     return call.run(_all_gather(call, plan, output, input), plan, async_op, output, input)
 
 
+traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
+traced.never_trace(Work.wait, StreamWork.wait)
+
+
 def _key(
     collective: Collective, output: Any, input: Any, op: Any, config: FlashConfig, site: Site
 ) -> tuple[Any, ...] | None:
@@ -189,6 +211,8 @@ def _key(
         and input.is_contiguous()
         and not output.requires_grad
         and not input.requires_grad
+        and not input.is_neg()
+        and (input is output or not output.is_neg())
         and (numel := input.numel())
     ):
         where = output.device, input.device
@@ -246,13 +270,14 @@ class _Call:
         self.site = site
         self.step = step
         self.group = _group(group)
+        _check_named(site, step, feedback)
         self.label = Label(collective, site.name, self.group)
         self.state: GroupState = groups.state_of(self.group)
         self.world_size = self.state.world_size
         self.config = _default_config() if config is None else config
         if not isinstance(self.config, FlashConfig):
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
-        _check_device(input, self.group)
+        _check_taken(collective, self.op_name, input, self.group)
         self.key = 0  # of the random numbers of a call that is rounded stochastically
         self.parts: list[int] | None = None  # elements for each rank, where they are not all alike
         self.quality = Quality(collective, site, self.label, self.state, self.config)
@@ -313,8 +338,7 @@ class _Call:
         """The operator for the plain collective, and what its result is still to be multiplied with: gloo can only
         sum.
         """
-        scaled = self.op_name in ("avg", "premul_sum") and self.input.is_floating_point()
-        if scaled and self.group._get_backend(self.input.device).name() == "gloo":
+        if self.op_name in ("avg", "premul_sum") and self.group._get_backend(self.input.device).name() == "gloo":
             return dist.ReduceOp.SUM, self.factor
         return self.op, 1.0
 
@@ -330,7 +354,8 @@ class _Call:
                 self.exact = ()
             nbytes = self.plain_bytes()
             telemetry.record_full_precision(self.site, answer.reason, nbytes, self.instead_of)
-            if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR):
+            lasting = answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR)
+            if key is not None and lasting and not self.input.is_complex():  # whose next one may be a conjugate
                 if len(self.state.plain) == _REMEMBERED:
                     self.state.plain.clear()
                 self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
@@ -541,14 +566,32 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         if group is None:
             raise ValueError("torch.distributed is not initialized; call init_process_group first.")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("this rank is not a member of the group.")
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not a member of the group.")
+        hint = " (its get_group())" if hasattr(group, "get_group") else ""
+        raise TypeError(f"group is {type(group).__name__}; expected a ProcessGroup{hint} or None.")
     return group
+
+
+def _check_named(site: Any, step: Any, feedback: Any) -> None:
+    if not isinstance(site, Site):
+        raise TypeError(f"site is {type(site).__name__}; expected Site, for example Site({str(site)!r}).")
+    if step is not None and not isinstance(step, int):
+        raise TypeError(f"step is {type(step).__name__}; expected a whole number or None.")
+    if feedback is not None and not isinstance(feedback, Slot):
+        raise TypeError(f"feedback is {type(feedback).__name__}; expected what Feedback.slot() gives, or None.")
 
 
 def _check_tensor(tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {what}; expected a dense tensor.")
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor around others: DTensor, AsyncCollectiveTensor ...
+        hint = ": give its to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(f"{name} is {type(tensor).__name__}; expected a plain dense tensor{hint}.")
+    if tensor.is_conj() or tensor.is_neg():
+        kind, mend = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+        raise ValueError(f"{name} is a view that stands for the {kind} of its memory; {mend}() it first.")
 
 
 def _check_written(tensor: Any, name: str) -> None:
@@ -562,13 +605,38 @@ def _check_written(tensor: Any, name: str) -> None:
         )
 
 
-def _check_device(tensor: Tensor, group: dist.ProcessGroup) -> None:
+def _check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Raises ValueError for what the group's backend would refuse in full precision, for a device that it does not
+    serve and for an operator that the dtype has not: else the failure would look like a peer's.
+    """
     try:
-        group._get_backend(tensor.device)
+        backend = group._get_backend(tensor.device).name()
     except RuntimeError as error:
         raise ValueError(
             f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
         ) from error
+    dtype = tensor.dtype
+    if dtype in codec.DTYPES and op in ("sum", "avg", "premul_sum"):
+        return
+    taken = _TAKEN.get(backend)
+    if taken is not None and dtype not in taken:
+        raise ValueError(
+            f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
+            f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
+        )
+    if collective == "all_gather":
+        return
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if op in ("band", "bor", "bxor"):
+        wrong = not exact or backend == "nccl"
+    elif op in ("max", "min", "product"):
+        wrong = dtype.is_complex
+    elif op == "avg":
+        wrong = dtype == torch.bool or (exact and backend != "nccl")
+    else:
+        wrong = op == "premul_sum" and exact
+    if wrong:
+        raise ValueError(f"{collective} of {dtype}: {backend} does not reduce it by {op.upper()}; take SUM.")
 
 
 def _op_name(op: Any) -> str:
@@ -579,4 +647,4 @@ def _op_name(op: Any) -> str:
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
         if op == getattr(dist.ReduceOp, name):
             return name.lower()
-    return str(op)
+    raise TypeError(f"op is {op!r}; expected one of torch.distributed.ReduceOp.")

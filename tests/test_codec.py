@@ -190,6 +190,13 @@ def test_the_public_functions_check_their_arguments() -> None:
     with pytest.raises(TypeError, match="float64 cannot be quantized; expected float32, bfloat16 or float16"):
         fap.encode(torch.zeros(4, dtype=torch.float64), config)
     payload = fap.encode(torch.zeros(4), config)
+    for call in (
+        lambda: fap.encode(torch.zeros(4), {"bits": 4}),
+        lambda: fap.decode(payload, (4,), torch.float32, {"bits": 4}),
+        lambda: fap.payload_bytes(4, {"bits": 4}),
+    ):
+        with pytest.raises(TypeError, match=r"config is dict; expected FlashConfig\."):
+            call()
     with pytest.raises(TypeError, match="int64 cannot be quantized"):
         fap.decode(payload, (4,), torch.int64, config)
     with pytest.raises(TypeError, match="expected 1-D uint8"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -169,10 +170,24 @@ def test_lists_become_tuples_and_come_back_as_lists() -> None:
 
 
 def test_frozen() -> None:
-    config = FlashConfig()
-    with pytest.raises(ValueError, match="frozen"):
-        config.bits = 4
-    assert config.bits == 8
+    config = FlashConfig(hierarchical={"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2})
+    before = config.to_dict()
+    assert problems(setattr, config, "bits", 4) == [
+        "bits cannot be set to 4: a configuration is frozen; take config.model_copy(update={'bits': ...})."
+    ]
+    assert problems(setattr, config, "bitz", 4)[0].startswith("bitz cannot be set to 4: a configuration is frozen")
+    assert problems(setattr, config.hierarchical, "intra_bits", 4)[0].startswith("intra_bits cannot be set to 4")
+    assert problems(delattr, config, "bits") == ["bits cannot be deleted: a configuration is frozen."]
+    assert config.to_dict() == before
+
+
+def test_the_text_of_a_configuration_says_what_differs_from_the_defaults() -> None:
+    """torch.compile keeps it in its graphs."""
+    config = FlashConfig(bits=4, include=["a"])
+    for same in (config, copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config and same.text == '{"bits": 4, "include": ["a"]}'
+    assert FlashConfig.from_dict(json.loads(config.text)) == config
+    assert FlashConfig().text == "{}" and "text" not in config.to_dict()
 
 
 def test_model_copy_is_validated() -> None:

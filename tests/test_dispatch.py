@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import dispatch, groups, transport
@@ -387,6 +389,10 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
     x, y, z = torch.ones(60 * world), torch.ones(60), torch.ones(60 * world + 1)
     half, wide = torch.ones(60, dtype=torch.float16), torch.ones(1).expand(600)
     sparse = torch.ones(4, 4).to_sparse()
+    whole, short = torch.ones(60 * world, dtype=torch.int64), torch.ones(60 * world, dtype=torch.int16)
+    complex_, op = torch.ones(60 * world, dtype=torch.complex64), dist.ReduceOp
+    wrapped = DTensor.from_local(x, DeviceMesh("cpu", [dist.get_rank()], _init_backend=False), run_check=False)
+    negated = complex_.conj().imag
     return {
         "list": (lambda: fap.all_reduce([1.0, 2.0], config=QUANTIZED), []),
         "sparse": (lambda: fap.all_reduce(sparse, config=QUANTIZED), []),
@@ -400,6 +406,25 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
         "dtypes": (lambda: fap.reduce_scatter(half, x, config=QUANTIZED), [half, x]),
         "gather dtypes": (lambda: fap.all_gather(x, half, config=QUANTIZED), [half, x]),
         "devices": (lambda: fap.reduce_scatter(torch.ones(60, device="meta"), x, config=QUANTIZED), [x]),
+        "average of integers": (lambda: fap.all_reduce(whole, op.AVG, config=QUANTIZED), [whole]),
+        "scattered average": (lambda: fap.reduce_scatter(whole[:60], whole, op.AVG, config=QUANTIZED), [whole]),
+        "bits of floats": (lambda: fap.all_reduce(x, op.BAND, config=QUANTIZED), [x]),
+        "greatest complex": (lambda: fap.all_reduce(complex_, op.MAX, config=QUANTIZED), [complex_]),
+        "int16": (lambda: fap.all_reduce(short, config=QUANTIZED), [short]),
+        "gathered int16": (lambda: fap.all_gather(short, short[:60], config=QUANTIZED), [short]),
+        "operator": (lambda: fap.all_reduce(x, "sum", config=QUANTIZED), [x]),
+        "conjugate": (lambda: fap.all_reduce(complex_.conj(), config=QUANTIZED), [complex_]),
+        "negative": (lambda: fap.all_reduce(negated, config=QUANTIZED), [complex_]),
+        "negative input": (lambda: fap.all_gather(x, negated[:60], config=QUANTIZED), [x]),
+        "site": (lambda: fap.all_reduce(x, config=QUANTIZED, site="mine"), [x]),
+        "group": (lambda: fap.all_reduce(x, group="mine", config=QUANTIZED), [x]),
+        "mesh": (lambda: fap.all_reduce(x, group=wrapped.device_mesh, config=QUANTIZED), [x]),
+        "step": (lambda: fap.all_reduce(x, config=QUANTIZED, step="3"), [x]),
+        "feedback": (lambda: fap.all_reduce(x, config=QUANTIZED, feedback=fap.Feedback()), [x]),
+        "no input": (lambda: fap.reduce_scatter(y, None, config=QUANTIZED), [y]),
+        "scatter config": (lambda: fap.reduce_scatter(y, x, config={"bits": 4}), [x, y]),
+        "gather config": (lambda: fap.all_gather(x, y, config={"bits": 4}), [x, y]),
+        "DTensor": (lambda: fap.all_reduce(wrapped, config=QUANTIZED), [x]),
     }
 
 
@@ -416,6 +441,25 @@ SENTENCES = {
     "dtypes": "ValueError: output is torch.float16 on cpu and input torch.float32 on cpu; expected",
     "gather dtypes": "ValueError: input is torch.float16 on cpu and output torch.float32 on cpu; expected",
     "devices": "ValueError: output is torch.float32 on meta and input torch.float32 on cpu; expected",
+    "average of integers": "ValueError: all_reduce of torch.int64: gloo does not reduce it by AVG; take SUM.",
+    "scattered average": "ValueError: reduce_scatter of torch.int64: gloo does not reduce it by AVG; take SUM.",
+    "bits of floats": "ValueError: all_reduce of torch.float32: gloo does not reduce it by BAND; take SUM.",
+    "greatest complex": "ValueError: all_reduce of torch.complex64: gloo does not reduce it by MAX; take SUM.",
+    "int16": "ValueError: all_reduce of torch.int16: gloo does not take it; convert the tensor to one of float32",
+    "gathered int16": "ValueError: all_gather of torch.int16: gloo does not take it; convert",
+    "operator": "TypeError: op is 'sum'; expected one of torch.distributed.ReduceOp.",
+    "conjugate": "ValueError: tensor is a view that stands for the conjugate of its memory; resolve_conj() it first.",
+    "negative": "ValueError: tensor is a view that stands for the negative of its memory; resolve_neg() it first.",
+    "negative input": "ValueError: input is a view that stands for the negative of its memory",
+    "site": "TypeError: site is str; expected Site, for example Site('mine').",
+    "group": "TypeError: group is str; expected a ProcessGroup or None.",
+    "mesh": "TypeError: group is DeviceMesh; expected a ProcessGroup (its get_group()) or None.",
+    "step": "TypeError: step is str; expected a whole number or None.",
+    "feedback": "TypeError: feedback is Feedback; expected what Feedback.slot() gives, or None.",
+    "no input": "TypeError: input is NoneType; expected a dense tensor, or a list of one for each rank.",
+    "scatter config": "TypeError: config is dict; expected FlashConfig or None.",
+    "gather config": "TypeError: config is dict; expected FlashConfig or None.",
+    "DTensor": "TypeError: tensor is DTensor; expected a plain dense tensor: give its to_local().",
 }
 
 
@@ -446,6 +490,50 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks: GetRanks, world_siz
         for rank, (message, *good) in enumerate(ranks(world_size).run(bad_input, name, on)):
             assert message.startswith(sentence) if rank in on else message == ""
             assert good == [True, True, True]
+
+
+def taken() -> list[str]:
+    """Of every dtype and operator: where we refuse what torch.distributed takes, or the other way round."""
+    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+    def outcome(call: Callable[..., Any], dtype: torch.dtype, op: Any) -> str:
+        try:
+            call(torch.ones(8).to(dtype), op)
+        except ValueError:
+            return "refused"
+        except RuntimeError:
+            return "failed"
+        return "taken"
+
+    wrong = []
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool):
+        for name in names:
+            op = getattr(dist.ReduceOp, name)
+            found = outcome(dist.all_reduce, dtype, op), outcome(fap.all_reduce, dtype, op)
+            if found not in (("taken", "taken"), ("failed", "refused")):
+                wrong.append(f"{dtype} {name}: {found}")
+    return wrong
+
+
+def test_in_full_precision_just_what_torch_refuses_is_refused(ranks: GetRanks) -> None:
+    assert ranks(2).run(taken) == [[]] * 2
+
+
+def views_after_remembered_calls() -> list[str]:
+    refused = []
+    for x in (torch.ones(60, dtype=torch.complex64).conj(), torch.ones(60, dtype=torch.complex64).conj().imag):
+        for _ in range(3):
+            fap.all_reduce(torch.ones(60, dtype=x.dtype))
+        try:
+            fap.all_reduce(x)
+        except ValueError as error:
+            refused.append(str(error))
+    return refused
+
+
+def test_a_lazy_view_is_refused_where_its_like_is_remembered(ranks: GetRanks) -> None:
+    for conjugate, negative in ranks(2).run(views_after_remembered_calls):
+        assert "conjugate" in conjugate and "negative" in negative
 
 
 def test_without_a_process_group() -> None:

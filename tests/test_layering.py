@@ -20,6 +20,7 @@ NAME = ROOT.name
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "shapes", "strict_json", "autoload", "caller", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
+    ("traced",),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
     ("copies", "feedback", "guard", "meter"),
     ("collectives", "hierarchical", "groups"),
