@@ -21,7 +21,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
-    ("feedback", "guard", "meter"),
+    ("feedback", "guard", "meter", "presence"),
     ("collectives", "hierarchical", "groups"),
     ("symmetric", "quality"),
     ("dispatch", "checkpoint"),
