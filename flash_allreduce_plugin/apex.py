@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, run_log, telemetry
+from flash_allreduce_plugin import beside, dispatch, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
@@ -60,6 +60,7 @@ def enable(config: FlashConfig | None = None) -> None:
         _refuse_other_packages()
     run_log.start(config)
     _patchset.apply()
+    beside.attach(_patchset)
     _config = config
 
 
@@ -70,6 +71,7 @@ def disable() -> None:
     """
     global _config
     _patchset.restore()
+    beside.detach(_patchset)
     _config = None
     _begun.clear()
     _feedback.clear()

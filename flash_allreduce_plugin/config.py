@@ -31,7 +31,7 @@ from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
 ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
 # Switches of the package that are no fields of the configuration; read where they act, not here.
-ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD")
+ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD", "COUNT_BESIDE")
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
 _COUNT = "a whole number, 0 or more"

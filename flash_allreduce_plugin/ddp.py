@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import checkpoint, dispatch, run_log
+from flash_allreduce_plugin import beside, checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
@@ -56,6 +56,7 @@ def ddp_hook(config: FlashConfig | None = None) -> Hook:
 
     steps = reduction.steps
     run_log.start(reduction.config, lambda: steps.finished)
+    beside.attach(reduction)
     hook = cast(Hook, flash_allreduce_hook)
     hook.feedback = reduction.feedback
     checkpoint.register("ddp", reduction)

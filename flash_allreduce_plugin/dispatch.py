@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import codec, collectives, groups, hierarchical, switches, symmetric, telemetry, transport
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
@@ -70,7 +71,8 @@ def all_reduce(
     key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            dist.all_reduce(tensor, group=plain)
+            with ours:
+                dist.all_reduce(tensor, group=plain)
         except RuntimeError as error:
             raise Label("all_reduce", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -105,7 +107,8 @@ def reduce_scatter(
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.reduce_scatter_single(_flat(output), _flat(input), group=plain)
+            with ours:
+                transport.reduce_scatter_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("reduce_scatter", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -143,7 +146,8 @@ def all_gather(
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.all_gather_single(_flat(output), _flat(input), group=plain)
+            with ours:
+                transport.all_gather_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("all_gather", site.name, plain).error(transport.PLAINLY, error) from error
         return None

@@ -19,7 +19,7 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import checkpoint, dispatch, run_log
+from flash_allreduce_plugin import beside, checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Slot, feedback_for
 from flash_allreduce_plugin.policy import Site
@@ -37,6 +37,7 @@ class _Allocates:
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
         self.config = FlashConfig.from_env() if config is None else config
         run_log.start(self.config)
+        beside.attach(self)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

@@ -20,6 +20,7 @@ NAME = ROOT.name
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "autoload", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
+    ("beside",),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
     ("feedback", "guard", "meter", "presence"),
     ("collectives", "hierarchical", "groups"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.run_log import LOG_VERSION
-from flash_allreduce_plugin.telemetry import Counters
+from flash_allreduce_plugin.telemetry import NOT_OURS, Counters
 
 Sites = dict[str, Counters]
 
@@ -32,6 +32,7 @@ class Interval:
     seconds: float
     step: int | None
     sites: Sites
+    beside: Sites = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Log:
         """Of all starts, one after the other, their seconds counted on."""
         found, before = [], 0.0
         for start in self.starts:
-            found += [Interval(before + one.seconds, one.step, one.sites) for one in start.intervals]
+            found += [Interval(before + one.seconds, one.step, one.sites, one.beside) for one in start.intervals]
             before += start.seconds
         return found
 
@@ -73,6 +74,16 @@ class Log:
     def sites(self) -> Sites:
         """The whole run."""
         return added_up(interval.sites for interval in self.intervals)
+
+    @cached_property
+    def beside(self) -> Sites:
+        """What torch.distributed sent beside us, by collective and group."""
+        return added_up(interval.beside for interval in self.intervals)
+
+    @property
+    def all(self) -> Counters:
+        """The sites and what was sent beside us."""
+        return total(self.sites).plus(total(self.beside))
 
     @property
     def steps(self) -> int | None:
@@ -136,9 +147,10 @@ def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
             starts[-1].configurations.append(_mapping(line["configuration"]))
         elif line["kind"] in ("interval", "end"):
             sites = {name: _counters(fields) for name, fields in line["sites"].items()}
+            beside = {name: _beside(fields) for name, fields in line.get("beside", {}).items()}
             step = None if line.get("step") is None else _count(line["step"])
             seconds = _number(line["seconds"], starts[-1].seconds, _LONGEST)
-            starts[-1].intervals.append(Interval(seconds, step, sites))
+            starts[-1].intervals.append(Interval(seconds, step, sites, beside))
             starts[-1].ended = line["kind"] == "end"
         else:
             raise ValueError
@@ -168,7 +180,14 @@ def _counters(fields: dict[str, Any]) -> Counters:
         _count(fields.get("measured", 0)),
         _reasons(fields.get("residuals_dropped", {})),
         _reasons(fields.get("guard", {})),
+        _count(fields.get("bytes_plain", 0)),
     )
+
+
+def _beside(fields: dict[str, Any]) -> Counters:
+    sent = _count(fields["bytes_sent"])
+    reasons = Counter({NOT_OURS: _count(fields["calls"])})
+    return Counters(full_precision=reasons, bytes_sent=sent, bytes_full_precision=sent, bytes_plain=sent)
 
 
 def _reasons(fields: dict[str, Any]) -> Counter[str]:

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-from flash_allreduce_plugin import run_log, switches
+from flash_allreduce_plugin import beside, run_log, switches
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
@@ -101,6 +101,7 @@ def bind(engine: Any, config: FlashConfig) -> None:
     bound: list[_Bound] = []
     setattr(engine, _BOUND, (reduction, bound))
     _engines.add(engine)
+    beside.attach(reduction)
     try:
         _put_on(engine, reduction, bound)
     except BaseException:
@@ -150,7 +151,8 @@ def reduction_of(engine: Any) -> Reduction:
 
 def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
-    _, bound = getattr(engine, _BOUND)
+    reduction, bound = getattr(engine, _BOUND)
+    beside.detach(reduction)
     delattr(engine, _BOUND)
     _engines.discard(engine)
     for owner, name, new, before in reversed(bound):

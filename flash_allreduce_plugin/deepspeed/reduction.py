@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checkpoint, dispatch, groups, switches, telemetry
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import LOADED, Slot, feedback_for
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
@@ -76,7 +77,8 @@ class Reduction:
             from deepspeed import comm
 
             self._record(reason, tensor, group, halves=2)
-            comm.all_reduce(tensor, group=group)
+            with ours:
+                comm.all_reduce(tensor, group=group)
         elif slices is None:
             dispatch.all_reduce(
                 tensor,
@@ -97,7 +99,8 @@ class Reduction:
             from deepspeed import comm
 
             self._record(reason, tensor, group, halves=1)
-            comm.reduce(tensor, dst, group=group)
+            with ours:
+                comm.reduce(tensor, dst, group=group)
         else:
             self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group)
 
@@ -114,7 +117,8 @@ class Reduction:
             from deepspeed.runtime.comm import coalesced_collectives
 
             self._record(reason, tensors[0], group, halves=1, numel=whole)
-            result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
+            with ours:
+                result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
             return result
         world, rank = group.size(), group.rank()
         pieces = []

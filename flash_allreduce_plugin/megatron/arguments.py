@@ -219,9 +219,12 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
 
 
 def summary() -> str:
-    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called."""
-    sites = telemetry.stats()["sites"]
-    sent = full = 0
+    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called, and what
+    was sent beside us: the first line is about all of it.
+    """
+    stats = telemetry.stats()
+    sites = stats["sites"]
+    sent = full = sum(one["bytes_sent"] for one in stats["beside"].values())
     lines, silent = [], []
     for seam, entry in megatron.report().items():
         if not entry["calls"]:
@@ -237,6 +240,7 @@ def summary() -> str:
         )
     if silent:
         lines.append(f"  never called: {', '.join(silent)}")
+    lines += [f"  {line}" for line in telemetry.beside_us()]
     saved = f"{_megabytes(full - sent)} saved of {_megabytes(full)}"
     if full:
         saved += f" ({100 * (full - sent) / full:.1f} %)"

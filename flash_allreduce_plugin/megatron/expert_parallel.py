@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import codec as codecs
 from flash_allreduce_plugin import groups, switches, telemetry, transport
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
@@ -220,7 +222,9 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         if scope.hidden_states is not None and group is not None:
             codec = plan("all_gather", input, group, config, scope)  # no sum: the half that moves results
         if codec is None:
-            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+            counted = scope.hidden_states is not None and group is not None
+            with ours if counted else nullcontext():
+                return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
         assert group is not None
         width = input[:1].numel() if len(input) else output[:1].numel()
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.megatron.tensor_parallel import record_original
 from flash_allreduce_plugin.policy import Site
 
@@ -75,7 +76,8 @@ class Replicated:
         """Start both; a handle for both if they are asynchronous."""
         handle = collective()
         record_original(self._site, REASON, self._exact, self._group, all_reduce=True)
-        self._own = dist.all_reduce(self._exact, op=self._op, group=self._group, async_op=async_op)
+        with ours:
+            self._own = dist.all_reduce(self._exact, op=self._op, group=self._group, async_op=async_op)
         if async_op:
             self._bucket = handle
             return self
