@@ -16,9 +16,9 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -88,26 +88,28 @@ def _update() -> None:
 
 
 def _counting(original: Callable[..., Any], name: str, volume: Volume) -> Callable[..., Any]:
+    known: WeakKeyDictionary[dist.ProcessGroup, tuple[int, str]] = WeakKeyDictionary()
+
     @functools.wraps(original)
     def method(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if not ours.depth and _replaced:
-            _count(name, volume, self, [*args, *kwargs.values()])
+        if ours.depth or not _replaced:
+            return original(self, *args, **kwargs)
+        try:
+            world, what = known.get(self) or known.setdefault(self, _described(name, self))
+            if world > 1:
+                telemetry.record_beside(what, volume([*args, *kwargs.values()] if kwargs else args, self, world))
+        except Exception:  # of arguments that torch will refuse: the training is not to fail here
+            pass
         with ours:  # else twice, if somebody's wrapper lies between two of ours
             return original(self, *args, **kwargs)
 
     return method
 
 
-def _count(name: str, volume: Volume, group: dist.ProcessGroup, arguments: list[Any]) -> None:
-    try:
-        world = group.size()
-        if world == 1:
-            return
-        nbytes = volume(arguments, group, world)
-        described = "a group" if group.group_desc in ("", "undefined") else group.group_desc
-        telemetry.record_beside(f"{name}, {described} of {world} ranks", nbytes)
-    except Exception:  # of arguments that the method itself will refuse
-        return
+def _described(name: str, group: dist.ProcessGroup) -> tuple[int, str]:
+    world = group.size()
+    described = "a group" if group.group_desc in ("", "undefined") else group.group_desc
+    return world, f"{name}, {described} of {world} ranks"
 
 
 # ---- bytes that a rank sends, from a method's arguments
@@ -120,7 +122,7 @@ def _size(tensors: Any) -> int:
     return sum(map(_size, tensors))
 
 
-def _root(arguments: list[Any]) -> int:
+def _root(arguments: Sequence[Any]) -> int:
     found = next((one.rootRank for one in arguments if hasattr(one, "rootRank")), None)
     return int(arguments[-1] if found is None else found)
 

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -79,6 +79,8 @@ class FlashConfig(BaseModel):
     """
 
     model_config = _STRICT
+
+    from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)
 
     enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
     bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
@@ -262,6 +264,7 @@ class FlashConfig(BaseModel):
         false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
         variable with the prefix that is neither a field nor a switch of the package is refused.
         """
+        FlashConfig.from_env_was_called = True
         texts = {}
         keys = {_variable(key): key for key in cls.model_fields}
         switches = [ENVIRONMENT_PREFIX + name for name in ENVIRONMENT_SWITCHES]

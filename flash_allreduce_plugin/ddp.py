@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import beside, checkpoint, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot, feedback_for
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.work import Work
 
@@ -75,6 +76,7 @@ class _Reduction:
     def __init__(self, config: FlashConfig) -> None:
         self.config = config
         self.steps = _Steps()
+        self.first_steps = FirstSteps("ddp", attached_to="DistributedDataParallel")
         self.feedback = feedback_for(config)
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: tuple[Work, torch.Tensor, Future] | None = None
@@ -83,6 +85,7 @@ class _Reduction:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
         before, self.started = self.started, None  # nothing of a backward pass that failed stays for the next
         buffer, future = bucket.buffer(), Future()
+        self.first_steps.at(self.steps.finished, self.config)
         work = dispatch.all_reduce(
             buffer,
             dist.ReduceOp.AVG,

@@ -297,7 +297,8 @@ class _Call:
             answer = self.quality.decide(answer, self._at_width, self.input.device)
         if isinstance(answer, FullPrecision):
             nbytes = self.plain_bytes()
-            telemetry.record_full_precision(self.site, answer.reason, nbytes)
+            message = self.numel * self.input.element_size()
+            telemetry.record_full_precision(self.site, answer.reason, nbytes, message)
             if key is not None and answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR):
                 if len(self.state.plain) == _REMEMBERED:
                     self.state.plain.clear()

@@ -19,13 +19,33 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import beside, checkpoint, dispatch, run_log
+from flash_allreduce_plugin import beside, checkpoint, dispatch, notices, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Slot, feedback_for
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Site
 
 GRADIENTS = Site("fsdp.gradients")
 PARAMETERS = Site("fsdp.parameters")
+
+
+_first_steps = FirstSteps("fsdp", attached_to="FSDP2")
+_passes = [0, 0]  # backward passes that are over, and gradients since the last one
+
+
+def _follow(config: FlashConfig) -> None:
+    """Count the backward passes, as long as the first ones last."""
+    _first_steps.at(_passes[0], config)
+    _passes[1] += 1
+    if not _first_steps.over:
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(_pass_over)
+        except RuntimeError:  # called by hand, in no backward pass
+            return
+
+
+def _pass_over() -> None:
+    _passes[:] = _passes[0] + (_passes[1] > 0), 0
 
 
 class _Allocates:
@@ -74,6 +94,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> Any:
         """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in."""
+        _follow(self.config)
         return dispatch.reduce_scatter(
             output_tensor,
             input_tensor,
@@ -106,6 +127,8 @@ class FlashAllGather(_Allocates, AllGather):
     8 bits, and measure.
     """
 
+    _said = False
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -114,5 +137,8 @@ class FlashAllGather(_Allocates, AllGather):
         async_op: bool = False,
     ) -> None:
         """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
+        if not FlashAllGather._said:
+            FlashAllGather._said = True
+            notices.say(notices.attached("FSDP2", f"parameters in {self.config.bits} bits", self.config))
         # FSDP waits only on handles of torch's own type.
         dispatch.all_gather(output_tensor, input_tensor, group, self.config, site=PARAMETERS)

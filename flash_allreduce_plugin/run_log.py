@@ -55,7 +55,7 @@ def start(config: FlashConfig, step: StepSource | None = None) -> None:
     with _lock:
         _finished_steps = _finished_steps if step is None else step
         if _running is None or _running.pid != os.getpid():
-            ranks = _rank_and_world()
+            ranks = rank_and_world()
             name = os.environ[switches.LOG]
             if ranks is None or (ranks[0] != 0 and "%r" not in name):
                 return
@@ -177,7 +177,7 @@ def _cannot_be_written(path: str, why: str | None) -> ConfigError:
     )
 
 
-def _rank_and_world() -> tuple[int, int] | None:
+def rank_and_world() -> tuple[int, int] | None:
     """None: not known yet."""
     import torch.distributed as dist  # here, because a report of a log needs no torch
 

@@ -107,6 +107,7 @@ _sites: dict[str, Counters] = {}
 _forgotten: dict[str, Counters] = {}  # by reset_stats
 _beside: dict[str, Counters] = {}  # the same two of what torch.distributed sends beside us
 _beside_forgotten: dict[str, Counters] = {}
+_largest: dict[tuple[str, str], int] = {}  # message in full precision, by site and reason; outlives reset_stats
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
 
 
@@ -132,9 +133,14 @@ def record_quantized(
         counters.bytes_between_nodes += bytes_between_nodes
 
 
-def record_full_precision(site: Site, reason: str, bytes: int) -> None:
-    """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO."""
+def record_full_precision(site: Site, reason: str, bytes: int, message: int | None = None) -> None:
+    """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
+
+    message: bytes of the whole tensor, what min_bytes is compared with; remembered for `largest`.
+    """
     with _lock:
+        if message is not None:
+            _largest[site.name, reason] = max(message, _largest.get((site.name, reason), 0))
         counters = _counters(site)
         counters.full_precision[reason] += 1
         counters.bytes_sent += bytes
@@ -144,6 +150,11 @@ def record_full_precision(site: Site, reason: str, bytes: int) -> None:
         _logged.add((site.name, reason))
     if first:
         _log.info("%s goes in full precision: %s", site.name, reason)
+
+
+def largest(site: str, reason: str) -> int | None:
+    """Bytes of the largest message of a site that went in full precision for `reason`, where they are known."""
+    return _largest.get((site, reason))
 
 
 def record_beside(what: str, bytes: int) -> None:

@@ -22,7 +22,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
     ("beside",),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
-    ("feedback", "guard", "meter", "presence"),
+    ("feedback", "guard", "meter", "notices", "presence"),
     ("collectives", "hierarchical", "groups"),
     ("symmetric", "quality"),
     ("dispatch", "checkpoint"),

@@ -180,7 +180,8 @@ def _counters(fields: dict[str, Any]) -> Counters:
         _count(fields.get("measured", 0)),
         _reasons(fields.get("residuals_dropped", {})),
         _reasons(fields.get("guard", {})),
-        _count(fields.get("bytes_plain", 0)),
+        # Logs did not say it once.
+        _count(fields.get("bytes_plain", 0 if fields["quantized"] else fields["bytes_sent"])),
     )
 
 

@@ -20,7 +20,9 @@ from torch import Tensor
 from flash_allreduce_plugin import checkpoint, dispatch, groups, switches, telemetry
 from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.deepspeed.section import SECTION
 from flash_allreduce_plugin.feedback import LOADED, Slot, feedback_for
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.scalars import Scalars
 from flash_allreduce_plugin.transport import Label
@@ -64,6 +66,7 @@ class Reduction:
         self.stage = int(engine.zero_optimization_stage())
         self.feedback = feedback_for(config)
         self._engine = engine
+        self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
@@ -220,6 +223,7 @@ class Reduction:
 
     def _full_precision(self, collective: Collective, numel: int, like: Tensor, group: dist.ProcessGroup) -> str | None:
         """Why DeepSpeed's own collective serves a call of `numel` elements, or None if ours does."""
+        self._first_steps.at(self._finished_steps(), self.config)
         site, disabled = self._site(group), switches.is_on(switches.DISABLE)
         # The ranks compare configurations before they part ways: one that stays in full precision never reaches
         # dispatch.
@@ -243,8 +247,9 @@ class Reduction:
     ) -> None:
         """Count a call of DeepSpeed's own, with its ring volume."""
         numel = like.numel() if numel is None else numel
-        volume = numel * like.element_size() * (group.size() - 1) // group.size()
-        telemetry.record_full_precision(self._site(group), reason, halves * volume)
+        message = numel * like.element_size()
+        volume = message * (group.size() - 1) // group.size()
+        telemetry.record_full_precision(self._site(group), reason, halves * volume, message)
 
 
 def _loss_scale(engine: Any) -> float | None:

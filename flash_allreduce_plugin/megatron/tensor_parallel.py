@@ -202,5 +202,6 @@ def record_original(
     `whole` times `tensor`.
     """
     world_size = dist.get_world_size(group)
-    volume = whole * tensor.numel() * tensor.element_size() * (world_size - 1) // world_size
-    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume)
+    message = whole * tensor.numel() * tensor.element_size()
+    volume = message * (world_size - 1) // world_size
+    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message)
