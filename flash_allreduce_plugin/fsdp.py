@@ -30,13 +30,19 @@ PARAMETERS = Site("fsdp.parameters")
 
 
 _first_steps = FirstSteps("fsdp", attached_to="FSDP2")
-_passes = [0, 0]  # backward passes that are over, and gradients since the last one
+
+
+class _Passes:
+    """Backward passes, as long as the first ones last."""
+
+    finished = 0
+    running = False
 
 
 def _follow(config: FlashConfig) -> None:
-    """Count the backward passes, as long as the first ones last."""
-    _first_steps.at(_passes[0], config)
-    _passes[1] += 1
+    """A gradient is about to be reduced."""
+    _first_steps.at(_Passes.finished, config)
+    _Passes.running = True
     if not _first_steps.over:
         try:
             torch.autograd.Variable._execution_engine.queue_callback(_pass_over)
@@ -45,7 +51,8 @@ def _follow(config: FlashConfig) -> None:
 
 
 def _pass_over() -> None:
-    _passes[:] = _passes[0] + (_passes[1] > 0), 0
+    _Passes.finished += _Passes.running
+    _Passes.running = False
 
 
 class _Allocates:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,10 +69,8 @@ def test_ranks_are_named_by_their_number_among_all_and_groups_are_told_apart() -
     assert outcomes[1][2] and not outcomes[0][2]
 
 
-def used() -> int:
-    before = presence.threading.active_count()
+def used() -> None:
     fap.all_reduce(torch.ones(4096), config=CONFIG)
-    return presence.threading.active_count() - before
 
 
 def late(patience: float) -> list[str]:
@@ -109,10 +109,12 @@ def test_who_is_missing_is_found_in_few_questions() -> None:
 
 def test_nothing_is_left_behind_by_an_ordinary_first_use() -> None:
     with Ranks(2) as ranks:
-        ranks.run(used)
-        time.sleep(0.2)
-        assert ranks.run(threads) == [[], []]
+        assert ranks.run(threads_left) == [([], {}), ([], {})]
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in presence.threading.enumerate() if isinstance(thread, presence.threading.Timer)]
+def threads_left() -> tuple[list[str], dict[object, Any]]:
+    used()
+    deadline = time.monotonic() + 5
+    while (names := [t.name for t in threading.enumerate() if "flash" in t.name]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return names, presence._watcher._waiting
