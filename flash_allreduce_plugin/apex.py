@@ -22,10 +22,11 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, run_log, telemetry
+from flash_allreduce_plugin import beside, dispatch, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback, Slot
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
 
@@ -40,6 +41,7 @@ _ALL_REDUCE = "dist.all_reduce"
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_first_steps = FirstSteps("apex", attached_to="apex.parallel")
 _feedback: WeakKeyDictionary[Any, Feedback] = WeakKeyDictionary()
 
 
@@ -60,6 +62,7 @@ def enable(config: FlashConfig | None = None) -> None:
         _refuse_other_packages()
     run_log.start(config)
     _patchset.apply()
+    beside.attach(_patchset)
     _config = config
 
 
@@ -70,6 +73,7 @@ def disable() -> None:
     """
     global _config
     _patchset.restore()
+    beside.detach(_patchset)
     _config = None
     _begun.clear()
     _feedback.clear()
@@ -144,6 +148,8 @@ def _of_reducer(original: Function) -> Function:
 def _step(reducing: Any, *, begins: bool) -> int:
     """How many reductions `reducing` has begun before this one; `begins`: this call begins it."""
     _begun[reducing] = max(1, _begun.get(reducing, 0) + begins)
+    if _config is not None:
+        _first_steps.at(_begun[reducing] - 1, _config)
     return _begun[reducing] - 1
 
 

@@ -3,12 +3,14 @@ JSON configuration to an unmodified DeepSpeed one.
 
 torch calls `load` at the end of `import torch`, in every program of the environment, so it does next to nothing:
 it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
-engine. `load` never raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here;
-the rest of the package is named by strings and loaded when the framework is.
+engine; where the environment sets fields, it asks at the end of a training whether anybody read them. `load` never
+raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here; the rest of the package
+is named by strings and loaded when the framework is.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import logging
 import os
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
     import types
     from importlib.machinery import ModuleSpec
 
-SWITCH = "FLASH_ALLREDUCE_AUTOLOAD"
+PREFIX = "FLASH_ALLREDUCE_"
+SWITCH = f"{PREFIX}AUTOLOAD"
 MEGATRON_LM = ("megatron.training.arguments", "megatron.training.global_vars")
 LAUNCH_FLAGS = "flash_allreduce_plugin.megatron.arguments"
 # Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.deepspeed.engine"
+CONFIG = "flash_allreduce_plugin.config"
 
 _log = logging.getLogger("flash_allreduce_plugin")
 _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
@@ -37,8 +41,33 @@ def load() -> None:
         if os.environ.get(SWITCH, "").strip().lower() not in ("0", "false", "no", "off"):
             install()
             _attach_after(DEEPSPEED, JSON_SECTION)
+            if any(name.startswith(PREFIX) for name in os.environ):
+                atexit.unregister(_say_what_nobody_read)  # torch may not be the only one that calls this
+                atexit.register(_say_what_nobody_read)
     except Exception as error:
         _warn(error)
+
+
+def _say_what_nobody_read() -> None:
+    """At the end of a program of several ranks, on rank 0: settings that were given and not asked for."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    # What init_process_group was given outlives destroy_process_group.
+    if c10d is None or not (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)):
+        return
+    config = importlib.import_module(CONFIG)
+    fields = sorted(
+        name
+        for name in os.environ
+        if name.startswith(PREFIX) and name[len(PREFIX) :] not in config.ENVIRONMENT_SWITCHES
+    )
+    rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
+    if fields and rank == 0 and not config.FlashConfig.from_env_was_called:
+        print(
+            f"flash all-reduce: set, and read by nothing in this program: {', '.join(fields)}; flash_allreduce was "
+            'attached to nothing (Megatron: --flash-allreduce; DeepSpeed: the section "flash_allreduce"; DDP, FSDP2: a '
+            "hook of your own)",
+            flush=True,
+        )
 
 
 def install() -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.feedback import LOADED, STATE, Feedback
 from flash_allreduce_plugin.guard import FULL
+from flash_allreduce_plugin.presence import shown
 from flash_allreduce_plugin.shapes import misshapen
 from flash_allreduce_plugin.transport import Label
 from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
@@ -156,7 +157,7 @@ def resume(
             count = steps.get(name, step)
             owner.set_numbers({} if count is None else {STEP: count})
         if rank == 0:
-            why = "; ".join(f"{reason} ({groups.shown(who)})" for reason, who in reasons.items())
+            why = "; ".join(f"{reason} ({shown(who)})" for reason, who in reasons.items())
             _warn(f"{source}: {why}. Residuals, widths, random numbers and counters begin anew, on all ranks.")
         return False
     assert state is not None

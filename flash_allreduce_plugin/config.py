@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +33,7 @@ from flash_allreduce_plugin.wire import GROUP_SIZES, MAX_BITS, MIN_BITS, Codec
 
 ENVIRONMENT_PREFIX = "FLASH_ALLREDUCE_"
 # Switches of the package that are no fields of the configuration; read where they act, not here.
-ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD")
+ENVIRONMENT_SWITCHES = ("DISABLE", "AUTOLOAD", "REFERENCE", "LOG", "TWO_SHOT_BYTES", "BUILD", "COUNT_BESIDE")
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
 _COUNT = "a whole number, 0 or more"
@@ -92,6 +92,8 @@ class FlashConfig(_Frozen):
     call, one per line.  The defaults of chunk_bytes and min_bytes are what
     `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
     """
+
+    from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)
 
     enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
     bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
@@ -278,6 +280,7 @@ class FlashConfig(_Frozen):
         false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
         variable with the prefix that is neither a field nor a switch of the package is refused.
         """
+        FlashConfig.from_env_was_called = True
         texts = {}
         keys = {_variable(key): key for key in cls.model_fields}
         switches = [ENVIRONMENT_PREFIX + name for name in ENVIRONMENT_SWITCHES]

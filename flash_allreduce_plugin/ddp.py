@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from flash_allreduce_plugin import caller, checkpoint, copies, dispatch, run_log
+from flash_allreduce_plugin import beside, caller, checkpoint, copies, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.work import Work
 
@@ -54,6 +55,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     hook = Hook(FlashConfig.from_env() if config is None else config, told)
     steps = hook.reduction.steps
     run_log.start(hook.reduction.config, lambda: steps.finished)
+    beside.attach(hook.reduction)
     checkpoint.register("ddp", hook.reduction)
     return hook
 
@@ -107,6 +109,7 @@ class _Reduction:
         self.replicated = replicated
         self.unseen = {id(parameter) for parameter in replicated if parameter.requires_grad}
         self.steps = _Steps()
+        self.first_steps = FirstSteps("ddp", attached_to="DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: list[tuple[Work, torch.Tensor, Future]] = []
@@ -122,6 +125,7 @@ class _Reduction:
             uneven = model is not None and model._join_config.enable and not model._divide_by_initial_world_size
             self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
+        self.first_steps.at(self.steps.finished, self.config)
         work = dispatch.all_reduce(
             buffer,
             dist.ReduceOp.AVG,

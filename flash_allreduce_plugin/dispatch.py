@@ -27,6 +27,7 @@ from flash_allreduce_plugin import (
     traced,
     transport,
 )
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.copies import Exactly, Range
 from flash_allreduce_plugin.feedback import Residual, Slot
@@ -95,7 +96,8 @@ def all_reduce(
     key = None if async_op else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            dist.all_reduce(tensor, group=plain)
+            with ours:
+                dist.all_reduce(tensor, group=plain)
         except RuntimeError as error:
             raise Label("all_reduce", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -136,7 +138,8 @@ def reduce_scatter(
     key = None if async_op else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.reduce_scatter_single(_flat(output), _flat(input), group=plain)
+            with ours:
+                transport.reduce_scatter_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("reduce_scatter", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -181,7 +184,8 @@ def all_gather(
     key = None if async_op else _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (plain := _plain_again(key, group, site)) is not None:
         try:
-            transport.all_gather_single(_flat(output), _flat(input), group=plain)
+            with ours:
+                transport.all_gather_single(_flat(output), _flat(input), group=plain)
         except RuntimeError as error:
             raise Label("all_gather", site.name, plain).error(transport.PLAINLY, error) from error
         return None
@@ -353,7 +357,8 @@ class _Call:
             if answer.reason != LOW_SQNR:  # the one reason that the groups of other copies need not have
                 self.exact = ()
             nbytes = self.plain_bytes()
-            telemetry.record_full_precision(self.site, answer.reason, nbytes, self.instead_of)
+            message = self.numel * self.input.element_size()
+            telemetry.record_full_precision(self.site, answer.reason, nbytes, self.instead_of, message=message)
             lasting = answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR)
             if key is not None and lasting and not self.input.is_complex():  # whose next one may be a conjugate
                 if len(self.state.plain) == _REMEMBERED:

@@ -22,14 +22,18 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import caller, checkpoint, copies, dispatch, run_log
+from flash_allreduce_plugin import beside, caller, checkpoint, copies, dispatch, notices, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback, Slot
+from flash_allreduce_plugin.notices import FirstPasses
 from flash_allreduce_plugin.policy import Site
 
 GRADIENTS = Site("fsdp.gradients")
 PARAMETERS = Site("fsdp.parameters")
+
+
+_first_passes = FirstPasses("fsdp", "FSDP2")
 
 
 class _Allocates:
@@ -41,6 +45,7 @@ class _Allocates:
             raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
         self.config = FlashConfig.from_env() if config is None else config
         run_log.start(self.config)
+        beside.attach(self)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -80,6 +85,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
 
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
         """
+        _first_passes.at(self.config)
         return dispatch.reduce_scatter(
             output_tensor,
             input_tensor,
@@ -139,6 +145,8 @@ class FlashAllGather(_Allocates, AllGather):
     8 bits, and measure.
     """
 
+    _said = False
+
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -147,5 +155,8 @@ class FlashAllGather(_Allocates, AllGather):
         async_op: bool = False,
     ) -> None:
         """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
+        if not FlashAllGather._said:
+            FlashAllGather._said = True
+            notices.say(notices.attached("FSDP2", f"parameters in {self.config.bits} bits", self.config))
         # FSDP waits only on handles of torch's own type.
         dispatch.all_gather(output_tensor, input_tensor, group, self.config, site=PARAMETERS)

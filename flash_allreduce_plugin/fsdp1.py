@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import caller, dispatch, run_log
+from flash_allreduce_plugin import beside, caller, dispatch, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.notices import FirstPasses
 from flash_allreduce_plugin.policy import Site
 
 SITE = Site("fsdp1.gradients")
@@ -43,9 +44,12 @@ def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
             "it out, or take FSDP2 (fap.FlashReduceScatter)."
         )
     run_log.start(config)
+    passes = FirstPasses("fsdp1", "FullyShardedDataParallel")
+    beside.attach(passes)
 
     def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
         group = _group(state)
+        passes.at(config)
         if shard is None:
             dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=SITE)
         else:

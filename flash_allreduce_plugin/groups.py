@@ -14,6 +14,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -22,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import hierarchy, run_log, switches, transport
+from flash_allreduce_plugin import hierarchy, presence, run_log, switches, transport
 from flash_allreduce_plugin.adaptive import SiteWidth, Sums
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.guard import SiteGuard
 from flash_allreduce_plugin.hierarchy import Nodes
+from flash_allreduce_plugin.presence import shown
 from flash_allreduce_plugin.transport import BufferPool, Label
 from flash_allreduce_plugin.wire import WIRE_VERSION
 from flash_allreduce_plugin.work import Helper
@@ -213,7 +215,8 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.
     digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
-    digests = _gather(digest, label, device)
+    with nullcontext() if state._agreed else presence.first_use(label):
+        digests = _gather(digest, label, device)
     if len(set(digests)) > 1:
         longest = min(_MOST_TEXT, max(struct.unpack("<Q", d[-8:])[0] for d in digests))
         raise mismatch(_gather(text[:longest].ljust(longest, b"\0"), label, device))
@@ -258,11 +261,6 @@ def exchange(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str
     said = max(struct.unpack("<Q", n)[0] for n in _gather(struct.pack("<Q", len(text)), label, device, doing))
     longest = min(_MOST_TEXT, said)
     return [json.loads(t.rstrip(b"\0")) for t in _gather(text[:longest].ljust(longest, b"\0"), label, device, doing)]
-
-
-def shown(ranks: list[int]) -> str:
-    """Ranks in a sentence: a few of them."""
-    return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def host() -> str:

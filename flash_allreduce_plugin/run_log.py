@@ -55,7 +55,7 @@ def start(config: FlashConfig, step: StepSource | None = None) -> None:
     with _lock:
         _finished_steps = _finished_steps if step is None else step
         if _running is None or _running.pid != os.getpid():
-            ranks = _rank_and_world()
+            ranks = rank_and_world()
             name = os.environ[switches.LOG]
             if ranks is None or (ranks[0] != 0 and "%r" not in name):
                 return
@@ -82,6 +82,7 @@ class RunLog:
         self._started = time.monotonic()
         self._configs = {config}
         self._told: dict[str, Counters] = {}  # what the lines so far have said
+        self._told_beside: dict[str, Counters] = {}
         self._warned = False
         self._writing = threading.Lock()
         self._closing = threading.Event()
@@ -113,15 +114,18 @@ class RunLog:
 
     def _counts(self, kind: str) -> None:
         """What was counted since the last line that was written; nothing: no line but the last."""
-        now = telemetry.totals()
+        now, beside = telemetry.totals(), telemetry.beside()
         sites = telemetry.difference(now, self._told)
-        if not sites and kind != "end":
+        others = telemetry.difference(beside, self._told_beside)
+        if not sites and not others and kind != "end":
             return
         step = None if _finished_steps is None else _finished_steps()
         self._step = self._step if step is None else step  # what counted them may be gone at the end
-        fields = {} if self._step is None else {"step": self._step}
+        fields: dict[str, Any] = {} if self._step is None else {"step": self._step}
+        if others:
+            fields["beside"] = {name: {"calls": c.calls, "bytes_sent": c.bytes_sent} for name, c in others.items()}
         if self._line(kind, {**fields, "sites": {name: _site(counters) for name, counters in sites.items()}}):
-            self._told = now
+            self._told, self._told_beside = now, beside
 
     def _line(self, kind: str, fields: dict[str, Any]) -> bool:
         """Write it; what cannot be written now comes with a later line, and the training goes on."""
@@ -173,7 +177,7 @@ def _cannot_be_written(path: str, why: str | None) -> ConfigError:
     )
 
 
-def _rank_and_world() -> tuple[int, int] | None:
+def rank_and_world() -> tuple[int, int] | None:
     """None: not known yet."""
     import torch.distributed as dist  # here, because a report of a log needs no torch
 
@@ -226,6 +230,8 @@ def _site(counters: Counters) -> dict[str, Any]:
         "bytes_sent": counters.bytes_sent,
         "bytes_full_precision": counters.bytes_full_precision,
     }
+    if counters.bytes_plain:
+        fields["bytes_plain"] = counters.bytes_plain
     if counters.bits is not None:
         fields["bits"] = counters.bits
     if counters.bytes_between_nodes:

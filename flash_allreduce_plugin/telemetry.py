@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flash_allreduce_plugin")
 
 
+NOT_OURS = "not ours"
+
+
 class Report(dict[str, dict[str, Any]]):
     """What an integration has attached. Per site: `target`, `covers`, `in_place`, `calls`, `quantized`,
-    `full_precision` {reason: count}; prints as a table.
+    `full_precision` {reason: count}; prints as a table, and below it what all of the process sent beside us.
     """
 
     def __str__(self) -> str:
@@ -37,12 +40,14 @@ class Report(dict[str, dict[str, Any]]):
             if reasons:
                 lines[-1] += f", in full precision: {reasons}"
             lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines)
+        return "\n".join(lines + beside_us())
 
 
 @dataclass(slots=True)
 class Counters:
-    """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call."""
+    """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call;
+    bytes_plain: what of bytes_sent went in full precision.
+    """
 
     quantized: int = 0
     bits: int | None = None
@@ -55,6 +60,7 @@ class Counters:
     measured: int = 0
     residuals_dropped: Counter[str] = field(default_factory=Counter)
     guard: Counter[str] = field(default_factory=Counter)
+    bytes_plain: int = 0
 
     @property
     def calls(self) -> int:
@@ -74,6 +80,7 @@ class Counters:
             self.measured + later.measured,
             self.residuals_dropped + later.residuals_dropped,
             self.guard + later.guard,
+            self.bytes_plain + later.bytes_plain,
         )
 
     def minus(self, before: Counters) -> Counters:
@@ -90,6 +97,7 @@ class Counters:
             self.measured - before.measured,
             self.residuals_dropped - before.residuals_dropped,
             self.guard - before.guard,
+            self.bytes_plain - before.bytes_plain,
         )
 
 
@@ -98,6 +106,9 @@ _lock = threading.Lock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _sites: dict[str, Counters] = {}
 _forgotten: dict[str, Counters] = {}  # by reset_stats
+_beside: dict[str, Counters] = {}  # the same two of what torch.distributed sends beside us
+_beside_forgotten: dict[str, Counters] = {}
+_largest: dict[tuple[str, str], int] = {}  # message in full precision, by site and reason; outlives reset_stats
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
 
 
@@ -123,20 +134,43 @@ def record_quantized(
         counters.bytes_between_nodes += bytes_between_nodes
 
 
-def record_full_precision(site: Site, reason: str, bytes: int, instead_of: int | None = None) -> None:
+def record_full_precision(
+    site: Site, reason: str, bytes: int, instead_of: int | None = None, *, message: int | None = None
+) -> None:
     """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
 
-    instead_of: what would have been sent in its place without us, where that is not `bytes`.
+    instead_of: what would have been sent in its place without us, where that is not `bytes`. message: bytes of the
+    whole tensor, what min_bytes is compared with; remembered for `largest`.
     """
     with _lock:
+        if message is not None:
+            _largest[site.name, reason] = max(message, _largest.get((site.name, reason), 0))
         counters = _counters(site)
         counters.full_precision[reason] += 1
         counters.bytes_sent += bytes
         counters.bytes_full_precision += bytes if instead_of is None else instead_of
+        counters.bytes_plain += bytes
         first = (site.name, reason) not in _logged
         _logged.add((site.name, reason))
     if first:
         _log.info("%s goes in full precision: %s", site.name, reason)
+
+
+def largest(site: str, reason: str) -> int | None:
+    """Bytes of the largest message of a site that went in full precision for `reason`, where they are known."""
+    return _largest.get((site, reason))
+
+
+def record_beside(what: str, bytes: int) -> None:
+    """Count a call of torch.distributed's that is none of ours. what: its collective and group."""
+    with _lock:
+        counters = _beside.get(what)
+        if counters is None:
+            counters = _beside[what] = Counters()
+        counters.full_precision[NOT_OURS] += 1
+        counters.bytes_sent += bytes
+        counters.bytes_full_precision += bytes
+        counters.bytes_plain += bytes
 
 
 def record_residual_dropped(site: Site, reason: str) -> None:
@@ -176,10 +210,14 @@ def stats() -> dict[str, Any]:
     """A snapshot of the counters since the last reset: totals, and the same per site with its SQNR.
 
     {"calls", "quantized", "full_precision": {reason: count}, "bytes_sent", "bytes_full_precision",
-     "bytes_between_nodes", "residuals_dropped": {reason: count}, "guard": {"raised" or "lowered": count},
-     "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}}}
+     "bytes_plain", "bytes_between_nodes", "residuals_dropped": {reason: count},
+     "guard": {"raised" or "lowered": count},
+     "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}},
+     "beside": {collective and group: {"calls", "bytes_sent"}}}
 
     bytes_full_precision is what would have been sent without this plugin, whichever way the calls went.
+    bytes_plain is what of bytes_sent went in full precision, by our decision; beside, what torch.distributed sent while
+    an integration was attached and never asked us about (beside.py).
     bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
@@ -192,24 +230,58 @@ def stats() -> dict[str, Any]:
             "sites": {
                 name: {**_counts([site]), "bits": site.bits, "sqnr_db": _sqnr_db(site)} for name, site in _sites.items()
             },
+            "beside": {name: {"calls": one.calls, "bytes_sent": one.bytes_sent} for name, one in _beside.items()},
         }
 
 
 def reset_stats() -> None:
     """Forget every count and every measurement."""
     with _lock:
-        for name, counters in _sites.items():
-            _forgotten[name] = _forgotten.get(name, Counters()).plus(counters)
-        _sites.clear()
+        for kept, counted in ((_forgotten, _sites), (_beside_forgotten, _beside)):
+            kept.update(_together(kept, counted))
+            counted.clear()
 
 
 def totals() -> dict[str, Counters]:
     """Per site, what was counted since the process began: reset_stats takes nothing away from it."""
     with _lock:
-        return {
-            name: _forgotten.get(name, Counters()).plus(_sites.get(name, Counters()))
-            for name in dict.fromkeys((*_forgotten, *_sites))
-        }
+        return _together(_forgotten, _sites)
+
+
+def beside() -> dict[str, Counters]:
+    """The same of what torch.distributed sent beside us, per collective and group."""
+    with _lock:
+        return _together(_beside_forgotten, _beside)
+
+
+def _together(before: dict[str, Counters], now: dict[str, Counters]) -> dict[str, Counters]:
+    return {
+        name: before.get(name, Counters()).plus(now.get(name, Counters())) for name in dict.fromkeys((*before, *now))
+    }
+
+
+def shares(sites: Iterable[Counters], others: Iterable[Counters]) -> str:
+    """A sentence: what of all that this rank sent was quantized, left in full precision by us, and not ours."""
+    sent = plain = 0
+    for site in sites:
+        sent, plain = sent + site.bytes_sent, plain + site.bytes_plain
+    other = sum(one.bytes_sent for one in others)
+    whole = max(sent + other, 1)
+    parts = [f"{100 * part / whole:.1f} %" for part in (sent - plain, plain, other)]
+    return (
+        f"of {(sent + other) / 1e6:.2f} MB that this rank sent, {parts[0]} were quantized, "
+        f"{parts[1]} in full precision by our decision, {parts[2]} {NOT_OURS}"
+    )
+
+
+def beside_us() -> list[str]:
+    """Since the last reset: a line for each collective and group, the one with the most bytes first, and `shares`."""
+    with _lock:
+        if not _beside:
+            return []
+        largest = sorted(_beside.items(), key=lambda item: -item[1].bytes_sent)
+        lines = [f"{NOT_OURS}: {what}: {one.calls} calls, {one.bytes_sent / 1e6:.2f} MB sent" for what, one in largest]
+        return [*lines, shares(_sites.values(), _beside.values())]
 
 
 def difference(now: dict[str, Counters], before: dict[str, Counters]) -> dict[str, Counters]:
@@ -219,7 +291,7 @@ def difference(now: dict[str, Counters], before: dict[str, Counters]) -> dict[st
 
 
 def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
-    quantized = bytes_sent = bytes_full_precision = bytes_between_nodes = 0
+    quantized = bytes_sent = bytes_full_precision = bytes_plain = bytes_between_nodes = 0
     reasons: Counter[str] = Counter()
     dropped: Counter[str] = Counter()
     guard: Counter[str] = Counter()
@@ -227,6 +299,7 @@ def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
         quantized += site.quantized
         bytes_sent += site.bytes_sent
         bytes_full_precision += site.bytes_full_precision
+        bytes_plain += site.bytes_plain
         bytes_between_nodes += site.bytes_between_nodes
         reasons.update(site.full_precision)
         dropped.update(site.residuals_dropped)
@@ -237,6 +310,7 @@ def _counts(sites: Iterable[Counters]) -> dict[str, Any]:
         "full_precision": dict(reasons),
         "bytes_sent": bytes_sent,
         "bytes_full_precision": bytes_full_precision,
+        "bytes_plain": bytes_plain,
         "bytes_between_nodes": bytes_between_nodes,
         "residuals_dropped": dict(dropped),
         "guard": dict(guard),

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.errors import CollectiveError
 
 PLAINLY = "sending in full precision"  # what an error says of the plain collectives
@@ -119,7 +120,8 @@ class Pending:
         self._label = label
         self._doing = doing
         try:
-            works = issue()
+            with ours:
+                works = issue()
         except RuntimeError as error:
             raise label.refused(doing, error) from error
         self._works = works if isinstance(works, list) else [works]

@@ -20,9 +20,9 @@ NAME = ROOT.name
 STOREYS: tuple[tuple[str, ...], ...] = (
     ("wire", "errors", "shapes", "strict_json", "autoload", "caller", "hierarchy", "netlab"),
     ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
-    ("traced",),
+    ("traced", "beside"),
     ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
-    ("copies", "feedback", "guard", "meter"),
+    ("copies", "feedback", "guard", "meter", "notices", "presence"),
     ("collectives", "hierarchical", "groups"),
     ("symmetric", "quality"),
     ("dispatch", "checkpoint"),

@@ -98,7 +98,7 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     assert of(site, path) == [
         {
             **{"calls": 1, "quantized": 0, "full_precision": {"warm-up": 1}},
-            **{"bytes_sent": 400, "bytes_full_precision": 400},
+            **{"bytes_sent": 400, "bytes_full_precision": 400, "bytes_plain": 400},
         },
         {
             **{"calls": 2, "quantized": 2, "full_precision": {}, "bytes_sent": 110, "bytes_full_precision": 800},
@@ -114,6 +114,19 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     assert [line["kind"] for line in rest] == ["interval", "interval", "end"]
     assert [line["step"] for line in rest] == [7, 8, 8]  # what counted steps is gone at the end
     assert sorted(line["seconds"] for line in rest) == [line["seconds"] for line in rest]
+
+
+def test_what_is_sent_beside_us_has_a_line(path: Path, site: Site) -> None:
+    run_log.start(CONFIG)
+    what = f"all_gather, {site.name} of 2 ranks"
+    telemetry.record_beside(what, 400)
+    write_now()
+    write_now()
+    telemetry.record_beside(what, 100)
+    telemetry.record_beside(what, 100)
+    run_log.close()
+    found = [line["beside"][what] for line in lines(path)[1:] if what in line.get("beside", {})]
+    assert found == [{"calls": 1, "bytes_sent": 400}, {"calls": 2, "bytes_sent": 200}]
 
 
 def test_a_thread_writes_by_itself_within_seconds(path: Path, site: Site) -> None:

@@ -14,6 +14,7 @@ from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import (
     Counters,
+    record_beside,
     record_full_precision,
     record_guard,
     record_quantized,
@@ -26,6 +27,7 @@ from flash_allreduce_plugin.telemetry import (
 A, B = Site("a", Role.FORWARD), Site("b")
 NOTHING = {
     **{"calls": 0, "quantized": 0, "full_precision": {}, "bytes_sent": 0, "bytes_full_precision": 0},
+    "bytes_plain": 0,
     "bytes_between_nodes": 0,
     "residuals_dropped": {},
     "guard": {},
@@ -41,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nothing_recorded() -> None:
-    assert stats() == {**NOTHING, "sites": {}}
+    assert stats() == {**NOTHING, "sites": {}, "beside": {}}
 
 
 def test_sites_and_totals() -> None:
@@ -53,12 +55,15 @@ def test_sites_and_totals() -> None:
     record_residual_dropped(A, "another layout")
     record_residual_dropped(A, "another layout")
     record_guard("a", "raised")
+    for nbytes in (10, 20):
+        record_beside("all_gather, dp of 2 ranks", nbytes)
     assert stats() == {
         "calls": 5,
         "quantized": 2,
         "full_precision": {"warm-up": 2, "dtype int64": 1},
         "bytes_sent": 174,
         "bytes_full_precision": 624,
+        "bytes_plain": 24,
         "bytes_between_nodes": 30,
         "residuals_dropped": {"another layout": 2},
         "guard": {"raised": 1},
@@ -69,6 +74,7 @@ def test_sites_and_totals() -> None:
                 "full_precision": {"warm-up": 1},
                 "bytes_sent": 157,
                 "bytes_full_precision": 607,
+                "bytes_plain": 7,
                 "bytes_between_nodes": 30,
                 "residuals_dropped": {"another layout": 2},
                 "guard": {"raised": 1},
@@ -81,6 +87,7 @@ def test_sites_and_totals() -> None:
                 "full_precision": {"warm-up": 1, "dtype int64": 1},
                 "bytes_sent": 17,
                 "bytes_full_precision": 17,
+                "bytes_plain": 17,
                 "bytes_between_nodes": 0,
                 "residuals_dropped": {},
                 "guard": {},
@@ -88,6 +95,7 @@ def test_sites_and_totals() -> None:
                 "sqnr_db": None,
             },
         },
+        "beside": {"all_gather, dp of 2 ranks": {"calls": 2, "bytes_sent": 30}},
     }
 
 
@@ -114,8 +122,9 @@ def test_stats_is_a_snapshot() -> None:
 def test_reset_forgets_counts_and_measurements() -> None:
     record_quantized(A, 1, 2)
     record_sqnr(A, 100.0, 1.0)
+    record_beside("broadcast, dp of 2 ranks", 5)
     reset_stats()
-    assert stats() == {**NOTHING, "sites": {}}
+    assert stats() == {**NOTHING, "sites": {}, "beside": {}}
     record_quantized(A, 3, 4, bits=8)
     assert stats()["sites"]["a"] == {
         **NOTHING,
@@ -214,10 +223,33 @@ def test_totals_outlive_a_reset_and_differences_are_between_two_of_them() -> Non
     first, second = telemetry.difference(middle, start), telemetry.difference(end, middle)
     assert first == {"a": Counters(1, 4, Counter(), 100, 400, 30, 8.0, 2.0, 1, Counter({"another layout": 1}))}
     assert second == {
-        "a": Counters(1, 5, Counter({"warm-up": 2}), 24, 54),
-        "b": Counters(0, None, Counter({"warm-up": 1}), 8, 8),
+        "a": Counters(1, 5, Counter({"warm-up": 2}), 24, 54, bytes_plain=14),
+        "b": Counters(0, None, Counter({"warm-up": 1}), 8, 8, bytes_plain=8),
     }
     assert second["a"].calls == 3
     record_full_precision(A, "warm-up", 1)
     assert telemetry.difference(telemetry.totals(), end)["a"].bits is None  # nothing was quantized meanwhile
     assert telemetry.difference(end, end) == {}
+
+
+def test_what_is_sent_beside_us_outlives_a_reset_too() -> None:
+    before = telemetry.beside()
+    record_beside("all_gather, dp of 2 ranks", 10)
+    reset_stats()
+    record_beside("all_gather, dp of 2 ranks", 20)
+    found = telemetry.difference(telemetry.beside(), before)["all_gather, dp of 2 ranks"]
+    assert (found.calls, found.bytes_sent) == (2, 30)
+
+
+def test_a_report_says_what_all_of_it_was() -> None:
+    record_quantized(A, 400_000, 1_600_000)
+    record_full_precision(A, "warm-up", 200_000)
+    assert str(telemetry.Report()) == ""
+    record_beside("broadcast, dp of 2 ranks", 0)
+    record_beside("all_gather, dp of 2 ranks", 400_000)
+    assert str(telemetry.Report()).splitlines() == [
+        "not ours: all_gather, dp of 2 ranks: 1 calls, 0.40 MB sent",
+        "not ours: broadcast, dp of 2 ranks: 1 calls, 0.00 MB sent",
+        "of 1.00 MB that this rank sent, 40.0 % were quantized, 20.0 % in full precision by our decision, "
+        "40.0 % not ours",
+    ]

@@ -16,7 +16,18 @@ from rich.table import Table
 
 from flash_allreduce_plugin.cli import report_page
 from flash_allreduce_plugin.cli.report_log import Log, read, total
-from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, guard, notes, percent, saved, sqnr
+from flash_allreduce_plugin.cli.report_text import (
+    amount,
+    bits,
+    decibels,
+    duration,
+    guard,
+    notes,
+    percent,
+    saved,
+    shares,
+    sqnr,
+)
 from flash_allreduce_plugin.telemetry import Counters
 
 
@@ -47,7 +58,7 @@ def show(console: Console, log: Log) -> None:
     for note in notes(log):
         console.print(escape(note), highlight=False)
     sites = log.sites
-    if not sites:
+    if not sites and not log.beside:
         return
     table = Table()
     for column in ("site", "calls", "quantized", "sent", "of", "saved", "SQNR dB", "bits", "in full precision"):
@@ -58,7 +69,16 @@ def show(console: Console, log: Log) -> None:
         table.add_section()
         *counts, _, _, reasons = cells(total(sites))  # an error of sites of all sizes together says little
         table.add_row("all", *map(escape, (*counts, "", "", reasons)))
+    if log.beside:
+        table.add_section()
+        for name, counters in log.beside.items():
+            table.add_row(*map(escape, (name, *cells(counters))))
+        table.add_section()
+        *counts, _, _, _ = cells(log.all)
+        table.add_row("everything", *map(escape, (*counts, "", "", "")))
     console.print(table)
+    if log.beside:
+        console.print(escape(shares(log)), highlight=False)
     for name, counters in sites.items():
         for reason, count in counters.residuals_dropped.items():
             console.print(escape(f"{name}: {count} residuals of error feedback dropped: {reason}"), highlight=False)
@@ -100,6 +120,9 @@ def as_dict(log: Log) -> dict[str, Any]:
         "cut_off": log.cut_off,
         "seconds": log.seconds,
         "steps": log.steps,
+        "beside": {
+            name: {"calls": counters.calls, "bytes_sent": counters.bytes_sent} for name, counters in log.beside.items()
+        },
         "total": _dict(total(log.sites)),
         "sites": {name: {**_dict(counters), **_quality(counters)} for name, counters in log.sites.items()},
     }
@@ -112,6 +135,7 @@ def _dict(counters: Counters) -> dict[str, Any]:
         "full_precision": dict(counters.full_precision),
         "bytes_sent": counters.bytes_sent,
         "bytes_full_precision": counters.bytes_full_precision,
+        "bytes_plain": counters.bytes_plain,
         "bytes_between_nodes": counters.bytes_between_nodes,
         "residuals_dropped": dict(counters.residuals_dropped),
         "guard": dict(counters.guard),

@@ -15,7 +15,7 @@ from flash_allreduce_plugin import strict_json
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.run_log import LOG_VERSION
-from flash_allreduce_plugin.telemetry import Counters, sqnr_db
+from flash_allreduce_plugin.telemetry import NOT_OURS, Counters, sqnr_db
 from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
 
 Sites = dict[str, Counters]
@@ -36,6 +36,7 @@ class Interval:
     seconds: float
     step: int | None
     sites: Sites
+    beside: Sites = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class Start:
             except _WrongField as error:
                 raise _WrongField(f"site {_shown(name)}: {error}") from None
         step = None if line.get("step") is None else _count(line, "step")
-        self.intervals.append(Interval(_number(line, "seconds", self.seconds, _LONGEST), step, found))
+        beside = {name: _beside(fields) for name, fields in line.get("beside", {}).items()}
+        self.intervals.append(Interval(_number(line, "seconds", self.seconds, _LONGEST), step, found, beside))
         self.ended = line["kind"] == "end"
 
 
@@ -81,7 +83,7 @@ class Log:
         """Of all starts, one after the other, their seconds counted on."""
         found, before = [], 0.0
         for start in self.starts:
-            found += [Interval(before + one.seconds, one.step, one.sites) for one in start.intervals]
+            found += [Interval(before + one.seconds, one.step, one.sites, one.beside) for one in start.intervals]
             before += start.seconds
         return found
 
@@ -93,6 +95,16 @@ class Log:
     def sites(self) -> Sites:
         """The whole run."""
         return added_up(interval.sites for interval in self.intervals)
+
+    @cached_property
+    def beside(self) -> Sites:
+        """What torch.distributed sent beside us, by collective and group."""
+        return added_up(interval.beside for interval in self.intervals)
+
+    @property
+    def all(self) -> Counters:
+        """The sites and what was sent beside us."""
+        return total(self.sites).plus(total(self.beside))
 
     @property
     def steps(self) -> int | None:
@@ -199,6 +211,8 @@ def _counters(fields: dict[str, Any]) -> Counters:
         _count({"measured": 0, **fields}, "measured"),
         _reasons({"residuals_dropped": {}, **fields}, "residuals_dropped"),
         _reasons({"guard": {}, **fields}, "guard"),
+        # Logs did not say it once.
+        _count({"bytes_plain": 0 if fields["quantized"] else fields["bytes_sent"], **fields}, "bytes_plain"),
     )
     _adds_up(fields, counters)
     return counters
@@ -211,10 +225,12 @@ def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
     if counters.bits is not None and not counters.quantized:
         raise _WrongField(f'"bits" is {counters.bits}, and no call was quantized')
     sent, in_full = counters.bytes_sent, counters.bytes_full_precision
-    if sent != in_full and not counters.quantized:
+    if sent < in_full and not counters.quantized:  # more: copies are reduced exactly beside a call (copies.py)
         raise _WrongField(f'"bytes_sent" is {sent} of {in_full} bytes, and no call was quantized')
     if counters.bytes_between_nodes > sent:
         raise _WrongField(f'"bytes_between_nodes" is {counters.bytes_between_nodes} of {sent} bytes that were sent')
+    if counters.bytes_plain > sent:
+        raise _WrongField(f'"bytes_plain" is {counters.bytes_plain} of {sent} bytes that were sent')
     if "sqnr_db" in fields and not counters.measured:
         raise _WrongField(f'"sqnr_db" is {_shown(fields["sqnr_db"])}, and no call was measured')
     if counters.measured and "sqnr_db" in fields:
@@ -223,6 +239,12 @@ def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
         given = None if fields["sqnr_db"] is None else _number(fields, "sqnr_db", -sys.float_info.max)
         if (given is None) != (expected is None) or abs((given or 0.0) - (expected or 0.0)) > 0.0015:
             raise _WrongField(f'"sqnr_db" is {given}, and signal and noise are of {expected}')
+
+
+def _beside(fields: dict[str, Any]) -> Counters:
+    sent = _count(fields, "bytes_sent")
+    reasons = Counter({NOT_OURS: _count(fields, "calls")})
+    return Counters(full_precision=reasons, bytes_sent=sent, bytes_full_precision=sent, bytes_plain=sent)
 
 
 def _reasons(fields: dict[str, Any], key: str) -> Counter[str]:

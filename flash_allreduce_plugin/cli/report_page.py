@@ -11,9 +11,9 @@ from typing import Any
 
 from flash_allreduce_plugin.cli.report_log import Interval, Log, added_up, total
 from flash_allreduce_plugin.cli.report_plot import Across, curve
-from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, sqnr
+from flash_allreduce_plugin.cli.report_text import amount, bits, decibels, duration, notes, percent, saved, shares, sqnr
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.telemetry import Counters
+from flash_allreduce_plugin.telemetry import NOT_OURS, Counters
 
 _POINTS = 240  # of a curve; more intervals than that are put together
 
@@ -79,8 +79,10 @@ def _log(log: Log, anchor: str) -> str:
         *(f'<p class="note">{escape(note)}</p>' for note in notes(log)),
         _tiles(log),
     ]
+    if sites or log.beside:
+        parts.append(_table(log))
     if sites:
-        parts += [_table(log), _full_precision(log)]
+        parts += [_full_precision(log)]
         intervals, label = _along(log.intervals)
         across = label, intervals[0].seconds, intervals[-1].seconds
         parts += [_site(name, intervals, across) for name, counters in sites.items() if counters.quantized]
@@ -91,8 +93,8 @@ def _tiles(log: Log) -> str:
     counters = total(log.sites)
     errors = [error for site in log.sites.values() if (error := decibels(site)) is not None and math.isfinite(error)]
     tiles = {
-        "of the bytes saved": saved(counters),
-        "sent by this rank": amount(counters.bytes_sent),
+        "of the bytes saved": saved(log.all),
+        "sent by this rank": amount(log.all.bytes_sent),
         f"of {counters.calls:,} calls quantized": percent(counters.quantized, counters.calls),
         "dB, the lowest SQNR of a site": f"{min(errors):.1f}" if errors else "-",
         "steps": "-" if log.steps is None else f"{log.steps:,}",
@@ -117,8 +119,12 @@ def _table(log: Log) -> str:
     rows = [row(name, counters) for name, counters in sites.items()]
     if len(sites) > 1:
         rows.append(row("all", total(sites), ' class="all"'))
+    rows += [row(f"{NOT_OURS}: {name}", counters) for name, counters in log.beside.items()]
+    if log.beside:
+        rows.append(row("everything", log.all, ' class="all"'))
     head = "".join(f"<th>{name}</th>" for name in names)
-    return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    said = f'<p class="quiet">{escape(shares(log))}</p>' if log.beside else ""
+    return f'<div class="card"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>{said}</div>'
 
 
 def _full_precision(log: Log) -> str:

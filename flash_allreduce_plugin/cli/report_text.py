@@ -30,6 +30,12 @@ def saved(counters: Counters) -> str:
     return percent(counters.bytes_full_precision - counters.bytes_sent, counters.bytes_full_precision)
 
 
+def shares(log: Log) -> str:
+    """Of all that the rank sent: quantized, in full precision, not ours."""
+    text = telemetry.shares(log.sites.values(), log.beside.values())
+    return text[0].upper() + text[1:] + "."
+
+
 def decibels(counters: Counters) -> float | None:
     """None if nothing was measured."""
     return telemetry.sqnr_db(counters.signal, counters.noise) if counters.measured else None

@@ -12,15 +12,12 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import json
 import types
 import weakref
 from typing import Any
 from weakref import WeakSet
 
-import torch.distributed as dist
-
-from flash_allreduce_plugin import run_log, switches
+from flash_allreduce_plugin import beside, notices, run_log
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
@@ -101,6 +98,7 @@ def bind(engine: Any, config: FlashConfig) -> None:
     bound: list[_Bound] = []
     setattr(engine, _BOUND, (reduction, bound))
     _engines.add(engine)
+    beside.attach(reduction)
     try:
         _put_on(engine, reduction, bound)
     except BaseException:
@@ -150,7 +148,8 @@ def reduction_of(engine: Any) -> Reduction:
 
 def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
-    _, bound = getattr(engine, _BOUND)
+    reduction, bound = getattr(engine, _BOUND)
+    beside.detach(reduction)
     delattr(engine, _BOUND)
     _engines.discard(engine)
     for owner, name, new, before in reversed(bound):
@@ -213,8 +212,7 @@ def _with_section(original: Function) -> Function:
         original(self, *args, **kwargs)
         if config is not None:
             bind(self, config)
-            if dist.get_rank() == 0:
-                print(start_line(self, config), flush=True)
+            notices.say(start_line(self, config))
 
     return __init__
 
@@ -226,6 +224,8 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
     """
     from deepspeed.runtime.config import DeepSpeedConfigError
 
+    for line in section.nearly(deepspeed._param_dict):
+        notices.say(line)
     try:
         config = section.parse(deepspeed._param_dict)
         if config is None:
@@ -241,18 +241,5 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
 def start_line(engine: Any, config: FlashConfig) -> str:
     """What is attached, with which bits, and every other setting that is not at its default: one line."""
     optimizer = type(getattr(engine, "optimizer", None)).__name__
-    line = (
-        f"flash all-reduce: attached to {type(engine).__name__} with {optimizer}, ZeRO stage "
-        f"{int(engine.zero_optimization_stage())}: gradients in {config.bits} bits, groups of {config.group_size}, "
-        f"buckets from {config.min_bytes} bytes"
-    )
-    said = ("enabled", "bits", "group_size", "min_bytes")
-    defaults = FlashConfig().to_dict()
-    for key, value in config.to_dict().items():
-        if key not in said and value != defaults[key]:
-            line += f", {key}={json.dumps(value)}"
-    if not config.enabled or switches.is_on(switches.DISABLE):
-        line += "; switched off, every call goes in full precision"
-    elif dist.get_world_size() == 1:
-        line += "; there is one rank and nothing to reduce"
-    return line
+    to = f"{type(engine).__name__} with {optimizer}, ZeRO stage {int(engine.zero_optimization_stage())}"
+    return notices.attached(to, f"gradients in {config.bits} bits", config)

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Seam, rebound
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.deepspeed.reduction import Reduction
+    from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 ENGINE = "deepspeed.runtime.engine"
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -191,7 +193,8 @@ def _counted(original: Function, reduction: Reduction | None) -> Function:
     def sparse_allreduce(self: Any, sparse: Any, dp_group: Any, dp_world_size: Any = None) -> Any:
         assert reduction is not None
         reduction.record_sparse(sparse.values, dp_group)
-        return original(self, sparse, dp_group, dp_world_size)
+        with ours:
+            return original(self, sparse, dp_group, dp_world_size)
 
     return sparse_allreduce
 

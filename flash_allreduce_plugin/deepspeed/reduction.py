@@ -18,9 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checkpoint, copies, dispatch, groups, switches, telemetry
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import replicated
+from flash_allreduce_plugin.deepspeed.section import SECTION
 from flash_allreduce_plugin.feedback import LOADED, Feedback, Slot
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
 from flash_allreduce_plugin.scalars import Scalars
 from flash_allreduce_plugin.transport import Label
@@ -69,6 +72,7 @@ class Reduction:
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self._engine = engine
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
+        self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
@@ -92,8 +96,9 @@ class Reduction:
         if reason is not None:
             from deepspeed import comm
 
-            self._record(reason, _volume(tensor, group, halves=2), group)
-            comm.all_reduce(tensor, group=group)
+            self._record(reason, _volume(tensor, group, halves=2), group, tensor)
+            with ours:
+                comm.all_reduce(tensor, group=group)
         elif slices is None:
             dispatch.all_reduce(
                 tensor,
@@ -115,8 +120,9 @@ class Reduction:
         if reason is not None:
             from deepspeed import comm
 
-            self._record(reason, volume, group)
-            comm.reduce(tensor, dst, group=group)
+            self._record(reason, volume, group, tensor)
+            with ours:
+                comm.reduce(tensor, dst, group=group)
         else:
             self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group, instead_of=volume)
 
@@ -134,8 +140,9 @@ class Reduction:
         if reason is not None:
             from deepspeed.runtime.comm import coalesced_collectives
 
-            self._record(reason, volume, group)
-            result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
+            self._record(reason, volume, group, *tensors)
+            with ours:
+                result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
             return result
         pieces = []
         for tensor, size in zip(tensors, sizes, strict=True):
@@ -247,6 +254,7 @@ class Reduction:
 
     def _full_precision(self, collective: Collective, numel: int, like: Tensor, group: dist.ProcessGroup) -> str | None:
         """Why DeepSpeed's own collective serves a call of `numel` elements, or None if ours does."""
+        self._first_steps.at(self._finished_steps(), self.config)
         site, disabled = self._site(group), switches.is_on(switches.DISABLE)
         # The ranks compare configurations before they part ways: one that stays in full precision never reaches
         # dispatch.
@@ -265,9 +273,10 @@ class Reduction:
         )
         return answer.reason if isinstance(answer, FullPrecision) else None
 
-    def _record(self, reason: str, volume: int, group: dist.ProcessGroup) -> None:
-        """Count a call of DeepSpeed's own that sends `volume` bytes."""
-        telemetry.record_full_precision(self._site(group), reason, volume)
+    def _record(self, reason: str, volume: int, group: dist.ProcessGroup, *message: Tensor) -> None:
+        """Count a call of DeepSpeed's own that sends `volume` bytes. message: what it is called with."""
+        whole = sum(tensor.numel() * tensor.element_size() for tensor in message)
+        telemetry.record_full_precision(self._site(group), reason, volume, message=whole)
 
 
 def _volume(like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +52,16 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     if lines:
         raise ConfigError("\n".join(f"{SECTION}.{line}" for line in lines))
     return config
+
+
+def nearly(raw: Mapping[str, Any]) -> list[str]:
+    """A sentence for each top-level key that is spelled nearly as ours: DeepSpeed ignores unknown keys."""
+    found = (key for key in raw if isinstance(key, str) and key != SECTION)
+    return [
+        f'the configuration\'s key "{key}" is not read by anybody; is "{SECTION}" meant?'
+        for key in found
+        if difflib.get_close_matches(re.sub("[^a-z]", "", key.lower()), [SECTION.replace("_", "")], cutoff=0.85)
+    ]
 
 
 def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:

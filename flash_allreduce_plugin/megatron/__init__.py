@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
-from flash_allreduce_plugin import run_log, telemetry
+from flash_allreduce_plugin import beside, run_log, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.feedback import Feedback
@@ -90,6 +90,7 @@ def enable(config: FlashConfig | None = None) -> None:
             _stop()
         raise
     _patchset, _config = fresh or _patchset, config
+    beside.attach(_patchset)
 
 
 def disable() -> None:
@@ -100,6 +101,7 @@ def disable() -> None:
     global _config, _patchset
     if _patchset is not None:
         _patchset.restore()
+        beside.detach(_patchset)
     _stop()
     _config = _patchset = None
 

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import difflib
 import functools
 import json
+import math
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
-from flash_allreduce_plugin import megatron, switches, telemetry
+from flash_allreduce_plugin import megatron, notices, switches, telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron.modules import SWITCH, flag
 from flash_allreduce_plugin.megatron.refusals import refusals
 from flash_allreduce_plugin.patching import Patchset, Seam
 
-SWITCH = "--flash-allreduce"
 FILE = "--flash-allreduce-config"
 _ABOUT = (
     f"Quantized collectives of flash_allreduce_plugin. {SWITCH} turns them on; a setting comes from its flag, else "
@@ -70,7 +72,7 @@ def _patchset() -> Patchset:
 def _with_flags(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_arguments(original(parser))
+        return with_nearest(add_arguments(original(parser)))
 
     return add_megatron_arguments
 
@@ -84,9 +86,33 @@ def _with_start(original: Callable[..., Any]) -> Callable[..., Any]:
     return set_args
 
 
-def flag(key: str) -> str:
-    """The flag of a field: backward_bits -> --flash-allreduce-backward-bits."""
-    return f"{SWITCH}-{key.replace('_', '-')}"
+def with_nearest(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`parser`, which answers a mistake in one of our flags in a line, with the nearest flag, not with its usage."""
+    usual = parser.error
+
+    def error(message: str) -> NoReturn:
+        _, unrecognized, words = message.partition("unrecognized arguments:")
+        lines = [_unknown(word) for word in _ours_in(words.split()) if word not in _flags()]
+        if lines or (not unrecognized and any(message.startswith(f"argument {name}:") for name in _flags())):
+            parser.exit(2, f"{parser.prog}: error: {' '.join(lines) or message}\n")
+        usual(message)
+
+    parser.error = error  # type: ignore[method-assign]
+    return parser
+
+
+def _flags() -> list[str]:
+    return [SWITCH, FILE, *map(flag, FlashConfig.model_fields)]
+
+
+def _ours_in(words: Iterable[str]) -> list[str]:
+    """The flags with our prefix among words of a command line, without their values."""
+    return [word.partition("=")[0] for word in words if word.replace("_", "-").startswith(SWITCH)]
+
+
+def _unknown(word: str) -> str:
+    nearest = difflib.get_close_matches(word.replace("_", "-"), _flags(), n=1, cutoff=0.0)[0]
+    return f"{word} is not a known flag; the nearest is {nearest}."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -110,6 +136,9 @@ def config_from(args: Any) -> FlashConfig | None:
     Raises ConfigError for a bad value, for a setting without --flash-allreduce, and for flags that never reached
     `args` (--yaml-cfg replaces what was parsed).
     """
+    unknown = [_unknown(word) for word in _ours_in(sys.argv[1:]) if word not in _flags()]
+    if unknown and getattr(args, "ignore_unknown_args", False):  # else argparse has refused them
+        raise ConfigError("\n".join(unknown))
     given = {key: getattr(args, _destination(flag(key)), None) for key in FlashConfig.model_fields}
     texts = {
         key: value if isinstance(value, str) else _as_json(value) for key, value in given.items() if value is not None
@@ -157,8 +186,7 @@ def start(args: Any) -> None:
     refuse_incompatible(args, config)
     megatron.enable(config)
     if getattr(args, "rank", 0) == 0:
-        print(start_line(config), flush=True)
-        for line in doubts(args, config):
+        for line in (start_line(config), *doubts(args, config)):
             print(f"flash all-reduce: {line}", flush=True)
         atexit.unregister(_print_summary)  # Megatron-LM may restart in this process
         atexit.register(_print_summary)
@@ -186,18 +214,13 @@ def _option(name: str, value: str | None = None) -> str:
 def start_line(config: FlashConfig) -> str:
     """What is attached, with which bits, and every other setting that is not at its default: one line."""
     in_place = sum(entry["in_place"] for entry in megatron.report().values())
-    line = (
-        f"flash all-reduce: {in_place} seams attached, forward {_bits(config.bits)}, "
-        f"backward {_bits(config.backward_bits)}, groups of {config.group_size}, from {config.min_bytes} bytes"
-    )
-    said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
-    defaults = FlashConfig().to_dict()
-    for key, value in config.to_dict().items():
-        if key not in said and value != defaults[key]:
-            line += f", {key}={json.dumps(value)}"
     if not config.enabled or switches.is_on(switches.DISABLE):
-        line += "; switched off, every call goes in full precision"
-    return line
+        return f"{in_place} seams attached, but switched off: every call goes in full precision"
+    said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
+    return (
+        f"{in_place} seams attached, forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
+        f"groups of {config.group_size}, from {config.min_bytes} bytes{notices.settings(config, said)}"
+    )
 
 
 def _bits(bits: int | str) -> str:
@@ -209,6 +232,7 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
     lines = []
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
         lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")
+    lines += _too_small(args, config)
     reached = any(entry["target"].startswith("transformer_engine") for entry in megatron.report().values())
     if getattr(args, "transformer_impl", None) == "transformer_engine" and not reached:
         lines.append(
@@ -218,10 +242,33 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
     return lines
 
 
+def _too_small(args: Any, config: FlashConfig) -> list[str]:
+    """Whether the collectives of every layer, which carry the hidden states of a micro-batch, stay below min_bytes."""
+    names = ("seq_length", "micro_batch_size", "hidden_size")
+    counts = [count for name in names if isinstance(count := getattr(args, name, None), int)]
+    known = getattr(args, "tensor_model_parallel_size", 1) > 1 and len(counts) == len(names)
+    if not known or not config.enabled or switches.is_on(switches.DISABLE):
+        return []
+    ranks = getattr(args, "context_parallel_size", 1) or 1
+    itemsize = getattr(getattr(args, "params_dtype", None), "itemsize", 4)
+    message = math.prod(counts) * itemsize // ranks
+    if message >= config.min_bytes:
+        return []
+    options = " x ".join(f"{_option(name)} {count}" for name, count in zip(names, counts, strict=True))
+    return [
+        f"a layer's collective carries {notices.size(message)} ({options} x {itemsize} bytes"
+        + (f" / {_option('context_parallel_size')} {ranks}" if ranks > 1 else "")
+        + f"), below min_bytes {notices.size(config.min_bytes)}: none will be quantized; set {flag('min_bytes')}."
+    ]
+
+
 def summary() -> str:
-    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called."""
-    sites = telemetry.stats()["sites"]
-    sent = full = 0
+    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called, and what
+    was sent beside us: the first line is about all of it.
+    """
+    stats = telemetry.stats()
+    sites = stats["sites"]
+    sent = full = sum(one["bytes_sent"] for one in stats["beside"].values())
     lines, silent = [], []
     for seam, entry in megatron.report().items():
         if not entry["calls"]:
@@ -237,6 +284,7 @@ def summary() -> str:
         )
     if silent:
         lines.append(f"  never called: {', '.join(silent)}")
+    lines += [f"  {line}" for line in telemetry.beside_us()]
     saved = f"{_megabytes(full - sent)} saved of {_megabytes(full)}"
     if full:
         saved += f" ({100 * (full - sent) / full:.1f} %)"

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, groups, switches
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.feedback import Feedback, Slot
 from flash_allreduce_plugin.megatron import modules, replicated
@@ -150,10 +151,15 @@ def _manager(original: Function, config: CurrentConfig) -> Function:
         finally:
             _starting.reset(token)
 
+    @contextmanager
+    def theirs(group: dist.ProcessGroup, async_ops: bool) -> Iterator[Any]:
+        with ours, original.__globals__["_coalescing_manager"](group, async_ops=async_ops) as handle:
+            yield handle
+
     def manager(group: dist.ProcessGroup, async_ops: bool = False) -> AbstractContextManager[Any]:
         off = switches.is_on(switches.DISABLE) or not config().enabled or config().grad_bits == "full"
         if off or group.size() == 1:
-            return original.__globals__["_coalescing_manager"](group, async_ops=async_ops)
+            return theirs(group, async_ops)
         return start_each_at_once()
 
     return manager
@@ -176,7 +182,8 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
 
         record_original(GRADIENTS, reason, input, group, all_reduce=False)
         theirs = param_and_grad_buffer.dist_reduce_scatter_func
-        return _started(theirs(output, input, op=op, group=group, async_op=async_op))
+        with ours:
+            return _started(theirs(output, input, op=op, group=group, async_op=async_op))
 
     return reduce_scatter
 
@@ -192,7 +199,8 @@ def _all_reduce(config: CurrentConfig) -> Function:
             how: dict[str, Any] = {"site": GRADIENTS, "step": step, "feedback": _slot(), "exact": exact}
             return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
         record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
-        return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
+        with ours:
+            return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
 
     return all_reduce
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import codec as codecs
 from flash_allreduce_plugin import groups, switches, telemetry, transport
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
@@ -248,7 +249,8 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         # No sum: the half that moves results.
         encoding = plan("all_gather", input, sum(given) - given[group.rank()], group, config, scope)
         if encoding is None:
-            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+            with ours:
+                return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
         parts = list(torch.split(input.view(-1), given))
         received = sizes(output_split_sizes, output)
         _decode(_exchange(parts, received, group, encoding, "all_to_all", scope), output, received, encoding.codec)

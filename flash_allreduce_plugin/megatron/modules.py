@@ -28,10 +28,12 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import matches
 
 ON_REQUEST = "full_precision()"
 EVALUATION = "evaluation"
+SWITCH = "--flash-allreduce"
 
 Function = Callable[..., Any]
 Pass = Literal["forward", "backward"]
@@ -59,6 +61,11 @@ _in_embedding: ContextVar[bool] = ContextVar("flash_allreduce_in_embedding", def
 _hidden_states: ContextVar[str | None] = ContextVar("flash_allreduce_hidden_states", default=None)
 
 
+def flag(key: str) -> str:
+    """The launch flag of a field: backward_bits -> --flash-allreduce-backward-bits."""
+    return f"{SWITCH}-{key.replace('_', '-')}"
+
+
 class _State:
     """What `start` set going in this process."""
 
@@ -73,6 +80,7 @@ class _State:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.unmatched: list[tuple[str, str]] = []  # (field, pattern) that no module of a collective has matched yet
         self.seen: set[str] = set()
+        self.first_steps = FirstSteps("megatron", flag)
 
 
 _state = _State()
@@ -231,6 +239,8 @@ def _optimizer_stepped(_optimizer: Any, _arguments: Any, _keywords: Any) -> None
         return  # another part of the same step: chained optimizers, or one that is not Megatron's business
     _state.collectives = False
     _state.step += 1
+    if _state.config is not None:
+        _state.first_steps.at(_state.step, _state.config)
     if not _state.unmatched:
         return
     for field, pattern in _state.unmatched:

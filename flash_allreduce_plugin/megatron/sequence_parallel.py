@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.megatron import expert_parallel, modules
 from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import (
@@ -163,7 +164,8 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
             others = (input_.shape[0] - rows[group.rank()]) * input_[:1].numel()
             encoding = expert_parallel.plan("reduce_scatter", input_, others, group, config, scope)
             if encoding is None:
-                return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
+                with ours:
+                    return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
             output = _buffer(input_, rows[group.rank()], use_global_buffer)
             expert_parallel.reduce_scatter(output, input_, rows, group, encoding, scope)
             return output
@@ -171,7 +173,8 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
         reason = _left_alone(group, input_split_sizes, scope)
         if reason is not None:
             record_original(here, reason, input_, group, all_reduce=False)
-            return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
+            with ours:
+                return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
         world_size = group.size()
         if input_.shape[0] % world_size:
             raise ValueError(
@@ -200,7 +203,8 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
             others = input_.numel() * (group.size() - 1)
             encoding = expert_parallel.plan("all_gather", input_, others, group, config, scope)
             if encoding is None:
-                return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+                with ours:
+                    return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
             rows = output_split_sizes or [input_.shape[0]] * group.size()
             output = _buffer(input_, sum(rows), use_global_buffer)
             expert_parallel.gather(output, input_, rows, group, encoding, scope)
@@ -209,7 +213,8 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
         reason = _left_alone(group, output_split_sizes, scope)
         if reason is not None:
             record_original(here, reason, input_, group, all_reduce=False, whole=group.size())
-            return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
+            with ours:
+                return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
         output = _buffer(input_, input_.shape[0] * group.size(), use_global_buffer)
         dispatch.all_gather(output, input_.contiguous(), group=group, config=config(), site=here, step=scope.step)
         return output
@@ -231,7 +236,8 @@ def _all_gather(site: Site, config: CurrentConfig) -> Function:
         reason = left_alone(group, scope)
         if reason is not None:
             record_original(here, reason, output_tensor, group, all_reduce=False)
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            with ours:
+                return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         return dispatch.all_gather(
             output_tensor, input_tensor, group=group, config=config(), async_op=async_op, site=here, step=scope.step
         )
@@ -254,7 +260,8 @@ def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function
         reason = left_alone(group, scope)
         if reason is not None:
             record_original(here, reason, input, group, all_reduce=False)
-            return original(output, input, op=op, group=group, async_op=async_op)
+            with ours:
+                return original(output, input, op=op, group=group, async_op=async_op)
         return dispatch.reduce_scatter(
             output, input, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
         )

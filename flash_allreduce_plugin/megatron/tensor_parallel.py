@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, telemetry
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
@@ -125,7 +126,8 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
             from megatron.core.tensor_parallel import mappings
 
             record_original(here, reason, tensor, group, all_reduce=True)
-            return mappings._reduce(tensor, group)
+            with ours:
+                return mappings._reduce(tensor, group)
         dispatch.all_reduce(tensor, group=group, config=config(), site=here, step=scope.step)
         return tensor
 
@@ -146,7 +148,8 @@ def _all_reduce(site: Site, config: CurrentConfig) -> Function:
         reason = left_alone(group, scope)
         if reason is not None:
             record_original(here, reason, tensor, group, all_reduce=True)
-            return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
+            with ours:
+                return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
         return dispatch.all_reduce(
             tensor, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
         )
@@ -199,5 +202,6 @@ def record_original(
     `whole` times `tensor`.
     """
     world_size = dist.get_world_size(group)
-    volume = whole * tensor.numel() * tensor.element_size() * (world_size - 1) // world_size
-    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume)
+    message = whole * tensor.numel() * tensor.element_size()
+    volume = message * (world_size - 1) // world_size
+    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message)

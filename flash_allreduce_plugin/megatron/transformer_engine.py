@@ -16,6 +16,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, telemetry
+from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import modules
 from flash_allreduce_plugin.megatron.modules import recalls, remembers
@@ -228,7 +230,8 @@ def _served(collective: _Collective, config: CurrentConfig, original: Function) 
         else:
             telemetry.record_full_precision(here, reason, 0)  # how many bytes is TE's affair
         more = {} if quantizer is None else {"quantizer": quantizer}
-        answer: tuple[Any, Any] = original(tensor, group, async_op=async_op, **more)
+        with ours if plain else nullcontext():
+            answer: tuple[Any, Any] = original(tensor, group, async_op=async_op, **more)
         return answer
 
     return function

@@ -101,6 +101,33 @@ def rows(output: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in found}
 
 
+def test_what_was_sent_beside_us_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path) -> None:
+    gathers, hostile = "all_gather, DATA_PARALLEL_GROUP of 2 ranks", "send, <b>&[red] of 2 ranks"
+    first = {gathers: {"calls": 3, "bytes_sent": 3000}, hostile: {"calls": 1, "bytes_sent": 5}}
+    lines = [
+        HEADER,
+        {**interval(1.0, 10, **{G: {**quantized(1), "bytes_plain": 33}}), "beside": first},
+        {**interval(2.0, 20, "end"), "beside": {gathers: {"calls": 1, "bytes_sent": 1000}}},
+    ]
+    page = tmp_path / "x.html"
+    done = report(log(lines), "--html", page, "--json", tmp_path / "x.json")
+    assert done.exit_code == 0, done.output
+    table = rows(done.output)
+    assert table[gathers] == ["4", "0 %", "4 kB", "4 kB", "0 %", "-", "-", "4 not ours"]
+    assert table["everything"] == ["6", "16.7 %", "4.14 kB", "5 kB", "17.3 %", "", "", ""]
+    assert "2.4 % were quantized, 0.8 % in full precision by our decision, 96.8 % not ours." in done.output
+    assert ElementTree.fromstring(page.read_text().removeprefix("<!DOCTYPE html>")) is not None
+    assert f"not ours: {gathers}" in page.read_text() and "<b>&[red]" not in page.read_text()
+    [told] = json.loads((tmp_path / "x.json").read_text())["logs"]
+    assert told["beside"] == {gathers: {"calls": 4, "bytes_sent": 4000}, hostile: {"calls": 1, "bytes_sent": 5}}
+
+
+@pytest.mark.parametrize("beside", [{"x": {}}, {"x": {"calls": -1, "bytes_sent": 1}}, [1], {"x": 1}])
+def test_what_is_no_count_beside_us_is_refused(log: Log, beside: Any) -> None:
+    done = report(log([HEADER, {**interval(1.0, 1, "end"), "beside": beside}]))
+    assert done.exit_code == 2 and "line2isnoneofsuchalog's" in unwrapped(done.output)
+
+
 def test_the_table(log: Log, tmp_path: Path) -> None:
     done = report(log(), "--json", tmp_path / "x.json")
     assert done.exit_code == 0, done.output

@@ -309,3 +309,50 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str | None, said: str) -> N
 def test_a_file_that_is_none() -> None:
     with pytest.raises(fap.ConfigError, match=r"flash_allreduce\.config=4 is not valid; expected the name of a JSON"):
         section.parse({"flash_allreduce": {"config": 4}})
+
+
+@pytest.mark.parametrize(
+    "key", ["flashallreduce", "flash-allreduce", "flash_all_reduce", "Flash_AllReduce", "flash_allreduc"]
+)
+def test_a_key_that_is_nearly_ours_is_named(key: str) -> None:
+    (line,) = section.nearly({"train_batch_size": 8, "zero_optimization": {}, key: {"bits": 4}})
+    assert line == f'the configuration\'s key "{key}" is not read by anybody; is "flash_allreduce" meant?'
+
+
+def test_keys_of_deepspeed_are_not_nearly_ours() -> None:
+    theirs = ("fp16", "bf16", "flops_profiler", "prescale_gradients", "sparse_gradients", "communication_data_type")
+    assert section.nearly(dict.fromkeys((*theirs, "flash_allreduce", "allreduce_bucket_size", "flash_attention"))) == []
+
+
+def printed(options: dict[str, Any], flash: Any, steps: int) -> tuple[list[str], str, dict[str, Any]]:
+    """Our lines on standard output while an engine is built and trains, its report, and the counters."""
+    fap.reset_stats()
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        built = engine(options, flash)
+        for number in range(steps):
+            step(built, number)
+    report, stats = str(fap.deepspeed.report()), fap.stats()
+    built.destroy()
+    return [line for line in text.getvalue().splitlines() if "flash all-reduce" in line], report, stats
+
+
+def test_silence_is_broken_once_and_what_is_sent_beside_us_is_counted(engines: Callable[[int], Ranks]) -> None:
+    options = {"zero_optimization": {"stage": 1}, "flash-allreduce": {"bits": 2}}
+    outcomes = engines(2).run(printed, options, {"bits": 8, "min_bytes": 1 << 30}, 5)
+    assert outcomes[1][0] == []
+    near, attached, small = outcomes[0][0]
+    assert '"flash-allreduce" is not read by anybody' in near
+    assert "ZeRO stage 1: gradients in 8 bits" in attached
+    assert "deepspeed.stage1.gradients has quantized none of its" in small
+    assert 'min_bytes 1024 MiB; set "min_bytes" in the section "flash_allreduce")' in small
+    for _, report, stats in outcomes:
+        gathered = [name for name in stats["beside"] if name.startswith("all_gather, ")]
+        assert gathered and stats["beside"][gathered[0]]["bytes_sent"] > 0
+        assert not any(name.startswith("reduce") for name in stats["beside"]), "that is the gradients, which are ours"
+        assert f"not ours: {gathered[0]}" in report and "0.0 % were quantized" in report
+
+
+def test_switched_off_is_not_said_to_be_in_8_bits(engines: Callable[[int], Ranks]) -> None:
+    lines, _, _ = engines(2).run(printed, {"zero_optimization": {"stage": 2}}, {"enabled": False}, 1)[0]
+    assert len(lines) == 1 and "but switched off (enabled is false)" in lines[0] and "bits" not in lines[0]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
@@ -211,6 +212,86 @@ def test_the_summary_counts_calls_reasons_and_bytes() -> None:
 def test_the_summary_of_a_run_without_calls() -> None:
     telemetry.reset_stats()
     assert arguments.summary().splitlines()[0] == "flash all-reduce, rank 0, whole run: 0.00 MB saved of 0.00 MB"
+
+
+def test_switched_off_is_not_said_to_be_in_8_bits(
+    enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-enabled", "false", rank=0, transformer_impl="local"))
+    start = capsys.readouterr().out.splitlines()[0]
+    assert start.endswith("seams attached, but switched off: every call goes in full precision")
+    assert "bits" not in start
+
+
+@pytest.mark.parametrize(("cp", "message"), [(1, "64 KiB"), (2, "32 KiB")])
+def test_a_layer_below_min_bytes_is_told_at_the_start(
+    cp: int, message: str, enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"seq_length": 128, "micro_batch_size": 2, "hidden_size": 128, "params_dtype": torch.bfloat16}
+    shape |= {"tensor_model_parallel_size": 2, "context_parallel_size": cp, "transformer_impl": "local"}
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-min-bytes", "65537", rank=0, **shape))
+    (_, small) = capsys.readouterr().out.splitlines()
+    assert small.startswith(
+        f"flash all-reduce: a layer's collective carries {message} (--seq-length 128 x --micro-batch-size 2 x "
+        "--hidden-size 128 x 2 bytes"
+    )
+    assert small.endswith("none will be quantized; set --flash-allreduce-min-bytes.")
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-min-bytes", "32768", rank=0, **shape))
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+NEAREST_BITS = "is not a known flag; the nearest is --flash-allreduce-bits."
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--flash-allreduce-bitz", "8"],
+            f"--flash-allreduce-bitz {NEAREST_BITS}",
+        ),
+        (
+            ["--flash_allreduce_bits=8"],
+            f"--flash_allreduce_bits {NEAREST_BITS}",
+        ),
+        (["--flash-allreduce-bits"], "argument --flash-allreduce-bits: expected one argument"),
+        (["--flash-allreduc"], None),
+        (["--seq-len"], None),
+    ],
+)
+def test_a_mistyped_flag_gets_the_nearest_in_one_line(
+    words: list[str], line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser("pretrain_gpt.py", allow_abbrev=False)
+    arguments.with_nearest(arguments.add_arguments(parser))
+    with pytest.raises(SystemExit) as refused:
+        parser.parse_args(["--flash-allreduce", *words])
+    assert refused.value.code == 2
+    said = capsys.readouterr().err
+    if line is None:  # none of our business: Megatron's own answer
+        assert said.startswith("usage: ") and "unrecognized arguments" in said
+    else:
+        assert said == f"pretrain_gpt.py: error: {line}\n"
+
+
+def test_a_mistyped_flag_is_not_ignored_with_the_unknown_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--flash-allreduce", "--flash-allreduce-bitz", "4"])
+    with pytest.raises(ConfigError, match="the nearest is --flash-allreduce-bits"):
+        arguments.start(parse("--flash-allreduce", ignore_unknown_args=True))
+
+
+def test_the_summary_is_about_all_that_was_sent() -> None:
+    telemetry.reset_stats()
+    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    telemetry.record_beside("all_gather, DATA_PARALLEL_GROUP of 2 ranks", 2_000_000)
+    lines = arguments.summary().splitlines()
+    telemetry.reset_stats()
+    assert lines[0] == "flash all-reduce, rank 0, whole run: 3.00 MB saved of 6.00 MB (50.0 %)"
+    assert lines[-2:] == [
+        "  not ours: all_gather, DATA_PARALLEL_GROUP of 2 ranks: 1 calls, 2.00 MB sent",
+        "  of 3.00 MB that this rank sent, 33.3 % were quantized, 0.0 % in full precision by our decision, "
+        "66.7 % not ours",
+    ]
 
 
 @pytest.fixture

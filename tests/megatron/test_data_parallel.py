@@ -19,11 +19,11 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import copies, megatron, policy, switches, telemetry
+from flash_allreduce_plugin import beside, copies, megatron, policy, switches, telemetry
 from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
-from flash_allreduce_plugin.megatron import data_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import arguments, data_parallel, tensor_parallel
 
 SITE = data_parallel.GRADIENTS.name
 GRADS = FlashConfig(grad_bits=8, min_bytes=0)
@@ -497,3 +497,47 @@ def test_copies_across_two_shards_stay_the_same_between_instances_of_the_distrib
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
         assert torch.equal(found, outcomes[rank ^ 1][2]), "the other tensor-parallel rank's copy"
         assert counted[SITE] == (2, {copies.REASON: 2})
+
+
+# All that leaves a rank
+
+
+def observe_traffic() -> dict[str, Any]:
+    """The counters of a run without us, and of two with the plugin."""
+    start_megatron(2)
+
+    class Owner:
+        """Counts what is sent without us, too."""
+
+    owner, seen = Owner(), {}
+    beside.attach(owner)
+    for name, config in (
+        ("stock", None),
+        ("8", FlashConfig(bits=8, backward_bits=8, grad_bits=8, min_bytes=0)),
+        ("small", FlashConfig(bits=8, backward_bits=8, grad_bits=8)),
+        ("default", FlashConfig(min_bytes=0)),
+    ):
+        train(config, 2, use_distributed_optimizer=True)
+        seen[name] = telemetry.stats()
+    seen["summary"] = arguments.summary()
+    return seen
+
+
+def test_the_summary_adds_up_to_all_that_leaves_a_rank():
+    """TP 2 x DP 2 with the distributed optimizer: what was quantized, left, and not ours is what Megatron sends."""
+    for seen in run_ranks(4, observe_traffic, timeout=200):
+        stock = seen["stock"]
+        assert stock["sites"] == {}
+        whole = sum(one["bytes_sent"] for one in stock["beside"].values())
+        for name in ("8", "small", "default"):
+            stats = seen[name]
+            others = sum(one["bytes_sent"] for one in stats["beside"].values())
+            assert stats["bytes_full_precision"] + others == whole, name
+            gathers = [key for key in stats["beside"] if key.startswith("all_gather, DATA_PARALLEL_GROUP")]
+            assert gathers and all(stats["beside"][key] == stock["beside"][key] for key in gathers)
+            assert not any(key.startswith("reduce_scatter, DATA_PARALLEL") for key in stats["beside"])
+        assert seen["8"]["quantized"] > 0 and seen["small"]["quantized"] == 0
+        lines = seen["summary"].splitlines()
+        assert f"of {whole / 1e6:.2f} MB" in lines[0]
+        assert any(line.startswith("  not ours: all_gather, DATA_PARALLEL_GROUP") for line in lines)
+        assert "by our decision" in lines[-1] and lines[-1].endswith("% not ours")
