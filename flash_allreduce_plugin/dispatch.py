@@ -198,7 +198,7 @@ def all_gather(
 
 
 traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
-traced.never_trace(Work.wait, StreamWork.wait)
+traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wait, StreamWork.is_completed)
 
 
 def _key(
