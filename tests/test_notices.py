@@ -51,6 +51,19 @@ def fsdp(config: fap.FlashConfig) -> list[str]:
     return text.getvalue().splitlines()
 
 
+def fsdp1(config: fap.FlashConfig) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 128, bias=False))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    model.register_comm_hook(None, fap.fsdp1_hook(config))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            model(torch.ones(2, 64)).sum().backward()
+    return text.getvalue().splitlines()
+
+
 def apex(config: fap.FlashConfig) -> list[str]:
     sys.path.insert(0, str(ROOT / "tests" / "apex_stub"))
     from apex.parallel import Reducer
@@ -66,31 +79,31 @@ def apex(config: fap.FlashConfig) -> list[str]:
 
 
 SMALL = (
-    "message below min_bytes (largest 32 KiB, min_bytes 1 MiB; set FlashConfig(min_bytes=...) or "
-    "FLASH_ALLREDUCE_MIN_BYTES)"
+    "message below min_bytes (largest {}, min_bytes 1 MiB; set FlashConfig(min_bytes=...) or FLASH_ALLREDUCE_MIN_BYTES)"
 )
 
 
 @pytest.mark.parametrize(
-    ("train", "to", "calls"),
+    ("train", "to", "calls", "largest"),
     [
-        (ddp, "DistributedDataParallel", "ddp.gradients has quantized none of its 2 calls: "),
-        (fsdp, "FSDP2", "fsdp.gradients has quantized none of its 4 calls: "),
-        (apex, "apex.parallel", "apex.reducer has quantized none of its 2 calls: "),
+        (ddp, "DistributedDataParallel", "ddp.gradients has quantized none of its 2 calls: ", "32 KiB"),
+        (fsdp, "FSDP2", "fsdp.gradients has quantized none of its 4 calls: ", "32 KiB"),
+        (fsdp1, "FullyShardedDataParallel", "fsdp1.gradients has quantized none of its 2 calls: ", "48 KiB"),
+        (apex, "apex.parallel", "apex.reducer has quantized none of its 2 calls: ", "32 KiB"),
     ],
 )
-def test_small_messages_are_named_once_on_rank_0(train: Any, to: str, calls: str) -> None:
+def test_small_messages_are_named_once_on_rank_0(train: Any, to: str, calls: str, largest: str) -> None:
     first, second = run_ranks(2, train, fap.FlashConfig(min_bytes=1 << 20))
     assert second == []
     assert (
         f"flash all-reduce: attached to {to}: gradients in 8 bits, groups of 128, buckets from 1048576 bytes" in first
     )
     assert [line for line in first if "calls" in line and "parameters" not in line] == [
-        f"flash all-reduce: {calls}{SMALL}"
+        f"flash all-reduce: {calls}{SMALL.format(largest)}"
     ]
 
 
-@pytest.mark.parametrize("train", [ddp, fsdp])
+@pytest.mark.parametrize("train", [ddp, fsdp, fsdp1])
 def test_what_quantizes_is_left_in_peace(train: Any) -> None:
     first, _ = run_ranks(2, train, fap.FlashConfig(min_bytes=0, bits=4))
     assert any("gradients in 4 bits" in line for line in first)
