@@ -345,8 +345,9 @@ FLASH_HD Range range_with_zero(float lo, float hi, int bits, Layout layout, floa
   const float wish = -lo / least - slack;  // where both ends ask for the same scale
   const float nearest = wish + kRoundMagic - kRoundMagic;
   const float under = nearest > wish ? nearest - 1.0f : nearest;
-  const float first = under < 0.0f ? 0.0f : under > levels ? levels : under;
-  const float second = under + 1.0f < 0.0f ? 0.0f : under + 1.0f > levels ? levels : under + 1.0f;
+  // Two k in any case: without slack one end of the codes serves no group that reaches beyond zero there.
+  const float first = under < 0.0f ? 0.0f : under > levels - 1.0f ? levels - 1.0f : under;
+  const float second = first + 1.0f;
   const float a = scale_with_zero(first, lo, hi, levels, slack, least);
   const float b = scale_with_zero(second, lo, hi, levels, slack, least);
   const float k = b < a ? second : first;

@@ -358,7 +358,8 @@ class _Call:
                 self.exact = ()
             nbytes = self.plain_bytes()
             message = self.numel * self.input.element_size()
-            telemetry.record_full_precision(self.site, answer.reason, nbytes, self.instead_of, message=message)
+            more = {"instead_of": self.instead_of, "message": message}
+            telemetry.record_full_precision(self.site, answer.reason, nbytes, **more)
             lasting = answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR)
             if key is not None and lasting and not self.input.is_complex():  # whose next one may be a conjugate
                 if len(self.state.plain) == _REMEMBERED:

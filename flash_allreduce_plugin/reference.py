@@ -108,8 +108,9 @@ def _range_with_zero(low: Tensor, high: Tensor, codec: Codec) -> tuple[Tensor, .
         asked = torch.where(below > spread, below, spread)  # not so if 0 / 0: an end that is 0 asks for nothing
         return torch.where(above > asked, above, asked)
 
-    under = (-low / spread - slack).floor()
-    first, second = under.clamp(0, levels), (under + 1).clamp(0, levels)
+    # Two k in any case: without slack one end of the codes serves no group that reaches beyond zero there.
+    first = (-low / spread - slack).floor().clamp(0, levels - 1)
+    second = first + 1
     a, b = scale_of(first), scale_of(second)
     k, (upper, lower) = torch.where(b < a, second, first), _bits(torch.where(b < a, b, a))
     grain = _COMPACT_STEP if codec.compact else 1

@@ -135,7 +135,7 @@ def record_quantized(
 
 
 def record_full_precision(
-    site: Site, reason: str, bytes: int, instead_of: int | None = None, *, message: int | None = None
+    site: Site, reason: str, bytes: int, *, instead_of: int | None = None, message: int | None = None
 ) -> None:
     """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
 

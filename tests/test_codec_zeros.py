@@ -52,6 +52,17 @@ def test_guarantee_8_zeros_stay_zero_at_every_width_and_group_size(options: dict
             assert (total[(rows == 0).all(0)] == 0).all()
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("ends", [(-15681487.0, 1.0), (-1.0, 15681487.0), (-1e30, 1e-30), (-1e-30, 1e30)])
+def test_guarantee_8_an_end_that_is_next_to_nothing_beside_the_other(ends: tuple[float, float], bits: int) -> None:
+    """Stochastic rounding has no slack: the code of 0 must leave one for the small end."""
+    for layout in ({}, {"compact": True}):
+        both = Both(Codec(bits, 32, stochastic=True, **layout))
+        x = torch.tensor([0.0, *ends] * 10 + [0.0, 0.0]).view(1, -1)
+        decoded = both.decode(both.encode(x, DRAW), 32)
+        assert decoded.isfinite().all() and (decoded[x == 0] == 0).all()
+
+
 @given(
     options=st.sampled_from(OPTIONS),
     bits=st.sampled_from(BITS),

@@ -204,4 +204,4 @@ def record_original(
     world_size = dist.get_world_size(group)
     message = whole * tensor.numel() * tensor.element_size()
     volume = message * (world_size - 1) // world_size
-    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message)
+    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)

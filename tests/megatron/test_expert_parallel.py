@@ -29,8 +29,8 @@ def config() -> FlashConfig:
 def exchange(collective: str, x: torch.Tensor, group: Any) -> torch.Tensor:
     """x [ROWS, WIDTH] of this rank: to all ranks, or to every rank (the sum of what comes, or all of it)."""
     world = group.size()
-    encoding = expert_parallel.plan("reduce_scatter" if collective == "reduce_scatter" else "all_gather", x, group,
-                                    config, SITE)  # fmt: skip
+    half = "reduce_scatter" if collective == "reduce_scatter" else "all_gather"
+    encoding = expert_parallel.plan(half, x, x.numel(), group, config, SITE)
     assert encoding is not None and encoding.codec.stochastic
     if collective == "all_gather":
         output = x.new_empty(world * ROWS, WIDTH)
@@ -85,7 +85,7 @@ def test_two_calls_are_rounded_by_other_numbers_and_the_average_converges(collec
 def state_after_rounding_to_the_nearest() -> int:
     group, x = dist.group.WORLD, torch.randn(ROWS, WIDTH)
     nearest = config().model_copy(update={"rounding": "nearest"})
-    encoding = expert_parallel.plan("all_gather", x, group, lambda: nearest, SITE)
+    encoding = expert_parallel.plan("all_gather", x, x.numel(), group, lambda: nearest, SITE)
     assert encoding is not None and encoding.key == 0
     return groups.state_of(group).draws
 
