@@ -41,6 +41,7 @@ LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
 
 _BITS = 8
+_PIECE = 1 << 16  # elements, whole groups of any size, whose three buffers stay in the cache
 _LOOKED_AT = 1 << 16  # records at a time
 _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
 
@@ -226,16 +227,29 @@ def encode(part: Tensor, payload: Tensor, wire: Codec, draw: Draw, kept: Tensor,
     What is not finite leaves nothing behind. What is 0 is held back: it travels as 0, and its residual stays.
     """
     own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
-    carried = torch.empty(part.shape, dtype=torch.float32, device=part.device)
-    codec.decode_rows(kept, carried, own)
-    held_back = part == 0
-    x = (carried + part).masked_fill_(held_back, 0.0)
-    codec.encode_rows(x, payload, wire, draw)
-    arrives = torch.empty_like(x)
-    codec.decode_rows(payload, arrives, wire)
-    lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
-    lost = torch.where(held_back, carried, lost)
-    codec.encode_rows(lost.nan_to_num_(0.0, 0.0, 0.0), kept, own, NO_DRAW)
+    numel, on_cpu = part.shape[1], part.device.type == "cpu"
+    size = min(numel, _PIECE) if on_cpu else numel  # a GPU wants few launches
+    buffers = torch.empty(3, size, dtype=torch.float32, device=part.device)
+    for start in range(0, numel, max(size, 1)):
+        piece = part[:, start : start + size]
+        carried, x, arrives = (buffer[: piece.shape[1]].view(1, -1) for buffer in buffers)
+        first = start // wire.group_size
+        last = first + wire.groups(piece.shape[1])
+        sent = payload[:, first * wire.record_bytes : last * wire.record_bytes]
+        residual = kept[:, first * own.record_bytes : last * own.record_bytes]
+        codec.decode_rows(residual, carried, own)
+        torch.add(carried, piece, out=x)
+        # Comparing takes a CPU longer than the codec, and most gradients hold no zero (a NaN may be one, here). A GPU
+        # is not asked: that would have to be waited for.
+        held_back = piece == 0 if not on_cpu or not arrives.copy_(piece).abs_().amin() > 0 else None
+        if held_back is not None:
+            x.masked_fill_(held_back, 0.0)
+        codec.encode_rows(x, sent, wire, Draw(draw.key, draw.first_group + first))
+        codec.decode_rows(sent, arrives, wire)
+        lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
+        if held_back is not None:
+            torch.where(held_back, carried, lost, out=lost)
+        codec.encode_rows(lost.nan_to_num_(0.0, 0.0, 0.0), residual, own, NO_DRAW)
 
 
 def decode_sum_encode(
