@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -105,6 +106,8 @@ def missing(table: Table) -> str:
         if need == "root":
             if os.geteuid() != 0:
                 return "root"
+            if shutil.which("tc") is None:
+                return "iproute2"
         elif importlib.util.find_spec(need) is None:
             return need
     return ""
