@@ -138,9 +138,14 @@ def largest_error(low: Tensor, high: Tensor, wire: Codec) -> Tensor:
         step = (high - low + low.abs() * 2.0**-7) / levels * (1 + 2.0**-7)
         if wire.mse:  # a zero point inside of the range is rounded down by more than one at its end
             step = step * (1 + 2.0**-7)
+    if not wire.symmetric and not (wire.compact and wire.bits >= 5):  # a group that may hold a 0 (docs/numerics.md)
+        with_zero = (
+            (high - low) / (levels - (1 if wire.stochastic else 1 / 8)) * (9 / 8 if wire.compact else 1 + 2.0**-7)
+        )
+        step = torch.where((low <= 0) & (high >= 0), torch.maximum(step, with_zero), step)
     error = step.clamp(min=least) * (1.0 if wire.stochastic else 0.5) * (1 + 1e-4)
     if wire.spikes:  # the extremes themselves are bf16
-        error = torch.maximum(error, largest * 2.0**-8)
+        error = torch.maximum(error, largest * (2.0**-7 if wire.stochastic else 2.0**-8))
     return error + largest * _FLOAT32
 
 
