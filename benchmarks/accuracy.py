@@ -28,9 +28,9 @@ from torch import Tensor
 
 from benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up
 from benchmarks.peer_codecs import FLOATS, PEERS, Peer
-from flash_allreduce_plugin import codec
-from flash_allreduce_plugin.cli.demo_model import ModelSize
-from flash_allreduce_plugin.wire import GROUP_SIZES, Codec
+from flash_allreduce_plugin.cli.demo.model import ModelSize
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, Format
 
 BUDGETS = (2.25, 2.5, 2.75, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
 SPIKES_GAIN_DB = 4.0  # asked of 2 bits with spikes over 2 bits without, on activations
@@ -61,11 +61,11 @@ class Frontier:
         return self.points[count - 1] if count else None
 
 
-def settings() -> list[Codec]:
+def settings() -> list[Format]:
     """Every codec with rounding to nearest."""
     flags = (False, True)
     return [
-        Codec(bits, group_size, symmetric, spikes=spikes, hadamard=hadamard, mse=mse, compact=compact)
+        Format(bits, group_size, symmetric, spikes=spikes, hadamard=hadamard, mse=mse, compact=compact)
         for bits, group_size, symmetric, compact, spikes, hadamard, mse in product(
             range(2, 9), GROUP_SIZES, flags, flags, flags, flags, flags
         )
@@ -73,7 +73,7 @@ def settings() -> list[Codec]:
     ]
 
 
-def label(c: Codec) -> str:
+def label(c: Format) -> str:
     """4/128 Hm: 4 bits, groups of 128; s symmetric, c compact, p spikes, H Hadamard, m range="mse"."""
     flags = (c.symmetric, c.compact, c.spikes, c.hadamard, c.mse)
     options = "".join(letter for letter, on in zip("scpHm", flags, strict=True) if on)
@@ -89,24 +89,24 @@ def sqnr_db(exact: Tensor, result: Tensor) -> float:
     return 20 * math.log10(signal / noise) if noise else math.inf
 
 
-def one_rounding(c: Codec, x: Tensor) -> tuple[Tensor, int]:
+def one_rounding(c: Format, x: Tensor) -> tuple[Tensor, int]:
     """As a peer's round trip: what the receiver sees, and the bytes."""
     payload = torch.empty(1, c.payload_bytes(x.numel()), dtype=torch.uint8)
     output = torch.empty(1, x.numel())
-    codec.encode_rows(x.view(1, -1), payload, c)
-    codec.decode_rows(payload, output, c)
+    rows.encode(x.view(1, -1), payload, c)
+    rows.decode(payload, output, c)
     return output.view(x.shape), payload.numel()
 
 
-def our_all_reduce(c: Codec, ranks: Sequence[Tensor]) -> Tensor:
+def our_all_reduce(c: Format, ranks: Sequence[Tensor]) -> Tensor:
     """Two roundings, as the collective does them."""
-    rows = torch.stack([x.flatten() for x in ranks])
-    payloads = torch.empty(len(ranks), c.payload_bytes(rows.shape[1]), dtype=torch.uint8)
-    codec.encode_rows(rows, payloads, c)
+    inputs = torch.stack([x.flatten() for x in ranks])
+    payloads = torch.empty(len(ranks), c.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
+    rows.encode(inputs, payloads, c)
     summed = torch.empty_like(payloads[0])
-    codec.decode_sum_encode(payloads, summed, c, c, 1.0)
-    output = torch.empty(1, rows.shape[1])
-    codec.decode_rows(summed.view(1, -1), output, c)
+    rows.decode_sum_encode(payloads, summed, c, c, 1.0)
+    output = torch.empty(1, inputs.shape[1])
+    rows.decode(summed.view(1, -1), output, c)
     return output.view(ranks[0].shape)
 
 
@@ -270,7 +270,7 @@ def report(results: Sequence[dict[str, Any]], budgets: Sequence[float]) -> None:
         for size in GROUP_SIZES:
             of_size = [row for row in gains if row["group_size"] == size]
             more = [row["spikes, mse"] - row["plain"] for row in of_size]
-            bits = [Codec(2, size, spikes=spikes).bits_per_element for spikes in (False, True)]
+            bits = [Format(2, size, spikes=spikes).bits_per_element for spikes in (False, True)]
             means = [statistics.fmean(row[key] for row in of_size) for key in columns]
             rows.append([size, *bits, *means, min(more), "yes" if min(more) >= SPIKES_GAIN_DB else "no"])
         table(["groups", "bits", "bits with spikes", *columns, "least gain of both", "reached"], rows)

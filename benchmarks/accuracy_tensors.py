@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin.cli.demo_data import corpus, split
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu
+from flash_allreduce_plugin.cli.demo.data import corpus, split
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu
 
 RANKS = (2, 8)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import transport
+from flash_allreduce_plugin.collectives import transport
 
 
 def microseconds(call: Callable[[], object], calls: int = 300) -> float:

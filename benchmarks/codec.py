@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from flash_allreduce_plugin import codec, ops, reference
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.codec import ops, reference, rows
+from flash_allreduce_plugin.codec.format import Format
 
 FBGEMM = {
     8: (torch.ops.quantized.embedding_bag_byte_prepack, torch.ops.quantized.embedding_bag_byte_unpack),
@@ -50,21 +50,21 @@ def ratio(times: dict[str, list[float]], a: str, b: str) -> float:
 def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[dict[str, Any]]:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     y, z = torch.empty_like(x), x.clone()
-    rows = []
+    measured = []
     for bits in (8, 7, 6, 5, 4, 3, 2):
-        c = Codec(bits, group_size, symmetric)
+        c = Format(bits, group_size, symmetric)
         payloads = torch.empty(2, c.payload_bytes(numel), dtype=torch.uint8)
-        codec.encode_rows(x.expand(2, -1), payloads, c)
+        rows.encode(x.expand(2, -1), payloads, c)
         one, again = payloads[:1], torch.empty_like(payloads[0])
         spare = torch.empty_like(one)
         runs: dict[str, Callable[[], Any]] = {
             "memcpy": partial(y.copy_, x),
             "read": x.sum,
-            "encode": partial(codec.encode_rows, x.view(1, -1), spare, c),
+            "encode": partial(rows.encode, x.view(1, -1), spare, c),
             "add_": partial(z.add_, x),
-            "sum of 2": partial(codec.decode_sum, payloads, y, c, 1.0),
-            "sum of 2, encode": partial(codec.decode_sum_encode, payloads, again, c, c, 1.0),
-            "decode": partial(codec.decode_rows, one, y.view(1, -1), c),
+            "sum of 2": partial(rows.decode_sum, payloads, y, c, 1.0),
+            "sum of 2, encode": partial(rows.decode_sum_encode, payloads, again, c, c, 1.0),
+            "decode": partial(rows.decode, one, y.view(1, -1), c),
         }
         if bits in FBGEMM:
             pack, unpack = FBGEMM[bits]
@@ -72,7 +72,7 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
             runs["fbgemm encode"] = partial(pack, rows_of_group)
             runs["fbgemm decode"] = partial(unpack, pack(rows_of_group))
         times = time_in_turn(runs, rounds)
-        codec.decode_rows(one, y.view(1, -1), c)
+        rows.decode(one, y.view(1, -1), c)
         noise = (y - x).double().square().sum()
         row = {
             "bits": bits,
@@ -89,8 +89,8 @@ def measure(numel: int, group_size: int, symmetric: bool, rounds: int) -> list[d
             row["fbgemm encode GB/s"] = 4e-9 * numel / statistics.median(times["fbgemm encode"])
             row["encode x fbgemm"] = ratio(times, "fbgemm encode", "encode")
             row["decode x fbgemm"] = ratio(times, "fbgemm decode", "decode")
-        rows.append(row)
-    return rows
+        measured.append(row)
+    return measured
 
 
 def _cell(value: float | None, width: int) -> str:
@@ -109,17 +109,17 @@ def main() -> None:
     # Correctness first: a fast codec that is wrong has no speed.
     sample = torch.randn(1, 10_000)
     for bits in range(2, 9):
-        c = Codec(bits, arguments.group_size, arguments.symmetric)
+        c = Format(bits, arguments.group_size, arguments.symmetric)
         ours = torch.empty(1, c.payload_bytes(sample.numel()), dtype=torch.uint8)
         theirs = torch.empty_like(ours)
-        codec.encode_rows(sample, ours, c)
+        rows.encode(sample, ours, c)
         reference.encode(sample, theirs, c)
         assert torch.equal(ours, theirs), f"{bits} bits: the compiled codec and the reference differ"
-    rows = measure(arguments.numel, arguments.group_size, arguments.symmetric, arguments.rounds)
+    measured = measure(arguments.numel, arguments.group_size, arguments.symmetric, arguments.rounds)
     print(f"one core, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}")
-    columns = list(rows[0])  # 8 bits has them all
+    columns = list(measured[0])  # 8 bits has them all
     print("  ".join(f"{name:>6}" for name in columns))
-    for row in rows:
+    for row in measured:
         print("  ".join(_cell(row.get(name), max(len(name), 6)) for name in columns))
     if arguments.json:
         about = {
@@ -127,7 +127,7 @@ def main() -> None:
             "torch": torch.__version__,
             "capability": ops.cpu_capability(),
         }
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.codec import time_in_turn
-from flash_allreduce_plugin import codec, ops
-from flash_allreduce_plugin.wire import Codec, Draw
+from flash_allreduce_plugin.codec import ops, rows
+from flash_allreduce_plugin.codec.format import Draw, Format
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "compact": {"compact": True},
@@ -37,23 +37,23 @@ OPTIONS: dict[str, dict[str, bool]] = {
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")
 
 
-def runs_of(c: Codec, x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def runs_of(c: Format, x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], Any]]:
     payloads = torch.empty(2, c.payload_bytes(x.numel()), dtype=torch.uint8)
-    codec.encode_rows(x.expand(2, -1), payloads, c)
+    rows.encode(x.expand(2, -1), payloads, c)
     spare = torch.empty_like(payloads[:1])
     return {
-        "encode": partial(codec.encode_rows, x.view(1, -1), spare, c, Draw(1)),
-        "decode": partial(codec.decode_rows, payloads[:1], y.view(1, -1), c),
-        "sum of 2": partial(codec.decode_sum, payloads, y, c, 1.0),
-        "sum of 2, encode": partial(codec.decode_sum_encode, payloads, spare[0], c, c, 1.0, Draw(1)),
+        "encode": partial(rows.encode, x.view(1, -1), spare, c, Draw(1)),
+        "decode": partial(rows.decode, payloads[:1], y.view(1, -1), c),
+        "sum of 2": partial(rows.decode_sum, payloads, y, c, 1.0),
+        "sum of 2, encode": partial(rows.decode_sum_encode, payloads, spare[0], c, c, 1.0, Draw(1)),
     }
 
 
 def measure(bits: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     x = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(0))
     y = torch.empty_like(x)
-    codecs = {"": Codec(bits, arguments.group_size)}
-    codecs |= {name: Codec(bits, arguments.group_size, **options) for name, options in OPTIONS.items()}
+    codecs = {"": Format(bits, arguments.group_size)}
+    codecs |= {name: Format(bits, arguments.group_size, **options) for name, options in OPTIONS.items()}
     runs = {(name, part): run for name, c in codecs.items() for part, run in runs_of(c, x, y).items()}
     times = time_in_turn({f"{name}/{part}": run for (name, part), run in runs.items()}, arguments.rounds)
     for name in codecs:

@@ -29,21 +29,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli.plan_presets import (
-    DEVICES,
-    LATENCY_NODES,
-    LATENCY_NVLINK,
-    LATENCY_PCIE,
-    LAUNCH,
-    LINKS,
-)
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.cli.plan.presets import DEVICES, LATENCY_NODES, LATENCY_NVLINK, LATENCY_PCIE, LAUNCH, LINKS
+from flash_allreduce_plugin.codec.format import Format
 
 ELEMENT = 2  # bytes of bf16
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64, 256, 1024)  # MiB
 WIDTHS = (8, 4)
-INSIDE = Codec(8, 128)
+INSIDE = Format(8, 128)
 #: Flash Communication, arXiv 2412.04964: INT4 over NCCL's ring, above 64 MB, L40 on PCIe.
 PAPER = 3.18
 
@@ -172,7 +165,7 @@ class Kernels:
         return max(self.launch, nbytes / (copy * self.share(kernel, bits, nbytes)))
 
 
-def kernel_seconds(numel: int, c: Codec, ranks: int, copy: float, kernels: Kernels) -> float:
+def kernel_seconds(numel: int, c: Format, ranks: int, copy: float, kernels: Kernels) -> float:
     """encode, decode_sum_encode of a shard, decode, of one rank."""
     payload = c.payload_bytes(numel)
     moved = {
@@ -183,7 +176,7 @@ def kernel_seconds(numel: int, c: Codec, ranks: int, copy: float, kernels: Kerne
     return sum(kernels.seconds(kernel, c.bits, nbytes, copy) for kernel, nbytes in moved.items())
 
 
-def flat_link_seconds(numel: int, c: Codec, machine: Machine) -> float:
+def flat_link_seconds(numel: int, c: Format, machine: Machine) -> float:
     """Both halves: to the ranks of the node over the link, to those of the other nodes over the wire, at once."""
     payload, node = c.payload_bytes(numel), machine.ranks // machine.nodes
     inside = payload * (node - 1) / machine.ranks / machine.link
@@ -218,7 +211,7 @@ class Estimate:
         return self.nccl / self.in_turn, self.nccl / self.overlapped
 
 
-def flat(numel: int, c: Codec, machine: Machine, kernels: Kernels) -> Estimate:
+def flat(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
     return Estimate(
         kernel_seconds(numel, c, machine.ranks, machine.copy, kernels),
         flat_link_seconds(numel, c, machine),
@@ -226,7 +219,7 @@ def flat(numel: int, c: Codec, machine: Machine, kernels: Kernels) -> Estimate:
     )
 
 
-def two_levels(numel: int, c: Codec, machine: Machine, kernels: Kernels) -> Estimate:
+def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
     """Between N nodes of L ranks: INT8 inside, c between and back (docs/hierarchical.md).
 
     Kernels: encode inside; sums of L payloads of an L-th each; of N payloads of an (N L)-th; decode.
@@ -255,7 +248,7 @@ def rows_of(machine: Machine, kernels: Kernels) -> list[dict[str, Any]]:
     for way, estimate in ways.items():
         for bits in WIDTHS:
             for mib in SIZES:
-                e = estimate(mib * MIB // ELEMENT, Codec(bits, 128), machine, kernels)
+                e = estimate(mib * MIB // ELEMENT, Format(bits, 128), machine, kernels)
                 rows.append(
                     {
                         "machine": machine.name,

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import codec, ops
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.codec import ops, rows
+from flash_allreduce_plugin.codec.format import Format
 
 MIB = 1 << 20
 RANKS = 8
@@ -42,7 +42,7 @@ TARGET_MIB = 64
 WIDTHS = (8, 7, 6, 5, 4, 3, 2)
 
 
-def counted_bytes(kernel: str, numel: int, element: int, c: Codec, ranks: int = RANKS) -> int:
+def counted_bytes(kernel: str, numel: int, element: int, c: Format, ranks: int = RANKS) -> int:
     """Bytes that a kernel has to read and write. numel: of the tensor, or of a shard; element: bytes of one."""
     payload = c.payload_bytes(numel)
     return {
@@ -106,29 +106,29 @@ def copy_of(nbytes: int, device: torch.device) -> Callable[[], Any]:
     return partial(torch.empty_like(source).copy_, source)
 
 
-def calls_of(numel: int, dtype: torch.dtype, c: Codec, device: torch.device) -> dict[str, Callable[[], Any]]:
+def calls_of(numel: int, dtype: torch.dtype, c: Format, device: torch.device) -> dict[str, Callable[[], Any]]:
     x = random(numel, dtype, device)
     payloads = torch.empty(RANKS, c.payload_bytes(numel), dtype=torch.uint8, device=device)
-    codec.encode_rows(x.expand(RANKS, -1), payloads, c)
+    rows.encode(x.expand(RANKS, -1), payloads, c)
     spare, sent, y = payloads[:1].clone(), torch.empty_like(payloads[0]), torch.empty_like(x)
     return {
-        "encode": partial(codec.encode_rows, x.view(1, -1), spare, c),
-        "decode": partial(codec.decode_rows, payloads[:1], y.view(1, -1), c),
-        "decode_sum": partial(codec.decode_sum, payloads, y, c, 1.0),
-        "decode_sum_encode": partial(codec.decode_sum_encode, payloads, sent, c, c, 1.0),
+        "encode": partial(rows.encode, x.view(1, -1), spare, c),
+        "decode": partial(rows.decode, payloads[:1], y.view(1, -1), c),
+        "decode_sum": partial(rows.decode_sum, payloads, y, c, 1.0),
+        "decode_sum_encode": partial(rows.decode_sum_encode, payloads, sent, c, c, 1.0),
     }
 
 
-def measure(clock: Clock, mib: int, dtype: str, c: Codec) -> list[dict[str, Any]]:
+def measure(clock: Clock, mib: int, dtype: str, c: Format) -> list[dict[str, Any]]:
     """One row for each kernel."""
     element = DTYPES[dtype].itemsize
     numel = mib * MIB // element
     calls = calls_of(numel, DTYPES[dtype], c, clock.device)
-    rows = []
+    measured = []
     for kernel, call in calls.items():
         counted = counted_bytes(kernel, numel, element, c)
         times = clock.in_turn({"kernel": call, "copy": copy_of(counted, clock.device)})
-        rows.append(
+        measured.append(
             {
                 "kernel": kernel,
                 "MiB": mib,
@@ -145,41 +145,41 @@ def measure(clock: Clock, mib: int, dtype: str, c: Codec) -> list[dict[str, Any]
                 "target": target(kernel, c.bits, dtype, c.group_size, mib),
             }
         )
-    return rows
+    return measured
 
 
 def launch_time(clock: Clock) -> float:
     """Seconds of an encode of one group: what a call costs whatever it does."""
-    calls = calls_of(128, torch.bfloat16, Codec(4, 128), clock.device)
+    calls = calls_of(128, torch.bfloat16, Format(4, 128), clock.device)
     return statistics.median(clock.in_turn({"encode": calls["encode"]})["encode"])
 
 
 def check() -> None:
     """Correctness first: a fast codec that is wrong has no speed."""
     x, device = torch.randn(1, 100_001), DEVICE
-    for c in (Codec(8, 128), Codec(4, 128), Codec(3, 64, compact=True)):
+    for c in (Format(8, 128), Format(4, 128), Format(3, 64, compact=True)):
         ours = torch.empty(1, c.payload_bytes(x.numel()), dtype=torch.uint8, device=device)
         theirs = torch.empty_like(ours, device="cpu")
-        codec.encode_rows(x.to(device), ours, c)
-        codec.encode_rows(x, theirs, c)
+        rows.encode(x.to(device), ours, c)
+        rows.encode(x, theirs, c)
         assert torch.equal(ours.cpu(), theirs), f"{c}: the GPU and the CPU encode differently"
 
 
 def measure_peers(clock: Clock, mib: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Their quantization of the same bf16 tensor, and why those that are left out are."""
-    rows, left_out = [], {}
+    measured, left_out = [], {}
     numel = mib * MIB // 2
     x = random(numel, torch.bfloat16, clock.device)
     runs: dict[str, tuple[Callable[[], Any], int]] = {}
     for bits in (8, 4):
-        c = Codec(bits, 128)
+        c = Format(bits, 128)
         payload = torch.empty(1, c.payload_bytes(numel), dtype=torch.uint8, device=clock.device)
         runs[f"ours, {bits} bits g128: encode"] = (
-            partial(codec.encode_rows, x.view(1, -1), payload, c),
+            partial(rows.encode, x.view(1, -1), payload, c),
             payload.numel(),
         )
         runs[f"ours, {bits} bits g128: decode"] = (
-            partial(codec.decode_rows, payload, torch.empty_like(x).view(1, -1), c),
+            partial(rows.decode, payload, torch.empty_like(x).view(1, -1), c),
             payload.numel(),
         )
     try:
@@ -203,7 +203,7 @@ def measure_peers(clock: Clock, mib: int) -> tuple[list[dict[str, Any]], dict[st
     times = clock.in_turn({name: run for name, (run, _) in runs.items()})
     for name, (_, nbytes) in runs.items():
         seconds = statistics.median(times[name])
-        rows.append(
+        measured.append(
             {
                 "name": name,
                 "MiB": mib,
@@ -212,13 +212,13 @@ def measure_peers(clock: Clock, mib: int) -> tuple[list[dict[str, Any]], dict[st
                 "GB/s": 1e-9 * (2 * numel + nbytes) / seconds,
             }
         )
-    return rows, left_out
+    return measured, left_out
 
 
-def plan(quick: bool) -> list[tuple[int, str, Codec]]:
+def plan(quick: bool) -> list[tuple[int, str, Format]]:
     """What is measured: MiB, dtype, codec."""
-    plain = {bits: Codec(bits, 128) for bits in WIDTHS}
-    compact = {bits: Codec(bits, 64, compact=True) for bits in WIDTHS}
+    plain = {bits: Format(bits, 128) for bits in WIDTHS}
+    compact = {bits: Format(bits, 64, compact=True) for bits in WIDTHS}
     if quick:
         return [(64, "bf16", plain[bits]) for bits in (8, 5, 4)]
     cases = [(mib, "bf16", plain[bits]) for mib in (1, 4, 16, 64, 256, 512) for bits in (8, 4)]

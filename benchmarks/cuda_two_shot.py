@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.codec.format import Format
 
 KIB = 1 << 10
 ELEMENT = 2
 LIMIT = "FLASH_ALLREDUCE_TWO_SHOT_BYTES"
 
 
-def traffic_bytes(numel: int, c: Codec) -> int:
+def traffic_bytes(numel: int, c: Format) -> int:
     """What one rank reads and writes, in its own memory and in its peers'."""
     return 2 * ELEMENT * numel + 4 * c.payload_bytes(numel)
 
@@ -71,7 +71,7 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
-    symmetric: Any = importlib.import_module("flash_allreduce_plugin.symmetric")
+    symmetric: Any = importlib.import_module("flash_allreduce_plugin.collectives.two_shot")
     speed = 0.0
     for turn in range(world):  # one rank at a time: they may share the memory
         if turn == rank:
@@ -81,7 +81,7 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
     rows = []
     for kib in (64, 1024) if quick else (4, 64, 256, 1024, 4096, 16384):
         for bits in (8, 4):
-            c, config = Codec(bits, 128), fap.FlashConfig(bits=bits, min_bytes=0)
+            c, config = Format(bits, 128), fap.FlashConfig(bits=bits, min_bytes=0)
             x = torch.randn(kib * KIB // ELEMENT, device=device).bfloat16()
             times: dict[str, list[float]] = {"fused": [], "other": []}
             taken = symmetric.counts[symmetric.TWO_SHOT]
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available() or importlib.util.find_spec("flash_allreduce_plugin.symmetric") is None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("flash_allreduce_plugin.collectives.two_shot") is None:
         print("torch finds no CUDA device, or this package has no fused path")
         return 2
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")

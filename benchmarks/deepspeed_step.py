@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import netlab
+from benchmarks import netlab
 from flash_allreduce_plugin.deepspeed import engine as attachment
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 

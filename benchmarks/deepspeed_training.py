@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli.demo_data import corpus, split
+from flash_allreduce_plugin.cli.demo.data import corpus, split
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "deepspeed" / "train.py"
 FULL_PRECISION, NOISE = "full precision", "noise "

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin import netlab
+from benchmarks import netlab
 from flash_allreduce_plugin.cli import ranks
 
 INTERVAL = 100

@@ -23,12 +23,13 @@ from torch import Tensor
 
 import flash_allreduce_plugin as fap
 from benchmarks import soak_watch
-from flash_allreduce_plugin import groups, transport
-from flash_allreduce_plugin.cli import bench_check
-from flash_allreduce_plugin.cli.bench_check import Inputs, Segment
+from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.cli.bench import check
+from flash_allreduce_plugin.cli.bench.check import Inputs, Segment
 from flash_allreduce_plugin.cli.ranks import Say
+from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.policy import Collective, Plan, make_plan
-from flash_allreduce_plugin.transport import Label
 
 LANES = 3
 CALLS_A_ROUND = 200  # of a lane
@@ -286,10 +287,10 @@ class Lane:
         else:
             part = rank if call.collective == "reduce_scatter" else 0
             segments = [Segment(0, part, 0, 0, call.sizes[part], every)]
-        travel = None if plan is None else lambda x: bench_check.two_step(x, call.collective, plan)
+        travel = None if plan is None else lambda x: check.two_step(x, call.collective, plan)
         group_size = 128 if plan is None else plan.reduce.group_size
         parts = (segment for segment in segments if segment.last)
-        wrong, signal, noise = bench_check.compare(result, inputs, parts, group_size, travel)
+        wrong, signal, noise = check.compare(result, inputs, parts, group_size, travel)
         self.counts["elements checked"] += sum(segment.last for segment in segments)
         if wrong:
             config = self._configs[call.config]

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import flash_allreduce_plugin as fap
 from benchmarks import soak_watch
-from flash_allreduce_plugin.cli.demo_data import corpus, split
+from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.ranks import Say
 
 SAMPLES = 100
@@ -135,7 +135,7 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from flash_allreduce_plugin import megatron
-    from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
+    from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
 
     size, tensor_parallel = ModelSize(hidden=64, layers=1, heads=4, sequence=32, batch=2), 2
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)

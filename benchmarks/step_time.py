@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import dispatch, netlab
-from flash_allreduce_plugin.cli.demo_model import (
+from benchmarks import netlab
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.cli.demo.model import (
     VOCABULARY,
     ModelSize,
     build_model,

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli.demo_report import difference_percent
+from flash_allreduce_plugin.cli.demo.report import difference_percent
 
 
 def run(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> dict[str, Any]:

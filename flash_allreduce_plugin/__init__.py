@@ -16,7 +16,7 @@ _HOMES = {
     "FlashAllReduceError": "errors",
     "MismatchError": "errors",
     "PatchError": "errors",
-    "Feedback": "feedback",
+    "Feedback": "collectives.error_feedback",
     "FlashAllGather": "fsdp",
     "FlashConfig": "config",
     "FlashReduceScatter": "fsdp",
@@ -27,14 +27,14 @@ _HOMES = {
     "ddp_hook": "ddp",
     "fsdp1_hook": "fsdp1",
     "reduce_scatter": "dispatch",
-    "decode": "codec",
-    "encode": "codec",
+    "decode": "tensors",
+    "encode": "tensors",
     "load_state_dict": "checkpoint",
-    "log_to": "scalars",
-    "payload_bytes": "codec",
-    "reset_stats": "telemetry",
+    "log_to": "telemetry.tensorboard",
+    "payload_bytes": "tensors",
+    "reset_stats": "telemetry.counters",
     "state_dict": "checkpoint",
-    "stats": "telemetry",
+    "stats": "telemetry.counters",
 }
 _ROOMS = ("apex", "deepspeed", "megatron")
 
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin import megatron as megatron
     from flash_allreduce_plugin.checkpoint import load_state_dict as load_state_dict
     from flash_allreduce_plugin.checkpoint import state_dict as state_dict
-    from flash_allreduce_plugin.codec import decode as decode
-    from flash_allreduce_plugin.codec import encode as encode
-    from flash_allreduce_plugin.codec import payload_bytes as payload_bytes
+    from flash_allreduce_plugin.collectives.error_feedback import Feedback as Feedback
     from flash_allreduce_plugin.config import FlashConfig as FlashConfig
     from flash_allreduce_plugin.ddp import ddp_hook as ddp_hook
     from flash_allreduce_plugin.dispatch import all_gather as all_gather
@@ -59,15 +57,17 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.errors import FlashAllReduceError as FlashAllReduceError
     from flash_allreduce_plugin.errors import MismatchError as MismatchError
     from flash_allreduce_plugin.errors import PatchError as PatchError
-    from flash_allreduce_plugin.feedback import Feedback as Feedback
     from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
     from flash_allreduce_plugin.fsdp1 import fsdp1_hook as fsdp1_hook
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
-    from flash_allreduce_plugin.scalars import log_to as log_to
-    from flash_allreduce_plugin.telemetry import reset_stats as reset_stats
-    from flash_allreduce_plugin.telemetry import stats as stats
+    from flash_allreduce_plugin.telemetry.counters import reset_stats as reset_stats
+    from flash_allreduce_plugin.telemetry.counters import stats as stats
+    from flash_allreduce_plugin.telemetry.tensorboard import log_to as log_to
+    from flash_allreduce_plugin.tensors import decode as decode
+    from flash_allreduce_plugin.tensors import encode as encode
+    from flash_allreduce_plugin.tensors import payload_bytes as payload_bytes
 
 
 def __getattr__(name: str) -> Any:

@@ -22,13 +22,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import beside, dispatch, run_log, telemetry
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.feedback import Feedback, Slot
-from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 Function = Callable[..., Any]
 
@@ -95,10 +96,10 @@ def feedback(reducing: Any) -> Feedback | None:
     return _feedback[reducing]
 
 
-def report() -> telemetry.Report:
+def report() -> counters.Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = telemetry.stats()["sites"]
-    entries = telemetry.Report()
+    sites = counters.stats()["sites"]
+    entries = counters.Report()
     for site, entry in _patchset.report().items():
         counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}

@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import groups
-from flash_allreduce_plugin.feedback import LOADED, STATE, Feedback
-from flash_allreduce_plugin.guard import FULL
-from flash_allreduce_plugin.presence import shown
+from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_BITS
+from flash_allreduce_plugin.collectives import messages
+from flash_allreduce_plugin.collectives.error_feedback import LOADED, STATE, Feedback
+from flash_allreduce_plugin.collectives.presence import shown
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.shapes import misshapen
-from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.wire import MAX_BITS, MIN_BITS
 
 VERSION = 1
 FOLDER = "flash_allreduce"  # in the folder of a checkpoint
@@ -193,7 +194,7 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
         return [mine]
     group = dist.group.WORLD
     assert group is not None
-    return groups.exchange(mine, Label("all_gather", "checkpoint", group), "agreeing on a checkpoint")
+    return messages.gather_json(mine, Label("all_gather", "checkpoint", group), "agreeing on a checkpoint")
 
 
 # ---- what a state must look like (shapes.py) ----

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from flash_allreduce_plugin import beside, caller, checkpoint, copies, dispatch, run_log
+from flash_allreduce_plugin import checkpoint, dispatch, patching
+from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
+from flash_allreduce_plugin.collectives.work import Work
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Feedback, Slot
-from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.work import Work
+from flash_allreduce_plugin.telemetry import beside, run_log
+from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 SITE = Site("ddp.gradients")
 
@@ -76,7 +78,7 @@ class Hook:
         """DDP asks for it in register_comm_hook: the one moment in which the hook sees the model that it belongs to,
         whose process group is the model's, and which says how `join` divides.
         """
-        asking = caller.locals_of("_check_comm_hook")
+        asking = patching.locals_of("_check_comm_hook")
         if asking is not None:
             self.reduction.model = weakref.ref(asking["self"])
         return self.__qualname__
@@ -199,7 +201,7 @@ class _Active:
     """How many ranks still have data, in a pass that the others only shadow with zeros; counted beside the buckets."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        joined = caller.locals_of("_match_all_reduce_for_bwd_pass") is not None
+        joined = patching.locals_of("_match_all_reduce_for_bwd_pass") is not None
         self._count = torch.full((), float(not joined), device=device)
         self._world_size = dist.get_world_size(group)
         self._work = dist.all_reduce(self._count, group=group, async_op=True)

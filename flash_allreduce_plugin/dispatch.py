@@ -15,39 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import (
-    codec,
-    collectives,
-    copies,
-    groups,
-    hierarchical,
-    switches,
-    symmetric,
-    telemetry,
-    traced,
-    transport,
-)
-from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin import environment, groups, traced
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives import copies, flat, transport, two_level, two_shot
+from flash_allreduce_plugin.collectives.copies import Exactly, Range
+from flash_allreduce_plugin.collectives.error_feedback import Residual, Slot
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.copies import Exactly, Range
-from flash_allreduce_plugin.feedback import Residual, Slot
 from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
-from flash_allreduce_plugin.quality import Quality
-from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.work import StreamWork, Work
+from flash_allreduce_plugin.quality.control import Quality
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.groups import GroupState
 
-SWITCHED_OFF = switches.DISABLE
+SWITCHED_OFF = environment.DISABLE
 _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _TAKEN = {  # what torch's own backends take in full precision
-    "gloo": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
-    "nccl": (*codec.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
+    "gloo": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
+    "nccl": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
 }
 
 _ALL_REDUCE = Site("all_reduce")
@@ -241,7 +233,7 @@ def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Si
     state = groups.known(group)
     if state is None or (answer := state.plain.get(key)) is None:
         return None
-    telemetry.record_full_precision(site, answer[0], answer[1])
+    counters.record_full_precision(site, answer[0], answer[1])
     return group
 
 
@@ -348,7 +340,7 @@ class _Call:
 
     def plan(self, key: tuple[Any, ...] | None = None) -> Plan | None:
         """The plan, counted; None if the call goes in full precision: remembered by `key` if it always will."""
-        disabled = switches.is_on(switches.DISABLE)
+        disabled = environment.is_on(environment.DISABLE)
         groups.agree(self.label, self.config, disabled, self.input.device)
         answer = FullPrecision(SWITCHED_OFF) if disabled else self._make_plan()
         if isinstance(answer, Plan):
@@ -359,7 +351,7 @@ class _Call:
             nbytes = self.plain_bytes()
             message = self.numel * self.input.element_size()
             more = {"instead_of": self.instead_of, "message": message}
-            telemetry.record_full_precision(self.site, answer.reason, nbytes, **more)
+            counters.record_full_precision(self.site, answer.reason, nbytes, **more)
             lasting = answer.reason not in (SWITCHED_OFF, WARM_UP, LOW_SQNR)
             if key is not None and lasting and not self.input.is_complex():  # whose next one may be a conjugate
                 if len(self.state.plain) == _REMEMBERED:
@@ -372,9 +364,9 @@ class _Call:
         )
         sent, between_nodes = self.sent_bytes(answer)
         plain = self.plain_bytes() if self.instead_of is None else self.instead_of
-        telemetry.record_quantized(self.site, sent, plain, between_nodes, answer.bits(self.collective))
+        counters.record_quantized(self.site, sent, plain, between_nodes, answer.bits(self.collective))
         if answer.reduce.stochastic:
-            self.key = codec.draw_key(self.config.seed, self.state.draws)
+            self.key = rows.draw_key(self.config.seed, self.state.draws)
             self.state.draws += 1
         return answer
 
@@ -410,10 +402,10 @@ class _Call:
         if plan.nodes is not None:
             shards = self.parts or [self.numel // self.world_size] * self.world_size
             sizes = self.numel if self.collective == "all_reduce" else shards
-            return hierarchical.sent_bytes(self.collective, sizes, plan, rank)
+            return two_level.sent_bytes(self.collective, sizes, plan, rank)
         if self.parts is not None:
             return sum(map(plan.reduce.payload_bytes, self.parts)) - plan.reduce.payload_bytes(self.parts[rank]), 0
-        return collectives.sent_bytes(self.collective, self.numel, plan, self.world_size), 0
+        return flat.sent_bytes(self.collective, self.numel, plan, self.world_size), 0
 
     def residual(self, plan: Plan, sizes: Sequence[int]) -> Residual | None:
         """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
@@ -423,7 +415,7 @@ class _Call:
             f"{self.collective} of {self.input.dtype} {list(sizes)} as rank {self.group.rank()} of {self.world_size} "
             f"by {plan}"
         )
-        groups = collectives.groups_of_residual(self.collective, sizes, plan, self.world_size)
+        groups = flat.groups_of_residual(self.collective, sizes, plan, self.world_size)
         return self.feedback.open(layout, self.site, groups, plan.reduce.group_size, self.input.device)
 
     def exactly(self, parts: Sequence[Tensor]) -> Exactly | None:
@@ -471,7 +463,7 @@ def _all_reduce(call: _Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iter
     meter, residual = call.quality.meter, call.residual(plan, [flat.numel()])
     carried = () if residual is None else (residual,)
     how = {"asynchronous": async_op, "feedback": residual is not None, "measured": meter is not None}
-    if not (flat.is_cuda and symmetric.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
+    if not (flat.is_cuda and two_shot.all_reduce(flat, call.factor, plan, call.label, call.key, **how)):
         pool = call.state.pool(flat.device)
         yield from _levels(plan).all_reduce(flat, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
     if exactly is not None:
@@ -558,7 +550,7 @@ def _all_gather(call: _Call, plan: Plan | None, output: Tensor, input: Tensor) -
 
 
 def _levels(plan: Plan) -> ModuleType:
-    return collectives if plan.nodes is None else hierarchical
+    return flat if plan.nodes is None else two_level
 
 
 @cache
@@ -622,7 +614,7 @@ def _check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGr
             f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
         ) from error
     dtype = tensor.dtype
-    if dtype in codec.DTYPES and op in ("sum", "avg", "premul_sum"):
+    if dtype in rows.DTYPES and op in ("sum", "avg", "premul_sum"):
         return
     taken = _TAKEN.get(backend)
     if taken is not None and dtype not in taken:

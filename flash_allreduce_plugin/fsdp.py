@@ -22,12 +22,14 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import beside, caller, checkpoint, copies, dispatch, notices, run_log
+from flash_allreduce_plugin import checkpoint, dispatch, patching
+from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.feedback import Feedback, Slot
-from flash_allreduce_plugin.notices import FirstPasses
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import beside, notices, run_log
+from flash_allreduce_plugin.telemetry.notices import FirstPasses
 
 GRADIENTS = Site("fsdp.gradients")
 PARAMETERS = Site("fsdp.parameters")
@@ -118,7 +120,7 @@ def _copies(input: torch.Tensor, world_size: int, config: FlashConfig) -> list[c
     FSDP puts rank after rank what it gets of one parameter after the other, and tells a custom reduce-scatter nothing
     about it: read in the function that calls.
     """
-    calls = caller.locals_of("foreach_reduce") or {}
+    calls = patching.locals_of("foreach_reduce") or {}
     parameters, sizes = calls.get("fsdp_params"), calls.get("padded_unsharded_sizes")
     if parameters is None or sizes is None:
         raise PatchError(

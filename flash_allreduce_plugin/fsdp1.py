@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import beside, caller, dispatch, run_log
+from flash_allreduce_plugin import dispatch, patching
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.notices import FirstPasses
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import beside, run_log
+from flash_allreduce_plugin.telemetry.notices import FirstPasses
 
 SITE = Site("fsdp1.gradients")
 
@@ -60,7 +61,7 @@ def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
 
 def _group(state: Any) -> dist.ProcessGroup | None:
     """The group of the model's gradients. state: a group, torch's DefaultState, or None."""
-    calls = caller.locals_of("_reduce_grad", "_reduce_grad_no_shard")
+    calls = patching.locals_of("_reduce_grad", "_reduce_grad_no_shard")
     wrapped = None if calls is None else calls.get("state")
     if getattr(wrapped, "_fsdp_extension", None) is not None:
         raise ConfigError(

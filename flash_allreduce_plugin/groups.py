@@ -10,32 +10,30 @@ import itertools
 import json
 import logging
 import os
-import socket
 import struct
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from flash_allreduce_plugin import hierarchy, presence, run_log, switches, transport
-from flash_allreduce_plugin.adaptive import SiteWidth, Sums
+from flash_allreduce_plugin import environment, topology
+from flash_allreduce_plugin.codec.format import WIRE_VERSION
+from flash_allreduce_plugin.collectives import messages, presence
+from flash_allreduce_plugin.collectives.presence import shown
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label
+from flash_allreduce_plugin.collectives.work import Helper
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
-from flash_allreduce_plugin.guard import SiteGuard
-from flash_allreduce_plugin.hierarchy import Nodes
-from flash_allreduce_plugin.presence import shown
-from flash_allreduce_plugin.transport import BufferPool, Label
-from flash_allreduce_plugin.wire import WIRE_VERSION
-from flash_allreduce_plugin.work import Helper
+from flash_allreduce_plugin.quality.guard import SiteGuard
+from flash_allreduce_plugin.quality.widths import SiteWidth, Sums
+from flash_allreduce_plugin.telemetry import run_log
+from flash_allreduce_plugin.topology import Nodes
 
 _log = logging.getLogger("flash_allreduce_plugin")
-_MOST_TEXT = 1 << 20  # bytes of what a rank tells the others, whatever a peer says
 
 
 class GroupState:
@@ -211,15 +209,15 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
         state._last = key
         return
     run_log.start(config)
-    fields = {**config.to_dict(), switches.DISABLE: disabled, "wire version": WIRE_VERSION}
+    fields = {**config.to_dict(), environment.DISABLE: disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.
     digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
     with nullcontext() if state._agreed else presence.first_use(label):
-        digests = _gather(digest, label, device)
+        digests = messages.gather(digest, label, device)
     if len(set(digests)) > 1:
-        longest = min(_MOST_TEXT, max(struct.unpack("<Q", d[-8:])[0] for d in digests))
-        raise mismatch(_gather(text[:longest].ljust(longest, b"\0"), label, device))
+        longest = min(messages.MOST_TEXT, max(struct.unpack("<Q", d[-8:])[0] for d in digests))
+        raise mismatch(messages.gather(text[:longest].ljust(longest, b"\0"), label, device))
     state._agreed.add(key)
     state._last = key
 
@@ -235,48 +233,11 @@ def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes |
     if state.world_size == 1:
         return None
     if config.hierarchical != "auto":
-        return hierarchy.neighbours(state.world_size, config.hierarchical.ranks_per_node)
+        return topology.neighbours(state.world_size, config.hierarchical.ranks_per_node)
     if state.hosts is None:
-        mine = hashlib.sha256(host().encode()).digest()
-        state.hosts = hierarchy.by_host(_gather(mine, label, device, "gathering the names of the hosts"))
+        mine = hashlib.sha256(topology.host().encode()).digest()
+        state.hosts = topology.by_host(messages.gather(mine, label, device, "gathering the names of the hosts"))
     return state.hosts
-
-
-def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple[float, ...]:
-    """Sums over the ranks of the label's group, added in rank order: the same bits on every rank."""
-    layout = f"<{len(mine)}d"
-    ranks = [
-        struct.unpack(layout, row) for row in _gather(struct.pack(layout, *mine), label, device, "adding up errors")
-    ]
-    return tuple(map(sum, zip(*ranks, strict=True)))
-
-
-def exchange(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str, Any]]:
-    """`mine` of every rank of the label's group, in rank order; of what JSON can say."""
-    try:
-        label.group._get_backend(device := torch.device("cpu"))
-    except RuntimeError:
-        device = torch.device("cuda", torch.cuda.current_device())
-    text = json.dumps(mine).encode()
-    said = max(struct.unpack("<Q", n)[0] for n in _gather(struct.pack("<Q", len(text)), label, device, doing))
-    longest = min(_MOST_TEXT, said)
-    return [json.loads(t.rstrip(b"\0")) for t in _gather(text[:longest].ljust(longest, b"\0"), label, device, doing)]
-
-
-def host() -> str:
-    """A name for this machine, that no other one has. Containers with host names of their own count as machines."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
-
-
-def _gather(
-    mine: bytes, label: Label, device: torch.device, doing: str = "gathering the configurations"
-) -> list[bytes]:
-    """`mine` of every rank; of one length."""
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    received: Tensor = sent.new_empty(label.group.size() * sent.numel())
-    transport.all_gather(received, sent, label, doing).wait()
-    return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
 
 
 def mismatch(texts: list[bytes]) -> MismatchError:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from flash_allreduce_plugin.hierarchy import Nodes
-from flash_allreduce_plugin.wire import MAX_BITS, Codec
+from flash_allreduce_plugin.codec.format import MAX_BITS, Format
+from flash_allreduce_plugin.topology import Nodes
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
@@ -90,10 +90,10 @@ class Plan:
     width: the one that target_sqnr_db may change; None: no target, or the configuration gives every width of the call.
     """
 
-    reduce: Codec
-    gather: Codec
+    reduce: Format
+    gather: Format
     chunk_bytes: int
-    inside: Codec | None = None
+    inside: Format | None = None
     nodes: Nodes | None = None
     width: int | None = None
 
@@ -175,16 +175,16 @@ def make_plan(
     else:
         inside, between = given.intra_bits, width or given.inter_bits
     if nodes is not None and len(nodes) == 1:
-        return Plan(config.codec(inside), config.codec(inside), config.chunk_bytes)
+        return Plan(config.format(inside), config.format(inside), config.chunk_bytes)
     plan = Plan(
-        reduce=config.codec(config.reduce_bits or between),
-        gather=config.codec(config.gather_bits or between),
+        reduce=config.format(config.reduce_bits or between),
+        gather=config.format(config.gather_bits or between),
         chunk_bytes=config.chunk_bytes,
         width=between if _adapts(collective, config) else None,
     )
     if nodes is None or len(nodes) == world_size:
         return plan
-    return replace(plan, inside=config.codec(inside), nodes=nodes)
+    return replace(plan, inside=config.format(inside), nodes=nodes)
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
@@ -192,7 +192,7 @@ def matches(module: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
 
 
-def _at_least(codec: Codec, bits: int) -> Codec:
+def _at_least(codec: Format, bits: int) -> Format:
     return replace(codec, bits=max(codec.bits, bits))
 
 

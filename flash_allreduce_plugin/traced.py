@@ -194,7 +194,7 @@ def serve_codec(encode: Eager, decode: Eager) -> None:
     def fake_payload(tensor: Tensor, config: str, call: int) -> Tensor:
         given = config_of(config)
         assert given is not None
-        return tensor.new_empty(given.codec().payload_bytes(tensor.numel()), dtype=torch.uint8)
+        return tensor.new_empty(given.format().payload_bytes(tensor.numel()), dtype=torch.uint8)
 
     def fake_tensor(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: str) -> Tensor:
         return payload.new_empty(shape, dtype=dtype)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli import tune
+from flash_allreduce_plugin.cli.tune import command as tune
 
 Rows = list[Sequence[object]]
 

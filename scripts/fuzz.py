@@ -38,8 +38,8 @@ FLAGS = [
     "-ffp-contract=off", "-fno-sanitize-recover=all",
 ]  # fmt: skip
 # What the tests of the library are; all of them would take an hour.
-LIBRARY_TESTS = ("tests/test_ops.py", "tests/test_codec.py", "tests/test_fuzz_operators.py")
-PYTHON_TESTS = ("tests/test_fuzz_operators.py", "tests/test_fuzz_texts.py")
+LIBRARY_TESTS = ("tests/codec/test_ops.py", "tests/codec/test_rows.py", "tests/codec/test_fuzz_operators.py")
+PYTHON_TESTS = ("tests/codec/test_fuzz_operators.py", "tests/test_fuzz_texts.py")
 # Of all widths: what the broken kernels are compiled for, and what --quick compiles; the three have every plane.
 SEEDED_WIDTHS = (5,)
 QUICK_WIDTHS = (3, 7, 8)
@@ -269,7 +269,7 @@ def library(examples: int) -> bool:
         "FUZZ_EXAMPLES": str(examples),
     }
     loaded = (
-        "from flash_allreduce_plugin import ops; assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
+        "from flash_allreduce_plugin.codec import ops; assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
     )
     if subprocess.run([sys.executable, "-c", loaded], cwd=site, env=environment).returncode:
         return False

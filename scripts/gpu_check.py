@@ -40,7 +40,7 @@ TAIL = 25  # lines of a failed step that are printed
 
 DEVICE = """
 import json, torch
-import flash_allreduce_plugin.wire
+import flash_allreduce_plugin.codec.format
 about = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": []}
 for i in range(torch.cuda.device_count()):
     p = torch.cuda.get_device_properties(i)
@@ -50,7 +50,7 @@ print("ABOUT " + json.dumps(about))
 assert about["devices"], "torch finds no CUDA device"
 """
 LOADED = """
-from flash_allreduce_plugin import ops
+from flash_allreduce_plugin.codec import ops
 assert ops.unavailable is None, ops.unavailable
 reason = getattr(ops, "cuda_unavailable", "this package has no CUDA operators")
 assert reason is None, reason

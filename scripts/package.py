@@ -37,7 +37,7 @@ OF_TORCH = ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libc10_cuda.so", "li
 ALL_REDUCE = """
 import hashlib, os, torch, torch.distributed as dist
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import ops
+from flash_allreduce_plugin.codec import ops
 assert ops.unavailable is None, ops.unavailable
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import reference
-from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+from flash_allreduce_plugin.codec import reference
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(2, 9)
@@ -32,7 +32,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class Both:
     """Every operation, done by both; fails if a bit differs."""
 
-    codec: Codec
+    codec: Format
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -63,7 +63,7 @@ class Both:
         assert same_bits(ours, theirs), f"{self.codec} sums differently into {dtype}"
         return ours
 
-    def decode_sum_encode(self, payloads: Tensor, gather: Codec, factor: float = 1.0, draw: Draw = NO_DRAW) -> Tensor:
+    def decode_sum_encode(self, payloads: Tensor, gather: Format, factor: float = 1.0, draw: Draw = NO_DRAW) -> Tensor:
         groups = payloads.shape[1] // self.codec.record_bytes
         ours, theirs = (torch.zeros(groups * gather.record_bytes, dtype=torch.uint8) for _ in range(2))
         bits, group_size, options = self.key

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import codec, groups, reference
-from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.codec import reference, rows
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 from tests.codecs import as_bytes
 
 QUANTIZED = {"min_bytes": 0, "chunk_bytes": 4096}
@@ -69,47 +70,47 @@ class Call:
         """The result of every rank."""
         inputs = [self.input(rank, world_size) for rank in range(world_size)]
         config = self.flash_config
-        reduce, gather = (config.codec(bits or config.bits) for bits in (config.reduce_bits, config.gather_bits))
+        reduce, gather = (config.format(bits or config.bits) for bits in (config.reduce_bits, config.gather_bits))
         factor = 1 / world_size if self.op == "AVG" else 1.0
         if world_size == 1:
             return inputs
         # The first call of a group that is rounded stochastically, of seed 0.
-        key = codec.draw_key(config.seed, 0)
+        key = rows.draw_key(config.seed, 0)
         if self.collective == "all_reduce":
             return [all_reduce(inputs, factor, reduce, gather, key)] * world_size
         if self.collective == "all_gather":
-            draws = [Draw(codec.draw_key(key, 1), rank * gather.groups(self.numel)) for rank in range(world_size)]
+            draws = [Draw(rows.draw_key(key, 1), rank * gather.groups(self.numel)) for rank in range(world_size)]
             values = [decoded(encoded(x, gather, draw), x, gather) for x, draw in zip(inputs, draws, strict=True)]
             return [torch.cat(values)] * world_size
         shards = [x.view(world_size, -1) for x in inputs]
         return [reduce_shard([s[rank] for s in shards], factor, reduce, key, rank) for rank in range(world_size)]
 
 
-def encoded(x: Tensor, codec: Codec, draw: Draw = NO_DRAW) -> Tensor:
-    payload = torch.empty(1, codec.payload_bytes(x.numel()), dtype=torch.uint8)
+def encoded(x: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
+    payload = torch.empty(1, rows.payload_bytes(x.numel()), dtype=torch.uint8)
     reference.encode(x.reshape(1, -1), payload, codec, draw)
     return payload
 
 
-def decoded(payload: Tensor, like: Tensor, codec: Codec) -> Tensor:
+def decoded(payload: Tensor, like: Tensor, codec: Format) -> Tensor:
     output = torch.empty(1, like.numel(), dtype=like.dtype)
     reference.decode(payload, output, codec)
     return output[0]
 
 
-def all_reduce(inputs: list[Tensor], factor: float, reduce: Codec, gather: Codec, key: int = 0) -> Tensor:
-    draws = [Draw(codec.draw_key(key, 0, rank)) for rank in range(len(inputs))]
+def all_reduce(inputs: list[Tensor], factor: float, reduce: Format, gather: Format, key: int = 0) -> Tensor:
+    draws = [Draw(rows.draw_key(key, 0, rank)) for rank in range(len(inputs))]
     payloads = torch.cat([encoded(x, reduce, draw) for x, draw in zip(inputs, draws, strict=True)])
     total = torch.empty(gather.payload_bytes(inputs[0].numel()), dtype=torch.uint8)
     if total.numel():
-        reference.decode_sum_encode(payloads, total, reduce, gather, factor, Draw(codec.draw_key(key, 1)))
+        reference.decode_sum_encode(payloads, total, reduce, gather, factor, Draw(rows.draw_key(key, 1)))
     return decoded(total.view(1, -1), inputs[0], gather)
 
 
-def reduce_shard(shards: list[Tensor], factor: float, reduce: Codec, key: int = 0, owner: int = 0) -> Tensor:
+def reduce_shard(shards: list[Tensor], factor: float, reduce: Format, key: int = 0, owner: int = 0) -> Tensor:
     output = torch.empty_like(shards[0])
     first = owner * reduce.groups(output.numel())
-    draws = [Draw(codec.draw_key(key, 0, rank), first) for rank in range(len(shards))]
+    draws = [Draw(rows.draw_key(key, 0, rank), first) for rank in range(len(shards))]
     if output.numel():
         payloads = torch.cat([encoded(x, reduce, draw) for x, draw in zip(shards, draws, strict=True)])
         reference.decode_sum(payloads, output, reduce, factor)

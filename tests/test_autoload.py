@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from flash_allreduce_plugin import autoload
+from flash_allreduce_plugin import autoload, environment
 from flash_allreduce_plugin.autoload import AfterImport
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def test_the_hook_costs_next_to_nothing_per_import(room: Path) -> None:
 
 @pytest.mark.parametrize("value", ["0", "false", "off", "no", " OFF "])
 def test_the_switch_turns_it_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(autoload.SWITCH, value)
+    monkeypatch.setenv(environment.AUTOLOAD, value)
     monkeypatch.setattr(autoload, "install", lambda: pytest.fail("installed"))
     autoload.load()
 
@@ -105,7 +105,7 @@ def test_load_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     def broken() -> None:
         raise ImportError("something\nis missing")
 
-    monkeypatch.delenv(autoload.SWITCH, raising=False)
+    monkeypatch.delenv(environment.AUTOLOAD, raising=False)
     monkeypatch.setattr(autoload, "install", broken)
     autoload.load()
     assert [record.getMessage() for record in caplog.records] == [
@@ -115,7 +115,7 @@ def test_load_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
 
 def test_install_twice_waits_once(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autoload, "_waiting", {})
-    monkeypatch.delenv(autoload.SWITCH, raising=False)
+    monkeypatch.delenv(environment.AUTOLOAD, raising=False)
     autoload.load()
     autoload.load()
     waiting = list(autoload._waiting.values())

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import checkpoint, groups
-from flash_allreduce_plugin.feedback import LOADED, NOT_FINITE
+from flash_allreduce_plugin.collectives.error_feedback import LOADED, NOT_FINITE
 from tests.distributed import Ranks, run_ranks
 
 WIDTH = 64

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.telemetry import counters
 from tests.codecs import gaussian
 from tests.distributed import Ranks
 
@@ -136,18 +136,18 @@ def test_a_graph_holds_every_call_and_gives_its_bits(ranks: Ranks, backend: str)
 
 
 def order(backend: str) -> list[str]:
-    seen, record = [], telemetry.record_quantized
+    seen, record = [], counters.record_quantized
 
     def recording(site: fap.Site, *counts: Any) -> None:
         seen.append(site.name)
         record(site, *counts)
 
     run = compiled(unused, backend, fullgraph=True)
-    telemetry.record_quantized = recording
+    counters.record_quantized = recording
     try:
         run(gaussian(4000, seed=dist.get_rank()))
     finally:
-        telemetry.record_quantized = record
+        counters.record_quantized = record
     return seen
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import copies
+from flash_allreduce_plugin.collectives import copies
 from tests.distributed import Ranks
 
 WIDTH, STEPS = 96, 12

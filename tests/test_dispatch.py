@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import dispatch, groups, transport
-from flash_allreduce_plugin.wire import WIRE_VERSION
+from flash_allreduce_plugin import dispatch, groups
+from flash_allreduce_plugin.codec.format import WIRE_VERSION
+from flash_allreduce_plugin.collectives import messages, transport
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
 
@@ -341,14 +342,14 @@ def agreements() -> list[int]:
     """Collectives of a first, a second and an unchecked first call, beside those of the call itself."""
     group = dist.new_group()
     gathers = 0
-    agree = groups._gather
+    agree = messages.gather
 
     def counting(*arguments: Any) -> Any:
         nonlocal gathers
         gathers += 1
         return agree(*arguments)
 
-    groups._gather = counting
+    messages.gather = counting
     counted = []
     try:
         for config in (QUANTIZED, QUANTIZED, QUANTIZED.model_copy(update={"bits": 8, "check_ranks": False})):
@@ -356,7 +357,7 @@ def agreements() -> list[int]:
             fap.all_reduce(torch.ones(300), group=group, config=config)
             counted.append(gathers)
     finally:
-        groups._gather = agree
+        messages.gather = agree
         dist.destroy_process_group(group)
     return counted
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import copies
+from flash_allreduce_plugin.collectives import copies
 from tests.distributed import Ranks
 from tests.test_ddp import Block
 

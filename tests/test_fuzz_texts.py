@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flash_allreduce_plugin import groups, switches
+from flash_allreduce_plugin import environment, groups
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.errors import ConfigError
@@ -108,7 +108,7 @@ def test_any_environment(variables: dict[str, str]) -> None:
             assert "FLASH_ALLREDUCE_" in str(error)
         for name in named:
             with contextlib.suppress(ConfigError):
-                switches.is_on(name)
+                environment.is_on(name)
 
 
 @given(words=st.dictionaries(FIELDS, TEXTS | WORDS | JSON.map(json.dumps), max_size=3))
@@ -216,8 +216,8 @@ def logs(draw: st.DrawFn) -> bytes:
 @fuzz
 def test_any_log(content: bytes, folder: Path) -> None:
     pytest.importorskip("rich")
-    from flash_allreduce_plugin.cli.report import run_report
-    from flash_allreduce_plugin.cli.report_log import LogError
+    from flash_allreduce_plugin.cli.report.command import run_report
+    from flash_allreduce_plugin.cli.report.log import LogError
 
     log = folder / "run.jsonl"
     log.write_bytes(content)
@@ -234,7 +234,7 @@ def test_a_log_cannot_speak_to_the_terminal_nor_break_the_page(
 ) -> None:
     """Codes that a terminal obeys, and half a character: os.environ has those where a variable is no UTF-8."""
     pytest.importorskip("rich")
-    from flash_allreduce_plugin.cli.report import run_report
+    from flash_allreduce_plugin.cli.report.command import run_report
 
     hostile = "a\x1b]0;title\x07\x9b31m\udcff\nb"
     header = {**HEADER, "host": hostile, "environment": {"FLASH_ALLREDUCE_LOG": hostile}}
@@ -261,7 +261,7 @@ SIZES = (
 @fuzz
 def test_any_size_of_bench(texts: tuple[str, str, str | None], factor: int) -> None:
     pytest.importorskip("rich")
-    from flash_allreduce_plugin.cli import bench
+    from flash_allreduce_plugin.cli.bench import command as bench
 
     minbytes, maxbytes, stepbytes = texts
     try:
@@ -277,7 +277,8 @@ def test_any_size_of_bench(texts: tuple[str, str, str | None], factor: int) -> N
 @fuzz
 def test_any_option_of_bench_and_tune(options: str, bits: str | None, others: tuple[str, str, str]) -> None:
     pytest.importorskip("rich")
-    from flash_allreduce_plugin.cli import bench, tune
+    from flash_allreduce_plugin.cli.bench import command as bench
+    from flash_allreduce_plugin.cli.tune import command as tune
 
     for parse in (
         lambda: bench.configs(bits, options, None),

@@ -18,13 +18,14 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("wire", "errors", "shapes", "strict_json", "autoload", "caller", "hierarchy", "netlab"),
-    ("config", "policy", "switches", "telemetry", "patching", "ops", "reference", "cost_model"),
-    ("traced", "beside"),
-    ("adaptive", "codec", "transport", "work", "step_model", "run_log", "scalars"),
-    ("copies", "feedback", "guard", "meter", "notices", "presence"),
-    ("collectives", "hierarchical", "groups"),
-    ("symmetric", "quality"),
+    ("errors", "shapes", "topology"),
+    ("environment", "patching"),
+    ("autoload", "codec"),
+    ("config", "policy"),
+    ("telemetry", "traced"),
+    ("collectives", "tensors"),
+    ("quality",),
+    ("groups",),
     ("dispatch", "checkpoint"),
     ("megatron", "deepspeed", "ddp", "fsdp", "fsdp1", "apex"),
     ("cli",),

@@ -187,7 +187,7 @@ def _changed(name: str, old: bytes, new: bytes) -> Callable[[dict[str, bytes]], 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (_with("tests/test_codec.py"), "tests/test_codec.py does not belong here"),
+        (_with("tests/codec/test_rows.py"), "tests/codec/test_rows.py does not belong here"),
         (_with("scripts/package.py"), "scripts/package.py does not belong here"),
         (_with(f"{PACKAGE}/__pycache__/wire.cpython-311.pyc"), "wire.cpython-311.pyc does not belong here"),
         (_without(f"{PACKAGE}/py.typed"), "py.typed is missing"),

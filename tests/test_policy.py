@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_allreduce_plugin import policy
+from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import FullPrecision, Plan, Role, Site, make_plan
-from flash_allreduce_plugin.wire import Codec
 
 QUANTIZED: dict[str, Any] = {
     "collective": "all_reduce",
@@ -32,7 +32,7 @@ def plan(**changes: Any) -> Plan | FullPrecision:
 
 
 def test_the_call_of_these_tests_is_quantized() -> None:
-    assert plan() == Plan(Codec(8, 128), Codec(8, 128), FlashConfig().chunk_bytes)
+    assert plan() == Plan(Format(8, 128), Format(8, 128), FlashConfig().chunk_bytes)
 
 
 # Every obstacle by itself, in the order of the checks.  `config` holds changes of the configuration.
@@ -116,7 +116,7 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         key: 5,
     }
     planned = plan(site=site, config=FlashConfig(**widths))
-    assert planned == Plan(Codec(5, 128), Codec(5, 128), FlashConfig().chunk_bytes)
+    assert planned == Plan(Format(5, 128), Format(5, 128), FlashConfig().chunk_bytes)
     if full is not None:
         overridden = FlashConfig(**{**widths, key: "full", "reduce_bits": 4, "gather_bits": 4})
         assert plan(site=site, config=overridden) == FullPrecision(full)
@@ -204,18 +204,18 @@ def test_a_plan_says_what_the_configuration_says(
     planned = plan(**call, config=config, site=Site("test", role))
     assert planned == plan(**call, config=config, site=Site("another name", role))
     if world_size > 1 and numel * dtype.itemsize >= config.min_bytes:
-        codec = Codec(3, group_size, symmetric)
+        codec = Format(3, group_size, symmetric)
         assert planned == Plan(codec, codec, chunk_bytes)
     else:
         assert isinstance(planned, FullPrecision)
 
 
 def test_every_width_of_a_plan_is_raised() -> None:
-    levels = Plan(Codec(4, 128), Codec(6, 128), 4096, inside=Codec(3, 128), nodes=((0, 1), (2,)))
+    levels = Plan(Format(4, 128), Format(6, 128), 4096, inside=Format(3, 128), nodes=((0, 1), (2,)))
     assert [levels.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [3, 3, 6]
-    flat = Plan(Codec(4, 128), Codec(6, 128), 4096)
+    flat = Plan(Format(4, 128), Format(6, 128), 4096)
     assert [flat.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [4, 4, 6]
     raised = levels.at_least(5)
-    assert (raised.inside, raised.reduce, raised.gather) == (Codec(5, 128), Codec(5, 128), Codec(6, 128))
+    assert (raised.inside, raised.reduce, raised.gather) == (Format(5, 128), Format(5, 128), Format(6, 128))
     assert (raised.nodes, raised.chunk_bytes) == (levels.nodes, 4096)
     assert flat.at_least(2) == flat and flat.at_least(8).inside is None

@@ -204,7 +204,7 @@ def fails_half_way() -> dict[str, int]:
 def megatron_fails_later() -> None:
     """What comes before and after the replacing in megatron.enable."""
     from flash_allreduce_plugin import megatron
-    from flash_allreduce_plugin.megatron import data_parallel, modules
+    from flash_allreduce_plugin.megatron import data_parallel, scopes
 
     frameworks = Frameworks()
     warned = FlashConfig(error_feedback=True)  # without grad_bits
@@ -218,13 +218,13 @@ def megatron_fails_later() -> None:
     def wrong(*_: Any) -> None:
         raise RuntimeError("half way")
 
-    for owner, name in ((modules, "start"), (data_parallel.residuals, "configure")):
+    for owner, name in ((scopes, "start"), (data_parallel.residuals, "configure")):
         original = getattr(owner, name)
         calls = itertools.count()
         setattr(owner, name, lambda *a, original=original, calls=calls: (original if next(calls) else wrong)(*a))
         with pytest.raises(RuntimeError, match="half way"):
             frameworks.enable("megatron")
-        setattr(owner, name, original) if owner is modules else delattr(owner, name)
+        setattr(owner, name, original) if owner is scopes else delattr(owner, name)
         frameworks.check()
         assert not megatron.is_enabled() and megatron.feedback() is None
     frameworks.enable("megatron")

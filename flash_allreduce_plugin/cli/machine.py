@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from flash_allreduce_plugin import codec, ops
+from flash_allreduce_plugin.codec import ops, rows
 
 
 def about() -> dict[str, Any]:
     """In JSON types. instruction_set is that of the codec on the CPU; "reference": it is not compiled."""
-    reference = ops.unavailable is not None or codec.use_reference()
+    reference = ops.unavailable is not None or rows.use_reference()
     try:
         version = importlib.metadata.version("flash-allreduce-plugin")
     except importlib.metadata.PackageNotFoundError:

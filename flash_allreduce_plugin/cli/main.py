@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flash_allreduce_plugin import strict_json
-from flash_allreduce_plugin.cli.plan import plan
+from flash_allreduce_plugin.cli.plan.command import plan
+from flash_allreduce_plugin.config import strict_json
 
 app = typer.Typer(
     name="flash-allreduce",
@@ -55,8 +55,8 @@ def demo(
 
     Exit status 0 only if every check printed at the end holds.
     """
-    from flash_allreduce_plugin.cli.demo import DemoError, run_demo
-    from flash_allreduce_plugin.cli.demo_model import ModelSize
+    from flash_allreduce_plugin.cli.demo.command import DemoError, run_demo
+    from flash_allreduce_plugin.cli.demo.model import ModelSize
 
     try:
         widths = [int(width) for width in bits.split(",")]
@@ -100,7 +100,7 @@ def doctor(
 
     The text is what a bug report needs. Exit status 0 only if there is no problem.
     """
-    from flash_allreduce_plugin.cli.doctor import run_doctor
+    from flash_allreduce_plugin.cli.doctor.command import run_doctor
 
     if json_file is not None and not json_file.parent.is_dir():
         raise typer.BadParameter(f"--json {json_file}: expected a file in a folder that exists")
@@ -146,7 +146,7 @@ def bench(
     By itself or under torchrun. Columns as nccl-tests has them; wire: what a rank sends. Exit status 0 only if no
     element was wrong: every rank has the same bits, within the codec's error of the exact result.
     """
-    from flash_allreduce_plugin.cli.bench import run_bench
+    from flash_allreduce_plugin.cli.bench.command import run_bench
     from flash_allreduce_plugin.cli.ranks import RanksError
 
     try:
@@ -206,7 +206,7 @@ def tune(
     it no size takes more than 1.05 times full precision.
     """
     from flash_allreduce_plugin.cli.ranks import RanksError
-    from flash_allreduce_plugin.cli.tune import run_tune
+    from flash_allreduce_plugin.cli.tune.command import run_tune
 
     try:
         held = run_tune(
@@ -247,8 +247,8 @@ def report(
 
     Per site: calls, bytes saved, measured error, and what went in full precision, why.
     """
-    from flash_allreduce_plugin.cli.report import run_report
-    from flash_allreduce_plugin.cli.report_log import LogError
+    from flash_allreduce_plugin.cli.report.command import run_report
+    from flash_allreduce_plugin.cli.report.log import LogError
 
     for option, file in (("--html", html_file), ("--json", json_file)):
         if file is not None and any(file.resolve() == log.resolve() for log in logs):

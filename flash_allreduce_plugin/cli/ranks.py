@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flash_allreduce_plugin import netlab
+from benchmarks import netlab
 
 Say = Callable[..., None]
 OnMessage = Callable[[dict[str, Any]], None]

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flash_allreduce_plugin import telemetry
+from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import engine, places
-from flash_allreduce_plugin.feedback import Feedback
+from flash_allreduce_plugin.telemetry import counters
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -58,11 +58,11 @@ def feedback(served: Any) -> Feedback | None:
     return engine.reduction_of(served).feedback
 
 
-def report() -> telemetry.Report:
+def report() -> counters.Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     in_place = engine.sites_in_place()
-    entries = telemetry.Report()
+    entries = counters.Report()
     for site, (target, covers) in places.SITES.items():
         counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[site] = {"target": target, "covers": covers, "in_place": site in in_place}

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.beside import ours
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.telemetry.beside import ours
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.beside import ours
+    from flash_allreduce_plugin.telemetry.beside import ours
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 ENGINE = "deepspeed.runtime.engine"

@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import checkpoint, copies, dispatch, groups, switches, telemetry
-from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin import checkpoint, dispatch, environment, groups
+from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives.error_feedback import LOADED, Feedback, Slot
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.section import SECTION
-from flash_allreduce_plugin.feedback import LOADED, Feedback, Slot
-from flash_allreduce_plugin.notices import FirstSteps
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
-from flash_allreduce_plugin.scalars import Scalars
-from flash_allreduce_plugin.transport import Label
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.telemetry.notices import FirstSteps
+from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 Function = Callable[..., Any]
 
@@ -255,12 +257,12 @@ class Reduction:
     def _full_precision(self, collective: Collective, numel: int, like: Tensor, group: dist.ProcessGroup) -> str | None:
         """Why DeepSpeed's own collective serves a call of `numel` elements, or None if ours does."""
         self._first_steps.at(self._finished_steps(), self.config)
-        site, disabled = self._site(group), switches.is_on(switches.DISABLE)
+        site, disabled = self._site(group), environment.is_on(environment.DISABLE)
         # The ranks compare configurations before they part ways: one that stays in full precision never reaches
         # dispatch.
         groups.agree(Label(collective, site.name, group), self.config, disabled, like.device)
         if disabled:
-            return switches.DISABLE
+            return environment.DISABLE
         answer = make_plan(
             collective,
             numel=numel,
@@ -276,7 +278,7 @@ class Reduction:
     def _record(self, reason: str, volume: int, group: dist.ProcessGroup, *message: Tensor) -> None:
         """Count a call of DeepSpeed's own that sends `volume` bytes. message: what it is called with."""
         whole = sum(tensor.numel() * tensor.element_size() for tensor in message)
-        telemetry.record_full_precision(self._site(group), reason, volume, message=whole)
+        counters.record_full_precision(self._site(group), reason, volume, message=whole)
 
 
 def _volume(like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flash_allreduce_plugin.copies import Range
+from flash_allreduce_plugin.collectives.copies import Range
 
 # Where DeepSpeed keeps what it reduces of a parameter.
 _GRADIENTS = ("grad", "grad_accum", "_hp_grad")

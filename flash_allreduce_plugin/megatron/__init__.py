@@ -13,25 +13,25 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
-from flash_allreduce_plugin import beside, run_log, telemetry
+from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.feedback import Feedback
 from flash_allreduce_plugin.megatron import (
     checkpoints,
     data_parallel,
     expert_parallel,
-    modules,
     monitor,
     refusals,
+    scopes,
     sequence_parallel,
     tensor_parallel,
     transformer_engine,
 )
-from flash_allreduce_plugin.megatron.modules import full_precision as full_precision
-from flash_allreduce_plugin.megatron.modules import set_step as set_step
-from flash_allreduce_plugin.megatron.modules import step as step
+from flash_allreduce_plugin.megatron.scopes import full_precision as full_precision
+from flash_allreduce_plugin.megatron.scopes import set_step as set_step
+from flash_allreduce_plugin.megatron.scopes import step as step
 from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.telemetry import beside, counters, run_log
 
 _config: FlashConfig | None = None
 _patchset: Patchset | None = None  # what `enable` put in place
@@ -53,7 +53,7 @@ def enable(config: FlashConfig | None = None) -> None:
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = FlashConfig.from_env() if config is None else config
-    run_log.start(config, lambda: modules.step() if is_enabled() else None)
+    run_log.start(config, lambda: scopes.step() if is_enabled() else None)
     fresh: Patchset | None = None
     if _patchset is None:
         transformer_engine_seams, misfit = _transformer_engine()
@@ -81,7 +81,7 @@ def enable(config: FlashConfig | None = None) -> None:
     try:
         if fresh is not None:
             fresh.apply()
-        modules.start(config)
+        scopes.start(config)
         data_parallel.residuals.configure(config)
         checkpoints.start()
     except BaseException:
@@ -107,7 +107,7 @@ def disable() -> None:
 
 
 def _stop() -> None:
-    modules.stop()
+    scopes.stop()
     checkpoints.stop()
     data_parallel.residuals.configure(None)
 
@@ -133,13 +133,13 @@ def feedback() -> Feedback | None:
     return data_parallel.residuals.feedback
 
 
-def report() -> telemetry.Report:
+def report() -> counters.Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     rows = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    entries = telemetry.Report()
+    entries = counters.Report()
     for seam, entry in {**rows, **transformer_engine.rows(found)}.items():
         counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
         entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}

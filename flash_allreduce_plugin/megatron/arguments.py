@@ -19,12 +19,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from flash_allreduce_plugin import megatron, notices, switches, telemetry
+from flash_allreduce_plugin import environment, megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron.modules import SWITCH, flag
 from flash_allreduce_plugin.megatron.refusals import refusals
+from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.telemetry import counters, notices
 
 FILE = "--flash-allreduce-config"
 _ABOUT = (
@@ -214,7 +215,7 @@ def _option(name: str, value: str | None = None) -> str:
 def start_line(config: FlashConfig) -> str:
     """What is attached, with which bits, and every other setting that is not at its default: one line."""
     in_place = sum(entry["in_place"] for entry in megatron.report().values())
-    if not config.enabled or switches.is_on(switches.DISABLE):
+    if not config.enabled or environment.is_on(environment.DISABLE):
         return f"{in_place} seams attached, but switched off: every call goes in full precision"
     said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
     return (
@@ -247,7 +248,7 @@ def _too_small(args: Any, config: FlashConfig) -> list[str]:
     names = ("seq_length", "micro_batch_size", "hidden_size")
     counts = [count for name in names if isinstance(count := getattr(args, name, None), int)]
     known = getattr(args, "tensor_model_parallel_size", 1) > 1 and len(counts) == len(names)
-    if not known or not config.enabled or switches.is_on(switches.DISABLE):
+    if not known or not config.enabled or environment.is_on(environment.DISABLE):
         return []
     ranks = getattr(args, "context_parallel_size", 1) or 1
     itemsize = getattr(getattr(args, "params_dtype", None), "itemsize", 4)
@@ -266,7 +267,7 @@ def summary() -> str:
     """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called, and what
     was sent beside us: the first line is about all of it.
     """
-    stats = telemetry.stats()
+    stats = counters.stats()
     sites = stats["sites"]
     sent = full = sum(one["bytes_sent"] for one in stats["beside"].values())
     lines, silent = [], []
@@ -284,7 +285,7 @@ def summary() -> str:
         )
     if silent:
         lines.append(f"  never called: {', '.join(silent)}")
-    lines += [f"  {line}" for line in telemetry.beside_us()]
+    lines += [f"  {line}" for line in counters.beside_us()]
     saved = f"{_megabytes(full - sent)} saved of {_megabytes(full)}"
     if full:
         saved += f" ({100 * (full - sent) / full:.1f} %)"

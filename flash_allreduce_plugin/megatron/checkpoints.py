@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flash_allreduce_plugin import checkpoint
-from flash_allreduce_plugin.feedback import Feedback
-from flash_allreduce_plugin.megatron import data_parallel, modules
+from flash_allreduce_plugin.collectives.error_feedback import Feedback
+from flash_allreduce_plugin.megatron import data_parallel, scopes
 from flash_allreduce_plugin.megatron.tensor_parallel import Function
 from flash_allreduce_plugin.patching import Seam
 
@@ -36,10 +36,10 @@ class _Gradients:
         return data_parallel.residuals.feedback
 
     def numbers(self) -> dict[str, float]:
-        return {checkpoint.STEP: modules.step()}
+        return {checkpoint.STEP: scopes.step()}
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
-        modules.set_step(int(numbers.get(checkpoint.STEP, modules.step())))
+        scopes.set_step(int(numbers.get(checkpoint.STEP, scopes.step())))
 
 
 _gradients = _Gradients()

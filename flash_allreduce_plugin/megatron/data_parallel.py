@@ -23,15 +23,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch, groups, switches
-from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin import dispatch, environment, groups
+from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.feedback import Feedback, Slot
-from flash_allreduce_plugin.megatron import modules, replicated
+from flash_allreduce_plugin.megatron import replicated, scopes
 from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
-from flash_allreduce_plugin.transport import Label
+from flash_allreduce_plugin.telemetry.beside import ours
 
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -65,7 +65,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         sharded = self.ddp_config.use_distributed_optimizer
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
-        groups.agree(label, config(), switches.is_on(switches.DISABLE), self.buckets[0].grad_data.device)
+        groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)
         token, parameters = _slots.set(residuals.slots(self)), _parameters.set(self.params)
         try:
             body(self, *args, **kwargs)
@@ -112,7 +112,7 @@ class Residuals:
             number = self._numbers[bucket_group] = max(self._numbers.values(), default=-1) + 1
             weakref.finalize(bucket_group, self._forget, number)
         if number in self._started or not self._started:
-            self.feedback.begin(modules.step())
+            self.feedback.begin(scopes.step())
             self._started.clear()
         self._started.add(number)
         feedback = self.feedback
@@ -157,7 +157,7 @@ def _manager(original: Function, config: CurrentConfig) -> Function:
             yield handle
 
     def manager(group: dist.ProcessGroup, async_ops: bool = False) -> AbstractContextManager[Any]:
-        off = switches.is_on(switches.DISABLE) or not config().enabled or config().grad_bits == "full"
+        off = environment.is_on(environment.DISABLE) or not config().enabled or config().grad_bits == "full"
         if off or group.size() == 1:
             return theirs(group, async_ops)
         return start_each_at_once()
@@ -171,7 +171,7 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
     def reduce_scatter(
         output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        step = modules.current().step
+        step = scopes.current().step
         reason = _full_precision("reduce_scatter", input, op, group, config(), step)
         if reason is None:
             exact = replicated.ranges(_parameters.get(), input)
@@ -192,7 +192,7 @@ def _all_reduce(config: CurrentConfig) -> Function:
     """What stands in for the all-reduce of one bucket."""
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
-        step = modules.current().step
+        step = scopes.current().step
         reason = _full_precision("all_reduce", tensor, op, group, config(), step)
         if reason is None:
             exact = replicated.ranges(_parameters.get(), tensor)
@@ -227,9 +227,9 @@ def _full_precision(
     step: int,
 ) -> str | None:
     """Why Megatron's own collective serves a bucket, or None if ours does."""
-    if switches.is_on(switches.DISABLE):
-        return switches.DISABLE
-    requested = modules.current().full_precision
+    if environment.is_on(environment.DISABLE):
+        return environment.DISABLE
+    requested = scopes.current().full_precision
     if requested is not None:
         return requested
     answer = make_plan(

@@ -21,16 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import codec as codecs
-from flash_allreduce_plugin import groups, switches, telemetry, transport
-from flash_allreduce_plugin.beside import ours
-from flash_allreduce_plugin.megatron import modules
-from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
+from flash_allreduce_plugin import environment, groups
+from flash_allreduce_plugin.codec import rows as codecs
+from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.megatron import scopes
+from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
-from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.wire import Codec, Draw
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -130,7 +132,7 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
     def move(*arguments: Any, **keywords: Any) -> Any:
         if not combines and not any(argument is _given.get() for argument in arguments):
             return theirs[moved_by](*arguments, **keywords)
-        with modules.moving_hidden_states(site):
+        with scopes.moving_hidden_states(site):
             return theirs[moved_by](*arguments, **keywords)
 
     body = rebound(original, moved_by, move)
@@ -150,7 +152,7 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
 class Encoding:
     """How a call encodes. key: of its random numbers, where it rounds stochastically; the same on every rank."""
 
-    codec: Codec
+    codec: Format
     key: int = 0
 
 
@@ -167,9 +169,9 @@ def plan(
     numel: elements of `tensor` that this rank sends to others, for the counters; the answer does not depend on it.
     """
     site = _site(scope)
-    disabled = switches.is_on(switches.DISABLE)
+    disabled = environment.is_on(environment.DISABLE)
     groups.agree(Label(collective, site.name, group), config(), disabled, tensor.device)
-    reason = switches.DISABLE if disabled else scope.full_precision
+    reason = environment.DISABLE if disabled else scope.full_precision
     if reason is None:
         answer = make_plan(
             collective,
@@ -189,7 +191,7 @@ def plan(
             state.draws += 1
             return Encoding(codec, codecs.draw_key(config().seed, state.draws - 1))
         reason = answer.reason
-    telemetry.record_full_precision(site, reason, numel * tensor.element_size())
+    counters.record_full_precision(site, reason, numel * tensor.element_size())
     return None
 
 
@@ -235,7 +237,7 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        scope = modules.current()
+        scope = scopes.current()
         if scope.hidden_states is None or group is None:
             return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
         width = input[:1].numel() if len(input) else output[:1].numel()
@@ -287,23 +289,23 @@ def _exchange(
         if part.numel():
             numbers = (group.rank(),) if collective == "all_gather" else (group.rank(), to)
             draw = Draw(codecs.draw_key(encoding.key, *numbers))
-            codecs.encode_rows(part.view(1, -1), payload.view(1, -1), codec, draw)
+            codecs.encode(part.view(1, -1), payload.view(1, -1), codec, draw)
     site = _site(scope)
     label = Label(collective, site.name, group)
     transport.all_to_all(arrived, sent, label, "exchanging hidden states", in_bytes, out_bytes).wait()
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     plain = sum(parts[rank].numel() for rank in others) * parts[0].element_size()
-    telemetry.record_quantized(site, sum(out_bytes[rank] for rank in others), plain, bits=codec.bits)
+    counters.record_quantized(site, sum(out_bytes[rank] for rank in others), plain, bits=codec.bits)
     return list(torch.split(arrived, in_bytes))
 
 
-def _decode(payloads: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], codec: Codec) -> None:
+def _decode(payloads: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], codec: Format) -> None:
     for payload, part in zip(payloads, torch.split(output.view(-1), list(sizes)), strict=True):
         if part.numel():
-            codecs.decode_rows(payload.view(1, -1), part.view(1, -1), codec)
+            codecs.decode(payload.view(1, -1), part.view(1, -1), codec)
 
 
 def _site(scope: Scope) -> Site:
     assert scope.hidden_states is not None
-    role = Role.EXPERT_GRADIENT if modules.running_pass() == "backward" else Role.EXPERT
+    role = Role.EXPERT_GRADIENT if scopes.running_pass() == "backward" else Role.EXPERT
     return Site(scope.hidden_states, role, scope.module)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flash_allreduce_plugin.megatron.tensor_parallel import Function
 from flash_allreduce_plugin.patching import Seam
-from flash_allreduce_plugin.scalars import Scalars
+from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 TRAINING = "megatron.training.training"
 _GLOBALS = "megatron.training.global_vars"

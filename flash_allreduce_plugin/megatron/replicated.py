@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-from flash_allreduce_plugin import copies
+from flash_allreduce_plugin.collectives import copies
 
 
 def ranges(parameters: Iterable[torch.nn.Parameter], bucket: torch.Tensor) -> list[copies.Range]:

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
-from flash_allreduce_plugin.beside import ours
-from flash_allreduce_plugin.megatron import expert_parallel, modules
-from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
+from flash_allreduce_plugin.megatron import expert_parallel, scopes
+from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import (
     LAYERS,
     MAPPINGS,
@@ -28,6 +27,7 @@ from flash_allreduce_plugin.megatron.tensor_parallel import (
 )
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
+from flash_allreduce_plugin.telemetry.beside import ours
 
 SPLIT_SIZES = "uneven split sizes"
 
@@ -158,7 +158,7 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
     ) -> torch.Tensor:
         from megatron.core.tensor_parallel import mappings
 
-        scope = modules.current()
+        scope = scopes.current()
         if scope.hidden_states is not None:
             rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
             others = (input_.shape[0] - rows[group.rank()]) * input_[:1].numel()
@@ -198,7 +198,7 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
     ) -> torch.Tensor:
         from megatron.core.tensor_parallel import mappings
 
-        scope = modules.current()
+        scope = scopes.current()
         if scope.hidden_states is not None:
             others = input_.numel() * (group.size() - 1)
             encoding = expert_parallel.plan("all_gather", input_, others, group, config, scope)
@@ -231,7 +231,7 @@ def _all_gather(site: Site, config: CurrentConfig) -> Function:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        scope = modules.current()
+        scope = scopes.current()
         here = site_of(site, scope)
         reason = left_alone(group, scope)
         if reason is not None:
@@ -255,7 +255,7 @@ def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        scope = modules.current()
+        scope = scopes.current()
         here = site_of(site, scope)
         reason = left_alone(group, scope)
         if reason is not None:

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch, telemetry
-from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import modules
-from flash_allreduce_plugin.megatron.modules import Scope, recalls, remembers
+from flash_allreduce_plugin.megatron import scopes
+from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
 from flash_allreduce_plugin.patching import Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 LAYERS = "megatron.core.tensor_parallel.layers"
@@ -118,7 +119,7 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
     """
 
     def reduce(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        scope = modules.current()
+        scope = scopes.current()
         here = site_of(site, scope)
         tensor = input_.contiguous()
         reason = left_alone(group, scope)
@@ -143,7 +144,7 @@ def _all_reduce(site: Site, config: CurrentConfig) -> Function:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
-        scope = modules.current()
+        scope = scopes.current()
         here = site_of(site, scope)
         reason = left_alone(group, scope)
         if reason is not None:
@@ -162,7 +163,7 @@ def mark_embedding(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, input_: torch.Tensor) -> torch.Tensor:
-        with modules.inside_embedding():
+        with scopes.inside_embedding():
             return original(self, input_)
 
     return forward
@@ -204,4 +205,4 @@ def record_original(
     world_size = dist.get_world_size(group)
     message = whole * tensor.numel() * tensor.element_size()
     volume = message * (world_size - 1) // world_size
-    telemetry.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)
+    counters.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)

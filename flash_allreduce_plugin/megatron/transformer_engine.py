@@ -23,11 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch, telemetry
-from flash_allreduce_plugin.beside import ours
+from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.errors import ConfigError, PatchError
-from flash_allreduce_plugin.megatron import modules
-from flash_allreduce_plugin.megatron.modules import recalls, remembers
+from flash_allreduce_plugin.megatron import scopes
+from flash_allreduce_plugin.megatron.scopes import recalls, remembers
 from flash_allreduce_plugin.megatron.tensor_parallel import (
     CurrentConfig,
     Function,
@@ -37,6 +36,8 @@ from flash_allreduce_plugin.megatron.tensor_parallel import (
 )
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
 
 TE_MODULES = "transformer_engine.pytorch.module"
 WINDOW = ((1, 13), (2, 20))
@@ -210,8 +211,8 @@ def _served(collective: _Collective, config: CurrentConfig, original: Function) 
     def function(
         tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False, quantizer: Any = None
     ) -> tuple[Any, Any]:
-        scope = modules.current()
-        running = modules.running_pass()
+        scope = scopes.current()
+        running = scopes.running_pass()
         here = site_of(collective.backward if running == "backward" else collective.forward, scope)
         # FP8 and its relatives: TE encodes, moves and decodes those itself. Their storages need not be tensors.
         plain = quantizer is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -228,7 +229,7 @@ def _served(collective: _Collective, config: CurrentConfig, original: Function) 
             whole = dist.get_world_size(group) if gathers else 1
             record_original(here, reason, tensor, group, all_reduce=reduces, whole=whole)
         else:
-            telemetry.record_full_precision(here, reason, 0)  # how many bytes is TE's affair
+            counters.record_full_precision(here, reason, 0)  # how many bytes is TE's affair
         more = {} if quantizer is None else {"quantizer": quantizer}
         with ours if plain else nullcontext():
             answer: tuple[Any, Any] = original(tensor, group, async_op=async_op, **more)

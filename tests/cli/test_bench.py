@@ -22,9 +22,12 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flash_allreduce_plugin import codec, netlab
-from flash_allreduce_plugin.cli import bench, bench_rank, ranks
+from benchmarks import netlab
+from flash_allreduce_plugin.cli import ranks
+from flash_allreduce_plugin.cli.bench import command as bench
+from flash_allreduce_plugin.cli.bench import rank as bench_rank
 from flash_allreduce_plugin.cli.main import app
+from flash_allreduce_plugin.codec import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["-n", "2", "--rounds", "2"]
@@ -185,8 +188,8 @@ def test_a_file_is_measured_as_it_stands(tmp_path: Path) -> None:
 
 def break_something(settings: dict[str, Any], say: ranks.Say) -> Any:
     """bench_rank.measure with what BREAK names out of order."""
-    encode, plain = codec.encode_rows, dist.all_reduce
-    decode = codec.decode_rows
+    encode, plain = rows.encode, dist.all_reduce
+    decode = rows.decode
 
     def decode_on_rank_1(payload: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
         decode(payload, output, *rest)
@@ -202,9 +205,9 @@ def break_something(settings: dict[str, Any], say: ranks.Say) -> Any:
         return work
 
     if os.environ["BREAK"] == "one rank":
-        codec.decode_rows = decode_on_rank_1
+        rows.decode = decode_on_rank_1
     elif os.environ["BREAK"] == "the codec":
-        codec.encode_rows = encode_too_much
+        rows.encode = encode_too_much
     else:
         dist.all_reduce = add_one
     return bench_rank.measure(settings, say)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli import bench_check
-from flash_allreduce_plugin.cli.bench_check import Groups, Inputs, Segment
+from flash_allreduce_plugin.cli.bench import check as bench_check
+from flash_allreduce_plugin.cli.bench.check import Groups, Inputs, Segment
+from flash_allreduce_plugin.codec.format import Draw
 from flash_allreduce_plugin.policy import Collective, Plan, Site, make_plan
-from flash_allreduce_plugin.wire import Draw
 from tests import simulation
 from tests.distributed import Ranks
 

@@ -18,11 +18,11 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from flash_allreduce_plugin.cli import demo_report
-from flash_allreduce_plugin.cli.demo import DemoError, run_ranks
-from flash_allreduce_plugin.cli.demo_data import corpus, split
-from flash_allreduce_plugin.cli.demo_model import ModelSize
-from flash_allreduce_plugin.cli.demo_training import Settings, Variant
+from flash_allreduce_plugin.cli.demo import report as demo_report
+from flash_allreduce_plugin.cli.demo.command import DemoError, run_ranks
+from flash_allreduce_plugin.cli.demo.data import corpus, split
+from flash_allreduce_plugin.cli.demo.model import ModelSize
+from flash_allreduce_plugin.cli.demo.training import Settings, Variant
 from flash_allreduce_plugin.cli.main import app
 
 COMMAND = [sys.executable, "-m", "flash_allreduce_plugin", "demo"]

@@ -22,10 +22,15 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import flash_allreduce_plugin
-from flash_allreduce_plugin import codec, megatron, ops
-from flash_allreduce_plugin.cli import doctor, doctor_environment, doctor_frameworks, doctor_selftest, doctor_versions
-from flash_allreduce_plugin.cli.doctor_child import Child, Report
+from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin.cli.doctor import command as doctor
+from flash_allreduce_plugin.cli.doctor import environment as doctor_environment
+from flash_allreduce_plugin.cli.doctor import frameworks as doctor_frameworks
+from flash_allreduce_plugin.cli.doctor import selftest as doctor_selftest
+from flash_allreduce_plugin.cli.doctor import versions as doctor_versions
+from flash_allreduce_plugin.cli.doctor.child import Child, Report
 from flash_allreduce_plugin.cli.main import app
+from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.patching import Seam
 
 ROOT = Path(__file__).parents[2]
@@ -215,7 +220,7 @@ def test_a_framework_that_hangs_is_a_problem_in_bounded_time(tmp_path: Path, mon
     module(tmp_path / "site", "deepspeed", HANGS)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
-    with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor_frameworks:deepspeed") as child:
+    with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor.frameworks:deepspeed") as child:
         [found] = doctor._outcome(child, "DeepSpeed seams", 5)
     assert (found.level, found.text) == ("problem", "not finished after 5 s (importing deepspeed)")
     assert "--timeout" in found.remedy
@@ -271,14 +276,14 @@ def test_what_the_ranks_answer_is_compared() -> None:
 def test_other_bits_than_the_reference_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    right = getattr(codec, function)
+    right = getattr(rows, function)
 
     def wrong(*arguments: Any) -> Any:
         result = right(*arguments)
         result[-1] = result[-1] + 1  # of a payload: the code of an element behind the last one, which decode drops
         return result
 
-    monkeypatch.setattr(codec, function, wrong)
+    monkeypatch.setattr(rows, function, wrong)
     monkeypatch.setattr(doctor_selftest, "NUMEL", 1000)
     report = Report(str(tmp_path / "results"))
     doctor_selftest.codec(report)
@@ -325,8 +330,8 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     module(tmp_path / "site", "deepspeed", HANGS)
     pid = tmp_path / "pid"
     script = (
-        "import pathlib, time; from flash_allreduce_plugin.cli.doctor_child import Child; "
-        f"Child(pathlib.Path({str(tmp_path)!r}), 'x', 'flash_allreduce_plugin.cli.doctor_frameworks:deepspeed'); "
+        "import pathlib, time; from flash_allreduce_plugin.cli.doctor.child import Child; "
+        f"Child(pathlib.Path({str(tmp_path)!r}), 'x', 'flash_allreduce_plugin.cli.doctor.frameworks:deepspeed'); "
         "time.sleep(600)"
     )
     env = environment(tmp_path / "site", HANGING=str(pid))

@@ -15,10 +15,12 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from flash_allreduce_plugin.cli import plan_inputs, plan_measured, plan_presets, plan_published
+from benchmarks import plan_measured, plan_published
 from flash_allreduce_plugin.cli.main import app
+from flash_allreduce_plugin.cli.plan import inputs as plan_inputs
+from flash_allreduce_plugin.cli.plan import presets as plan_presets
+from flash_allreduce_plugin.cli.plan.step_model import predict, quantizable
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.step_model import predict, quantizable
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21"
 SMALL = "--layers 8 --hidden 1024 --heads 16 --sequence 1024"
@@ -290,8 +292,8 @@ def test_the_command_line_stays_light():
     script = "import sys; from flash_allreduce_plugin.cli import main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     assert not {"torch", "pydantic", "matplotlib"} & set(loaded)
-    assert "flash_allreduce_plugin.step_model" not in loaded
-    script = "import sys; from flash_allreduce_plugin import step_model; print(*sys.modules)"
+    assert "flash_allreduce_plugin.cli.plan.step_model" not in loaded
+    script = "import sys; from flash_allreduce_plugin.cli.plan import step_model; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     assert not {"torch", "pydantic"} & set(loaded)
 

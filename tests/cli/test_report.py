@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.main import app
-from flash_allreduce_plugin.cli.report_log import read, total
-from flash_allreduce_plugin.cli.report_page import _POINTS
-from flash_allreduce_plugin.cli.report_plot import ticks
-from flash_allreduce_plugin.cli.report_text import amount, duration, percent
+from flash_allreduce_plugin.cli.report.log import read, total
+from flash_allreduce_plugin.cli.report.page import _POINTS
+from flash_allreduce_plugin.cli.report.plot import ticks
+from flash_allreduce_plugin.cli.report.text import amount, duration, percent
 
 ROOT = Path(fap.__file__).parents[1]
 G, EMBEDDING, HOSTILE = "megatron.g.forward", "megatron.embedding.forward", 'a<script>alert("1")</script>&[red]b'

@@ -14,9 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli import tune
 from flash_allreduce_plugin.cli.main import app
-from flash_allreduce_plugin.cli.tune_rank import best_chunk, choose, pays_from
+from flash_allreduce_plugin.cli.tune import command as tune
+from flash_allreduce_plugin.cli.tune.rank import best_chunk, choose, pays_from
 from flash_allreduce_plugin.policy import FullPrecision, Plan, Site, make_plan
 
 QUICK = ["-b", "64K", "-e", "256K", "--seconds", "0", "--bits", "4,8"]

@@ -12,10 +12,10 @@ import pytest
 from deepspeed_training import EIGHT, OFF, deepspeed, engine, step
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import run_log, telemetry
-from flash_allreduce_plugin.cli.report_log import read
+from flash_allreduce_plugin.cli.report.log import read
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.telemetry import record_full_precision
+from flash_allreduce_plugin.telemetry import counters, run_log
+from flash_allreduce_plugin.telemetry.counters import record_full_precision
 from tests.distributed import Ranks
 
 STEPS = 3
@@ -25,7 +25,7 @@ EVERY_CALL = {"quality_interval": 1, "quality_measure": "exact"}  # known at onc
 def trains(folder: str, stage: int, flash: dict[str, Any] | None, accumulation: int = 1) -> dict[str, bool]:
     """With DeepSpeed's own CSV monitor, which is written to by rank 0."""
     fap.reset_stats()
-    telemetry._forgotten.clear()  # a log begins with the process, and this one has run other tests
+    counters._forgotten.clear()  # a log begins with the process, and this one has run other tests
     os.environ["FLASH_ALLREDUCE_LOG"] = f"{folder}/%r.jsonl"
     options = {
         "zero_optimization": {"stage": stage},

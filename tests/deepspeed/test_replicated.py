@@ -13,7 +13,7 @@ from test_section import mpu
 from torch import nn
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import copies
+from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.deepspeed import replicated
 from tests.distributed import Ranks
 from tests.test_ddp import WIDTH, Split

@@ -21,8 +21,8 @@ from deepspeed_training import EIGHT, configuration, deepspeed, engine, model, s
 from torch import nn
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.deepspeed import section
+from flash_allreduce_plugin.telemetry import counters
 from tests.distributed import Ranks
 
 
@@ -328,7 +328,7 @@ def test_keys_of_deepspeed_are_not_nearly_ours() -> None:
 def printed(options: dict[str, Any], flash: Any, steps: int) -> tuple[list[str], str, dict[str, Any]]:
     """Our lines on standard output while an engine is built and trains, its report, and the counters."""
     fap.reset_stats()
-    telemetry._forgotten.clear()  # of other tests on these ranks: a site that has ever quantized is not named
+    counters._forgotten.clear()  # of other tests on these ranks: a site that has ever quantized is not named
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         built = engine(options, flash)

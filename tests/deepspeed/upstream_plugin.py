@@ -43,9 +43,9 @@ if CONFIG:
 def write_sites() -> None:
     sites: dict[str, Any] = {}
     if CONFIG:
-        from flash_allreduce_plugin import telemetry
+        from flash_allreduce_plugin.telemetry import counters
 
-        sites = telemetry.stats()["sites"]
+        sites = counters.stats()["sites"]
     (FOLDER / f"rank-{os.getpid()}.json").write_text(json.dumps(sites))
 
 

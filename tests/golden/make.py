@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import reference
-from flash_allreduce_plugin.wire import Codec, Draw
+from flash_allreduce_plugin.codec import reference
+from flash_allreduce_plugin.codec.format import Draw, Format
 
 FOLDER = Path(__file__).parent
 
@@ -63,7 +63,7 @@ OPTIONS = [
 DRAW = Draw(key=-1234567890123456789, first_group=3)
 
 
-def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
+def case(name: str, codec: Format, dtype: str, input: Any) -> dict[str, Any]:
     x = values_of(input, getattr(torch, dtype)).view(1, -1)
     payload = torch.empty(1, codec.payload_bytes(x.shape[1]), dtype=torch.uint8)
     reference.encode(x, payload, codec, DRAW)
@@ -86,18 +86,18 @@ def case(name: str, codec: Codec, dtype: str, input: Any) -> dict[str, Any]:
 
 def main() -> None:
     ramps = [
-        case(f"{ramp['count']} from {ramp['first']}", Codec(bits, group_size, symmetric), dtype, ramp)
+        case(f"{ramp['count']} from {ramp['first']}", Format(bits, group_size, symmetric), dtype, ramp)
         for ramp, group_size, dtype in zip(RAMPS, (128, 32, 64), ("float32", "bfloat16", "float16"), strict=True)
         for bits in range(2, 9)
         for symmetric in (False, True)
     ]
     edges = [
-        case(name, Codec(bits, 32, symmetric), "float32", input)
+        case(name, Format(bits, 32, symmetric), "float32", input)
         for name, input in EDGES.items()
         for bits, symmetric in ((8, False), (4, True), (3, False))
     ]
     options = [
-        case(f"{ramp['count']} from {ramp['first']}", Codec(bits, group_size, **chosen), dtype, ramp)
+        case(f"{ramp['count']} from {ramp['first']}", Format(bits, group_size, **chosen), dtype, ramp)
         for chosen in OPTIONS
         for ramp, group_size, dtype in zip(RAMPS, (64, 32, 512), ("float32", "bfloat16", "float16"), strict=True)
         for bits in (2, 3, 4, 8)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from flash_allreduce_plugin import symmetric
 from tests.distributed import Ranks
 
 # Several ranks of a group share one GPU here.
@@ -25,11 +24,11 @@ def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
     def get(world_size: int, backend: str = "gloo", two_shot: int = 0) -> Ranks:
         key = world_size, backend, two_shot
         if key not in started or not started[key].alive:
-            os.environ[symmetric.LIMIT] = str(two_shot)
+            os.environ[two_shot.LIMIT] = str(two_shot)
             try:
                 started[key] = Ranks(world_size, backend=backend, method="spawn")
             finally:
-                os.environ.pop(symmetric.LIMIT, None)
+                os.environ.pop(two_shot.LIMIT, None)
         return started[key]
 
     yield get

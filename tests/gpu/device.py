@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import ops
-from flash_allreduce_plugin.wire import NO_DRAW, Codec, Draw
+from flash_allreduce_plugin.codec import ops
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
@@ -72,7 +72,7 @@ class Written:
         return values
 
 
-def encode(rows: Tensor, c: Codec, draw: Draw = NO_DRAW, offset: int = 0, gap: int = 0) -> Tensor:
+def encode(rows: Tensor, c: Format, draw: Draw = NO_DRAW, offset: int = 0, gap: int = 0) -> Tensor:
     """rows on the device -> payloads on the CPU."""
     out = Written.make(len(rows), c.payload_bytes(rows.shape[1]), torch.uint8, offset, gap)
     compiled.encode(
@@ -81,21 +81,21 @@ def encode(rows: Tensor, c: Codec, draw: Draw = NO_DRAW, offset: int = 0, gap: i
     return out.take()
 
 
-def decode(payload: Tensor, numel: int, dtype: torch.dtype, c: Codec, offset: int = 0, gap: int = 0) -> Tensor:
+def decode(payload: Tensor, numel: int, dtype: torch.dtype, c: Format, offset: int = 0, gap: int = 0) -> Tensor:
     """payload on the device -> rows on the CPU."""
     out = Written.make(len(payload), numel, dtype, offset, gap)
     compiled.decode(payload, out.rows, c.bits, c.group_size, c.options)
     return out.take()
 
 
-def decode_sum(payloads: Tensor, numel: int, dtype: torch.dtype, c: Codec, factor: float, offset: int = 0) -> Tensor:
+def decode_sum(payloads: Tensor, numel: int, dtype: torch.dtype, c: Format, factor: float, offset: int = 0) -> Tensor:
     out = Written.make(1, numel, dtype, offset)
     compiled.decode_sum(payloads, out.rows[0], factor, c.bits, c.group_size, c.options)
     return out.take()[0]
 
 
 def decode_sum_encode(
-    payloads: Tensor, reduce: Codec, gather: Codec, factor: float, draw: Draw = NO_DRAW, offset: int = 0
+    payloads: Tensor, reduce: Format, gather: Format, factor: float, draw: Draw = NO_DRAW, offset: int = 0
 ) -> Tensor:
     groups = payloads.shape[1] // reduce.record_bytes
     out = Written.make(1, groups * gather.record_bytes, torch.uint8, offset)

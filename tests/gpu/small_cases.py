@@ -13,25 +13,24 @@ import sys
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import codec
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import DTYPES, gaussian, same_bits
 from tests.gpu import device
 from tests.gpu.cases import DRAW, encoded
 
 CODECS = (
-    Codec(8, 128),
-    Codec(4, 128),
-    Codec(7, 32, symmetric=True),
-    Codec(4, 64, compact=True),
-    Codec(2, 1024, spikes=True),
-    Codec(3, 32, spikes=True, hadamard=True, mse=True),
-    Codec(5, 256, hadamard=True),
-    Codec(6, 512, compact=True, spikes=True, stochastic=True),
+    Format(8, 128),
+    Format(4, 128),
+    Format(7, 32, symmetric=True),
+    Format(4, 64, compact=True),
+    Format(2, 1024, spikes=True),
+    Format(3, 32, spikes=True, hadamard=True, mse=True),
+    Format(5, 256, hadamard=True),
+    Format(6, 512, compact=True, spikes=True, stochastic=True),
 )
 
 
-def run(c: Codec, dtype: torch.dtype, numel: int) -> bool:
+def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
     """Outputs of exactly their size, nothing beside them."""
     rows = gaussian(2, numel).to(dtype)
     payloads = encoded(rows, c)
@@ -49,15 +48,15 @@ def run(c: Codec, dtype: torch.dtype, numel: int) -> bool:
     results = [compare("encode", ours, payloads)]
     decoded, expected = torch.empty_like(x), torch.empty_like(rows)
     device.compiled.decode(there, decoded, *key)
-    codec.decode_rows(payloads, expected, c)
+    rows.decode(payloads, expected, c)
     results.append(compare("decode", decoded, expected))
     total, sum_ = torch.empty_like(x[0]), torch.empty_like(rows[0])
     device.compiled.decode_sum(there, total, 0.5, *key)
-    codec.decode_sum(payloads, sum_, c, 0.5)
+    rows.decode_sum(payloads, sum_, c, 0.5)
     results.append(compare("decode_sum", total, sum_))
     sent, again = torch.empty_like(there[0]), torch.empty_like(payloads[0])
     device.compiled.decode_sum_encode(there, sent, 0.5, c.bits, *key, DRAW.key, DRAW.first_group)
-    codec.decode_sum_encode(payloads, again, c, c, 0.5, DRAW)
+    rows.decode_sum_encode(payloads, again, c, c, 0.5, DRAW)
     results.append(compare("decode_sum_encode", sent, again))
     return all(results)
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from flash_allreduce_plugin import codec, reference
-from flash_allreduce_plugin.wire import Codec
+from flash_allreduce_plugin.codec import reference, rows
+from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, gaussian, hard_values, same_bits
 from tests.gpu import device
 from tests.gpu.cases import DRAW, NAMES, OPTIONS, check, encoded
@@ -19,12 +19,12 @@ device.need_device()
 # Around a warp's 1024 elements and a block's 8192.
 LENGTHS = (1, 33, 1000, 1023, 1024, 1025, 2100, 8191, 8192, 8193, 20_001)
 SOME = (
-    Codec(8, 128),
-    Codec(4, 64, compact=True),
-    Codec(3, 32, symmetric=True),
-    Codec(2, 256, spikes=True, mse=True),
-    Codec(5, 1024, hadamard=True),
-    Codec(6, 512, stochastic=True),
+    Format(8, 128),
+    Format(4, 64, compact=True),
+    Format(3, 32, symmetric=True),
+    Format(2, 256, spikes=True, mse=True),
+    Format(5, 1024, hadamard=True),
+    Format(6, 512, stochastic=True),
 )
 
 
@@ -35,34 +35,34 @@ def test_every_option_width_and_group_size(options: dict[str, bool]) -> None:
     for i, (bits, group_size, dtype) in enumerate(itertools.product(BITS, GROUP_SIZES, DTYPES)):
         if i % EVERY:
             continue
-        c, other = Codec(bits, group_size, **options), DTYPES[i // 7 % 3]
+        c, other = Format(bits, group_size, **options), DTYPES[i // 7 % 3]
         check(gaussian(3, next(lengths), seed=i).to(dtype), c, other, 2 + i % 7)
         first = i % (len(hard) - 3)
         check(hard[first : first + 3].to(dtype), c, other, 2 + (i + 3) % 7)
 
 
 @pytest.mark.parametrize("c", SOME, ids=str)
-def test_the_reference_says_the_same(c: Codec) -> None:
+def test_the_reference_says_the_same(c: Format) -> None:
     for dtype in DTYPES:
-        rows = torch.cat([gaussian(2, 1100), torch.stack(list(hard_values(1100).values()))[::3]]).to(dtype)
-        payload = torch.empty(len(rows), c.payload_bytes(1100), dtype=torch.uint8)
-        reference.encode(rows, payload, c, DRAW)
-        assert torch.equal(device.encode(rows.to(DEVICE), c, DRAW), payload), dtype
-        decoded = torch.empty_like(rows)
+        x_rows = torch.cat([gaussian(2, 1100), torch.stack(list(hard_values(1100).values()))[::3]]).to(dtype)
+        payload = torch.empty(len(x_rows), c.payload_bytes(1100), dtype=torch.uint8)
+        reference.encode(x_rows, payload, c, DRAW)
+        assert torch.equal(device.encode(x_rows.to(DEVICE), c, DRAW), payload), dtype
+        decoded = torch.empty_like(x_rows)
         reference.decode(payload, decoded, c)
         assert same_bits(device.decode(payload.to(DEVICE), 1100, dtype, c), decoded), dtype
 
 
 @pytest.mark.parametrize("c", SOME, ids=str)
-def test_so_does_the_reference_on_the_device(c: Codec) -> None:
+def test_so_does_the_reference_on_the_device(c: Format) -> None:
     """As with FLASH_ALLREDUCE_REFERENCE=1: torch's own CUDA arithmetic, in the same order."""
-    rows = gaussian(3, 2311).bfloat16()
+    x_rows = gaussian(3, 2311).bfloat16()
     payload = torch.empty(3, c.payload_bytes(2311), dtype=torch.uint8, device=DEVICE)
-    reference.encode(rows.to(DEVICE), payload, c, DRAW)
-    assert torch.equal(payload.cpu(), encoded(rows, c))
+    reference.encode(x_rows.to(DEVICE), payload, c, DRAW)
+    assert torch.equal(payload.cpu(), encoded(x_rows, c))
     total, expected = torch.empty(2311, device=DEVICE), torch.empty(2311)
     reference.decode_sum(payload, total, c, 1 / 3)
-    codec.decode_sum(payload.cpu(), expected, c, 1 / 3)
+    rows.decode_sum(payload.cpu(), expected, c, 1 / 3)
     assert same_bits(total.cpu(), expected)
 
 
@@ -71,32 +71,32 @@ def test_any_bit_pattern(seed: int) -> None:
     """Every kind of NaN, infinities and subnormals among the inputs; then anything at all as a payload."""
     generator = torch.Generator().manual_seed(seed)
     options, dtype = OPTIONS[seed * 3 % len(OPTIONS)], DTYPES[seed % 3]
-    c = Codec(BITS[seed % 7], GROUP_SIZES[seed % 6], **options)
+    c = Format(BITS[seed % 7], GROUP_SIZES[seed % 6], **options)
     bits = torch.randint(0, 256, (3, 9000 * dtype.itemsize), generator=generator, dtype=torch.uint8)
     check(bits.view(dtype), c, DTYPES[(seed + 1) % 3], 4)
     payloads = torch.randint(0, 256, (3, c.payload_bytes(9000)), generator=generator, dtype=torch.uint8)
     expected = torch.empty(9000)
-    codec.decode_sum(payloads, expected, c, 1.0)
+    rows.decode_sum(payloads, expected, c, 1.0)
     assert same_bits(device.decode_sum(payloads.to(DEVICE), 9000, torch.float32, c, 1.0), expected)
 
 
 @pytest.mark.parametrize("c", SOME, ids=str)
-def test_strides_and_addresses_of_any_alignment(c: Codec) -> None:
+def test_strides_and_addresses_of_any_alignment(c: Format) -> None:
     """Rows with gaps between them that begin anywhere, and payloads at odd addresses."""
     for dtype, numel in itertools.product(DTYPES, (999, 8192)):
         wide = gaussian(3, numel + 40).to(dtype)
         for start, width in ((0, numel + 40), (1, numel + 1), (8, numel + 9), (3, numel + 8)):
             frame = wide[:, :width].contiguous().to(DEVICE)
-            rows = frame[:, start : start + numel]
-            expected = encoded(rows.cpu(), c)
+            x_rows = frame[:, start : start + numel]
+            expected = encoded(x_rows.cpu(), c)
             for offset, gap in ((0, 0), (1, 0), (2, 6), (4, 1), (16, 16)):
-                ours = device.encode(rows, c, DRAW, offset, gap)
+                ours = device.encode(x_rows, c, DRAW, offset, gap)
                 assert torch.equal(ours, expected), f"rows from {start} of {width}, payload + {offset}, gap {gap}"
         decoded, total = torch.empty(3, numel, dtype=dtype), torch.empty(numel, dtype=dtype)
-        codec.decode_rows(expected, decoded, c)
-        codec.decode_sum(expected, total, c, 1.0)
+        rows.decode(expected, decoded, c)
+        rows.decode_sum(expected, total, c, 1.0)
         sent = torch.empty(c.payload_bytes(numel), dtype=torch.uint8)
-        codec.decode_sum_encode(expected, sent, c, c, 1.0, DRAW)
+        rows.decode_sum_encode(expected, sent, c, c, 1.0, DRAW)
         for offset, gap in ((0, 0), (1, 0), (2, 6), (4, 1), (16, 16)):
             where = f"payload + {offset}, gap {gap}"
             held = torch.zeros(offset + 3 * (expected.shape[1] + gap), dtype=torch.uint8, device=DEVICE)
@@ -109,18 +109,18 @@ def test_strides_and_addresses_of_any_alignment(c: Codec) -> None:
 
 
 def test_many_rows() -> None:
-    rows = gaussian(3000, 130)
-    c = Codec(4, 32, stochastic=True)
-    expected = encoded(rows, c)
-    assert torch.equal(device.encode(rows.to(DEVICE), c, DRAW), expected)
-    decoded = torch.empty_like(rows)
-    codec.decode_rows(expected, decoded, c)
+    x_rows = gaussian(3000, 130)
+    c = Format(4, 32, stochastic=True)
+    expected = encoded(x_rows, c)
+    assert torch.equal(device.encode(x_rows.to(DEVICE), c, DRAW), expected)
+    decoded = torch.empty_like(x_rows)
+    rows.decode(expected, decoded, c)
     assert same_bits(device.decode(expected.to(DEVICE), 130, torch.float32, c), decoded)
 
 
 @pytest.mark.parametrize("shape", [(0, 100), (3, 0), (0, 0)])
 def test_empty(shape: tuple[int, int]) -> None:
-    c = Codec(4, 64)
+    c = Format(4, 64)
     x = torch.empty(shape, device=DEVICE)
     payload = device.encode(x, c)
     assert payload.shape == (shape[0], c.payload_bytes(shape[1]))
@@ -132,14 +132,14 @@ def test_empty(shape: tuple[int, int]) -> None:
 
 def test_the_functions_of_the_codec_take_the_operators() -> None:
     """What the collectives call, on tensors of the device: not the reference."""
-    assert codec._is_compiled(torch.empty(1, device=DEVICE))
-    x, c = gaussian(1, 5003), Codec(4, 128)
+    assert rows._is_compiled(torch.empty(1, device=DEVICE))
+    x, c = gaussian(1, 5003), Format(4, 128)
     payload = torch.empty(1, c.payload_bytes(5003), dtype=torch.uint8, device=DEVICE)
-    codec.encode_rows(x.to(DEVICE), payload, c)
+    rows.encode(x.to(DEVICE), payload, c)
     assert torch.equal(payload.cpu(), encoded(x, c))
     decoded, expected = torch.empty(1, 5003, device=DEVICE), torch.empty(1, 5003)
-    codec.decode_rows(payload, decoded, c)
-    codec.decode_rows(payload.cpu(), expected, c)
+    rows.decode(payload, decoded, c)
+    rows.decode(payload.cpu(), expected, c)
     assert same_bits(decoded.cpu(), expected)
 
 
@@ -163,7 +163,7 @@ def test_arguments_that_are_refused() -> None:
 @device.needs_cuda
 def test_above_2_to_the_31_elements() -> None:
     """20 GB of a GPU's memory. The tensor repeats one block, so that what comes out is known from the block alone."""
-    block, count, c = gaussian(1 << 20).bfloat16(), (1 << 11) + 1, Codec(2, 128)
+    block, count, c = gaussian(1 << 20).bfloat16(), (1 << 11) + 1, Format(2, 128)
     expected = encoded(block.view(1, -1), c, device.NO_DRAW)[0].to(DEVICE)
     x = block.to(DEVICE).repeat(count).view(1, -1)
     payload = torch.empty(1, c.payload_bytes(x.numel()), dtype=torch.uint8, device=DEVICE)
@@ -171,13 +171,13 @@ def test_above_2_to_the_31_elements() -> None:
     for row in payload.view(count, -1).split(256):
         assert torch.equal(row, expected.expand_as(row))
     decoded = torch.empty(1, len(block), dtype=torch.bfloat16)
-    codec.decode_rows(expected.cpu().view(1, -1), decoded, c)
+    rows.decode(expected.cpu().view(1, -1), decoded, c)
     value = decoded[0].view(torch.int16).to(DEVICE)
     x.zero_()
     compiled.decode(payload, x, 2, 128, 0)
-    for rows in x.view(torch.int16).view(count, -1).split(256):
-        assert torch.equal(rows, value.expand_as(rows))
+    for x_rows in x.view(torch.int16).view(count, -1).split(256):
+        assert torch.equal(x_rows, value.expand_as(x_rows))
     x.zero_()
     compiled.decode_sum(payload.expand(2, -1), x[0], 0.5, 2, 128, 0)
-    for rows in x.view(torch.int16).view(count, -1).split(256):
-        assert torch.equal(rows, value.expand_as(rows))
+    for x_rows in x.view(torch.int16).view(count, -1).split(256):
+        assert torch.equal(x_rows, value.expand_as(x_rows))

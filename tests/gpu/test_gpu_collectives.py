@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import collectives, groups
+from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.codec.format import Format
+from flash_allreduce_plugin.collectives import flat
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.collectives.work import StreamWork
 from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.transport import Label
-from flash_allreduce_plugin.wire import Codec
-from flash_allreduce_plugin.work import StreamWork
 from tests import simulation
 from tests.codecs import gaussian, same_bits
 from tests.gpu import device
@@ -188,31 +189,31 @@ def one_rank() -> list[str]:
     x = gaussian(70_001).bfloat16().to(here())
     alone, exchanged = x.clone(), x.clone()
     fap.all_reduce(alone, config=fap.FlashConfig(bits=4, min_bytes=0))
-    plan = Plan(Codec(4, 128), Codec(4, 128), 4096)
+    plan = Plan(Format(4, 128), Format(4, 128), 4096)
     label = Label("all_reduce", "test", dist.group.WORLD)
     pool = groups.state_of(dist.group.WORLD).pool(here())
-    for _ in collectives.all_reduce(exchanged, 1.0, plan, label, pool):
+    for _ in flat.all_reduce(exchanged, 1.0, plan, label, pool):
         pass
     return [digest(alone.cpu()), digest(exchanged.cpu())]
 
 
 def test_nccl_with_one_rank(gpu_ranks: GetRanks) -> None:
     x = gaussian(70_001).bfloat16()
-    expected = simulation.all_reduce([x], 1.0, Codec(4, 128), Codec(4, 128))
+    expected = simulation.all_reduce([x], 1.0, Format(4, 128), Format(4, 128))
     assert gpu_ranks(1, BACKEND_OF_ONE).run(one_rank) == [[digest(x), digest(expected)]]
 
 
 def one_rank_in_the_background() -> tuple[bool, str]:
     """The quantized exchange on the stream of asynchronous calls, while the current stream has yet to make its input:
     whether the call returned before that, and the result."""
-    plan = Plan(Codec(4, 128), Codec(4, 128), 4096)
+    plan = Plan(Format(4, 128), Format(4, 128), 4096)
     label = Label("all_reduce", "test", dist.group.WORLD)
     values = gaussian(70_001).bfloat16().to(here())
     x = torch.zeros_like(values)
 
     def steps() -> Iterator[None]:
         pool = groups.state_of(dist.group.WORLD).pool(here())
-        yield from collectives.all_reduce(x, 1.0, plan, label, pool)
+        yield from flat.all_reduce(x, 1.0, plan, label, pool)
 
     StreamWork(steps(), "test", here(), (x,)).wait()  # loads the kernels, starts NCCL
     torch.cuda.synchronize()
@@ -228,7 +229,7 @@ def one_rank_in_the_background() -> tuple[bool, str]:
 @device.needs_cuda
 def test_nccl_in_the_background(gpu_ranks: GetRanks) -> None:
     x = gaussian(70_001).bfloat16()
-    expected = simulation.all_reduce([x], 1.0, Codec(4, 128), Codec(4, 128))
+    expected = simulation.all_reduce([x], 1.0, Format(4, 128), Format(4, 128))
     assert gpu_ranks(1, "nccl").run(one_rank_in_the_background) == [(True, digest(expected))]
 
 

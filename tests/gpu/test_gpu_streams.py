@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import codec
-from flash_allreduce_plugin.wire import NO_DRAW, Codec
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import NO_DRAW, Format
 from tests.codecs import gaussian, same_bits
 from tests.gpu import device
 from tests.gpu.cases import encoded
@@ -17,8 +17,8 @@ from tests.gpu.device import DEVICE, compiled, needs_cuda
 
 device.need_device()
 
-C = Codec(4, 128)
-OPTIONS = Codec(3, 64, spikes=True, hadamard=True)
+C = Format(4, 128)
+OPTIONS = Format(3, 64, spikes=True, hadamard=True)
 RANKS, NUMEL = 3, 20_001
 SLEEP = 400_000_000  # cycles: a fifth of a second
 
@@ -26,7 +26,7 @@ SLEEP = 400_000_000  # cycles: a fifth of a second
 class Static:
     """The four operators on tensors that stay, as in a captured graph."""
 
-    def __init__(self, c: Codec, dtype: torch.dtype = torch.bfloat16, on: torch.device = DEVICE) -> None:
+    def __init__(self, c: Format, dtype: torch.dtype = torch.bfloat16, on: torch.device = DEVICE) -> None:
         self.codec = c
         self.x = torch.zeros(RANKS, NUMEL, dtype=dtype, device=on)
         self.payloads = torch.zeros(RANKS, c.payload_bytes(NUMEL), dtype=torch.uint8, device=on)
@@ -45,11 +45,11 @@ class Static:
         payloads = encoded(x, self.codec, NO_DRAW)
         assert torch.equal(self.payloads.cpu(), payloads)
         decoded, total = torch.empty_like(x), torch.empty_like(x[0])
-        codec.decode_rows(payloads, decoded, self.codec)
-        codec.decode_sum(payloads, total, self.codec, 0.5)
+        rows.decode(payloads, decoded, self.codec)
+        rows.decode_sum(payloads, total, self.codec, 0.5)
         assert same_bits(self.decoded.cpu(), decoded) and same_bits(self.total.cpu(), total)
         sent = torch.empty_like(payloads[0])
-        codec.decode_sum_encode(payloads, sent, self.codec, self.codec, 0.5)
+        rows.decode_sum_encode(payloads, sent, self.codec, self.codec, 0.5)
         assert torch.equal(self.sent.cpu(), sent)
 
 
@@ -58,7 +58,7 @@ def values(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
-def test_the_operators_on_tensors_that_stay(c: Codec) -> None:
+def test_the_operators_on_tensors_that_stay(c: Format) -> None:
     """What the tests below build on."""
     static = Static(c)
     for seed in (1, 2):
@@ -78,7 +78,7 @@ def no_synchronization() -> Iterator[None]:
 
 @needs_cuda
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
-def test_calls_return_while_the_device_is_busy_and_allocate_nothing(c: Codec) -> None:
+def test_calls_return_while_the_device_is_busy_and_allocate_nothing(c: Format) -> None:
     static = Static(c)
     static.run()  # loads the kernels
     static.x.copy_(values(3))
@@ -100,13 +100,13 @@ def test_torch_sees_no_synchronization(no_synchronization: None) -> None:
     static.run()
     x = static.x[:1]
     payload = torch.empty(1, C.payload_bytes(NUMEL), dtype=torch.uint8, device=DEVICE)
-    codec.encode_rows(x, payload, C)
-    codec.decode_rows(payload, x, C)
+    rows.encode(x, payload, C)
+    rows.decode(payload, x, C)
 
 
 @needs_cuda
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
-def test_on_the_current_stream(c: Codec) -> None:
+def test_on_the_current_stream(c: Format) -> None:
     """The stream sleeps before the input is there: a kernel on any other stream would read zeros."""
     static, x = Static(c), values(4).to(DEVICE)
     static.run()
@@ -122,7 +122,7 @@ def test_on_the_current_stream(c: Codec) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
-def test_a_captured_graph_replays_on_new_data(c: Codec) -> None:
+def test_a_captured_graph_replays_on_new_data(c: Format) -> None:
     static = Static(c)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

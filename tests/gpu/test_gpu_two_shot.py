@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import symmetric
+from flash_allreduce_plugin.collectives import two_shot
 from tests.codecs import gaussian
 from tests.distributed import Ranks
 from tests.gpu import device
@@ -24,7 +24,7 @@ LIMIT = 4 << 20  # bytes
 
 def counted() -> dict[str, int]:
     """Calls of this rank that took the fused path, and why the others did not."""
-    return dict(symmetric.counts)
+    return dict(two_shot.counts)
 
 
 def fused_digests(calls: list[Call]) -> tuple[list[str], dict[str, int]]:

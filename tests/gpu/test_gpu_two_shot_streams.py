@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin import symmetric
+from flash_allreduce_plugin.collectives import two_shot
 from tests.codecs import DTYPES, gaussian, same_bits
+from tests.collectives.test_two_shot import OPTIONS, PLAIN, RANKS, Call, make, small_calls
 from tests.gpu import device
-from tests.test_two_shot import OPTIONS, PLAIN, RANKS, Call, make, small_calls
 
 device.need_device()
 pytestmark = device.needs_cuda
@@ -31,9 +31,9 @@ class Streams:
 
     def __init__(self, world: int, half: int, timeout_ms: int = 20_000) -> None:
         processors = torch.cuda.get_device_properties("cuda").multi_processor_count
-        if processors < world * symmetric.BLOCKS:
+        if processors < world * two_shot.BLOCKS:
             pytest.skip(f"{processors} multiprocessors do not hold the blocks of {world} ranks together")
-        self.nbytes = symmetric.HEADER_BYTES + 2 * half
+        self.nbytes = two_shot.HEADER_BYTES + 2 * half
         self.timeout_ms = timeout_ms
         self.workspaces = [torch.zeros(self.nbytes, dtype=torch.uint8, device="cuda") for _ in range(world)]
         self.reports = torch.zeros(world, dtype=torch.int32, pin_memory=True)
@@ -54,7 +54,7 @@ class Streams:
             _op.two_shot_all_reduce(
                 tensors[rank], [w.data_ptr() for w in self.workspaces], self.nbytes,
                 self.report_address + 4 * rank, rank, call.factor, call.reduce.bits, call.gather.bits,
-                call.reduce.group_size, call.reduce.options, *symmetric.draw_keys(call.key, rank), self.timeout_ms,
+                call.reduce.group_size, call.reduce.options, *two_shot.draw_keys(call.key, rank), self.timeout_ms,
             )  # fmt: skip
 
     def check(self, call: Call, tensors: list[Tensor]) -> None:
@@ -139,6 +139,6 @@ def test_a_peer_that_does_not_come(dtype: torch.dtype) -> None:
             group.launch(call, tensors, rank)
         torch.cuda.synchronize()
         assert tensors[0].isnan().all() and tensors[2].isnan().all() and not tensors[1].isnan().any()
-    reports = [symmetric.Report(int(word)) if word else None for word in group.reports]
+    reports = [two_shot.Report(int(word)) if word else None for word in group.reports]
     assert reports[1] is None
     assert all(report and report.peer == 1 and report.half == "sum" for report in (reports[0], reports[2]))

@@ -1,5 +1,5 @@
 // One group encoded and decoded element by element with the functions of csrc/codec_math.h and the offsets of
-// csrc/wire_format.h: what a device kernel will do, on the host. tests/test_codec_math.py compares it with
+// csrc/wire_format.h: what a device kernel will do, on the host. tests/codec/test_codec_math.py compares it with
 // the codec.
 #include "../../csrc/codec_math.h"
 

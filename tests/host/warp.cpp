@@ -1,5 +1,5 @@
 // The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes everybody's value
-// before anybody goes on. tests/test_codec_warp.py compares what it does with the codec.
+// before anybody goes on. tests/codec/test_codec_warp.py compares what it does with the codec.
 #include <cstdint>
 #include <type_traits>
 

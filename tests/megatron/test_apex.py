@@ -24,10 +24,11 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     # not importorskip: Megatron looks for apex when it is imported, and a rank has the stand-in only then
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-from flash_allreduce_plugin import dispatch, megatron, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, finish_gradients, loss_of, prepare_cpu
+from flash_allreduce_plugin import dispatch, megatron
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, finish_gradients, loss_of, prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2
 KERNELS = "fused_weight_gradient_mlp_cuda"
@@ -140,10 +141,10 @@ def observe(with_apex: bool) -> bytes:
             for quantized in (False, True):
                 if quantized:
                     megatron.enable(CONFIG)
-                telemetry.reset_stats()
+                counters.reset_stats()
                 calls.clear()
                 losses = train(gpt(with_sequence_parallel, fused), fused, group)
-                sites = telemetry.stats()["sites"]
+                sites = counters.stats()["sites"]
                 seen[with_sequence_parallel, fused, quantized] = losses, list(calls), sites
                 if quantized:
                     collective = "reduce_scatter" if with_sequence_parallel else "all_reduce"

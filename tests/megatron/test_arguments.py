@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import arguments, tensor_parallel
+from flash_allreduce_plugin.telemetry import counters
 
 MEGATRON = arguments.megatron
 
@@ -190,13 +190,13 @@ def test_rank_0_says_when_little_or_nothing_will_be_quantized(
 
 
 def test_the_summary_counts_calls_reasons_and_bytes() -> None:
-    telemetry.reset_stats()
-    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
-    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
-    telemetry.record_full_precision(tensor_parallel.G_FORWARD, "message below min_bytes", 500_000)
-    telemetry.record_full_precision(tensor_parallel.EMBEDDING, "embedding", 500_000)
+    counters.reset_stats()
+    counters.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    counters.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    counters.record_full_precision(tensor_parallel.G_FORWARD, "message below min_bytes", 500_000)
+    counters.record_full_precision(tensor_parallel.EMBEDDING, "embedding", 500_000)
     text = arguments.summary()
-    telemetry.reset_stats()
+    counters.reset_stats()
     lines = text.splitlines()
     assert lines[0] == "flash all-reduce, rank 0, whole run: 6.00 MB saved of 9.00 MB (66.7 %)"
     assert (
@@ -210,7 +210,7 @@ def test_the_summary_counts_calls_reasons_and_bytes() -> None:
 
 
 def test_the_summary_of_a_run_without_calls() -> None:
-    telemetry.reset_stats()
+    counters.reset_stats()
     assert arguments.summary().splitlines()[0] == "flash all-reduce, rank 0, whole run: 0.00 MB saved of 0.00 MB"
 
 
@@ -281,11 +281,11 @@ def test_a_mistyped_flag_is_not_ignored_with_the_unknown_ones(monkeypatch: pytes
 
 
 def test_the_summary_is_about_all_that_was_sent() -> None:
-    telemetry.reset_stats()
-    telemetry.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
-    telemetry.record_beside("all_gather, DATA_PARALLEL_GROUP of 2 ranks", 2_000_000)
+    counters.reset_stats()
+    counters.record_quantized(tensor_parallel.G_FORWARD, 1_000_000, 4_000_000)
+    counters.record_beside("all_gather, DATA_PARALLEL_GROUP of 2 ranks", 2_000_000)
     lines = arguments.summary().splitlines()
-    telemetry.reset_stats()
+    counters.reset_stats()
     assert lines[0] == "flash all-reduce, rank 0, whole run: 3.00 MB saved of 6.00 MB (50.0 %)"
     assert lines[-2:] == [
         "  not ours: all_gather, DATA_PARALLEL_GROUP of 2 ranks: 1 calls, 2.00 MB sent",

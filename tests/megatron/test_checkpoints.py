@@ -25,9 +25,10 @@ pytest.importorskip("megatron.core")
 
 from test_data_parallel import SIZE, CudaIsCpu, build_model, loss_of, start_megatron
 
-from flash_allreduce_plugin import checkpoint, megatron, telemetry
+from flash_allreduce_plugin import checkpoint, megatron
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import checkpoints, modules
+from flash_allreduce_plugin.megatron import checkpoints, scopes
+from flash_allreduce_plugin.telemetry import counters
 from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, ROOT, TORCHRUN, run, why_not
 
 SAVED, LAST = 3, 6
@@ -123,7 +124,7 @@ def trained(folder: str, tensor_parallel: int, resume: bool, non_persistent: boo
                 warnings.simplefilter("always")
                 seen["iteration"] = training.load_checkpoint(ddp, optimizer, None)[0]
             seen["told"] = [str(one.message) for one in caught if str(one.message).startswith("flash_allreduce")]
-        telemetry.reset_stats()
+        counters.reset_stats()
         for step in range(SAVED if resume else 0, LAST):
             if step == SAVED and not resume:
                 training.save_checkpoint(step, ddp, optimizer, None, 0, non_persistent_ckpt=non_persistent)
@@ -134,7 +135,7 @@ def trained(folder: str, tensor_parallel: int, resume: bool, non_persistent: boo
                 parameter.grad = parameter.main_grad.clone()
             optimizer.step()
             optimizer.zero_grad()
-        seen["step"], seen["stats"] = megatron.step(), telemetry.stats()
+        seen["step"], seen["stats"] = megatron.step(), counters.stats()
         megatron.disable()
     again = [
         vars(module)[name] for module in (checkpointing, training) for name in ("save_checkpoint", "load_checkpoint")
@@ -175,7 +176,7 @@ def left_alone(folder: str) -> dict[str, Any]:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     megatron.enable(FlashConfig())
-    modules.set_step(4)
+    scopes.set_step(4)
     checkpointing.save_checkpoint(4, model, optimizer, None, 0)
     checkpointing.save_checkpoint(5, model, optimizer, None, 0, release=True)
     args.non_persistent_ckpt_type = "local"
@@ -183,19 +184,19 @@ def left_alone(folder: str) -> dict[str, Any]:
     args.folder, steps = folder, []
     for finetune, no_load_optim, given in ((True, False, optimizer), (False, True, optimizer), (False, False, None)):
         args.finetune, args.no_load_optim = finetune, no_load_optim
-        modules.set_step(9)
+        scopes.set_step(9)
         training.load_checkpoint(model, given, None)
-        steps.append(modules.step())
+        steps.append(scopes.step())
     args.finetune = args.no_load_optim = False
     training.load_checkpoint(model, optimizer, None, load_arg="pretrained")
-    steps.append(modules.step())
+    steps.append(scopes.step())
     training.load_checkpoint(model, optimizer, None)
-    steps.append(modules.step())
+    steps.append(scopes.step())
     kept = training.load_checkpoint
     megatron.disable()
-    modules.set_step(9)
+    scopes.set_step(9)
     kept(model, optimizer, None)  # whoever has kept the function
-    steps.append(modules.step())
+    steps.append(scopes.step())
     return {"steps": steps, "files": [str(path.relative_to(folder)) for path in Path(folder).rglob(f"{OURS}/*")]}
 
 

@@ -19,11 +19,13 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import beside, copies, megatron, policy, switches, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
+from flash_allreduce_plugin import environment, megatron, policy
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
+from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.megatron import arguments, data_parallel, tensor_parallel
+from flash_allreduce_plugin.telemetry import beside, counters
 
 SITE = data_parallel.GRADIENTS.name
 GRADS = FlashConfig(grad_bits=8, min_bytes=0)
@@ -67,7 +69,7 @@ def enabled(config: FlashConfig | None) -> Iterator[None]:
 
 
 def counts() -> dict[str, Any]:
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     return {name: (site["quantized"], site["full_precision"]) for name, site in sites.items()}
 
 
@@ -95,7 +97,7 @@ def reduce(options: dict[str, Any], config: FlashConfig | None, **finish: Any) -
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     for bucket in group.buckets:
         bucket.grad_data.copy_(torch.randn(bucket.grad_data.shape, generator=generator))
-    telemetry.reset_stats()
+    counters.reset_stats()
     with enabled(config):
         if ddp.ddp_config.overlap_grad_reduce:
             group.start_grad_sync(**finish)
@@ -144,7 +146,7 @@ def observe_calls() -> dict[str, Any]:
     parts = [torch.empty_like(shard) for _ in generators]
     dist.all_gather(parts, shard)
     with enabled(GRADS):
-        telemetry.reset_stats()
+        counters.reset_stats()
         ddp.start_param_sync(force_sync=True)
         ddp.broadcast_params()
     seen["parameters"] = torch.equal(bucket.param_data, torch.cat(parts)), counts()
@@ -223,7 +225,7 @@ def observe_one_bucket() -> dict[str, Any]:
     stock = buffers.dist_reduce_scatter_func
     seen: dict[str, Any] = {"switched off": [one_bucket({}, None)]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(switches.DISABLE, "1")
+        patch.setenv(environment.DISABLE, "1")
         seen["switched off"].append(one_bucket({}, GRADS))
     option = "reduce_scatter_with_fp32_accumulation"  # from megatron-core 0.16 on
     accumulation = {option: True} if hasattr(DistributedDataParallelConfig, option) else {}
@@ -251,7 +253,7 @@ def one_bucket(options: dict[str, Any], config: FlashConfig | None) -> tuple[tor
     (group,) = ddp.bucket_groups
     gradient = group.buckets[0].grad_data
     gradient.copy_(torch.randn(gradient.shape, generator=torch.Generator().manual_seed(dist.get_rank())))
-    telemetry.reset_stats()
+    counters.reset_stats()
     with enabled(config):
         if ddp.ddp_config.overlap_grad_reduce:
             group.start_grad_sync()
@@ -288,7 +290,7 @@ def test_the_emergency_switch_leaves_everything_to_megatron(buckets):
     for seen in buckets:
         (stock, _), (found, fired) = seen["switched off"]
         assert torch.equal(found, stock)
-        assert fired == {SITE: (0, {switches.DISABLE: 1})}
+        assert fired == {SITE: (0, {environment.DISABLE: 1})}
 
 
 # Training
@@ -311,7 +313,7 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
         ddp.broadcast_params()
         adam = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=sharded, clip_grad=1.0)
         optimizer = get_megatron_optimizer(adam, [ddp])
-        telemetry.reset_stats()
+        counters.reset_stats()
         for step in range(STEPS):
             ddp.zero_grad_buffer()
             for micro_batch in range(2):
@@ -320,7 +322,7 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
                     loss = loss_of(ddp, data, starts, SIZE.sequence)
                     loss.backward()
             losses.append(float(loss.detach()))
-            site = telemetry.stats()["sites"].get(SITE)
+            site = counters.stats()["sites"].get(SITE)
             started.append(site["calls"] if site else 0)
             ddp.finish_grad_sync()
             assert optimizer.step()[0]
@@ -479,7 +481,7 @@ def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, A
     norm.copy_(torch.randn(norm.shape, generator=torch.Generator().manual_seed(100 + data.rank())))
     exact = norm.clone()
     dist.all_reduce(exact, group=data)
-    telemetry.reset_stats()
+    counters.reset_stats()
     with enabled(FlashConfig(grad_bits=4, min_bytes=0)):
         ddp.finish_grad_sync()
     first, border = (norm.data_ptr() - bucket.grad_data.data_ptr()) // 4, bucket.grad_data.numel() // 2
@@ -518,7 +520,7 @@ def observe_traffic() -> dict[str, Any]:
         ("default", FlashConfig(min_bytes=0)),
     ):
         train(config, 2, use_distributed_optimizer=True)
-        seen[name] = telemetry.stats()
+        seen[name] = counters.stats()
     seen["summary"] = arguments.summary()
     return seen
 

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import expert_parallel
-from flash_allreduce_plugin.megatron.modules import Scope
+from flash_allreduce_plugin.megatron.scopes import Scope
 
 SITE = Scope(None, 0, None, False, expert_parallel.EXCHANGE_DISPATCH)
 ROWS, WIDTH = 3, 64

@@ -20,10 +20,11 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import dispatch, megatron, policy, telemetry
-from flash_allreduce_plugin.cli.demo_model import prepare_cpu
+from flash_allreduce_plugin import dispatch, megatron, policy
+from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, tensor_parallel
+from flash_allreduce_plugin.telemetry import counters
 
 WORLD, LAYERS, HIDDEN, SEQUENCE, BATCH = 4, 2, 32, 16, 2
 CONFIG = FlashConfig(bits=8, backward_bits=8, sequence_parallel_gather_bits=8, min_bytes=0)
@@ -66,7 +67,7 @@ class CpuForCuda(TorchFunctionMode):
 
 
 def sites() -> dict[str, Any]:
-    return {name: (site["quantized"], site["full_precision"]) for name, site in telemetry.stats()["sites"].items()}
+    return {name: (site["quantized"], site["full_precision"]) for name, site in counters.stats()["sites"].items()}
 
 
 def start(**sizes: int) -> None:
@@ -265,10 +266,10 @@ def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_
         return [], [output.detach(), leaf.grad, *gradients(layer)]
 
     megatron.enable(CONFIG.model_copy(update={"expert_bits": bits, "backward_bits": backward_bits}))
-    telemetry.reset_stats()
+    counters.reset_stats()
     seen: dict[str, Any] = {"quantized": run(), "sites": sites(), "bytes": bytes_of_experts()}
     megatron.enable(CONFIG.model_copy(update={"expert_bits": "full"}))
-    telemetry.reset_stats()
+    counters.reset_stats()
     run()
     seen["bytes in full precision"] = bytes_of_experts()
     megatron.disable()
@@ -280,7 +281,7 @@ def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_
 
 def bytes_of_experts() -> dict[str, int]:
     """What would have been sent without the plugin, by site."""
-    counted = telemetry.stats()["sites"]
+    counted = counters.stats()["sites"]
     return {site: counts["bytes_full_precision"] for site, counts in counted.items() if ".expert." in site}
 
 
@@ -308,7 +309,7 @@ def twice(run: Any) -> dict[str, Any]:
     megatron.disable()
     seen: dict[str, Any] = {"stock": run()}
     megatron.enable(CONFIG)
-    telemetry.reset_stats()
+    counters.reset_stats()
     with Groups() as groups:
         seen["quantized"] = run()
     seen["sites"], seen["groups"] = sites(), groups.counts

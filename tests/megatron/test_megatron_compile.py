@@ -37,7 +37,7 @@ def layers(folder: str) -> dict[str, tuple[bool, int, int]]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from flash_allreduce_plugin.cli.demo_model import prepare_cpu
+    from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 
     torch._inductor.config.compile_threads = 1
     warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ from tests.distributed import MEGATRON, Ranks
 pytest.importorskip("megatron.core")
 
 from flash_allreduce_plugin import errors, megatron
-from flash_allreduce_plugin.cli.demo_model import build_model, prepare_cpu
+from flash_allreduce_plugin.cli.demo.model import build_model, prepare_cpu
 from tests.megatron.test_scope import SIZE, WORLD, config, train
 
 TIMEOUT = timedelta(seconds=3)

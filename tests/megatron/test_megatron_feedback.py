@@ -17,8 +17,10 @@ pytest.importorskip("megatron.core")
 
 from test_data_parallel import WAYS, enabled, start_megatron, train, wrapped
 
-from flash_allreduce_plugin import feedback, megatron, telemetry
+from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin.collectives import error_feedback
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.telemetry import counters
 
 OFF = FlashConfig(grad_bits=3, min_bytes=0)
 ON = FlashConfig(grad_bits=3, min_bytes=0, error_feedback=True, error_feedback_momentum=0.0)
@@ -41,7 +43,7 @@ def average(way: dict[str, Any], config: FlashConfig) -> dict[str, Any]:
         gradients.append(each[rank])
         exact.append(sum(each) / world)
         means.append(torch.zeros_like(each[rank]))
-    telemetry.reset_stats()
+    counters.reset_stats()
     with enabled(config):
         for number in range(PASSES + 1):
             for bucket, gradient in zip(group.buckets, gradients, strict=True):
@@ -61,7 +63,7 @@ def average(way: dict[str, Any], config: FlashConfig) -> dict[str, Any]:
         if way["use_distributed_optimizer"]:
             mean, whole = (x.chunk(world)[rank] for x in (mean, whole))
         errors.append(float((mean - whole).norm() / whole.norm()))
-    return {"errors": errors, "keys": keys, "dropped": telemetry.stats()["residuals_dropped"]}
+    return {"errors": errors, "keys": keys, "dropped": counters.stats()["residuals_dropped"]}
 
 
 def forgotten() -> list[list[str]]:
@@ -113,7 +115,7 @@ def test_the_average_converges_in_every_bucket(observed, way):
             assert with_feedback < 0.25 * without
         # All see the NaN of an all-reduce, the owner that of a reduce-scatter.
         sees = rank == 0 or not WAYS[way]["use_distributed_optimizer"]
-        assert on["dropped"] == ({feedback.NOT_FINITE: 2} if sees else {})
+        assert on["dropped"] == ({error_feedback.NOT_FINITE: 2} if sees else {})
 
 
 def test_residuals_die_with_their_buckets(observed):

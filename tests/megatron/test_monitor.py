@@ -19,10 +19,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import megatron, run_log, telemetry
+from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import modules, monitor
+from flash_allreduce_plugin.megatron import monitor, scopes
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import counters, run_log
 from tests.distributed import MEGATRON, run_ranks
 from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, FLAGS, ROOT, TORCHRUN, run, why_not
 
@@ -65,7 +66,7 @@ def logs(parameters: str, has_writer: bool) -> dict[str, Any]:
     writer, other = (Board(), Board()) if has_writer else (None, None)
     training = training_package(parameters, writer, other)
     own = training.training_log
-    telemetry.record_quantized(SITE, 1, 1, bits=2)  # before anything was enabled: not of this training
+    counters.record_quantized(SITE, 1, 1, bits=2)  # before anything was enabled: not of this training
     megatron.enable(FlashConfig(bits=4, min_bytes=0))
     seen: dict[str, Any] = {
         "replaced": training.training_log is not own,
@@ -73,7 +74,7 @@ def logs(parameters: str, has_writer: bool) -> dict[str, Any]:
         "answers": [],
     }
     for iteration in range(1, 6):
-        telemetry.record_quantized(SITE, 100, 800, bits=4)
+        counters.record_quantized(SITE, 100, 800, bits=4)
         arguments = [{}, {}, 1e-3, *[None] * (parameters == OLDER), iteration, 1.0]
         keywords = {} if parameters == OLDER else {"pg_collection": None}
         seen["answers"].append(training.training_log(*arguments, **keywords))
@@ -128,8 +129,8 @@ def writes_a_log(folder: str) -> None:
 
     os.environ["FLASH_ALLREDUCE_LOG"] = f"{folder}/run.jsonl"
     megatron.enable(FlashConfig(bits=4))
-    modules.set_step(17)
-    telemetry.record_quantized(SITE, 100, 800, bits=4)
+    scopes.set_step(17)
+    counters.record_quantized(SITE, 100, 800, bits=4)
     assert run_log._running is not None
     run_log._running._counts("interval")
     megatron.disable()  # which forgets the steps
@@ -137,7 +138,7 @@ def writes_a_log(folder: str) -> None:
 
 
 def test_the_log_knows_the_step(tmp_path: Path) -> None:
-    from flash_allreduce_plugin.cli.report_log import read
+    from flash_allreduce_plugin.cli.report.log import read
 
     run_ranks(1, writes_a_log, str(tmp_path), preload=MEGATRON)
     log = read(tmp_path / "run.jsonl")
@@ -169,7 +170,7 @@ def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path) -> None:
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from flash_allreduce_plugin.cli.report_log import read
+    from flash_allreduce_plugin.cli.report.log import read
 
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from flash_allreduce_plugin import megatron, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, finish_gradients, loss_of, prepare_cpu
+from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, finish_gradients, loss_of, prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.telemetry import counters
 from scripts.make_megatron_patches import PATCHES, patch
 from tests.distributed import run_ranks
 
@@ -90,9 +91,9 @@ def observe(folder: str | None) -> bytes:
     for sequence_parallel in (False, True):
 
         def run() -> Any:
-            telemetry.reset_stats()
+            counters.reset_stats()
             model = build_model(SIZE, tensor_parallel=2, sequence_parallel=sequence_parallel, seed=3)  # noqa: B023
-            return train(model), telemetry.stats()["sites"]
+            return train(model), counters.stats()["sites"]
 
         runs = [run()]
         gather = 8 if sequence_parallel else "full"

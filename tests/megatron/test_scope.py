@@ -16,10 +16,11 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import dispatch, megatron, policy, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu
+from flash_allreduce_plugin import dispatch, megatron, policy
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import modules, sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import scopes, sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2
 SIZE = ModelSize(hidden=64, layers=2, heads=4, sequence=32, batch=2)
@@ -72,9 +73,9 @@ class Spy:
 
 def fired(call: Any) -> dict[str, Any]:
     """{site: (quantized, {reason: count})} of `call()`."""
-    telemetry.reset_stats()
+    counters.reset_stats()
     call()
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     return {name: (site["quantized"], site["full_precision"]) for name, site in sites.items()}
 
 
@@ -356,12 +357,12 @@ def test_full_precision_on_request_is_bitwise_stock_and_counted(plain):
     for seen in plain:
         found = seen["evaluation"]
         assert found["requested"] == {
-            EMBEDDING: (0, {modules.ON_REQUEST: 1}),
-            G: (0, {modules.ON_REQUEST: 2 * L}),
-            DGRAD: (0, {modules.ON_REQUEST: 2 * L + 1}),
+            EMBEDDING: (0, {scopes.ON_REQUEST: 1}),
+            G: (0, {scopes.ON_REQUEST: 2 * L}),
+            DGRAD: (0, {scopes.ON_REQUEST: 2 * L + 1}),
         }
         assert found["requested is stock"]
-        assert found["backward outside"] == {DGRAD: (0, {modules.ON_REQUEST: 2 * L + 1})}
+        assert found["backward outside"] == {DGRAD: (0, {scopes.ON_REQUEST: 2 * L + 1})}
         assert found["after"] == (2 * L, {})
 
 
@@ -369,7 +370,7 @@ def test_evaluation_mode_goes_in_full_precision_if_the_configuration_says_so(pla
     for seen in plain:
         found = seen["evaluation"]
         assert found["training"] == found["evaluating, quantized"] == (2 * L, {})
-        assert found["evaluating"] == (0, {modules.EVALUATION: 2 * L})
+        assert found["evaluating"] == (0, {scopes.EVALUATION: 2 * L})
 
 
 def test_recomputation_gives_the_bits_of_the_first_forward(plain):

@@ -21,11 +21,12 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
-from flash_allreduce_plugin import dispatch, megatron, policy, telemetry
-from flash_allreduce_plugin.cli.demo_model import ModelSize, build_model, loss_of, prepare_cpu
+from flash_allreduce_plugin import dispatch, megatron, policy
+from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2
 SIZE = ModelSize(hidden=64, layers=2, heads=4, sequence=32, batch=2)
@@ -66,9 +67,9 @@ def raw_entries() -> dict[str, Any]:
 
 def counts(call: Any) -> tuple[Any, dict[str, Any]]:
     """The value of `call()` and what each site counted meanwhile: {site: (quantized, {reason: count})}."""
-    telemetry.reset_stats()
+    counters.reset_stats()
     value = call()
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     return value, {name: (site["quantized"], site["full_precision"]) for name, site in sites.items()}
 
 

@@ -30,8 +30,8 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
     # not importorskip: Megatron looks for Transformer Engine when it is imported, and a rank finds te_stub only then
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-from flash_allreduce_plugin import dispatch, megatron, policy, telemetry
-from flash_allreduce_plugin.cli.demo_model import (
+from flash_allreduce_plugin import dispatch, megatron, policy
+from flash_allreduce_plugin.cli.demo.model import (
     ModelSize,
     build_model,
     finish_gradients,
@@ -43,6 +43,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron import transformer_engine
 from flash_allreduce_plugin.megatron.tensor_parallel import OTHER_GROUP
+from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2
 STUB = Path(__file__).parent / "te_stub"
@@ -99,9 +100,9 @@ def gpt(sequence_parallel: bool, *, with_te: bool = True) -> torch.nn.Module:
 
 def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     """The value of `call()` and what each site counted meanwhile: {site: (quantized, {reason: count})}."""
-    telemetry.reset_stats()
+    counters.reset_stats()
     value = call()
-    sites = telemetry.stats()["sites"]
+    sites = counters.stats()["sites"]
     return value, {name: (site["quantized"], site["full_precision"]) for name, site in sites.items()}
 
 

@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import telemetry
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import transformer_engine
 from flash_allreduce_plugin.patching import Patchset
+from flash_allreduce_plugin.telemetry import counters
 from tests.distributed import run_ranks
 from tests.megatron import te_shim
 from tests.megatron.test_transformer_engine import DGRAD, GATHER, REGATHER, SP_DGRAD, SP_G, SP_G_BACKWARD, G, error
@@ -71,9 +71,9 @@ def layer_runs(layer: Any, sequence_parallel: bool) -> Any:
     stock = run()
     patchset = Patchset("transformer engine", transformer_engine.seams(lambda: CONFIG))
     patchset.apply()
-    telemetry.reset_stats()
+    counters.reset_stats()
     quantized = run()
-    sites = {name: (site["quantized"], site["full_precision"]) for name, site in telemetry.stats()["sites"].items()}
+    sites = {name: (site["quantized"], site["full_precision"]) for name, site in counters.stats()["sites"].items()}
     with torch.no_grad():
         inference = layer(x)
     patchset.restore()

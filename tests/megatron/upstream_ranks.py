@@ -50,9 +50,9 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup() -> None:
     if CONFIG:
-        from flash_allreduce_plugin import telemetry
+        from flash_allreduce_plugin.telemetry import counters
 
-        telemetry.reset_stats()
+        counters.reset_stats()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -63,9 +63,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         outcomes[item.nodeid] = report.outcome, reason.partition("\n")[0]
     if report.when == "call":
         if CONFIG:
-            from flash_allreduce_plugin import telemetry
+            from flash_allreduce_plugin.telemetry import counters
 
-            sites[item.nodeid] = telemetry.stats()["sites"]
+            sites[item.nodeid] = counters.stats()["sites"]
         if report.outcome == "failed":
             give_up_groups()  # before a teardown that waits for the others
 

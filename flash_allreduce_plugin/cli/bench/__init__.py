@@ -1,0 +1,1 @@
+"""flash-allreduce bench: times the collectives beside torch.distributed's own."""

@@ -1,0 +1,109 @@
+"""`bench --collective codec`: the codec alone, on every rank at once, beside memcpy and add_."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin.cli.bench import check
+from flash_allreduce_plugin.cli.bench.check import Groups, Inputs, Segment
+from flash_allreduce_plugin.cli.timing import interleaved
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import Format
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.telemetry import counters
+
+COPY, ADD = "copy_", "add_"
+ENCODE, DECODE, SUM = "encode", "decode", "sum of 2"
+BESIDE = {ENCODE: COPY, DECODE: COPY, SUM: ADD}  # what each is compared with
+
+
+def codec_rows(
+    collective: str, size: int, settings: dict[str, Any], progress: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """encode and decode of a tensor of `size` bytes, and the decode and sum of two payloads of such."""
+    device = torch.device(settings["device"])
+    dtype: torch.dtype = getattr(torch, settings["datatype"])
+    numel = size // dtype.itemsize
+    size = numel * dtype.itemsize
+    inputs = Inputs("all_reduce", numel, dtype, 2)
+    tensors = [inputs.tensor(number).to(device) for number in range(2)]
+    x, y = tensors[0], torch.empty_like(tensors[0])
+    runs: dict[str, Callable[[], object]] = {COPY: lambda: y.copy_(x), ADD: lambda: y.add_(x)}
+    facts: dict[str, dict[str, Any]] = {}
+    for name, fields in settings["configs"].items():
+        config = FlashConfig.from_dict(fields)
+        wire = config.format(config.reduce_bits)
+        payloads = torch.empty(2, wire.payload_bytes(numel), dtype=torch.uint8, device=device)
+        for tensor, payload in zip(tensors, payloads, strict=True):
+            rows.encode(tensor.view(1, -1), payload.view(1, -1), wire)
+        spare = torch.empty_like(payloads[:1])  # what decode reads is not what encode writes: either may be first
+        for what, sources, run in (
+            (ENCODE, (0,), partial(rows.encode, x.view(1, -1), spare, wire)),
+            (DECODE, (0,), partial(rows.decode, payloads[:1], y.view(1, -1), wire)),
+            (SUM, (0, 1), partial(rows.decode_sum, payloads, y, wire, 1.0)),
+        ):
+            runs[f"{name} {what}"] = run
+            run()
+            if what == ENCODE:
+                rows.decode(spare, y.view(1, -1), wire)
+            found = _check(y, inputs, sources, wire) if settings["check"] else {}
+            facts[f"{name} {what}"] = {**found, "wire_bytes": payloads.shape[1], "beside": BESIDE[what]}
+    right = {name: run for name, run in runs.items() if not facts.get(name, {}).get("wrong")}
+    times = interleaved(
+        right,
+        settings["rounds"],
+        settings["iters"],
+        warmup=settings["warmup"],
+        before=lambda: y.copy_(x),
+        on_round=progress,
+    )
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    measured = []
+    for name in runs:
+        seconds, of_it = medians.get(name), facts.get(name, {})
+        measured.append(
+            {
+                "ranks": dist.get_world_size(),
+                "collective": collective,
+                "size": size,
+                "count": numel,
+                "type": settings["datatype"],
+                "redop": None,
+                "variant": name,
+                "seconds": seconds,
+                "seconds_by_round": times.get(name, []),
+                "algbw": seconds and size / seconds,
+                "busbw": None,
+                "wrong": of_it.get("wrong"),
+                "wire_bytes": of_it.get("wire_bytes"),
+                "sqnr_db": of_it.get("sqnr_db"),
+                "speedup": seconds and medians[of_it.get("beside", name)] / seconds,
+                "of_the_line": None,
+            }
+        )
+    return measured
+
+
+def _check(result: torch.Tensor, inputs: Inputs, sources: tuple[int, ...], wire: Format) -> dict[str, Any]:
+    """On all ranks."""
+
+    def travel(groups: Sequence[Groups]) -> Groups:
+        rounded = [x.rounded(wire) for x in groups]
+        return rounded[0] if len(rounded) == 1 else rounded[0] + rounded[1]
+
+    pieces = range(-(-inputs.numel // check.PIECE))
+    segments = [
+        Segment(i * check.PIECE, 0, i, 0, min(check.PIECE, inputs.numel - i * check.PIECE), sources) for i in pieces
+    ]
+    wrong, signal, noise = check.compare(result, inputs, iter(segments), wire.group_size, travel)
+    total = torch.tensor([wrong, signal, noise], dtype=torch.float64)
+    dist.all_reduce(total)
+    db = counters.sqnr_db(*total[1:].tolist())
+    return {"wrong": int(total[0]), "sqnr_db": db if math.isfinite(db) else None}

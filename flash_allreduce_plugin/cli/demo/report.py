@@ -1,0 +1,195 @@
+"""What the demo shows at the end: checks, table, picture, versions."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from flash_allreduce_plugin import policy
+from flash_allreduce_plugin.cli.demo.training import Settings
+from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
+
+_SMOOTHING = 10  # steps, of the loss curves in the picture
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables when it is not a terminal that says how wide it is."""
+    return Console() if sys.stdout.isatty() else Console(width=150)
+
+
+def expected_quantized(settings: Settings) -> dict[str, int]:
+    """Quantized calls of each site in one training step of the demo's model: two per layer, and the LM head's
+    in backward.
+    """
+    module = sequence_parallel if settings.sequence_parallel else tensor_parallel
+    layers = settings.size.layers
+    return {module.G_FORWARD.name: 2 * layers, module.LINEAR_DGRAD.name: 2 * layers + 1}
+
+
+def checks(result: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
+    """Everything that must hold for exit status 0: [{"check", "held", "detail"}]."""
+    found = []
+
+    def check(name: str, held: bool, detail: str) -> None:
+        found.append({"check": name, "held": bool(held), "detail": detail})
+
+    for name, variant in result["variants"].items():
+        finite = all(math.isfinite(loss) for loss in [*variant["losses"], variant["validation_loss"]])
+        first = variant["losses"][0]
+        check(f"{name}: losses are finite", finite, f"{len(variant['losses'])} steps")
+        check(
+            f"{name}: it learned",
+            variant["validation_loss"] < first,
+            f"loss {first:.3f} at the first step, {variant['validation_loss']:.3f} held out",
+        )
+        check(
+            f"{name}: replicated parameters are equal on all ranks, bit for bit",
+            variant["replicas_equal"],
+            "SHA-256 of every parameter outside tensor parallelism",
+        )
+        if variant["bits"] is None:
+            continue
+        expected = {site: count * settings.steps for site, count in expected_quantized(settings).items()}
+        fired = {site: counts["quantized"] for site, counts in variant["sites"].items() if counts["quantized"]}
+        check(
+            f"{name}: every expected seam fired",
+            fired == expected,
+            f"quantized calls {fired}, expected {expected}",
+        )
+        embedding = variant["sites"].get(tensor_parallel.EMBEDDING.name, {}).get("full_precision", {})
+        check(
+            f"{name}: the embedding stayed in full precision",
+            embedding == {policy.EMBEDDING: settings.steps},
+            f"calls by reason {embedding}",
+        )
+    return found
+
+
+def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
+    """Print the table, the seams and the checks."""
+    variants = result["variants"]
+    base = next(iter(variants.values()))
+    table = Table(title="Held-out loss, error and cost of each variant")
+    for column in ("variant", "validation loss", "difference", "SQNR dB fwd / bwd", "bits/element"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for column in ("MB sent/step", "ms/step", "time ratio"):
+        table.add_column(column, justify="right")
+    for name, variant in variants.items():
+        table.add_row(
+            name,
+            f"{variant['validation_loss']:.4f}",
+            f"{difference_percent(variant, base):+.3f} %" if variant is not base else "-",
+            _sqnr(variant),
+            f"{bits_per_element(variant):.3f}",
+            _number(_bytes_per_step(variant, variants), 1e-6, ".2f"),
+            _number(variant["seconds_per_step"], 1e3, ".0f"),
+            _ratio(variant["seconds_per_step"], base["seconds_per_step"]),
+        )
+    console.print(table)
+    seams = Table(title="Calls of each seam in training")
+    for column in ("variant", "seam", "quantized", "in full precision"):
+        seams.add_column(column, justify="right" if column == "quantized" else "left")
+    for name, variant in variants.items():
+        for site, counts in sorted(variant["sites"].items()):
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in counts["full_precision"].items())
+            seams.add_row(name, site, str(counts["quantized"]), reasons or "-")
+    console.print(seams)
+    for check in result["checks"]:
+        mark = "[green]ok  [/green]" if check["held"] else "[red]FAIL[/red]"
+        detail = "" if check["held"] else f" ({check['detail']})"
+        console.print(f"{mark} {check['check']}{detail}", highlight=False)
+    console.print(f"{result['wall_seconds']:.0f} s; written: {', '.join(str(file) for file in files)}", highlight=False)
+
+
+def difference_percent(variant: dict[str, Any], base: dict[str, Any]) -> float:
+    return 100.0 * (variant["validation_loss"] / base["validation_loss"] - 1.0)
+
+
+def bits_per_element(variant: dict[str, Any]) -> float:
+    """Bits on the wire for each fp32 element of the quantized calls, metadata and padding included; 32 if
+    there are none.
+    """
+    sites = [site for site in variant["sites"].values() if site["quantized"]]
+    full = sum(site["bytes_full_precision"] for site in sites)
+    return 32.0 * sum(site["bytes_sent"] for site in sites) / full if full else 32.0
+
+
+def _bytes_per_step(variant: dict[str, Any], variants: dict[str, Any]) -> float | None:
+    """What one rank sends in a step's tensor-parallel reductions.
+
+    Nothing is counted where nothing is patched: those send what the quantized variants' counters say for full
+    precision.
+    """
+    if variant["bits"] is not None:
+        return variant["bytes_sent_per_step"]
+    quantized = (other["bytes_full_precision_per_step"] for other in variants.values() if other["bits"] is not None)
+    return next(quantized, None)
+
+
+def _sqnr(variant: dict[str, Any]) -> str:
+    def mean(part: str) -> str:
+        values = [site["sqnr_db"] for name, site in variant["sites"].items() if name.endswith(part)]
+        measured = [value for value in values if value is not None]
+        return f"{sum(measured) / len(measured):.1f}" if measured else "-"
+
+    return f"{mean('forward')} / {mean('dgrad')}" if variant["bits"] is not None else "-"
+
+
+def _number(value: float | None, scale: float, form: str) -> str:
+    return "-" if value is None else format(value * scale, form)
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return "-" if value is None or base is None else f"{value / base:.2f} x"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """The loss curves, averaged over a few steps, and the bytes of a step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    variants = result["variants"]
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(2, 1))
+    for index, (name, variant) in enumerate(variants.items()):
+        losses = variant["losses"]
+        width = min(_SMOOTHING, len(losses))
+        smooth = [sum(losses[i - width : i]) / width for i in range(width, len(losses) + 1)]
+        label = f"{name}: {variant['validation_loss']:.4f} held out"
+        thickness = 4.0 / (1 + index)  # the curves lie on each other: those drawn later are thinner
+        curves.plot(range(width, len(losses) + 1), smooth, label=label, linewidth=max(0.8, thickness))
+    curves.set(xlabel="step", ylabel=f"training loss, nats per byte (mean of {_SMOOTHING} steps)")
+    curves.legend()
+    counted = {name: _bytes_per_step(variant, variants) for name, variant in variants.items() if not variant["noise"]}
+    heights = [(value or 0) * 1e-6 for value in counted.values()]
+    drawn = bars.bar(list(counted), heights)
+    bars.bar_label(drawn, fmt="%.1f")
+    bars.set(ylabel="MB sent per rank and step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def settings_dict(settings: Settings) -> dict[str, Any]:
+    values = dataclasses.asdict(settings)
+    values["data"] = None if settings.data is None else str(settings.data)
+    return values
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": f"{platform.system()} {platform.machine()}"}
+    for package in ("flash-allreduce-plugin", "torch", "megatron-core"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found

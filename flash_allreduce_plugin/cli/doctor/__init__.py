@@ -1,0 +1,1 @@
+"""flash-allreduce doctor: what an installation lacks."""

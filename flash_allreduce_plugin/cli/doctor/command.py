@@ -1,0 +1,140 @@
+"""`flash-allreduce doctor`: runs the checks, prints what they find and writes it down."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.cli.doctor import frameworks, selftest, versions
+from flash_allreduce_plugin.cli.doctor.child import NOTE, OK, PROBLEM, Child, Finding, children
+from flash_allreduce_plugin.cli.doctor.selftest import REPORT_IT
+
+WIDTH = 100
+_INDENT = 11
+_STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
+_HERE = "flash_allreduce_plugin.cli"
+_UNEXPECTED = f"mend the problems above first; if there are none, {REPORT_IT}"
+# Check -> its section, if it does not get to say so itself, and what it imports.
+FRAMEWORKS = {
+    "megatron": ("Megatron seams", "megatron.core"),
+    "deepspeed": ("DeepSpeed seams", "deepspeed"),
+    "apex": ("apex seams", "apex"),
+}
+
+
+def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
+    """Check everything, print the findings and write them to json_file; whether there is no problem.
+
+    ranks: of the self-test. seconds: how long each check may take.
+    """
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    when = datetime.now(timezone.utc)
+    console.print(f"flash-allreduce doctor, {when:%Y-%m-%d %H:%M} UTC")
+    found: list[Finding] = []
+    with _ending_on_signals(), console.status("starting") as status, tempfile.TemporaryDirectory() as scratch:
+        for doing, findings in _checks(Path(scratch), ranks, seconds):
+            if findings:
+                found += findings
+                _show(console, findings)
+            status.update(doing)
+    problems, notes = (sum(finding.level == level for finding in found) for level in (PROBLEM, NOTE))
+    console.print(f"\n{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
+    if json_file is not None:
+        result: dict[str, Any] = {
+            "version": versions.ours().__version__,
+            "time": when.isoformat(timespec="seconds"),
+            "problems": problems,
+            "notes": notes,
+            "findings": [asdict(finding) for finding in found],
+        }
+        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return problems == 0
+
+
+def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, list[Finding]]]:
+    """What is done next, and what has been found by then."""
+    yield "importing torch", []
+    with Child(folder, "environment", f"{_HERE}.doctor.environment:check") as checked:
+        findings = _outcome(checked, "versions", seconds)
+    has_torch = not any((finding.section, finding.name) == ("torch", "import") for finding in findings)
+    yield "importing the frameworks", findings
+    if not has_torch:
+        return
+    # The entry point would replace a constructor of DeepSpeed's, which is then no longer what is to be checked.
+    off: dict[str, str | None] = {environment.AUTOLOAD: "0"}
+    attached = [Child(folder, name, f"{_HERE}.doctor.frameworks:{name}", environment=off) for name in FRAMEWORKS]
+    with children(attached):
+        for (section, module), child in zip(FRAMEWORKS.values(), attached, strict=True):
+            findings = _outcome(child, section, seconds, frameworks.remedy(module))
+            yield "importing the frameworks", findings
+    yield "testing the codec", []
+    plain = selftest.plain_environment()
+    with Child(folder, "codec", f"{_HERE}.doctor.selftest:codec", environment=plain) as codec:
+        findings = _outcome(codec, selftest.SECTION, seconds)
+    yield f"reducing over {ranks} ranks", []
+    yield "", [*findings, *selftest.all_reduce(folder, ranks, seconds)]
+
+
+def _outcome(child: Child, section: str, seconds: float, remedy: str = _UNEXPECTED) -> list[Finding]:
+    """What a check has found; a problem besides if it did not get to its end."""
+    failure = child.failure(seconds)
+    findings = child.findings()
+    if failure is not None:
+        section = findings[-1].section if findings else section
+        if child.running:
+            remedy += "; for a slow machine or file system --timeout SECONDS"
+        findings.append(Finding(section, "check", PROBLEM, failure, remedy))
+    return findings
+
+
+def _show(console: Console, findings: list[Finding]) -> None:
+    for section in dict.fromkeys(finding.section for finding in findings):
+        lines = [finding for finding in findings if finding.section == section]
+        width = min(max(len(finding.name) for finding in lines), 44)
+        hang = width + 2 if width <= 30 else 0
+        console.print(f"\n{section}")
+        for finding in lines:
+            first, *rest = _wrapped(f"{finding.name:<{width}}  {finding.text}", "", hang)
+            if finding.remedy:
+                rest += _wrapped(f"-> {finding.remedy}", " " * hang, hang + 3)
+            console.print(Text.assemble((f"  {finding.level:<{_INDENT - 2}}", _STYLES[finding.level]), first))
+            for line in rest:
+                console.print(" " * _INDENT + line)
+
+
+def _wrapped(text: str, first: str, hang: int) -> list[str]:
+    """Lines that fit beside the indentation; those after the first are indented by `hang` more."""
+    # A path stays in one piece.
+    wrapper = textwrap.TextWrapper(WIDTH - _INDENT, first, " " * hang, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, with everything cleaned up."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,272 @@
+"""What a training step spends on communication, in full precision and quantized: pure arithmetic (docs/planning.md).
+
+A collective of a group takes the longer of two times, because chunks in flight keep both busy, and a fixed one:
+
+    link    the bytes that a rank sends, over the speed of the link that they take (+ the latency of each exchange)
+    busy    what the device itself does: the codec's kernels, on a CPU also the sending
+    start   of a quantized call: what comes before its first byte is on the wire and after its last one has arrived
+
+What the training computes at the same time can hide the link, not what keeps the device busy:
+
+    hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
+
+Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/hierarchical.md), the faster.
+
+Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
+messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from flash_allreduce_plugin.codec.format import MAX_BITS, Format
+
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
+Way = Literal["ring", "flat", "two levels", "send"]
+HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense transformer. ffn: the MLP's inner size; gated: three matrices in it, not two; tied: one embedding
+    for input and output; positions: learned position embeddings; head_size: 0 for hidden / heads.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocabulary: int
+    sequence: int
+    gated: bool = False
+    tied: bool = True
+    positions: int = 0
+    head_size: int = 0
+
+    @property
+    def attention_size(self) -> int:
+        """Columns of all heads together."""
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def qkv_columns(self) -> int:
+        return self.attention_size * (self.heads + 2 * self.kv_heads) // self.heads
+
+    @property
+    def ffn_columns(self) -> int:
+        """Columns of the MLP's first matrix, or first two."""
+        return self.ffn * (2 if self.gated else 1)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.hidden * (self.qkv_columns + self.attention_size + self.ffn_columns + self.ffn)
+
+    @property
+    def parameters(self) -> int:
+        """All matrices; biases and norms, less than 0.1 %, are left out."""
+        embeddings = self.hidden * (self.vocabulary * (1 if self.tied else 2) + self.positions)
+        return self.layers * self.layer_parameters + embeddings
+
+    def layer_flops(self, tokens: int) -> float:
+        """Of one layer's forward pass: 2 a parameter and token, and attention to the whole sequence."""
+        return tokens * (2.0 * self.layer_parameters + 4.0 * self.sequence * self.attention_size)
+
+    def forward_flops(self, tokens: int) -> float:
+        """Of the whole model, output layer included (Korthikanti et al., arXiv 2205.05198, appendix A)."""
+        return self.layers * self.layer_flops(tokens) + 2.0 * tokens * self.hidden * self.vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """One rank's share of a machine, as it is reached, not as the data sheet has it.
+
+    flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together. intra, inter:
+    the link to ranks of the same node and of others. latency, far: seconds of one exchange inside a node and between
+    nodes. start: seconds of a quantized call, whatever its size. transport: bytes that the device itself sends; inf:
+    adapters do it.
+    backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these numbers.
+    """
+
+    name: str
+    flops: float
+    codec: float
+    ranks_per_node: int
+    intra: float
+    inter: float
+    latency: float = 0.0
+    far: float = 0.0
+    start: float = 0.0
+    transport: float = math.inf
+    backend: Literal["nccl", "gloo"] = "nccl"
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective, `per_node` of them on each node."""
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """`calls` calls of one collective in a step. numel: elements of the whole tensor.
+
+    kind: what it is in a table. field: the setting of FlashConfig that gives its width, None: never quantized.
+    hide: seconds of computing that go on beside each call. every_batch: it is part of the time of a micro-batch, and
+    so of a pipeline's bubble. owners: quantized, an all_reduce is sent as the reduce_scatter that the framework needs
+    (DeepSpeed's stages 1 and 2). needs: a second setting that has to be given a width too.
+    """
+
+    kind: str
+    field: str | None
+    collective: Collective
+    numel: float
+    itemsize: int
+    calls: float
+    group: Group
+    hide: float = 0.0
+    every_batch: bool = False
+    owners: bool = False
+    needs: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of all calls of a Traffic, in a step and a rank. way: how the exchange was made."""
+
+    bytes_sent: float
+    link: float
+    busy: float
+    hidden: float
+    exposed: float
+    way: Way
+
+    @property
+    def seconds(self) -> float:
+        return self.hidden + self.exposed
+
+
+def _latency(t: Traffic, c: Cluster) -> float:
+    return c.far if t.group.nodes > 1 else c.latency
+
+
+def _over(nbytes: float, speed: float) -> float:
+    return nbytes / speed if nbytes else 0.0
+
+
+def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
+    """Bytes a rank sends and link seconds of one call: a ring, as busy on every link (nccl-tests' bus bandwidth).
+
+    Between nodes a ring uses the links of all ranks that the group has on a node.
+    """
+    nbytes, n, node = t.numel * t.itemsize, t.group.ranks, min(t.group.per_node, t.group.ranks)
+    if t.collective == "send":
+        return nbytes, _over(nbytes, c.inter if t.group.nodes > 1 else c.intra) + _latency(t, c), "send"
+    halves = HALVES[t.collective]
+    if c.backend == "gloo" and t.collective == "reduce_scatter":
+        halves = 2
+    sent = halves * (n - 1) / n * nbytes
+    inside = _over(sent, c.intra) if node > 1 else 0.0
+    between = _over(sent, node * c.inter) if t.group.nodes > 1 else 0.0
+    return sent, max(inside, between) + halves * _latency(t, c), "ring"
+
+
+def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
+    """Bytes a rank sends, link seconds and bytes that the kernels move, of one call among all ranks.
+
+    Each half sends every other rank its shard of the payload: those of the node over intra, the others over inter.
+    """
+    payload, tensor, n = _payload(codec, t.numel), t.numel * t.itemsize, t.group.ranks
+    node = min(t.group.per_node, n)
+    collective = _quantized_collective(t)
+    halves = HALVES[collective]
+    inside, between = payload * (node - 1) / n, payload * (n - node) / n
+    link = halves * (max(_over(inside, c.intra), _over(between, c.inter)) + _latency(t, c))
+    moved = {
+        # encode; sum of the shard, encoded again; decode
+        "all_reduce": (tensor + payload) + (payload + payload / n) + (payload + tensor),
+        "reduce_scatter": (tensor + payload) + (payload + tensor / n),
+        "all_gather": (tensor + payload) / n + (payload + tensor),
+    }[collective]
+    return halves * (inside + between), link, moved
+
+
+def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
+    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/hierarchical.md)."""
+    node, nodes, n = t.group.per_node, t.group.nodes, t.group.ranks
+    wide, narrow = _payload(replace(codec, bits=MAX_BITS), t.numel), _payload(codec, t.numel)
+    tensor, collective = t.numel * t.itemsize, _quantized_collective(t)
+    up, down = collective != "all_gather", collective != "reduce_scatter"
+    inside = (node - 1) / node * (up * wide + down * narrow)
+    between = (up + down) * (nodes - 1) / nodes * narrow / node
+    moved = 0.0
+    if up:  # encode; sum inside, encoded again; sum between, encoded again or left as it is
+        moved += (tensor + wide) + (wide + narrow / node)
+        moved += narrow / node + (narrow / n if down else tensor / n)
+    else:
+        moved += (tensor + narrow) / n
+    if down:
+        moved += narrow + tensor
+    link = max(_over(inside, c.intra), _over(between, c.inter)) + (up + down) * (c.latency + c.far)
+    return inside + between, link, moved
+
+
+def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
+    """Of all calls of `t`; codec: None: in full precision. A group of one rank costs nothing."""
+    if t.group.ranks == 1 or not t.calls or not t.numel:
+        return Cost(0.0, 0.0, 0.0, 0.0, 0.0, "ring")
+    if codec is None:
+        sent, link, way = full_precision(t, c)
+        return _calls(t, c, sent, link, 0.0, 0.0, way)
+    ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
+    if 1 < t.group.per_node < t.group.ranks:
+        ways.append(("two levels", two_levels(t, c, codec)))
+    costs = [_calls(t, c, sent, link, moved / c.codec, c.start, way) for way, (sent, link, moved) in ways]
+    return min(costs, key=lambda each: (each.exposed, each.seconds))
+
+
+def _calls(t: Traffic, c: Cluster, sent: float, link: float, kernels: float, start: float, way: Way) -> Cost:
+    busy = kernels + _over(sent, c.transport)
+    hidden = min(t.hide, max(0.0, link - busy))
+    exposed = start + max(link, busy) - hidden
+    return Cost(t.calls * sent, t.calls * link, t.calls * busy, t.calls * hidden, t.calls * exposed, way)
+
+
+def _quantized_collective(t: Traffic) -> Collective:
+    return "reduce_scatter" if t.owners else t.collective
+
+
+def _payload(codec: Format, numel: float) -> float:
+    return numel * codec.bits_per_element / 8
+
+
+def dp_ratio(bytes_per_parameter: float, tokens: float, dp: int, flops: float, link: float) -> float:
+    """t_comm / t_compute of data parallelism; up to 1 it can be hidden.
+
+    Gradients: bytes 2 (DP-1)/(DP link) against the backward pass, 4 tokens params / flops. ZeRO-3, a block's parameters
+    behind another's forward pass: 16 h^2 bytes (DP-1)/(DP link) against 32 tokens h^2 / flops. The same ratio.
+
+    This and the next two: The Ultra-Scale Playbook (Hugging Face, nanotron/ultrascale-playbook), "compute /
+    communication overlap", with the bytes of an element written out.
+    """
+    return bytes_per_parameter / (2 * tokens) * (dp - 1) / dp * flops / link
+
+
+def tp_ratio(bytes_per_element: float, hidden: int, tp: int, flops: float, link: float) -> float:
+    """One exchange of a layer against one h x h GEMM: tokens h (TP-1)/(TP link), 2 tokens h^2 / (TP flops)."""
+    return bytes_per_element * (tp - 1) / (2 * hidden) * flops / link
+
+
+def pp_ratio(bytes_per_element: float, hidden: int, layers_per_stage: int, flops: float, link: float) -> float:
+    """One micro-batch's activations against a stage's forward: tokens h / link, 32 tokens h^2 layers / flops."""
+    return bytes_per_element * flops / (32 * hidden * layers_per_stage * link)

@@ -1,0 +1,160 @@
+"""Published shapes of models and speeds of machines, for `plan` and benchmarks/cost_estimate, each with its source."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flash_allreduce_plugin.cli.plan.cost_model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPreset:
+    model: Model
+    published: float  # parameters
+    source: str
+
+
+def _gpt(layers: int, hidden: int, heads: int, published: float) -> ModelPreset:
+    model = Model(layers, hidden, heads, heads, 4 * hidden, 50257, 2048, positions=2048)
+    return ModelPreset(model, published, "arXiv 2005.14165, table 2.1")
+
+
+def _llama(
+    layers: int, hidden: int, heads: int, kv: int, ffn: int, published: float, source: str,
+    vocabulary: int = 32000, sequence: int = 2048, tied: bool = False,
+) -> ModelPreset:  # fmt: skip
+    model = Model(layers, hidden, heads, kv, ffn, vocabulary, sequence, gated=True, tied=tied)
+    return ModelPreset(model, published, source)
+
+
+_ONE, _TWO, _THREE = "arXiv 2302.13971, table 2", "arXiv 2307.09288", "arXiv 2407.21783, table 3"
+_SMALL = "config.json of meta-llama/Llama-3.2"
+MODELS = {
+    # Heads of 128 in the table are 24 x 128 for 1.3B, more than its hidden size: 16. 5140 for 13B is 40 x 128 = 5120.
+    "gpt3-125m": _gpt(12, 768, 12, 125e6),
+    "gpt3-350m": _gpt(24, 1024, 16, 350e6),
+    "gpt3-760m": _gpt(24, 1536, 16, 760e6),
+    "gpt3-1.3b": _gpt(24, 2048, 16, 1.3e9),
+    "gpt3-2.7b": _gpt(32, 2560, 32, 2.7e9),
+    "gpt3-6.7b": _gpt(32, 4096, 32, 6.7e9),
+    "gpt3-13b": _gpt(40, 5120, 40, 13e9),
+    "gpt3-175b": _gpt(96, 12288, 96, 175e9),
+    "llama-7b": _llama(32, 4096, 32, 32, 11008, 6.7e9, _ONE),
+    "llama-13b": _llama(40, 5120, 40, 40, 13824, 13.0e9, _ONE),
+    "llama-33b": _llama(60, 6656, 52, 52, 17920, 32.5e9, _ONE),
+    "llama-65b": _llama(80, 8192, 64, 64, 22016, 65.2e9, _ONE),
+    "llama-2-7b": _llama(32, 4096, 32, 32, 11008, 6.74e9, _TWO, sequence=4096),
+    "llama-2-13b": _llama(40, 5120, 40, 40, 13824, 13.0e9, _TWO, sequence=4096),
+    "llama-2-70b": _llama(80, 8192, 64, 8, 28672, 70e9, _TWO, sequence=4096),
+    "llama-3-8b": _llama(32, 4096, 32, 8, 14336, 8.03e9, _THREE, 128256, 8192),
+    "llama-3-70b": _llama(80, 8192, 64, 8, 28672, 70.6e9, _THREE, 128256, 8192),
+    "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 405e9, _THREE, 128256, 8192),
+    "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, 1.23e9, _SMALL + "-1B", 128256, 8192, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 24, 8, 8192, 3.21e9, _SMALL + "-3B", 128256, 8192, tied=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """reached of peak, each a second; where both are from."""
+
+    reached: float
+    peak: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together."""
+
+    peak_flops: float
+    copy: Speed
+    source: str
+
+
+#: Of a data sheet's memory bandwidth, what a copy reaches: the H100's share (below), assumed of the others.
+COPY = 0.9
+#: Of a copy's speed, what the codec's kernels reach: an assumption (docs/cuda.md).
+CODEC = 0.9
+#: Of the peak, what training reaches: 0.54 for 530B on 2240 A100 (arXiv 2205.05198); elsewhere an assumption.
+EFFICIENCY = 0.5
+#: Seconds of one launch of a kernel, of one exchange over NVLink, over PCIe, between nodes: assumptions.
+LAUNCH, LATENCY_NVLINK, LATENCY_PCIE, LATENCY_NODES = 5e-6, 10e-6, 20e-6, 30e-6
+
+
+def _copy(peak: float, sheet: str) -> Speed:
+    return Speed(COPY * peak, peak, f"{COPY:g} of {peak / 1e9:g} GB/s in {sheet}, an assumption")
+
+
+def _device(flops: float, memory: float, sheet: str) -> Device:
+    return Device(flops, _copy(memory, sheet), sheet)
+
+
+DEVICES = {
+    "a100": _device(312e12, 2039e9, "NVIDIA's A100 80GB SXM data sheet"),
+    "a800": _device(312e12, 2039e9, "NVIDIA's A100 80GB data sheet (the A800 differs in NVLink)"),
+    "h100": Device(
+        989e12,
+        Speed(3.0e12, 3.35e12, "3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"),
+        "NVIDIA's H100 SXM data sheet",
+    ),
+    "h200": _device(989e12, 4800e9, "NVIDIA's H200 data sheet"),
+    "h800": _device(989e12, 3350e9, "NVIDIA's H100 SXM data sheet (the H800 differs in NVLink)"),
+    "l40": _device(181e12, 864e9, "NVIDIA's L40 data sheet"),
+    "v100": _device(125e12, 900e9, "NVIDIA's V100 SXM data sheet (fp16)"),
+}
+
+_NCCL = "of the peak reach applications (NCCL's maintainer, github.com/NVIDIA/nccl/issues/1054)"
+_TCP = "1448 of 1538 bytes of a frame are TCP's payload"
+_IB = "46 to 48 of 50 GB/s a 400 Gbit/s adapter (github.com/NVIDIA/nccl-tests/issues/290)"
+
+
+def _share(gbit: float, share: float, source: str) -> Speed:
+    return Speed(share * gbit * 1e9 / 8, gbit * 1e9 / 8, source)
+
+
+LINKS = {
+    "nvlink-v100": Speed(120e9, 150e9, f"0.8 {_NCCL}"),
+    "nvlink-a100": Speed(240e9, 300e9, f"0.8 {_NCCL}"),
+    "nvlink-h800": Speed(160e9, 200e9, f"0.8 {_NCCL}"),
+    "nvlink-h100": Speed(370e9, 450e9, "370 GB/s of 450, NCCL's maintainer in github.com/NVIDIA/nccl-tests/issues/212"),
+    "pcie4": Speed(
+        24e9, 31.5e9, "24 GB/s of 31.5, NCCL's own model of PCIe 4.0 x16 (github.com/NVIDIA/nccl-tests/issues/307)"
+    ),
+    "pcie5": Speed(48e9, 63e9, "the same share of PCIe 5.0 x16, an assumption"),
+    "infiniband-100g": _share(100, 0.94, _IB + ", the same share assumed"),
+    "infiniband-200g": _share(200, 0.94, _IB + ", the same share assumed"),
+    "infiniband-400g": _share(400, 0.94, _IB),
+    "ethernet-1g": _share(1, 1448 / 1538, _TCP),
+    "ethernet-10g": _share(10, 1448 / 1538, _TCP),
+    "ethernet-25g": _share(25, 1448 / 1538, _TCP),
+    "ethernet-100g": _share(100, 1448 / 1538, _TCP),
+    "ethernet-400g": _share(400, 1448 / 1538, _TCP),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A node: its ranks, the link between them, the adapters to other nodes."""
+
+    device: str
+    ranks: int
+    intra: str
+    inter: str
+    adapters: int
+    about: str
+
+
+CLUSTERS = {
+    "a100": Machine("a100", 8, "nvlink-a100", "infiniband-200g", 8, "DGX A100"),
+    "a100-pcie": Machine("a100", 8, "pcie4", "infiniband-200g", 1, "8 A100 on PCIe, one adapter"),
+    "h100": Machine("h100", 8, "nvlink-h100", "infiniband-400g", 8, "DGX H100"),
+    "h100-ethernet": Machine("h100", 8, "nvlink-h100", "ethernet-100g", 1, "8 H100, one 100 Gbit/s Ethernet a node"),
+    "h200": Machine("h200", 8, "nvlink-h100", "infiniband-400g", 8, "DGX H200"),
+    "h800": Machine("h800", 8, "nvlink-h800", "infiniband-400g", 4, "8 H800, four adapters"),
+    "l40": Machine("l40", 8, "pcie4", "ethernet-100g", 1, "8 L40 on PCIe, one 100 Gbit/s Ethernet a node"),
+    "v100": Machine("v100", 16, "nvlink-v100", "infiniband-100g", 8, "DGX-2"),
+}
+#: One core of the machine of docs/benchmarks.md over gloo, as `plan --check` works it out of step_time.json.
+CPU = "cpu"
+CPU_FLOPS, CPU_CODEC, CPU_START, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9

@@ -1,0 +1,303 @@
+"""What `plan` prints, draws and writes: a step in full precision and at each width."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Model, dp_ratio, pp_ratio, tp_ratio
+from flash_allreduce_plugin.cli.plan.step_model import (
+    FORWARD,
+    GRADIENT,
+    Layout,
+    Step,
+    advise,
+    group_of,
+    predict,
+    quantizable,
+)
+from flash_allreduce_plugin.cli.plan.tables import grid, ms
+from flash_allreduce_plugin.config import FlashConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+LEFT_OUT = (
+    "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
+    "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
+    "the optimizer, memory, accuracy. Not quantized by this plugin: parameters (but for FSDP2's), pipeline sends, the "
+    "embedding."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """widths: the fields that pay, by width; steps: with these; every: with every field that there is."""
+
+    model: Model
+    name: str
+    source: str
+    cluster: Cluster
+    layout: Layout
+    widths: dict[int, dict[str, int]]
+    steps: dict[int, Step]
+    every: dict[int, Step]
+
+    @property
+    def full(self) -> Step:
+        return next(iter(self.steps.values()))
+
+    def best(self, bits: int) -> float:
+        """The speed-up if whatever can be quantized cost nothing."""
+        step = self.every[bits]
+        gone = sum(part.before.exposed for part in step.parts if part.bits)
+        return step.before / (step.before - gone)
+
+
+def make_plan(model: Model, name: str, source: str, cluster: Cluster, layout: Layout, bits: Sequence[int]) -> Plan:
+    widths = {b: advise(model, cluster, layout, b) for b in bits}
+    fields = quantizable(model, cluster, layout)
+    return Plan(
+        model, name, source, cluster, layout, widths,
+        {b: predict(model, cluster, layout, widths[b]) for b in bits},
+        {b: predict(model, cluster, layout, dict.fromkeys(fields, b)) for b in bits},
+    )  # fmt: skip
+
+
+def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, Any]:
+    """The settings that quantize these fields and no others; empty: leave it off."""
+    if not widths:
+        return {}
+    settings: dict[str, Any] = {"bits": bits}
+    if layout.framework == "megatron":
+        settings |= {key: value for key, value in widths.items() if key != FORWARD}
+        if layout.tp > 1 and FORWARD not in widths:
+            settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not concern gradients
+    FlashConfig.from_dict(settings)  # what is printed is valid
+    return settings
+
+
+def setting(layout: Layout, field: str) -> str:
+    """What the field is called where it is set: DeepSpeed's gradients travel at `bits`, torch has hooks."""
+    if layout.framework == "torch":
+        return {GRADIENT: "FlashReduceScatter" if layout.zero else "ddp_hook"}.get(field, "FlashAllGather")
+    return "bits" if layout.framework == "deepspeed" else field
+
+
+def flags(settings: Mapping[str, Any]) -> str:
+    """Megatron-LM's launch flags of `settings`."""
+    values = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
+    given = [f"--flash-allreduce-{key.replace('_', '-')} '{value}'" if value == "*" else
+             f"--flash-allreduce-{key.replace('_', '-')} {value}" for key, value in values.items()]  # fmt: skip
+    return " ".join(["--flash-allreduce", *given])
+
+
+def where(group: Group) -> str:
+    return "inside a node" if group.nodes == 1 else f"between nodes, {group.per_node} of {group.ranks} a node"
+
+
+def ratios(plan: Plan) -> dict[str, float]:
+    """t_comm / t_compute of the Ultra-Scale Playbook; above 1 it cannot be hidden."""
+    c, a, m = plan.cluster, plan.layout, plan.model
+    tokens = a.micro_batch * m.sequence
+    found = {}
+    if a.dp > 1:
+        group = group_of(a.tp, a.dp, c.ranks_per_node)
+        speed = min(group.per_node * c.inter, c.intra) if group.nodes > 1 else c.intra
+        kind = "ZeRO-3 parameters" if a.zero == 3 else "data parallel"
+        item = a.itemsize if a.zero == 3 else a.gradient_itemsize
+        found[kind] = dp_ratio(item, tokens, a.dp, c.flops, speed)
+    if a.tp > 1:
+        speed = c.intra if a.tp <= c.ranks_per_node else c.inter
+        found["tensor parallel"] = tp_ratio(a.itemsize, m.hidden, a.tp, c.flops, speed)
+    if a.pp > 1:
+        speed = c.intra if a.ranks <= c.ranks_per_node else c.inter
+        found["pipeline"] = pp_ratio(a.itemsize, m.hidden, m.layers // a.pp, c.flops, speed)
+    return found
+
+
+def show(plan: Plan, console: Console) -> None:
+    from rich.markup import escape
+
+    m, a = plan.model, plan.layout
+    tokens = a.micro_batch * a.accumulation * a.dp * m.sequence
+    console.print(
+        f"[bold]{escape(plan.name)}[/]: {m.parameters / 1e9:.4g} G parameters, {m.layers} layers of {m.hidden}, "
+        f"sequence {m.sequence} ({plan.source})",
+        highlight=False,
+    )
+    console.print(
+        f"{a.ranks} ranks: TP {a.tp}{', sequence parallel' if a.sequence_parallel else ''}, DP {a.dp}, PP {a.pp}, "
+        f"ZeRO {a.zero} ({a.framework}), micro-batch {a.micro_batch}, {a.accumulation} a step: {tokens} tokens a step",
+        highlight=False,
+    )
+    for source in plan.cluster.sources:
+        console.print(f"  {source}", highlight=False, markup=False, style="dim")
+    console.print(_traffic_table(plan))
+    console.print(_step_table(plan))
+    for kind, ratio in ratios(plan).items():
+        verdict = "can be hidden" if ratio <= 1 else "cannot be hidden whole"
+        console.print(f"t_comm / t_compute, {kind}: {ratio:.2f}, {verdict}", highlight=False)
+    console.print(_advice(plan), highlight=False, markup=False)
+    console.print(LEFT_OUT, style="dim", highlight=False)
+
+
+def _traffic_table(plan: Plan) -> Table:
+    columns = ["traffic", "setting", "where", "MB", "ms", "exposed"]
+    for bits in plan.steps:
+        columns += [f"INT{bits}: MB", "exposed"] if len(plan.steps) <= 3 else [f"INT{bits}"]
+    table = grid("Communication of one step and rank, in full precision and quantized", columns, left=3)
+    for number, part in enumerate(plan.full.parts):
+        cells = [
+            part.kind,
+            setting(plan.layout, part.field) if part.field else "never",
+            where(part.group),
+            f"{part.before.bytes_sent / 1e6:.0f}",
+        ]
+        cells += [ms(part.before.seconds), ms(part.before.exposed)]
+        for step in plan.every.values():
+            after = step.parts[number].after
+            none = step.parts[number].bits is None
+            two = " *" if after.way == "two levels" else ""
+            both = ["", ""] if none else [f"{after.bytes_sent / 1e6:.0f}{two}", ms(after.exposed)]
+            cells += both if len(plan.steps) <= 3 else [both[1] + (two if both[1] else "")]
+        table.add_row(*cells)
+    if any(part.after.way == "two levels" for step in plan.every.values() for part in step.parts):
+        table.caption = '* in two levels: needs "hierarchical": "auto"'
+    return table
+
+
+def _step_table(plan: Plan) -> Table:
+    columns = ["", "step ms", "computing", "bubble", "exposed", "speed-up", "everything quantized", "at most"]
+    table = grid("Time of a step", columns)
+    full = plan.full
+    table.add_row("full precision", *map(ms, (full.before, full.compute, full.bubble_before)),
+                  ms(full.before - full.compute - full.bubble_before), "1.00 x", "", "")  # fmt: skip
+    for bits, step in plan.steps.items():
+        exposed = step.after - step.compute - step.bubble_after
+        table.add_row(
+            f"INT{bits}", *map(ms, (step.after, step.compute, step.bubble_after, exposed)), f"{step.speedup:.2f} x",
+            f"{plan.every[bits].speedup:.2f} x", f"{plan.best(bits):.2f} x",
+        )  # fmt: skip
+    return table
+
+
+def settings_of(plan: Plan, bits: int) -> dict[str, Any]:
+    """What to set at `bits`, two levels included where they are faster."""
+    settings = section(plan.layout, plan.widths[bits], bits)
+    step = plan.steps[bits]
+    if settings and any(part.after.way == "two levels" for part in step.parts if part.bits):
+        settings["hierarchical"] = "auto"
+    return settings
+
+
+def _advice(plan: Plan) -> str:
+    lines = []
+    for bits in plan.widths:
+        settings = settings_of(plan, bits)
+        if not settings:
+            lines.append(f"INT{bits}: leave it off, no setting makes this step faster by half a percent.")
+            continue
+        if plan.layout.framework == "deepspeed":
+            lines.append(f'INT{bits}: "flash_allreduce": {json.dumps(settings)}')
+        elif plan.layout.framework == "torch":
+            given = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+            hooks = [setting(plan.layout, field) for field in plan.widths[bits]]
+            lines.append(f"INT{bits}: " + ", ".join(f"fap.{hook}(fap.FlashConfig({given}))" for hook in hooks))
+        else:
+            lines.append(f"INT{bits}: {flags(settings)}")
+            lines.append(f"      {json.dumps(settings)}")
+        idle = [field for field in quantizable(plan.model, plan.cluster, plan.layout) if field not in plan.widths[bits]]
+        if idle:
+            names = ", ".join(setting(plan.layout, field) for field in idle)
+            lines.append(f"      does not pay here: {names}")
+    return "\n".join(["What to set:", *lines])
+
+
+def show_scale(rows: Sequence[tuple[int, Plan | str]], console: Console) -> None:
+    """Plans for several numbers of ranks, or why there is none."""
+    bits = next((list(plan.steps) for _, plan in rows if not isinstance(plan, str)), [])
+    table = grid("By number of ranks", ["ranks", "DP", "full precision ms", *(f"INT{b}" for b in bits), "what pays"], 1)
+    for ranks, plan in rows:
+        if isinstance(plan, str):
+            table.add_row(str(ranks), "", "", *("" for _ in bits), plan)
+            continue
+        gains = (f"{step.speedup:.2f} x" for step in plan.steps.values())
+        pays = ", ".join(setting(plan.layout, field) for field in plan.widths[bits[0]]) or "nothing"
+        table.add_row(str(ranks), str(plan.layout.dp), ms(plan.full.before), *gains, pays)
+    console.print(table)
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": {"name": plan.name, "source": plan.source, "parameters": plan.model.parameters}
+        | dataclasses.asdict(plan.model),
+        "cluster": dataclasses.asdict(plan.cluster) | {"transport": _finite(plan.cluster.transport)},
+        "layout": dataclasses.asdict(plan.layout) | {"ranks": plan.layout.ranks},
+        "ratios": ratios(plan),
+        "full precision": {
+            "seconds": plan.full.before, "compute": plan.full.compute, "bubble": plan.full.bubble_before,
+        },
+        "widths": {
+            str(bits): {
+                "seconds": step.after, "speed-up": step.speedup, "bubble": step.bubble_after,
+                "everything quantized": plan.every[bits].speedup, "at most": plan.best(bits),
+                "pays": list(plan.widths[bits]), "settings": settings_of(plan, bits),
+                "traffic": [_part(part) for part in plan.every[bits].parts],
+            }
+            for bits, step in plan.steps.items()
+        },
+        "left out": LEFT_OUT,
+    }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if value != float("inf") else None
+
+
+def _part(part: Any) -> dict[str, Any]:
+    group = {"ranks": part.group.ranks, "per node": part.group.per_node}
+    return {"kind": part.kind, "setting": part.field, "bits": part.bits, "group": group} | {
+        name: dataclasses.asdict(cost) for name, cost in (("full precision", part.before), ("quantized", part.after))
+    }
+
+
+def plot(plan: Plan, scale: Sequence[tuple[int, Plan | str]], path: Path) -> None:
+    """Steps as stacked bars; with several numbers of ranks the speed-up over them too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    planned = [(ranks, each) for ranks, each in scale if not isinstance(each, str)]
+    figure, axes = pyplot.subplots(1, 2 if planned else 1, figsize=(11 if planned else 7, 4.5), squeeze=False)
+    bars = axes[0][0]
+    names = ["full precision", *(f"INT{bits}" for bits in plan.steps)]
+    steps = list(plan.steps.values())
+    layers = {"computing": [plan.full.compute] * len(names)}
+    layers["bubble"] = [plan.full.bubble_before, *(step.bubble_after for step in steps)]
+    for number, part in enumerate(plan.full.parts):
+        layers[part.kind] = [part.before.exposed, *(step.parts[number].after.exposed for step in steps)]
+    bottom = [0.0] * len(names)
+    for kind, heights in layers.items():
+        if any(heights):
+            bars.bar(names, [1e3 * height for height in heights], bottom=bottom, label=kind)
+            bottom = [low + 1e3 * height for low, height in zip(bottom, heights, strict=True)]
+    bars.set(ylabel="ms of a step, exposed", title=f"{plan.name}, {plan.cluster.name}, {plan.layout.ranks} ranks")
+    bars.legend(fontsize=8)
+    if planned:
+        curves = axes[0][1]
+        for bits in plan.steps:
+            curves.plot(
+                [n for n, _ in planned], [each.steps[bits].speedup for _, each in planned], "o-", label=f"INT{bits}"
+            )
+        curves.set(xlabel="ranks", ylabel="speed-up over full precision", xscale="log")
+        curves.set_xticks([n for n, _ in planned], [str(n) for n, _ in planned])
+        curves.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,1 @@
+"""flash-allreduce report: what a run did, from its log."""

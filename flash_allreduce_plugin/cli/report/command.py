@@ -1,0 +1,148 @@
+"""`flash-allreduce report`: what a run did, from its log; in the terminal, as JSON, as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from flash_allreduce_plugin.cli.report import page
+from flash_allreduce_plugin.cli.report.log import Log, read, total
+from flash_allreduce_plugin.cli.report.text import (
+    amount,
+    bits,
+    decibels,
+    duration,
+    guard,
+    notes,
+    percent,
+    saved,
+    shares,
+    sqnr,
+)
+from flash_allreduce_plugin.telemetry.counters import Counters
+
+
+def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None) -> None:
+    """Read the logs, write the files that are asked for, and print a table for each log.
+
+    Raises LogError for a bad log, OSError for a file that cannot be written.
+    """
+    console = Console() if sys.stdout.isatty() else Console(width=170)
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("reading", total=sum(path.stat().st_size for path in paths if path.is_file()))
+        logs = [read(path, lambda count: progress.advance(task, count)) for path in paths]
+    if json_file is not None:
+        json_file.write_text(json.dumps({"logs": [as_dict(log) for log in logs]}, indent=2) + "\n")
+    if html_file is not None:
+        html_file.write_text(page.page(logs), encoding="utf-8")
+    for log in logs:
+        show(console, log)
+    written = [str(file) for file in (html_file, json_file) if file is not None]
+    if written:
+        console.print(escape(f"written: {', '.join(written)}"), highlight=False)
+
+
+def show(console: Console, log: Log) -> None:
+    """One log: a line about the run, and a row for each site."""
+    console.print(escape(headline(log)), highlight=False)
+    for note in notes(log):
+        console.print(escape(note), highlight=False)
+    sites = log.sites
+    if not sites and not log.beside:
+        return
+    table = Table()
+    for column in ("site", "calls", "quantized", "sent", "of", "saved", "SQNR dB", "bits", "in full precision"):
+        table.add_column(column, justify="left" if column in ("site", "in full precision") else "right")
+    for name, counters in sites.items():
+        table.add_row(*map(escape, (name, *cells(counters))))
+    if len(sites) > 1:
+        table.add_section()
+        *counts, _, _, reasons = cells(total(sites))  # an error of sites of all sizes together says little
+        table.add_row("all", *map(escape, (*counts, "", "", reasons)))
+    if log.beside:
+        table.add_section()
+        for name, counters in log.beside.items():
+            table.add_row(*map(escape, (name, *cells(counters))))
+        table.add_section()
+        *counts, _, _, _ = cells(log.all)
+        table.add_row("everything", *map(escape, (*counts, "", "", "")))
+    console.print(table)
+    if log.beside:
+        console.print(escape(shares(log)), highlight=False)
+    for name, counters in sites.items():
+        for reason, count in counters.residuals_dropped.items():
+            console.print(escape(f"{name}: {count} residuals of error feedback dropped: {reason}"), highlight=False)
+        if counters.guard:
+            console.print(escape(f"{name}: {guard(counters)}"), highlight=False)
+
+
+def cells(counters: Counters) -> tuple[str, ...]:
+    """Of a row, after the name."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counters.full_precision.most_common())
+    return (
+        f"{counters.calls:,}",
+        percent(counters.quantized, counters.calls),
+        amount(counters.bytes_sent),
+        amount(counters.bytes_full_precision),
+        saved(counters),
+        sqnr(counters),
+        bits(counters),
+        reasons or "-",
+    )
+
+
+def headline(log: Log) -> str:
+    header = log.starts[0].header
+    began = datetime.fromtimestamp(header["time"], timezone.utc)
+    steps = "" if log.steps is None else f", {log.steps:,} steps"
+    return (
+        f"{log.path}: rank {header['rank']} of {header['world']} on {header['host']}, from {began:%Y-%m-%d %H:%M:%S} "
+        f"UTC, {duration(log.seconds)}{steps}"
+    )
+
+
+def as_dict(log: Log) -> dict[str, Any]:
+    """What is printed, in JSON types."""
+    return {
+        "log": str(log.path),
+        "starts": [start.header for start in log.starts],
+        "ended": log.starts[-1].ended,
+        "cut_off": log.cut_off,
+        "seconds": log.seconds,
+        "steps": log.steps,
+        "beside": {
+            name: {"calls": counters.calls, "bytes_sent": counters.bytes_sent} for name, counters in log.beside.items()
+        },
+        "total": _dict(total(log.sites)),
+        "sites": {name: {**_dict(counters), **_quality(counters)} for name, counters in log.sites.items()},
+    }
+
+
+def _dict(counters: Counters) -> dict[str, Any]:
+    return {
+        "calls": counters.calls,
+        "quantized": counters.quantized,
+        "full_precision": dict(counters.full_precision),
+        "bytes_sent": counters.bytes_sent,
+        "bytes_full_precision": counters.bytes_full_precision,
+        "bytes_plain": counters.bytes_plain,
+        "bytes_between_nodes": counters.bytes_between_nodes,
+        "residuals_dropped": dict(counters.residuals_dropped),
+        "guard": dict(counters.guard),
+    }
+
+
+def _quality(counters: Counters) -> dict[str, Any]:
+    value = decibels(counters)
+    finite = value is not None and math.isfinite(value)
+    return {"bits": counters.bits, "measured": counters.measured, "sqnr_db": value if finite else None}

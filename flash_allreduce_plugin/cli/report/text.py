@@ -1,0 +1,83 @@
+"""What a report says in words and numbers, in the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+
+from flash_allreduce_plugin.cli.report.log import Log
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.counters import Counters, sqnr_db
+
+
+def amount(count: float) -> str:
+    """Bytes, in powers of 1000."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 999.5:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def percent(part: float, whole: float) -> str:
+    if not whole:
+        return "-"
+    share = 100 * part / whole
+    return f"{share:.0f} %" if share in (0, 100) else f"{share:.1f} %"
+
+
+def saved(counters: Counters) -> str:
+    return percent(counters.bytes_full_precision - counters.bytes_sent, counters.bytes_full_precision)
+
+
+def shares(log: Log) -> str:
+    """Of all that the rank sent: quantized, in full precision, not ours."""
+    text = counters.shares(log.sites.values(), log.beside.values())
+    return text[0].upper() + text[1:] + "."
+
+
+def decibels(counters: Counters) -> float | None:
+    """None if nothing was measured."""
+    return sqnr_db(counters.signal, counters.noise) if counters.measured else None
+
+
+def sqnr(counters: Counters) -> str:
+    value = decibels(counters)
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "-inf"
+
+
+def bits(counters: Counters) -> str:
+    return "-" if counters.bits is None else str(counters.bits)
+
+
+def guard(counters: Counters) -> str:
+    """What min_sqnr_db did at a site."""
+    changes = ", ".join(f"{change} {count} time{'s' * (count > 1)}" for change, count in counters.guard.items())
+    return f"by min_sqnr_db {changes}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def notes(log: Log) -> list[str]:
+    """What a reader should know about a log beside its counts."""
+    lines = []
+    if len(log.starts) > 1:
+        lines.append(f"{len(log.starts)} starts are in the file, added up.")
+    if log.cut_off:
+        lines.append(f"{log.cut_off} line{'s were' * (log.cut_off > 1) or ' was'} cut off and left out.")
+    if not log.starts[-1].ended:
+        lines.append("The last line is missing: the run goes on, or was killed; up to a minute of it is not in here.")
+    if not log.sites:
+        lines.append("No call was counted.")
+    return lines

@@ -1,0 +1,444 @@
+"""The codec in plain PyTorch: the executable specification, the oracle of the tests, and the fallback.
+
+Bit for bit what the compiled operators do (csrc/codec_math.h has the same text in C++), on any device. Every
+line is one rounding of IEEE float32, so there is nothing for a compiler to fuse. Shapes as in ops.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+
+_NAN_SCALE = 0x7FC0  # bf16: this group held a value that is not finite
+_MIN_SCALE = 0x0080  # bf16: 2^-126, whose inverse is finite
+_INF = 0x7F80  # bf16
+_M32 = 0xFFFFFFFF
+_OFFSETS = 32  # compact: zero points that a scale can have
+_COMPACT_STEP = 0x10  # bf16: from a scale of 3 bits of mantissa to the next
+_MIN_COMPACT_SCALE = 0x0380  # bf16: 2^-120
+
+# By how many steps the ends of a range lie inside of the group's own, (lower, upper); the whole range is tried first.
+_INSIDE = 7 / 16
+_RANGES = ((_INSIDE, 0.0), (0.0, _INSIDE), (_INSIDE, _INSIDE), (_INSIDE / 2, _INSIDE / 2))
+_SYMMETRIC_RANGES = ((_INSIDE / 2, _INSIDE / 2), (_INSIDE, _INSIDE))
+_WHOLE = 0x8000  # asymmetric: the sign of a scale whose zero point is a code
+
+
+def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
+    """input [rows, numel] of fp32, bf16 or fp16 -> payload [rows, codec.payload_bytes(numel)], uint8."""
+    rows, numel = input.shape
+    if numel == 0 or rows == 0:
+        return
+    g = codec.group_size
+    x = input.float()
+    padding = -numel % g
+    if padding:  # the ragged group is filled up with its first element
+        first = x[:, numel - numel % g : numel - numel % g + 1]
+        x = torch.cat([x, first.expand(rows, padding)], dim=1)
+    x = x.reshape(rows, -1, g)
+    if codec.hadamard:
+        x = _rotated(x * _signs(g, x.device))
+    payload.copy_(_encoded(x, codec, draw))
+
+
+def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
+    """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
+    lost = ~x.isfinite().all(-1)
+    spikes: list[Tensor] = []
+    if codec.spikes:
+        x, spikes = _without_spikes(x, codec, draw)
+        lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
+    low, high = x.amin(-1), x.amax(-1)
+    range_ = _best_range(x, low, high, codec) if codec.mse else next(_ranges(low, high, codec))
+    if _may_miss_zero(codec):
+        held = (x == 0).any(-1)
+        range_ = _chosen(held, _range_with_zero(low, high, codec), range_)
+    zero, scale, *words = range_
+    lost = lost | ~scale.isfinite()
+
+    t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
+    if codec.stochastic:
+        t = t + _rounding_offsets(x, draw)
+    codes = torch.where(lost.unsqueeze(-1), 0.0, t.round() + _half(codec)).to(torch.int32)
+
+    words += spikes[:2]
+    bytes_ = [_two_bytes(word) for word in words]
+    bytes_ += [place.unsqueeze(-1) if codec.place_bytes == 1 else _two_bytes(place) for place in spikes[2:]]
+    for width, shift in _planes(codec.bits):
+        units = (codes >> shift & ((1 << width) - 1)).unflatten(-1, (-1, 8 // width))
+        places = torch.arange(0, 8, width, dtype=torch.int32, device=units.device)
+        bytes_.append((units << places).sum(-1, dtype=torch.int32))
+    record = torch.cat(bytes_, dim=-1)
+    nothing = torch.zeros_like(record)
+    nothing[..., 0], nothing[..., 1] = _NAN_SCALE & 0xFF, _NAN_SCALE >> 8
+    return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
+
+
+def _ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
+    """The ranges that mse tries: zero point and scale of each group, and the words that say so in its record.
+
+    A scale of NaN: it does not serve. The first one serves wherever any does.
+    """
+    return _compact_ranges(low, high, codec) if codec.compact else _wide_ranges(low, high, codec)
+
+
+def _may_miss_zero(codec: Format) -> bool:
+    """Whether 0 may lie between two values of the codes."""
+    return not codec.symmetric and not (codec.compact and codec.bits >= 5)
+
+
+def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
+    """The range of groups that hold an exact 0: the value of code k is 0.
+
+    The least scale for which no element lies more than `slack` of a step outside of the values of the codes:
+    -k - slack <= x / scale <= levels - k + slack. k is one of the two whole
+    numbers next to where both ends ask the same.
+    """
+    levels, slack = _levels(codec), _slack(codec)
+    spread = (high - low) / (levels + 2 * slack)
+    least = 2.0**-120 if codec.compact else 2.0**-126
+    spread = torch.where(spread > least, spread, least)
+
+    def scale_of(k: Tensor) -> Tensor:
+        below, above = -low / (k + slack), high / (levels - k + slack)
+        asked = torch.where(below > spread, below, spread)  # not so if 0 / 0: an end that is 0 asks for nothing
+        return torch.where(above > asked, above, asked)
+
+    # Two k in any case: without slack one end of the codes serves no group that reaches beyond zero there.
+    first = (-low / spread - slack).floor().clamp(0, levels - 1)
+    second = first + 1
+    a, b = scale_of(first), scale_of(second)
+    k, (upper, lower) = torch.where(b < a, second, first), _bits(torch.where(b < a, b, a))
+    grain = _COMPACT_STEP if codec.compact else 1
+    up = (upper + (grain - 1) + (lower != 0).int()) & -grain
+    scale = _from_bf16(torch.where(up >= _INF, _NAN_SCALE, up))
+    zero = -(k * scale)
+    scale = torch.where((high - zero).isfinite(), scale, torch.nan)
+    if not codec.compact:
+        return zero, scale, _upper(scale) | _WHOLE, _whole(k)
+    return zero, scale, _compact_word(scale, k * -(_OFFSETS >> codec.bits))
+
+
+def _wide_ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
+    """Asymmetric or symmetric."""
+    for inside in ((0.0, 0.0), *(_SYMMETRIC_RANGES if codec.symmetric else _RANGES)):
+        zero, scale = _range(low, high, codec, inside)
+        if inside != (0.0, 0.0):
+            inverse = torch.reciprocal(scale)
+            first, last = ((low - zero) * inverse).round(), ((high - zero) * inverse).round()
+            serves = (first >= -_half(codec)) & (last <= (_half(codec) if codec.symmetric else _levels(codec)))
+            scale = torch.where(serves, scale, torch.nan)
+        yield (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
+
+
+def _range(low: Tensor, high: Tensor, codec: Format, inside: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Zero point and scale, bf16 values as float32, of groups between low and high; a scale of NaN if there is none.
+
+    inside: by how many steps the ends of the range lie inside of low and high.
+    """
+    half = _half(codec)
+    if codec.symmetric:
+        zero = torch.zeros_like(low)
+        step = (torch.maximum(-low, high) + 0.0) / (half + inside[0])
+    elif inside == (0.0, 0.0):
+        zero = _from_bf16(_bf16_down(low + 0.0))  # + 0 makes -0 and 0 the same bytes
+        step = (high - zero + 0.0) / _levels(codec)
+    else:
+        ends = (high - low) / (_levels(codec) + sum(inside))
+        zero = _from_bf16(_bf16_down(low + inside[0] * ends + 0.0))
+        step = (high - inside[1] * ends - zero + 0.0) / _levels(codec)
+    scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
+    # What lies below zero has its sign in front: as bits above Inf.
+    lost = (scale_bits >= _INF) | step.isnan()
+    return zero, _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
+
+
+def _compact_ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
+    slack = _slack(codec)
+    levels, unit = _levels(codec), (1 << codec.bits) / _OFFSETS
+    spread = (high - low) / (levels + 2 * slack)
+    below, above = -low / (unit * (_OFFSETS - 1) + slack), high / (levels + slack)
+    least = torch.where(below > spread, below, spread)
+    least = torch.where(above > least, above, least)
+    upper, lower = _bits(least)
+    up = (upper + (_COMPACT_STEP - 1) + (lower != 0).int()) & -_COMPACT_STEP
+    up = torch.where((up >= _INF) | least.isnan(), _NAN_SCALE, up.clamp(min=_MIN_COMPACT_SCALE))
+
+    def with_offset(scale_bits: Tensor, shift: int) -> tuple[Tensor, ...]:
+        scale = _from_bf16(scale_bits)
+        inverse = torch.reciprocal(scale)
+        middle = ((low * 0.5 + high * 0.5) * inverse - levels * 0.5) * (1 / unit)
+        offset = (middle.round() + shift).clamp(1 - _OFFSETS, 0)
+        zero = offset * unit * scale
+        serves = ((low - zero) * inverse >= -slack) & ((high - zero) * inverse <= levels + slack)
+        scale = torch.where(serves, scale, torch.nan)
+        return zero, scale, _compact_word(scale, offset)
+
+    first = up + with_offset(up, 0)[1].isnan().int() * _COMPACT_STEP
+    for step in (0, _COMPACT_STEP):
+        for shift in (0, 1, -1):
+            yield with_offset(first + step, shift)
+
+
+def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
+    number = _whole(offset + (_OFFSETS - 1))
+    return _upper(scale) | (number & 15) | (number >> 4) << 15
+
+
+def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
+    """The first of several ranges with the least sum of squared errors."""
+    best, *others = _ranges(low, high, codec)
+    whole, least = best[1], _sum_of_errors(x, *best[:2])
+    for other in others:
+        ratio = other[1] / whole
+        error = _sum_of_errors(x, *other[:2]) * (ratio * ratio)
+        better = error < least
+        best = _chosen(better, other, best)
+        least = torch.where(better, error, least)
+    return best
+
+
+def _chosen(which: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of two ranges of each group, a where `which` says so."""
+    return tuple(torch.where(which, x, y) for x, y in zip(a, b, strict=True))
+
+
+def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
+    """Squared errors in (1/256 of a step)^2, whole numbers: exact in any order."""
+    t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
+    return ((t - t.round()) * 256.0).round().square().sum(-1)
+
+
+def _without_spikes(x: Tensor, codec: Format, draw: Draw) -> tuple[Tensor, list[Tensor]]:
+    """The groups with another element in the places of the extremes; least, greatest (bf16 bits) and their places."""
+    places = [x.argmin(-1, keepdim=True), x.argmax(-1, keepdim=True)]
+    values = [x.gather(-1, place) + 0.0 for place in places]
+    if codec.stochastic:
+        pair = _pairs(x, draw, slice(codec.group_size // 2, codec.group_size // 2 + 1))
+        values = [_bf16_random(value, pair >> shift & 0xFFFF) for value, shift in zip(values, (0, 16), strict=True)]
+    else:
+        values = [_bf16_nearest(value) for value in values]
+    numbers = torch.arange(3, device=x.device)
+    free = ((numbers != places[0]) & (numbers != places[1])).int().argmax(-1, keepdim=True)
+    other = x.gather(-1, free)
+    for place in places:
+        x = x.scatter(-1, place, other)
+    return x, [value.squeeze(-1) for value in (*values, *(place.int() for place in places))]
+
+
+def _rounding_offsets(x: Tensor, draw: Draw) -> Tensor:
+    """Between -1/2 and 1/2, for every element of the groups [rows, groups, group_size]."""
+    pairs = _pairs(x, draw, slice(x.shape[-1] // 2))
+    random = torch.cat([pairs >> 20, pairs >> 4 & 0xFFF], dim=-1)  # an element of each half of the group
+    return random.float() * (1 / 4096) + (0.5 / 4096 - 0.5)
+
+
+def _pairs(x: Tensor, draw: Draw, which: slice) -> Tensor:
+    """32 random bits each, in int64, of every group of [rows, groups, group_size]: g / 2 of them for the elements, and
+    another one for its spikes.
+    """
+    rows, groups, g = x.shape
+    row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(-1) * draw.groups_a_row
+    number = draw.first_group + row + torch.arange(groups, dtype=torch.int64, device=x.device)
+    key = _mix64(draw.key + (number + 1) * _signed(0x9E3779B97F4A7C15)).unsqueeze(-1)
+    step = _shifted(key, 32) | 1
+    return _mix32(((key & _M32) + torch.arange(g, dtype=torch.int64, device=x.device)[which] * step) & _M32)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """C. Wellons, "lowbias32"; 32-bit numbers in int64."""
+    x = (x ^ x >> 16) * 0x7FEB352D & _M32
+    x = (x ^ x >> 15) * 0x846CA68B & _M32
+    return x ^ x >> 16
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """S. Vigna, "splitmix64"; int64, which wraps around."""
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by without its sign."""
+    return x >> by & ((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _signs(g: int, device: torch.device) -> Tensor:
+    """What the elements of a group are multiplied with before the rotation: 1 or -1."""
+    numbers = torch.arange(g, dtype=torch.int64, device=device) + 0x9E3779B9
+    return torch.where(_mix32(numbers & _M32) >> 31 != 0, -1.0, 1.0)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Times the Hadamard matrix of +-1: sums and differences of neighbours, then at distance 2, 4 ..."""
+    stride = 1
+    while stride < x.shape[-1]:
+        a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        stride *= 2
+    return x
+
+
+def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
+    """payload [rows, bytes] -> output [rows, numel] of fp32, bf16 or fp16."""
+    values = _turned_back(_values(payload, codec), codec).flatten(1)
+    output.copy_(_stored(values[:, : output.shape[1]], output.dtype))
+
+
+def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
+    """payloads [ranks, bytes] -> output [numel]: the sum in rank order, in float32, times factor."""
+    values = _turned_back(_sum(payloads, codec), codec).flatten() * factor
+    output.copy_(_stored(values[: output.shape[0]], output.dtype))
+
+
+def decode_sum_encode(
+    payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, draw: Draw = NO_DRAW
+) -> None:
+    """payloads [ranks, bytes] -> payload [bytes]: the sum times factor, encoded again.
+
+    Rotated groups stay so: the sum of the rotated is the rotated sum.
+    """
+    payload.copy_(_encoded((_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
+
+
+def _sum(payloads: Tensor, codec: Format) -> Tensor:
+    """[ranks, bytes] -> [groups, group_size], float32, rotated if they are."""
+    total, *others = _values(payloads, codec).unbind(0)
+    for value in others:
+        total = total + value
+    return total
+
+
+def _turned_back(values: Tensor, codec: Format) -> Tensor:
+    """[..., group_size]: the inverse of the rotation."""
+    if not codec.hadamard:
+        return values
+    return _rotated(values) * (1 / codec.group_size) * _signs(codec.group_size, values.device)
+
+
+def _values(payload: Tensor, codec: Format) -> Tensor:
+    """Payloads [rows, bytes] -> their values [rows, groups, group_size], float32, rotated if they are."""
+    rows = payload.shape[0]
+    if payload.numel() == 0:
+        return torch.zeros(rows, 0, codec.group_size, device=payload.device)
+    record = payload.reshape(rows, -1, codec.record_bytes).to(torch.int32)
+    front, at = record[..., : codec.metadata_bytes], 0
+
+    def word(width: int = 2) -> Tensor:
+        nonlocal at
+        bytes_ = front[..., at : at + width]
+        at += width
+        return bytes_ if width == 1 else bytes_[..., :1] | bytes_[..., 1:] << 8
+
+    scale_bits = word()
+    scale = _from_bf16(scale_bits & 0x7FF0 if codec.compact else scale_bits)
+    if codec.compact:
+        offset = (scale_bits & 15 | scale_bits >> 11 & 16) - (_OFFSETS - 1)
+        zero = offset.float() * ((1 << codec.bits) / _OFFSETS) * scale
+    elif codec.symmetric:
+        zero = torch.zeros_like(scale)
+    else:
+        zero_bits, whole = word(), scale_bits >= _WHOLE
+        scale = torch.where(whole, -scale, scale)
+        zero = torch.where(whole, -(zero_bits.float() * scale), _from_bf16(zero_bits))
+    spikes = [_from_bf16(word()), _from_bf16(word())] if codec.spikes else []
+    places = [word(codec.place_bytes).long() & (codec.group_size - 1) for _ in spikes]
+    codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=payload.device)
+    for width, shift in _planes(codec.bits):
+        plane = record[..., at : at + codec.group_size * width // 8]
+        positions = torch.arange(0, 8, width, dtype=torch.int32, device=payload.device)
+        units = (plane.unsqueeze(-1) >> positions & ((1 << width) - 1)).flatten(-2)
+        codes |= units << shift
+        at += codec.group_size * width // 8
+    values = (codes - _half(codec)).float() * scale + zero
+    for spike, place in zip(spikes, places, strict=True):
+        values = values.scatter(-1, place, torch.where(scale.isnan(), values.gather(-1, place), spike))
+    return values
+
+
+def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values rounded to dtype, every NaN the same NaN."""
+    return values.to(dtype).masked_fill(values.isnan(), float("nan"))
+
+
+def _half(codec: Format) -> int:
+    """What is added to a code so that none is negative."""
+    return (1 << (codec.bits - 1)) - 1 if codec.symmetric else 0
+
+
+def _levels(codec: Format) -> int:
+    """The greatest code."""
+    return 2 * _half(codec) if codec.symmetric else (1 << codec.bits) - 1
+
+
+def _slack(codec: Format) -> float:
+    """By how many steps the ends of a group may lie outside of the values of its codes."""
+    return 0.0 if codec.stochastic else _INSIDE
+
+
+def _planes(bits: int) -> list[tuple[int, int]]:
+    """(width of a unit, its position in the code), widest first: 6 bits -> [(4, 0), (2, 4)]."""
+    widths = [width for width in (8, 4, 2, 1) if bits & width]
+    return [(width, sum(widths[:i])) for i, width in enumerate(widths)]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The 32 bits of float32, split so that the sign does not smear: (upper 16, lower 16)."""
+    bits = x.view(torch.int32)
+    return torch.stack([bits >> 16 & 0xFFFF, bits & 0xFFFF])
+
+
+def _bf16_down(x: Tensor) -> Tensor:
+    """Bits of the largest bf16 not above x."""
+    upper, lower = _bits(x)
+    return (upper + ((upper >= 0x8000) & (lower != 0)).int()) & 0xFFFF
+
+
+def _bf16_up(x: Tensor) -> Tensor:
+    """Bits of the smallest bf16 not below x, x >= 0."""
+    upper, lower = _bits(x)
+    return upper + (lower != 0).int()
+
+
+def _bf16_nearest(x: Tensor) -> Tensor:
+    """Bits of the bf16 nearest to x, to even between two; those of Inf if it is too large."""
+    upper, lower = _bits(x)
+    up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 != 0))
+    return torch.where(x.isnan(), _NAN_SCALE, upper + up.int())
+
+
+def _bf16_random(x: Tensor, random: Tensor) -> Tensor:
+    """Bits of one of the two bf16 next to x, the nearer the likelier: unbiased; those of Inf if it is too large."""
+    bits = (x.view(torch.int32).to(torch.int64) & _M32) + random >> 16
+    return torch.where(x.isnan(), _NAN_SCALE, bits).int()
+
+
+def _is_not_finite(bits: Tensor) -> Tensor:
+    return bits & _INF == _INF
+
+
+def _upper(x: Tensor) -> Tensor:
+    """Bits of a bf16 value that is held in float32."""
+    return _bits(x)[0]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A small whole number; anything of a group that is lost."""
+    return x.nan_to_num(0.0).to(torch.int32)
+
+
+def _two_bytes(word: Tensor) -> Tensor:
+    return torch.stack([word & 0xFF, word >> 8 & 0xFF], dim=-1)
+
+
+def _from_bf16(bits: Tensor) -> Tensor:
+    return (bits << 16).view(torch.float32)

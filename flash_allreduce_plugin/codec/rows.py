@@ -1,0 +1,120 @@
+"""Encode, decode and sum rows of elements: the compiled operators, or the reference where there are none.
+
+This is what the collectives call; tensors.py has what a user calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.codec import ops, reference
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+from flash_allreduce_plugin.errors import install_command
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_compiled = torch.ops.flash_allreduce
+# What it takes to have compiled operators for tensors of a device.
+_COMPILERS = {"cpu": "a C++ compiler", "cuda": "nvcc"}
+
+
+@cache
+def use_reference(device_type: str = "cpu") -> bool:
+    """Whether the plain PyTorch codec serves tensors of a device; says why, once, when it was not asked for."""
+    if environment.is_on(environment.REFERENCE) or device_type not in _COMPILERS:
+        return True
+    missing = ops.unavailable if device_type == "cpu" else ops.cuda_unavailable
+    if missing is not None:
+        warnings.warn(
+            f"flash_allreduce_plugin uses its plain PyTorch codec, which is slower: {missing}. "
+            f"Install {_COMPILERS[device_type]} and run {install_command()}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return True
+    return False
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    return not use_reference(tensor.device.type)
+
+
+def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
+    """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own.
+
+    draw: the random numbers of stochastic rounding, not looked at otherwise.
+    """
+    if _is_compiled(input):
+        _compiled.encode(
+            input,
+            payload,
+            codec.bits,
+            codec.group_size,
+            codec.options,
+            draw.key,
+            draw.first_group,
+            draw.groups_a_row,
+        )
+    else:
+        reference.encode(input, payload, codec, draw)
+
+
+def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
+    """payload [rows, bytes] -> output [rows, numel]."""
+    if _is_compiled(output):
+        _compiled.decode(payload, output, codec.bits, codec.group_size, codec.options)
+    else:
+        reference.decode(payload, output, codec)
+
+
+def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
+    """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
+    if _is_compiled(output):
+        _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.options)
+    else:
+        reference.decode_sum(payloads, output, codec, factor)
+
+
+def decode_sum_encode(
+    payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, draw: Draw = NO_DRAW
+) -> None:
+    """payloads [ranks, bytes] under `reduce` -> payload [bytes] of their sum times factor under `gather`.
+
+    The two differ in their width alone.
+    """
+    if _is_compiled(payload):
+        _compiled.decode_sum_encode(
+            payloads,
+            payload,
+            factor,
+            reduce.bits,
+            gather.bits,
+            reduce.group_size,
+            reduce.options,
+            draw.key,
+            draw.first_group,
+        )
+    else:
+        reference.decode_sum_encode(payloads, payload, reduce, gather, factor, draw)
+
+
+def draw_key(*numbers: int) -> int:
+    """A key for Draw from small whole numbers (seed, call, rank ...): 64 bits, signed, spread."""
+    key = 0
+    for number in numbers:
+        key = _mix64((key + number + 1) * 0x9E3779B97F4A7C15)
+    return key - (1 << 64) if key >> 63 else key
+
+
+def _mix64(x: int) -> int:
+    """S. Vigna, "splitmix64"."""
+    mask = (1 << 64) - 1
+    x &= mask
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31

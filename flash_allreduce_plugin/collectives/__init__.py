@@ -1,0 +1,1 @@
+"""The quantized collectives, run as a Plan says: they read no environment, no globals and no framework."""

@@ -1,0 +1,302 @@
+"""Error feedback: what quantizing took from a gradient at one step is added to it at the next.
+
+F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy et al., "Error Feedback Fixes SignSGD"
+(arXiv 1901.09847); X. Xie et al., "LoCo" (arXiv 2407.04480), which keeps the error in 8 bits and resets it at times.
+
+    x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
+
+What is exactly zero is sent as zero and keeps its residual: an embedding's row that no token touched stays untouched,
+and what it lost before comes back when it is used again.
+
+With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
+error and little of its noise. Either way the sum of what was lost stays bounded.
+
+A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
+or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, NO_DRAW, Draw, Format
+from flash_allreduce_plugin.shapes import misshapen
+from flash_allreduce_plugin.telemetry import counters
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.policy import Site
+
+# Why residuals were dropped: keys of counters.
+ASKED = "asked for"
+LOADED = "checkpoint loaded"
+INTERVAL = "error_feedback_reset_interval"
+LAYOUT = "another layout"
+NOT_FINITE = "result not finite"
+
+_BITS = 8
+_PIECE = 1 << 16  # elements, whole groups of any size, whose three buffers stay in the cache
+_LOOKED_AT = 1 << 16  # records at a time
+_MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
+
+
+class Residual:
+    """What one call lost, as records of 8 bits [groups, bytes]: `before` the sum for every group of the call, `after`
+    it for the groups whose sum this rank encodes, as they are encoded (rotated, if they are). Zeros stand for nothing.
+    `momentum` is the share of it that stays when a call adds its own.
+    """
+
+    __slots__ = ("after", "before", "layout", "loaded", "momentum", "site")
+
+    def __init__(self, layout: str, before: Tensor, after: Tensor, momentum: float) -> None:
+        self.layout = layout
+        self.momentum = momentum
+        self.before = before
+        self.after = after
+        self.site: Site | None = None  # of the last call
+        self.loaded = False  # and not used since
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(self.before.shape), tuple(self.after.shape)]
+
+
+class Feedback:
+    """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
+
+    A call finds its residual by a key, or by its place in the backward pass. One that was left by a call of another
+    layout (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" what was
+    dropped and why. Calls in full precision neither use nor change a residual.
+    """
+
+    def __init__(self, reset_interval: int = 0, momentum: float = 0.8) -> None:
+        """reset_interval: every so many steps all residuals are dropped; 0: never.
+
+        momentum: the share of a residual that stays at each step, 0 or more and below 1.
+        """
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}; expected 0 or more and below 1.")
+        self._momentum = momentum
+        self.step = 0  # finished steps, as `begin` was told
+        self._interval = reset_interval
+        self._order = 0
+        self._finite: list[Tensor] = []  # whether each result since then was, on its device: nobody waits for it yet
+        self._residuals: dict[str, Residual] = {}
+
+    @classmethod
+    def from_config(cls, config: FlashConfig) -> Feedback:
+        """With the configuration's error_feedback_reset_interval and error_feedback_momentum.
+
+        error_feedback itself is not looked at: a call that is given a slot carries its error over.
+        """
+        return cls(config.error_feedback_reset_interval, config.error_feedback_momentum)
+
+    def begin(self, step: int | None = None) -> None:
+        """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
+        step = self.step + 1 if step is None else step
+        if not all(map(bool, self._finite)):  # the step may have been skipped, and the scale of the loss be another
+            self.reset(NOT_FINITE)
+        elif self._interval and step // self._interval != self.step // self._interval:
+            self.reset(INTERVAL)
+        self._finite.clear()
+        self.step = step
+        self._order = 0
+
+    def slot(self, key: object = None, holds: str = "") -> Slot:
+        """Where a call finds its residual.
+
+        key: tells the calls of a pass apart by its text; None: the n-th call that asks for a slot in this pass.
+        holds: what the tensor is made of, where its size does not say it; part of the layout.
+        """
+        if key is None:
+            key = self._order
+            self._order += 1
+        return Slot(self, str(key), holds)
+
+    def reset(self, reason: str = ASKED) -> None:
+        """Drop every residual; `reason` is a key of the counters."""
+        for key in list(self._residuals):
+            self.drop(key, reason)
+        self._finite.clear()
+
+    def drop(self, key: object, reason: str = ASKED) -> None:
+        """Drop the residual of one key, if there is one."""
+        residual = self._residuals.pop(str(key), None)
+        if residual is not None and residual.site is not None:
+            counters.record_residual_dropped(residual.site, reason)
+
+    def keys(self) -> list[str]:
+        """Of the residuals that there are."""
+        return list(self._residuals)
+
+    def nbytes(self) -> int:
+        """Memory of the residuals."""
+        return sum(residual.before.numel() + residual.after.numel() for residual in self._residuals.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies, on the CPU: strings, numbers and tensors, which torch.load reads with weights_only=True.
+
+        Each rank has its own. To be taken between steps.
+        """
+        residuals = {
+            key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
+            for key, residual in self._residuals.items()
+        }
+        return {"step": self.step, "finite": all(map(bool, self._finite)), "residuals": residuals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict gave on this rank.
+
+        Residuals that do not fit the calls to come (another number of ranks, other buckets) are dropped, with a
+        warning, when those calls come.
+
+        Raises:
+            ValueError: it is not such a state; the message says where. Nothing has changed then.
+        """
+        where = misshapen(state, STATE)
+        if where is not None:
+            raise ValueError(
+                f"state{where} is not as Feedback.state_dict gives it; expected step (a whole number, 0 or more), "
+                "finite (a bool) and residuals, each of a layout (a string), before and after (uint8 [groups, bytes], "
+                "of finite numbers); nothing was loaded."
+            )
+        self.reset(LOADED)
+        self.step = state["step"]
+        self._finite = [torch.tensor(state["finite"])]
+        for key, kept in state["residuals"].items():
+            residual = Residual(kept["layout"], _copy(kept["before"]), _copy(kept["after"]), self._momentum)
+            residual.loaded = True
+            self._residuals[key] = residual
+
+    def _open(
+        self, key: str, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device
+    ) -> Residual:
+        residual = self._residuals.get(key)
+        record = _residual_codec(group_size).record_bytes
+        shapes = [(n, record) for n in groups]
+        if residual is not None and (residual.layout != layout or residual.shapes() != shapes):
+            residual.site = site
+            self.drop(key, LAYOUT)
+            if residual.loaded:
+                warnings.warn(
+                    f"flash_allreduce: the loaded residual {key!r} of {site.name!r} is dropped: it was left by "
+                    f"{residual.layout}, and the call now is {layout}.",
+                    stacklevel=2,
+                )
+            residual = None
+        if residual is None:
+            before, after = (torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+            residual = self._residuals[key] = Residual(layout, before, after, self._momentum)
+        elif residual.before.device != device:
+            residual.before, residual.after = residual.before.to(device), residual.after.to(device)
+        residual.site, residual.loaded = site, False
+        return residual
+
+
+class Slot:
+    """The place of one call's residual in its owner; see Feedback.slot."""
+
+    __slots__ = ("_feedback", "_holds", "_key")
+
+    def __init__(self, feedback: Feedback, key: str, holds: str) -> None:
+        self._feedback = feedback
+        self._key = key
+        self._holds = holds
+
+    def open(self, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device) -> Residual:
+        """The residual that the last call of the same layout left, or a new one. groups: before and after the sum."""
+        layout = f"{layout}, {self._holds}" if self._holds else layout
+        return self._feedback._open(self._key, layout, site, groups, group_size, device)
+
+    def check(self, result: Tensor) -> None:
+        """A result that is not finite drops all residuals of the owner when the next backward pass begins."""
+        finite = self._feedback._finite
+        finite.append(result.isfinite().all())
+        if len(finite) > _MOST_KEPT:  # nobody calls begin
+            finite[:] = [flag for flag in finite if not bool(flag)][:1]
+
+
+def encode(part: Tensor, payload: Tensor, wire: Format, draw: Draw, kept: Tensor, momentum: float) -> None:
+    """rows.encode of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
+
+    What is not finite leaves nothing behind. What is 0 is held back: it travels as 0, and its residual stays.
+    """
+    own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
+    numel, on_cpu = part.shape[1], part.device.type == "cpu"
+    size = min(numel, _PIECE) if on_cpu else numel  # a GPU wants few launches
+    buffers = torch.empty(3, size, dtype=torch.float32, device=part.device)
+    for start in range(0, numel, max(size, 1)):
+        piece = part[:, start : start + size]
+        carried, x, arrives = (buffer[: piece.shape[1]].view(1, -1) for buffer in buffers)
+        first = start // wire.group_size
+        last = first + wire.groups(piece.shape[1])
+        sent = payload[:, first * wire.record_bytes : last * wire.record_bytes]
+        residual = kept[:, first * own.record_bytes : last * own.record_bytes]
+        rows.decode(residual, carried, own)
+        torch.add(carried, piece, out=x)
+        # Comparing takes a CPU longer than the codec, and most gradients hold no zero (a NaN may be one, here). A GPU
+        # is not asked: that would have to be waited for.
+        held_back = piece == 0 if not on_cpu or not arrives.copy_(piece).abs_().amin() > 0 else None
+        if held_back is not None:
+            x.masked_fill_(held_back, 0.0)
+        rows.encode(x, sent, wire, Draw(draw.key, draw.first_group + first))
+        rows.decode(sent, arrives, wire)
+        lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
+        if held_back is not None:
+            torch.where(held_back, carried, lost, out=lost)
+        rows.encode(lost.nan_to_num_(0.0, 0.0, 0.0), residual, own, NO_DRAW)
+
+
+def decode_sum_encode(
+    payloads: Tensor,
+    payload: Tensor,
+    reduce: Format,
+    gather: Format,
+    factor: float,
+    draw: Draw,
+    kept: Tensor,
+    momentum: float,
+) -> None:
+    """rows.decode_sum_encode with feedback; kept: the residual's records of these groups.
+
+    Rotated groups stay so here too.
+    """
+    reduce, gather = (dataclasses.replace(wire, hadamard=False) for wire in (reduce, gather))
+    sums = torch.empty(len(kept) * gather.group_size, dtype=torch.float32, device=payload.device)
+    rows.decode_sum(payloads, sums, reduce, factor)
+    encode(sums.view(1, -1), payload.view(1, -1), gather, draw, kept, momentum)
+
+
+def _residual_codec(group_size: int) -> Format:
+    return Format(_BITS, group_size, symmetric=True)
+
+
+def _are_records(value: Any) -> bool:
+    """Whether they can be a residual's: no more memory than was read, of a known group size, all finite."""
+    if not isinstance(value, Tensor) or value.dtype is not torch.uint8 or value.dim() != 2:
+        return False
+    if value.layout is not torch.strided or value.is_meta or not value.is_contiguous():  # expanded: shares its bytes
+        return False
+    sizes = [size for size in GROUP_SIZES if _residual_codec(size).record_bytes == value.shape[1]]
+    return bool(sizes) and all(_finite(some, sizes[0]) for some in value.split(_LOOKED_AT) if len(some))
+
+
+def _finite(records: Tensor, group_size: int) -> bool:
+    numbers = torch.empty(1, len(records) * group_size, dtype=torch.float32, device=records.device)
+    rows.decode(records.view(1, -1), numbers, _residual_codec(group_size))
+    return bool(numbers.isfinite().all())
+
+
+# What state_dict gives; in the language of shapes.py.
+_RESIDUAL = {"layout": str, "before": _are_records, "after": _are_records}
+STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
+
+
+def _copy(records: Tensor) -> Tensor:
+    return records.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,0 +1,308 @@
+"""The quantized collectives, run as a Plan says (Flash All-Reduce: arXiv 2412.04964, Algorithm 1).
+
+A call is cut into chunks so that the codec of one chunk hides behind the wire of another and the link is busy
+in both directions. Groups are anchored at the tensor's first element (reduce_scatter, all_gather: at the first
+of every shard), chunks and shards begin at groups, and sums are taken in rank order in float32: what an element
+becomes depends on its group alone. The owner of a shard decodes the bytes that it sent, like everyone else.
+
+all_reduce of K chunks, per chunk i, the first W of them on the wire at once:
+
+    encode chunk -> A[i] -> all_to_all -> R[i mod W] -> decode, sum, encode -> own shard of A[i] -> all_gather -> A[i]
+    -> decode into the tensor
+
+A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on. Chunks are decoded as
+they arrive: what a call that fails leaves in the tensor is undefined, as with torch.distributed.
+
+Each function is a generator that yields once, when the first chunks are on the wire; what comes after may run in
+another thread (work.py). Tensors are 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
+`key` is the call's, for stochastic rounding: before the sum every rank has random numbers of its own, after it every
+group, whoever encodes it. `residual`, for gradients, has what the last call of the same kind lost and is left with what
+this one loses (feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.collectives import error_feedback, transport
+from flash_allreduce_plugin.collectives.error_feedback import Residual
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.policy import Plan
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.quality.meter import Meter
+
+_REDUCE, _GATHER = 0, 1  # the halves
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """`groups` groups cut into `count` chunks of `size`, the last one smaller; `window` of them in flight."""
+
+    groups: int
+    size: int
+    count: int
+
+    @classmethod
+    def cut(cls, groups: int, chunk_groups: int, multiple: int) -> Chunks:
+        """About chunk_groups groups a chunk, all alike, in multiples of `multiple`."""
+        count = -(-groups // max(chunk_groups, 1))
+        size = -(-groups // (count * multiple)) * multiple
+        return cls(groups, size, -(-groups // size))
+
+    @property
+    def window(self) -> int:
+        return self.count if self.count < 4 else self.count // 2
+
+    def __getitem__(self, i: int) -> tuple[int, int]:
+        """First group of chunk i, and the group after its last."""
+        return i * self.size, min((i + 1) * self.size, self.groups)
+
+
+def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
+    record = max(plan.reduce.record_bytes, plan.gather.record_bytes)
+    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // record, world_size)
+
+
+def _chunks_of_shard(numel: int, record: int, plan: Plan, world_size: int) -> Chunks:
+    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // (record * world_size), 1)
+
+
+def all_reduce(
+    tensor: Tensor,
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    residual: Residual | None = None,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
+    world, rank = label.group.size(), label.group.rank()
+    group_size = plan.reduce.group_size
+    chunks = _chunks_of_tensor(tensor.numel(), plan, world)
+    slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+    reduce_key, gather_key = rows.draw_key(key, _REDUCE, rank), rows.draw_key(key, _GATHER)
+    label.reserve(2 * chunks.count)
+    sent = pool.take(chunks.count * slot)
+    received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
+    exchanges: deque[Pending] = deque()
+    gathers: deque[tuple[int, Pending]] = deque()
+
+    def elements(i: int) -> Tensor:
+        first, last = chunks[i]
+        return tensor[first * group_size : last * group_size].view(1, -1)
+
+    def payload(i: int, record: int) -> tuple[Tensor, int]:
+        """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
+        first, last = chunks[i]
+        shard = -(-(last - first) // world)
+        return sent[i * slot : i * slot + world * shard * record], (last - first) * record
+
+    def inbox(i: int) -> Tensor:
+        out, _ = payload(i, plan.reduce.record_bytes)
+        start = i % chunks.window * chunks.size * plan.reduce.record_bytes
+        return received[start : start + out.numel()]
+
+    def send(i: int) -> None:
+        out, real = payload(i, plan.reduce.record_bytes)
+        first, last = chunks[i]
+        _encode(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, first), residual, first, last)
+        if meter is not None:
+            meter.encoded(elements(i), out[:real].view(1, -1), plan.reduce)
+        out[real:].zero_()
+        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
+        exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
+
+    def reduce(i: int) -> None:
+        exchanges.popleft().wait()
+        out, _ = payload(i, plan.gather.record_bytes)
+        mine = out.view(world, -1)[rank]
+        shard, first = len(mine) // plan.gather.record_bytes, i * (chunks.size // world)
+        draw = Draw(gather_key, chunks[i][0] + rank * shard)
+        half = (inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor, draw)
+        if residual is None:
+            rows.decode_sum_encode(*half)
+        else:
+            error_feedback.decode_sum_encode(*half, residual.after[first : first + shard], residual.momentum)
+        if meter is not None:
+            meter.summed(*half[:5])
+        doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
+        gathers.append((i, transport.all_gather(out, mine, label, doing)))
+
+    def write() -> None:
+        i, gather = gathers.popleft()
+        gather.wait()
+        out, real = payload(i, plan.gather.record_bytes)
+        rows.decode(out[:real].view(1, -1), elements(i), plan.gather)
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        reduce(i)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+        if i + 1 >= chunks.window:  # the order in which the peers put them on the wire
+            write()
+    while gathers:
+        write()
+    pool.give(sent, received)
+
+
+def reduce_scatter(
+    output: Tensor,
+    shards: Tensor | Sequence[Tensor],
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    residual: Residual | None = None,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
+
+    One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
+    """
+    world = label.group.size()
+    group_size, record = plan.reduce.group_size, plan.reduce.record_bytes
+    key = rows.draw_key(key, _REDUCE, label.group.rank())
+    starts = list(itertools.accumulate((plan.reduce.groups(len(shard)) for shard in shards), initial=0))
+    chunks = _chunks_of_shard(max(len(shard) for shard in shards), record, plan, world)
+    slot = world * chunks.size * record
+    label.reserve(chunks.count)
+    sent = pool.take(chunks.window * slot)
+    received = pool.take(chunks.window * slot)
+    exchanges: deque[tuple[Tensor, Tensor, Pending]] = deque()
+
+    def send(i: int) -> None:
+        elements = slice(chunks[i][0] * group_size, chunks[i][1] * group_size)
+        mine, start = output[elements], i % chunks.window * slot
+        if isinstance(shards, Tensor) and residual is None:
+            parts = [shards[:, elements]]
+        else:
+            parts = [shard[elements].view(1, -1) for shard in shards]
+        sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
+        out = sent[start : start + sum(sizes)]
+        for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):
+            if part.numel():
+                first += chunks[i][0]
+                draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
+                payload = payload.view(len(part), -1)
+                _encode(part, payload, plan.reduce, draw, residual, first, last)
+                if meter is not None:
+                    meter.encoded(part, payload, plan.reduce)
+        size = plan.reduce.payload_bytes(len(mine))
+        inbox = received[start : start + world * size]
+        even = None if isinstance(shards, Tensor) else [size] * world
+        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
+        arrives = transport.all_to_all(inbox, out, label, doing, even, even and sizes)
+        exchanges.append((mine, inbox, arrives))
+
+    def reduce() -> None:
+        mine, inbox, arrives = exchanges.popleft()
+        arrives.wait()
+        if len(mine):
+            rows.decode_sum(inbox.view(world, -1), mine, plan.reduce, factor)
+            if meter is not None:
+                meter.result(mine)
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        reduce()
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+    pool.give(sent, received)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """input [numel] of every rank -> output [world * numel], one rounding."""
+    world, rank = label.group.size(), label.group.rank()
+    group_size, record = plan.gather.group_size, plan.gather.record_bytes
+    key, number = rows.draw_key(key, _GATHER), rank * plan.gather.groups(input.numel())
+    chunks = _chunks_of_shard(input.numel(), record, plan, world)
+    slot = world * chunks.size * record
+    label.reserve(chunks.count)
+    buffer = pool.take(chunks.window * slot)
+    gathers: deque[Pending] = deque()
+    shards = output.view(world, -1)
+
+    def at(i: int) -> Tensor:
+        first, last = chunks[i]
+        start = i % chunks.window * slot
+        return buffer[start : start + world * (last - first) * record]
+
+    def send(i: int) -> None:
+        first, last = chunks[i]
+        mine = at(i).view(world, -1)[rank]
+        elements = input[first * group_size : last * group_size].view(1, -1)
+        rows.encode(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
+        if meter is not None:
+            meter.gathered(elements, mine.view(1, -1), plan.gather)
+        doing = f"gathering chunk {i + 1} of {chunks.count}"
+        gathers.append(transport.all_gather(at(i), mine, label, doing))
+
+    def write(i: int) -> None:
+        gathers.popleft().wait()
+        first, last = chunks[i]
+        rows.decode(at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather)
+
+    for i in range(chunks.window):
+        send(i)
+    yield
+    for i in range(chunks.count):
+        write(i)
+        if i + chunks.window < chunks.count:
+            send(i + chunks.window)
+    pool.give(buffer)
+
+
+def _encode(
+    part: Tensor, payload: Tensor, wire: Format, draw: Draw, residual: Residual | None, first: int, last: int
+) -> None:
+    """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call."""
+    if residual is None:
+        rows.encode(part, payload, wire, draw)
+    else:
+        error_feedback.encode(part, payload, wire, draw, residual.before[first:last], residual.momentum)
+
+
+def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:
+    """Groups that a Residual has, before and after the sum. sizes: elements of the tensor, or of each rank's part."""
+    before = sum(map(plan.reduce.groups, sizes))
+    if collective != "all_reduce":
+        return before, 0
+    chunks = _chunks_of_tensor(sizes[0], plan, world_size)
+    return before, chunks.count * (chunks.size // world_size)
+
+
+def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
+    """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
+    if collective == "all_reduce":
+        groups = -(-plan.reduce.groups(numel) // world_size)  # of a shard; padding only evens the last chunk's shards
+        return (world_size - 1) * groups * (plan.reduce.record_bytes + plan.gather.record_bytes)
+    half = plan.reduce if collective == "reduce_scatter" else plan.gather
+    return (world_size - 1) * half.payload_bytes(numel // world_size)

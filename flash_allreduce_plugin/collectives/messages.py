@@ -1,0 +1,45 @@
+"""Small messages between the ranks of a group: numbers to add up, names, configurations."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.transport import Label
+
+MOST_TEXT = 1 << 20  # bytes of what a rank tells the others, whatever a peer says
+
+
+def gather(mine: bytes, label: Label, device: torch.device, doing: str = "gathering the configurations") -> list[bytes]:
+    """`mine` of every rank; of one length."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    received: Tensor = sent.new_empty(label.group.size() * sent.numel())
+    transport.all_gather(received, sent, label, doing).wait()
+    return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
+
+
+def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple[float, ...]:
+    """Sums over the ranks of the label's group, added in rank order: the same bits on every rank."""
+    layout = f"<{len(mine)}d"
+    ranks = [
+        struct.unpack(layout, row) for row in gather(struct.pack(layout, *mine), label, device, "adding up errors")
+    ]
+    return tuple(map(sum, zip(*ranks, strict=True)))
+
+
+def gather_json(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str, Any]]:
+    """`mine` of every rank of the label's group, in rank order; of what JSON can say."""
+    try:
+        label.group._get_backend(device := torch.device("cpu"))
+    except RuntimeError:
+        device = torch.device("cuda", torch.cuda.current_device())
+    text = json.dumps(mine).encode()
+    said = max(struct.unpack("<Q", n)[0] for n in gather(struct.pack("<Q", len(text)), label, device, doing))
+    longest = min(MOST_TEXT, said)
+    return [json.loads(t.rstrip(b"\0")) for t in gather(text[:longest].ljust(longest, b"\0"), label, device, doing)]

@@ -1,0 +1,264 @@
+"""Bytes over a process group: torch.distributed's asynchronous collectives, their errors, and buffers.
+
+torch.distributed matches the collectives of a group by the order in which each rank issues them: they are called from
+the caller's own thread, in an order that depends on nothing but the call. On gloo the quantized collectives are made
+of point-to-point messages, which are matched by tags. A call draws its tags when it is made (Label.reserve), in the
+caller's thread; then any thread may post and wait for them, in any order (work.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.errors import CollectiveError
+from flash_allreduce_plugin.telemetry.beside import ours
+
+PLAINLY = "sending in full precision"  # what an error says of the plain collectives
+
+# torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+Sizes = list[int] | None
+# The tag of a message of ours, n being the number of its exchange in the group:
+#
+#     bit 30: ours   bits 12-29: the call's signature + n / 4096   bits 0-11: n % 4096
+#
+# Messages that are in flight together have tags of their own as long as they are fewer than 4096 exchanges apart. And
+# messages of two calls that are not alike do not meet, nor does what is left of a call that was given up meet the next
+# one: a rank that calls something else than its peers runs into the timeout, and nobody takes its bytes for anything.
+_OURS, _SIGNATURES, _NUMBERS = 1 << 30, 1 << 18, 1 << 12
+_numbers = itertools.count()
+
+
+class _Messages:
+    """Of one group on gloo: how many exchanges were numbered, and those that nobody has waited for yet.
+
+    gloo stops serving a peer whose message finds no receiver: a receive that nobody waits for is kept, with its buffer,
+    as long as the group.
+    """
+
+    __slots__ = ("exchanges", "unfinished")
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.unfinished: dict[int, list[Any]] = {}
+
+
+_messages: WeakKeyDictionary[dist.ProcessGroup, _Messages] = WeakKeyDictionary()
+
+
+class Label:
+    """Names a call in error messages, and tells its messages from those of other calls."""
+
+    __slots__ = ("_next", "_reserved", "collective", "group", "signature", "site")
+
+    def __init__(self, collective: str, site: str, group: dist.ProcessGroup) -> None:
+        self.collective = collective
+        self.site = site
+        self.group = group
+        self.signature = 0  # until `sign`: what ranks say to each other before they know that their calls are alike
+        self._next = self._reserved = 0  # numbers of exchanges
+
+    def reserve(self, exchanges: int) -> None:
+        """The call will make so many exchanges from now on: their tags are drawn here, in the caller's thread."""
+        messages = self.messages()
+        self._next = messages.exchanges
+        self._reserved = messages.exchanges = messages.exchanges + exchanges
+
+    def tag(self) -> int:
+        """Of the call's next exchange."""
+        if self._next == self._reserved:  # an agreement of the ranks, which is made before the call has begun
+            self.reserve(1)
+        number = self._next
+        self._next += 1
+        return _OURS | (self.signature + number // _NUMBERS) % _SIGNATURES * _NUMBERS | number % _NUMBERS
+
+    def messages(self) -> _Messages:
+        """Those of the group."""
+        messages = _messages.get(self.group)
+        if messages is None:
+            messages = _messages[self.group] = _Messages()
+        return messages
+
+    def sign(self, *what: object) -> None:
+        """what: everything in which the ranks' calls have to be alike, with a repr that is the same on all of them."""
+        self.signature = zlib.crc32(repr((self.collective, self.site, what)).encode())
+
+    def refused(self, doing: str, cause: BaseException) -> CollectiveError:
+        """The call could not be posted: its group is broken, or the backend has not its dtype or operator."""
+        return CollectiveError(
+            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
+            f"while {doing}: it could not be started, because a peer died or the backend does not take it ({cause})"
+        )
+
+    def error(self, doing: str, cause: BaseException) -> CollectiveError:
+        return CollectiveError(
+            f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
+            f"while {doing}: a peer died, did not answer within the group's timeout, or issued another "
+            f"collective, or one of another site, size, dtype or operator ({cause})"
+        )
+
+
+class Pending:
+    """A collective on the wire. Its tensors are kept alive until it is done."""
+
+    __slots__ = ("_doing", "_label", "_number", "_works")
+
+    def __init__(self, issue: Callable[[], Any], label: Label, doing: str) -> None:
+        """issue: starts it and returns torch's handle, or a list of them."""
+        self._label = label
+        self._doing = doing
+        try:
+            with ours:
+                works = issue()
+        except RuntimeError as error:
+            raise label.refused(doing, error) from error
+        self._works = works if isinstance(works, list) else [works]
+        self._number: int | None = None
+        if works is self._works:  # messages; a collective is kept by its group
+            self._number = next(_numbers)
+            label.messages().unfinished[self._number] = works
+
+    def wait(self) -> None:
+        """Raises CollectiveError where torch.distributed reports a failure or the group's timeout."""
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._label.error(self._doing, error) from error
+        if self._number is not None:
+            self._label.messages().unfinished.pop(self._number, None)
+
+
+def all_to_all(
+    output: Tensor, input: Tensor, label: Label, doing: str, output_sizes: Sizes = None, input_sizes: Sizes = None
+) -> Pending:
+    """Part j of input goes to rank j, part j of output comes from it: equal parts, or parts of the given sizes."""
+    group = label.group
+    if not by_messages(group, input.device):
+        return Pending(
+            lambda: dist.all_to_all_single(output, input, output_sizes, input_sizes, group=group, async_op=True),
+            label,
+            doing,
+        )
+    received = output.split(output_sizes or len(output) // group.size())
+    sent = input.split(input_sizes or len(input) // group.size())
+    return Pending(lambda: _exchange(received, sent, label), label, doing)
+
+
+def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: str) -> Pending:
+    """sent[j] goes to rank j, received[j] comes from it; tensors of their own, some of them empty."""
+    group = label.group
+    if not by_messages(group, sent[0].device):
+        return Pending(lambda: dist.all_to_all(received, sent, group=group, async_op=True), label, doing)
+    return Pending(lambda: _exchange(received, sent, label), label, doing)
+
+
+def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
+    """input of every rank, in rank order, to output; input may be this rank's own part of output."""
+    group = label.group
+    if not by_messages(group, input.device):
+        return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
+    return Pending(
+        lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), label), label, doing
+    )
+
+
+def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether waiting for a collective holds up a stream of the device and not the caller."""
+    return device.type == "cuda" and group._get_backend(device).name() == "nccl"
+
+
+def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the quantized collectives are made of messages, which any thread may post and wait for."""
+    return device.type == "cpu" and group._get_backend(device).name() == "gloo"
+
+
+def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) -> list[Any]:
+    """gloo's all-to-all, with every receive posted before the first send.
+
+    In gloo a rank sends once its peer has said that it is ready to receive. gloo's own all-to-all posts its sends
+    first, and a rank that is called later than its peer then says so behind its own data: the peer's data waits
+    until that is through, and the link serves one direction after the other (docs/benchmarks.md: 60 % of it).
+    """
+    group = label.group
+    rank, world = group.rank(), group.size()
+    # The neighbours after this rank first, and those before it: no rank is everybody's first.
+    others = [(rank + step) % world for step in range(1, world)]
+    tag = label.tag()
+    works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in others if received[j].numel()]
+    works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in others if sent[j].numel()]
+    if received[rank].data_ptr() != sent[rank].data_ptr():
+        received[rank].copy_(sent[rank])
+    return works
+
+
+def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:
+    """The plain collective, in place."""
+    return Pending(lambda: dist.all_reduce(tensor, op, group=label.group, async_op=True), label, PLAINLY)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, op: Any, label: Label) -> Pending:
+    """The plain collective."""
+    return Pending(
+        lambda: reduce_scatter_single(output, input, op, group=label.group, async_op=True),
+        label,
+        PLAINLY,
+    )
+
+
+def all_gather_plainly(output: Tensor, input: Tensor, label: Label) -> Pending:
+    """The plain collective: over gloo faster than all_gather for small tensors, slower for large ones."""
+    return Pending(
+        lambda: all_gather_single(output, input, group=label.group, async_op=True),
+        label,
+        PLAINLY,
+    )
+
+
+class BufferPool:
+    """uint8 buffers of one group on one device, used again from call to call.
+
+    It holds as many buffers as were ever in use at once, each as large as the largest call that it served:
+    a training loop allocates in its first step only.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """A 1-D uint8 buffer of exactly nbytes, the smallest free one that holds them cut to size."""
+        with self._lock:
+            fitting = [b for b in self._free if b.numel() >= nbytes]
+            chosen = min(fitting or self._free, key=Tensor.numel, default=None)
+            if chosen is not None:
+                self._free = [b for b in self._free if b is not chosen]
+        if chosen is None or not fitting:
+            # A free buffer that is too small is let go for a larger one, so that their number does not grow.
+            # One made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return chosen[:nbytes]
+
+    def give(self, *buffers: Tensor) -> None:
+        """Return buffers that nothing reads or writes any more."""
+        with self._lock:
+            self._free += [b._base if b._base is not None else b for b in buffers]
+
+    def free_bytes(self) -> int:
+        """Bytes held and not in use."""
+        with self._lock:
+            return sum(b.numel() for b in self._free)

@@ -1,0 +1,372 @@
+"""The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
+
+(ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs; each has a node
+that owns it (hierarchy.py). Per slab:
+
+    1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
+    2 between   that rank sums its node's in rank order, encodes with plan.reduce -> the owner of the part
+    3 back      the owner sums the nodes' in node order, times factor, encodes with plan.gather -> a rank of each node
+    4 forward   those bytes, unchanged, to the other ranks of the node; all decode them
+
+all_reduce is all four, three roundings an element; reduce_scatter 1 and 2, where the owner of a part is the rank that
+gets the shard, two roundings; all_gather 3 and 4 with the shards in place of sums, one rounding. Which rank holds
+a part changes nothing in its sums: a group has the same result in any tensor and chunk size. Between nodes goes one
+payload where the flat collectives send one for each of the node's ranks.
+
+Slabs are in flight in each stage while others are in the next. Signatures and generators are those of collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flash_allreduce_plugin import topology
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.topology import Nodes, Slab
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.quality.meter import Meter
+
+_INSIDE, _GATHER, _BETWEEN = 0, 1, 2  # the roundings, as random numbers know them
+
+
+def all_reduce(
+    tensor: Tensor,
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """tensor [numel], in place: the sum over the ranks times factor. Three roundings."""
+    slabs = _slabs_of_tensor(tensor.numel(), plan)
+    group_size, rank = plan.gather.group_size, label.group.rank()
+    inside_key, gather_key = rows.draw_key(key, _INSIDE, rank), rows.draw_key(key, _GATHER)
+    label.reserve(4 * len(slabs))
+    stages = _Stages(slabs, plan, label, pool, key, _lag(len(slabs), plan, 4), ring=len(slabs), meter=meter)
+
+    def elements(i: int) -> Tensor:
+        first = slabs[0].groups * i
+        return tensor[first * group_size : (first + slabs[i].groups) * group_size].view(1, -1)
+
+    def inside(i: int) -> None:
+        draw = Draw(inside_key, slabs[0].groups * i)
+        payload = stages.whole(i, stages.wide).view(1, -1)
+        rows.encode(elements(i), payload, stages.wide, draw)
+        if meter is not None:
+            meter.encoded(elements(i), payload, stages.wide)
+        stages.send_inside(i)
+
+    def back(i: int) -> None:
+        arrived = stages.arrived(i)
+        if arrived.numel():
+            mine, draw = stages.part(i, rank), Draw(gather_key, slabs[i].numbers[rank])
+            rows.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, draw)
+            if meter is not None:
+                meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
+        stages.send_back(i)
+
+    def write(i: int) -> None:
+        rows.decode(stages.whole(i, plan.gather).view(1, -1), elements(i), plan.gather)
+
+    yield from stages.run(inside, stages.send_between, back, stages.send_forward, write=write)
+
+
+def reduce_scatter(
+    output: Tensor,
+    shards: Tensor | Sequence[Tensor],
+    factor: float,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
+
+    Two roundings.
+    """
+    firsts, slabs = _slabs_of_shards([len(shard) for shard in shards], plan)
+    group_size, rank = plan.reduce.group_size, label.group.rank()
+    inside_key = rows.draw_key(key, _INSIDE, rank)
+    lag = _lag(len(slabs), plan, 2)
+    label.reserve(2 * len(slabs))
+    stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag, meter=meter)
+
+    def elements(shard: Tensor, i: int, owner: int) -> Tensor:
+        first, last = slabs[i].parts[owner]
+        return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size]
+
+    def inside(i: int) -> None:
+        for owner in stages.nodes[slabs[i].node]:
+            mine, draw = elements(shards[owner], i, owner), Draw(inside_key, slabs[i].numbers[owner])
+            if len(mine):
+                payload = stages.part(i, owner, stages.wide).view(1, -1)
+                rows.encode(mine.view(1, -1), payload, stages.wide, draw)
+                if meter is not None:
+                    meter.encoded(mine.view(1, -1), payload, stages.wide)
+        stages.send_inside(i)
+
+    def finish(i: int) -> None:
+        arrived = stages.arrived(i)
+        if arrived.numel():
+            rows.decode_sum(arrived, elements(output, i, rank), plan.reduce, factor)
+            if meter is not None:
+                meter.result(elements(output, i, rank))
+
+    yield from stages.run(inside, stages.send_between, finish)
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    plan: Plan,
+    label: Label,
+    pool: BufferPool,
+    key: int = 0,
+    *,
+    meter: Meter | None = None,
+) -> Iterator[None]:
+    """input [numel] of every rank -> output [world * numel], one rounding."""
+    world, rank = label.group.size(), label.group.rank()
+    firsts, slabs = _slabs_of_shards([len(input)] * world, plan)
+    group_size, gather_key = plan.gather.group_size, rows.draw_key(key, _GATHER)
+    lag = _lag(len(slabs), plan, 2)
+    label.reserve(2 * len(slabs))
+    stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
+    shards = output.view(world, -1)
+
+    def elements(shard: Tensor, i: int, owner: int) -> Tensor:
+        first, last = slabs[i].parts[owner]
+        return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size].view(1, -1)
+
+    def back(i: int) -> None:
+        if slabs[i].node == stages.node:
+            draw = Draw(gather_key, slabs[i].numbers[rank])
+            mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
+            rows.encode(mine, payload, plan.gather, draw)
+            if meter is not None:
+                meter.gathered(mine, payload, plan.gather)
+        stages.send_back(i)
+
+    def write(i: int) -> None:
+        for owner in stages.nodes[slabs[i].node]:
+            payload = stages.part(i, owner).view(1, -1)
+            rows.decode(payload, elements(shards[owner], i, owner), plan.gather)
+
+    yield from stages.run(back, stages.send_forward, write=write)
+
+
+def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: int) -> tuple[int, int]:
+    """Bytes that a rank puts on the wire for a call, and those of them that go to another node.
+
+    sizes: elements of the tensor of all_reduce; of every rank's shard in the other two.
+    """
+    assert plan.inside is not None and plan.nodes is not None
+    slabs = _slabs_of_tensor(sizes, plan) if isinstance(sizes, int) else _slabs_of_shards(sizes, plan)[1]
+    node = next(n for n, ranks in enumerate(plan.nodes) if rank in ranks)
+    inside = between = 0
+    for slab in slabs:
+        first, last = slab.parts[rank]
+        own = last - first
+        if collective != "all_gather":
+            inside += (slab.groups - own) * plan.inside.record_bytes
+            if slab.node != node:
+                between += own * plan.reduce.record_bytes
+        if collective != "reduce_scatter":
+            inside += own * (len(plan.nodes[node]) - 1) * plan.gather.record_bytes
+            if slab.node == node:
+                between += own * (len(plan.nodes) - 1) * plan.gather.record_bytes
+    return inside + between, between
+
+
+def _record(plan: Plan) -> int:
+    assert plan.inside is not None
+    return max(plan.inside.record_bytes, plan.reduce.record_bytes, plan.gather.record_bytes)
+
+
+def _slabs_of_tensor(numel: int, plan: Plan) -> tuple[Slab, ...]:
+    assert plan.nodes is not None
+    return topology.slabs_of_tensor(plan.reduce.groups(numel), plan.chunk_bytes // _record(plan), plan.nodes)
+
+
+def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], tuple[Slab, ...]]:
+    """First groups of the slabs' chunks, counted from the first of a shard; the slabs."""
+    assert plan.nodes is not None
+    size = plan.chunk_bytes // (_record(plan) * max(map(len, plan.nodes)))
+    both = topology.slabs_of_shards(tuple(map(plan.reduce.groups, sizes)), size, plan.nodes)
+    return tuple(first for first, _ in both), tuple(slab for _, slab in both)
+
+
+def _lag(count: int, plan: Plan, exchanges: int) -> int:
+    """By how many slabs a stage is behind the one before it: so many are in flight in each."""
+    assert plan.nodes is not None
+    return min(count, max(len(plan.nodes), -(-count // exchanges)))
+
+
+class _Ring:
+    """`count` buffers of at most `size` bytes, used in turn."""
+
+    def __init__(self, pool: BufferPool, count: int, size: int) -> None:
+        self.buffer = pool.take(count * size)
+        self._count, self._size = count, size
+
+    def __call__(self, i: int, rows: int, size: int) -> Tensor:
+        """[rows, size]"""
+        start = i % self._count * self._size
+        return self.buffer[start : start + rows * size].view(rows, size)
+
+
+class _Stages:
+    """The exchanges of a call's slabs, as one rank takes part in them, and their buffers.
+
+    Each one but the first waits for the one before it, of the same slab.
+    """
+
+    def __init__(
+        self,
+        slabs: Sequence[Slab],
+        plan: Plan,
+        label: Label,
+        pool: BufferPool,
+        key: int,
+        lag: int,
+        ring: int,
+        meter: Meter | None = None,
+    ) -> None:
+        """lag: slabs in flight in each stage; ring: in all stages together."""
+        assert plan.inside is not None and plan.nodes is not None
+        self.nodes: Nodes = plan.nodes
+        self.wide: Format = plan.inside
+        self.rank = label.group.rank()
+        self.node = next(n for n, ranks in enumerate(plan.nodes) if self.rank in ranks)
+        self._mates = plan.nodes[self.node]
+        self._slabs, self._plan, self._label, self._pool, self._lag = slabs, plan, label, pool, lag
+        self._key, self._meter = rows.draw_key(key, _BETWEEN, self.node), meter
+        own = max(self._own(i) for i in range(len(slabs)))
+        summed = max((self._own(i) for i, slab in enumerate(slabs) if slab.node == self.node), default=0)
+        self._whole = _Ring(pool, ring, max(slab.groups for slab in slabs) * _record(plan))
+        self._inbox = _Ring(pool, lag, len(self._mates) * own * self.wide.record_bytes)
+        self._sums = _Ring(pool, lag, own * plan.reduce.record_bytes)
+        self._arrived = _Ring(pool, lag, len(plan.nodes) * summed * plan.reduce.record_bytes)
+        self._pending: dict[int, Pending] = {}
+
+    def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[None]:
+        """Every stage of every slab; yields once, when the first slabs are on the wire.
+
+        Of the stages of one turn the last comes first: it sets free the buffers that the others take.
+        write: what the last exchange brings.
+        """
+        count = len(self._slabs)
+
+        def arrive(i: int) -> None:
+            self.wait(i)
+            assert write is not None
+            write(i)
+
+        if write is not None:
+            stages = (*stages, arrive)
+        for turn in range(count + self._lag * (len(stages) - 1)):
+            if turn == self._lag:
+                yield
+            for number, stage in reversed(list(enumerate(stages))):
+                i = turn - number * self._lag
+                if 0 <= i < count:
+                    stage(i)
+        self._pool.give(*(ring.buffer for ring in (self._whole, self._inbox, self._sums, self._arrived)))
+
+    def whole(self, i: int, codec: Format) -> Tensor:
+        """The slab's payload [bytes]: what is sent inside, later what comes back."""
+        return self._whole(i, 1, self._slabs[i].groups * codec.record_bytes)[0]
+
+    def part(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
+        """A rank's part of it; under plan.gather by default."""
+        record = (codec or self._plan.gather).record_bytes
+        first, last = self._slabs[i].parts[rank]
+        return self._whole(i, 1, self._slabs[i].groups * record)[0, first * record : last * record]
+
+    def arrived(self, i: int) -> Tensor:
+        """The sums of every node, of the part that this rank owns [nodes, bytes]; no bytes if it owns none."""
+        self.wait(i)
+        return self._outbox(i)
+
+    def wait(self, i: int) -> None:
+        self._pending.pop(i).wait()
+
+    def send_inside(self, i: int) -> None:
+        inbox = self._inbox(i, len(self._mates), self._own(i) * self.wide.record_bytes)
+        sent = {mate: self.part(i, mate, self.wide) for mate in self._mates}
+        self._exchange(i, dict(zip(self._mates, inbox, strict=True)), sent, "summing inside the node")
+
+    def send_between(self, i: int) -> None:
+        self.wait(i)
+        slab, wide, narrow = self._slabs[i], self.wide.record_bytes, self._plan.reduce.record_bytes
+        inbox = self._inbox(i, len(self._mates), self._own(i) * wide)
+        sums = self._sums(i, 1, self._own(i) * narrow)[0]
+        sent, received = {}, {}
+        for owner in self.nodes[slab.node]:
+            first, last = slab.meet(self.rank, owner)
+            begin, end = first - slab.parts[self.rank][0], last - slab.parts[self.rank][0]
+            if first < last:
+                sent[owner] = sums[begin * narrow : end * narrow]
+                draw = Draw(self._key, slab.numbers[owner] + first - slab.parts[owner][0])
+                payloads = inbox[:, begin * wide : end * wide]
+                rows.decode_sum_encode(payloads, sent[owner], self.wide, self._plan.reduce, 1.0, draw)
+                if self._meter is not None:
+                    self._meter.summed_inside(payloads, sent[owner], self.wide, self._plan.reduce)
+        if slab.node == self.node:
+            for row, ranks in zip(self._outbox(i), self.nodes, strict=True):
+                for peer in ranks:
+                    first, last = (at - slab.parts[self.rank][0] for at in slab.meet(peer, self.rank))
+                    if first < last:
+                        received[peer] = row[first * narrow : last * narrow]
+        self._exchange(i, received, sent, "summing between the nodes")
+
+    def send_back(self, i: int) -> None:
+        slab, owns = self._slabs[i], self._slabs[i].node == self.node
+        others = [rank for ranks in self.nodes if ranks is not self._mates for rank in ranks]
+        peers = others if owns else self.nodes[slab.node]
+        parts = {peer: self._piece(i, peer) for peer in peers}
+        self._exchange(i, {} if owns else parts, parts if owns else {}, "gathering between the nodes")
+
+    def send_forward(self, i: int) -> None:
+        self.wait(i)
+        mates = [mate for mate in self._mates if mate != self.rank]
+        received = {mate: self.part(i, mate) for mate in mates}
+        sent = dict.fromkeys(mates, self.part(i, self.rank))
+        self._exchange(i, received, sent, "gathering inside the node")
+
+    def _own(self, i: int) -> int:
+        first, last = self._slabs[i].parts[self.rank]
+        return last - first
+
+    def _outbox(self, i: int) -> Tensor:
+        slab = self._slabs[i]
+        own = self._own(i) if slab.node == self.node else 0
+        return self._arrived(i, len(self.nodes), own * self._plan.reduce.record_bytes)
+
+    def _piece(self, i: int, peer: int) -> Tensor:
+        """What this rank's part and a peer's have in common, under plan.gather."""
+        first, last = self._slabs[i].meet(self.rank, peer)
+        record = self._plan.gather.record_bytes
+        return self.whole(i, self._plan.gather)[first * record : last * record]
+
+    def _exchange(self, i: int, received: dict[int, Tensor], sent: dict[int, Tensor], doing: str) -> None:
+        nothing = self._whole.buffer[:0]
+        world = range(sum(map(len, self.nodes)))
+        self._pending[i] = transport.exchange(
+            [received.get(rank, nothing) for rank in world],
+            [sent.get(rank, nothing) for rank in world],
+            self._label,
+            f"{doing}, slab {i + 1} of {len(self._slabs)}",
+        )

@@ -1,0 +1,316 @@
+"""All-reduce in one kernel over torch's symmetric memory: small calls of ranks that reach each other's memory.
+
+csrc/cuda/two_shot.h draws the kernel. Its results have the bits of collectives.all_reduce. Here are the workspaces,
+one a group and device, made at the first call that may use one, and which calls do; every other call goes the way of
+collectives.py, and `counts` says why. Ranks agree about it: what only one of them can know is exchanged when the
+workspace is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin import environment, topology
+from flash_allreduce_plugin.codec import ops, rows
+from flash_allreduce_plugin.codec.format import Format
+from flash_allreduce_plugin.collectives import messages
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.errors import ConfigError, MismatchError
+from flash_allreduce_plugin.policy import Plan
+
+LIMIT = environment.TWO_SHOT_BYTES
+# Of a tensor: off, until the kernel has run on a GPU. Large tensors gain little from fewer launches, and their codec
+# hides behind the wire in chunks: 4 MiB is a guess to begin with.
+DEFAULT_LIMIT = 0
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+# csrc/cuda/two_shot.h; tests/collectives/test_two_shot.py holds the two together.
+MOST_RANKS = 8
+BLOCKS = 32
+HEADER_BYTES = 2048
+_PIECE_ELEMENTS = 1024
+_LARGEST = Format(8, 32, spikes=True)  # records of an element
+
+# Keys of counts: short, and the same from call to call.
+TWO_SHOT = "two-shot"
+OFF = f"{LIMIT} is 0"
+LARGE = f"message above {LIMIT}"
+WORLD = f"more than {MOST_RANKS} ranks"
+ASYNCHRONOUS = "asynchronous"
+FEEDBACK = "error feedback"
+MEASURED = "measured"
+LEVELS = "hierarchical"
+CAPTURED = "captured before the group's first call"
+NOT_BUILT = "built without CUDA"
+FEW_BLOCKS = f"a GPU with fewer than {BLOCKS} multiprocessors"
+HOSTS = "several hosts"
+SHARED = f"two ranks on GPUs of one index, and {OVERLAPPING} is not set"
+NO_ACCESS = "no peer access"
+NO_RENDEZVOUS = "no rendezvous in symmetric memory"
+
+#: All-reduces of CUDA tensors that were quantized: TWO_SHOT, or why not.
+counts: Counter[str] = Counter()
+
+_INFO_BYTES = 2048  # what a rank says of itself
+_op: Any = torch.ops.flash_allreduce
+_workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace | str]] = WeakKeyDictionary()
+
+
+def refusal(
+    nbytes: int,
+    plan: Plan,
+    world_size: int,
+    limit: int,
+    *,
+    asynchronous: bool = False,
+    feedback: bool = False,
+    measured: bool = False,
+) -> str | None:
+    """Why a call does not take the fused path, or None; whether its group has a workspace is another question.
+
+    nbytes: of the tensor. asynchronous: such a call is to overlap with computation, from which a kernel that spins
+    on the caller's stream would take it. measured: its error is, from payloads that the kernel keeps to itself.
+    """
+    if limit == 0:
+        return OFF
+    if not 2 <= world_size <= MOST_RANKS:
+        return WORLD
+    if plan.nodes is not None:
+        return LEVELS
+    if feedback:
+        return FEEDBACK
+    if measured:
+        return MEASURED
+    if asynchronous:
+        return ASYNCHRONOUS
+    return LARGE if nbytes > limit else None
+
+
+def limit_of_environment() -> int:
+    """Bytes of the largest tensor that takes the fused path. Raises ConfigError."""
+    given = os.environ.get(LIMIT, "").strip()
+    if not given:
+        return DEFAULT_LIMIT
+    if not given.isdecimal() or int(given) > 1 << 30:
+        raise ConfigError(f"{LIMIT}={given!r} is not valid; expected bytes, 0 (never) to {1 << 30}.")
+    return int(given)
+
+
+def half_bytes(numel: int, world_size: int, reduce: Format, gather: Format) -> int:
+    """What a call needs of half a workspace."""
+    pieces = -(-numel // _PIECE_ELEMENTS)
+    return -(-pieces // world_size) * world_size * (_piece_bytes(reduce) + _piece_bytes(gather))
+
+
+def _piece_bytes(wire: Format) -> int:
+    return -(-(_PIECE_ELEMENTS // wire.group_size * wire.record_bytes) // 16) * 16
+
+
+def workspace_bytes(limit: int, world_size: int) -> int:
+    """Of a workspace that serves every tensor of up to `limit` bytes, whatever the configuration."""
+    return HEADER_BYTES + 2 * half_bytes(limit // 2, world_size, _LARGEST, _LARGEST)
+
+
+def all_reduce(
+    tensor: Tensor,
+    factor: float,
+    plan: Plan,
+    label: Label,
+    key: int = 0,
+    *,
+    asynchronous: bool = False,
+    feedback: bool = False,
+    measured: bool = False,
+) -> bool:
+    """tensor [numel] on a GPU, contiguous, in place: as collectives.all_reduce, in the order of the current stream.
+
+    Returns False, the tensor untouched, if the call is to go the other way. Kernels of a group's workspace must not
+    overlap: calls from several streams are ordered here, graphs that are replayed by who replays them.
+
+    Raises:
+        CollectiveError: a peer did not come within the group's timeout, in an earlier call; that call's result is NaN.
+        MismatchError: the ranks have different limits.
+    """
+    limit = limit_of_environment()
+    how = {"asynchronous": asynchronous, "feedback": feedback, "measured": measured}
+    reason = refusal(tensor.nbytes, plan, label.group.size(), limit, **how)
+    workspace = reason or _workspace(label, tensor.device, limit)
+    if isinstance(workspace, str):
+        counts[workspace] += 1
+        return False
+    counts[TWO_SHOT] += 1
+    workspace.check(label)
+    workspace.order()
+    _op.two_shot_all_reduce(
+        tensor,
+        workspace.addresses,
+        workspace.nbytes,
+        workspace.report_address,
+        workspace.rank,
+        factor,
+        plan.reduce.bits,
+        plan.gather.bits,
+        plan.reduce.group_size,
+        plan.reduce.options,
+        *draw_keys(key, workspace.rank),
+        workspace.timeout_ms,
+    )
+    return True
+
+
+def draw_keys(key: int, rank: int) -> tuple[int, int]:
+    """For stochastic rounding, of both halves, as collectives.all_reduce has them."""
+    return rows.draw_key(key, 0, rank), rows.draw_key(key, 1)
+
+
+class Report:
+    """What a kernel leaves in its report word: which peer did not come, to which half, and who waited."""
+
+    def __init__(self, word: int) -> None:
+        self.peer, self.block = word >> 8 & 0xFF, word >> 16 & 0xFF
+        self.half = ("sum", "gather")[word >> 24]
+
+
+class Workspace:
+    """This rank's part of a group's symmetric memory, and the addresses of all parts."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
+        """Collective. Raises RuntimeError where torch cannot set it up."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import rendezvous
+
+        self.rank = group.rank()
+        self.device = device
+        self.nbytes = nbytes
+        self.timeout_ms = max(int(_timeout(group, device) / timedelta(milliseconds=1)), 1)
+        with torch.cuda.device(device), torch.inference_mode(False):
+            self.stream = torch.cuda.current_stream()
+            # An allocation of its own: in the pool of torch's empty() ranks may get different places (pytorch 198024).
+            self._memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+            # Before anybody knows the address: torch leaves the memory as it was.
+            self._memory[:HEADER_BYTES].zero_()
+            torch.cuda.synchronize()
+            self._handle = rendezvous(self._memory, group)
+            self._report = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.addresses: list[int] = list(self._handle.buffer_ptrs)
+        if not all(self.addresses) or self.addresses[self.rank] != self._memory.data_ptr():
+            raise RuntimeError("a peer's memory has no address here")
+        self.report_address = int(_op.device_address(self._report))
+        self._word = ctypes.c_uint32.from_address(self._report.data_ptr())
+
+    def check(self, label: Label) -> None:
+        """Raises CollectiveError if a call has failed, as far as the host knows: it does not wait for the GPU."""
+        word = self._word.value
+        if word:
+            report = Report(word)
+            raise label.error(
+                "waiting for a peer in the fused path, in an earlier call of the group",
+                TimeoutError(
+                    f"rank {report.peer} did not come to the {report.half} within {self.timeout_ms} ms, "
+                    f"block {report.block}"
+                ),
+            )
+
+    def order(self) -> None:
+        """Behind the calls of other streams. A stream that is captured is ordered by who replays it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self.stream:
+            stream.wait_stream(self.stream)
+            self.stream = stream
+
+
+def _workspace(label: Label, device: torch.device, limit: int) -> Workspace | str:
+    """The group's, made now if there is none; or why there is none, the same on all ranks."""
+    of_group = _workspaces.setdefault(label.group, {})
+    workspace = of_group.get(device)
+    if workspace is None:
+        if torch.cuda.is_current_stream_capturing():
+            return CAPTURED
+        workspace = of_group[device] = _set_up(label, device, limit)
+    return workspace
+
+
+def _set_up(label: Label, device: torch.device, limit: int) -> Workspace | str:
+    ranks = _exchange(_describe(device, limit), label, device)
+    reason = common_refusal(ranks)
+    if reason is not None:
+        return reason
+    workspace: Workspace | str
+    try:
+        workspace = Workspace(label.group, device, workspace_bytes(limit, len(ranks)))
+        failure = ""
+    except RuntimeError as error:  # on this rank, perhaps on no other
+        workspace, failure = NO_RENDEZVOUS, str(error)[:200]
+    everyone = _exchange({"failure": failure}, label, device)
+    return NO_RENDEZVOUS if any(rank["failure"] for rank in everyone) else workspace
+
+
+def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
+    """Why a group has no workspace, from what its ranks say of themselves (_describe); None: it may have one.
+
+    Raises MismatchError where their limits differ.
+    """
+    limits = [rank["limit"] for rank in ranks]
+    if len(set(limits)) > 1:
+        raise MismatchError(f"the ranks of a group have different values of {LIMIT}: {limits}; set it alike on all.")
+    for rank in ranks:
+        if rank["refuses"]:
+            return str(rank["refuses"])
+    if len({rank["host"] for rank in ranks}) > 1:
+        return HOSTS
+    if len({rank["index"] for rank in ranks}) < len(ranks) and not all(rank["overlapping"] for rank in ranks):
+        return SHARED
+    blocked = {uuid for rank in ranks for uuid in rank["blocked"]}
+    return NO_ACCESS if any(rank["uuid"] in blocked for rank in ranks) else None
+
+
+def _describe(device: torch.device, limit: int) -> dict[str, Any]:
+    """What the other ranks need to know of this one. blocked: the GPUs seen here that this one has no access to."""
+    properties = torch.cuda.get_device_properties(device)
+    refuses = ""
+    if not hasattr(_op, "two_shot_all_reduce"):
+        refuses = NOT_BUILT
+    elif properties.multi_processor_count < BLOCKS:
+        refuses = FEW_BLOCKS
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    blocked = [i for i in others if not torch.cuda.can_device_access_peer(device, i)]
+    return {
+        "limit": limit,
+        "refuses": refuses,
+        "host": topology.host(),
+        "index": device.index,
+        "overlapping": os.environ.get(OVERLAPPING) == "1",
+        "uuid": str(properties.uuid),
+        "blocked": [str(torch.cuda.get_device_properties(i).uuid) for i in blocked],
+    }
+
+
+def _exchange(mine: dict[str, Any], label: Label, device: torch.device) -> list[dict[str, Any]]:
+    text = json.dumps(mine).encode().ljust(_INFO_BYTES)
+    gathered = messages.gather(text, label, device, "setting up symmetric memory")
+    return [json.loads(text) for text in gathered]
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The group's; torch's default where its backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=10)
+
+
+if ops.unavailable is None and hasattr(_op, "two_shot_all_reduce"):
+    # It returns nothing and allocates nothing: a fake has nothing to make.
+    torch.library.register_fake("flash_allreduce::two_shot_all_reduce", lambda *_: None)

@@ -1,0 +1,406 @@
+"""FlashConfig: one schema for Python, JSON and the environment.
+
+Every mistake is answered with a ConfigError that holds one line per problem: the key, what was given, what
+was expected, and for an unknown key the nearest valid one.  Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, MAX_BITS, MIN_BITS, Format
+from flash_allreduce_plugin.config import strict_json
+from flash_allreduce_plugin.errors import ConfigError
+
+_WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
+_COUNT = "a whole number, 0 or more"
+_BOOL = "true or false"
+_PATTERNS = "a list of name patterns (strings)"
+
+
+def _group_size(given: int) -> int:
+    # A Literal would do, but it takes 128.0 for 128.
+    if given not in GROUP_SIZES:
+        raise ValueError("not a group size")
+    return given
+
+
+Width = Annotated[int, Field(ge=MIN_BITS, le=MAX_BITS)]
+GroupSize = Annotated[int, AfterValidator(_group_size)]
+Count = Annotated[int, Field(ge=0)]
+# JSON knows lists only; a frozen, hashable configuration needs tuples.
+Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def _field(default: Any, expected: str, meaning: str) -> Any:
+    return Field(default, description=meaning, json_schema_extra={"expected": expected})
+
+
+class _Frozen(BaseModel):
+    model_config = _STRICT
+
+    if not TYPE_CHECKING:  # which would let a type checker take any assignment
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise ConfigError(
+                f"{name} cannot be set to {_shown(value)}: a configuration is frozen; "
+                f"take config.model_copy(update={{{name!r}: ...}})."
+            )
+
+        def __delattr__(self, name: str) -> None:
+            raise ConfigError(f"{name} cannot be deleted: a configuration is frozen.")
+
+
+class Hierarchy(_Frozen):
+    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
+
+    intra_bits: Width
+    inter_bits: Width
+    ranks_per_node: Annotated[int, Field(ge=1)]
+
+
+class FlashConfig(_Frozen):
+    """How collectives are quantized.  Frozen, hashable, validated; compared across a group at first use.
+
+    Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
+    constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
+    call, one per line.  The defaults of chunk_bytes and min_bytes are what
+    `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
+    """
+
+    from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)
+
+    enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
+    bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
+    reduce_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half before the sum")
+    gather_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half after the sum")
+    backward_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the collectives of the backward pass (Megatron)"
+    )
+    group_size: GroupSize = _field(
+        128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
+    )
+    symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
+    compact: bool = _field(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
+    range: Literal["min-max", "mse"] = _field(
+        "min-max", '"min-max" or "mse"', "mse: of several ranges of each group, the one with the least squared error"
+    )
+    rounding: Literal["nearest", "stochastic"] = _field(
+        "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
+    )
+    seed: Count = _field(0, _COUNT, "of the random numbers of stochastic rounding")
+    spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)")
+    hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
+    error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
+    error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _field(
+        0.8,
+        "a number, 0 or more and below 1",
+        "share of what was carried over that stays; 0: all is made up for at once",
+    )
+    error_feedback_reset_interval: Count = _field(
+        0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
+    )
+    chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
+        1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
+    )
+    min_bytes: Count = _field(
+        1 << 20, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"
+    )
+    hierarchical: Literal["off", "auto"] | Hierarchy = _field(
+        "off",
+        '"off", "auto" or {"intra_bits": 2 to 8, "inter_bits": 2 to 8, "ranks_per_node": 1 or more}',
+        "fewer bits on the slow link between nodes than inside one",
+    )
+    sequence_parallel_gather_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the all-gathers of sequence parallelism"
+    )
+    grad_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for Megatron's data-parallel gradients"
+    )
+    quantize_embedding: bool = _field(False, _BOOL, "quantize the reduction of the embedding too")
+    expert_bits: Width | Literal["full"] = _field(
+        "full", f'{_WIDTH} or "full"', "width for the hidden states that Megatron moves between experts"
+    )
+    quantize_evaluation: bool = _field(True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)")
+    include: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
+    exclude: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
+    warmup_steps: Count = _field(0, _COUNT, "full precision for so many first steps")
+    quality_interval: Count = _field(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
+    quality_measure: Literal["local", "exact"] = _field(
+        "local",
+        '"local" or "exact"',
+        "local: from what every rank has lost; exact: against the same call in full precision",
+    )
+    target_sqnr_db: float | None = _field(
+        None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
+    )
+    min_sqnr_db: float | None = _field(
+        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
+    )
+    check_ranks: bool = _field(True, _BOOL, "compare the configuration across the group at first use")
+
+    # A type checker keeps the constructor that pydantic derives from the fields, with their names and types.
+    if not TYPE_CHECKING:
+
+        def __init__(self, /, **values: Any) -> None:
+            self._fill(values)
+
+    def _fill(self, values: dict[str, Any], spelled: Callable[[str], str] = str, problems: Iterable[str] = ()) -> None:
+        """Validate `values` into self.
+
+        `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
+        """
+        lines = list(problems)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            lines += _sentences(error, values, spelled)
+        if lines:
+            raise ConfigError("\n".join(lines))
+        _ = self.text
+
+    @field_validator("compact", mode="after")
+    @classmethod
+    def _refuse_two_layouts(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("symmetric"):
+            raise PydanticCustomError(
+                "combination", "excludes symmetric=True, which sends no zero point at all; drop one of the two"
+            )
+        return value
+
+    @field_validator("rounding", mode="after")
+    @classmethod
+    def _refuse_biased(cls, value: str, info: ValidationInfo) -> str:
+        if value == "stochastic" and info.data.get("range") == "mse":
+            raise PydanticCustomError(
+                "combination",
+                'excludes range="mse": outside of its ranges nothing is rounded without a bias; drop one of the two',
+            )
+        return value
+
+    @field_validator("hierarchical", mode="after")
+    @classmethod
+    def _refuse_residuals_of_nodes(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != "off" and info.data.get("error_feedback"):
+            raise PydanticCustomError(
+                "combination", "excludes error_feedback=True, which knows no sums of nodes; drop one of the two"
+            )
+        return value
+
+    @field_validator("min_sqnr_db", mode="after")
+    @classmethod
+    def _refuse_floor_above_target(cls, value: float | None, info: ValidationInfo) -> float | None:
+        target = info.data.get("target_sqnr_db")
+        if value is not None and target is not None and value > target:
+            raise PydanticCustomError(
+                "combination",
+                f"is above target_sqnr_db={target}, which would keep every site below the floor; "
+                "expected the target or less",
+            )
+        return value
+
+    @field_validator("target_sqnr_db", "min_sqnr_db", mode="after")
+    @classmethod
+    def _refuse_unmeasured(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("quality_interval") == 0:
+            raise PydanticCustomError(
+                "combination",
+                "needs measurements, and quality_interval is 0: never; set it, for example to 100",
+            )
+        return value
+
+    def format(self, bits: int | None = None) -> Format:
+        """How elements travel at `bits`, default `self.bits`."""
+        return Format(
+            self.bits if bits is None else bits,
+            self.group_size,
+            self.symmetric,
+            spikes=self.spike_reserving,
+            hadamard=self.hadamard,
+            mse=self.range == "mse",
+            stochastic=self.rounding == "stochastic",
+            compact=self.compact,
+        )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
+        """A copy with `update` applied and validated (pydantic's own copy would not validate it)."""
+        return type(self).from_dict({**self.to_dict(), **(update or {})})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> FlashConfig:
+        """From a mapping of JSON types or of the fields' own types; missing keys take their defaults."""
+        return cls._from_mapping(values)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], base: FlashConfig | None = None) -> FlashConfig:
+        """From a JSON file that holds one object, on top of `base` (default: the default configuration).
+
+        Every problem names the file.
+        """
+        try:
+            values = strict_json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+        except strict_json.DuplicateKeyError as error:
+            raise ConfigError(f"{path}: {error}.") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: expected one JSON object ({error}).") from error
+        return cls._from_mapping(values, source=f"{path}: ", base=base)
+
+    @classmethod
+    def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
+        """From FLASH_ALLREDUCE_<FIELD> variables, on top of `base` (default: the default configuration).
+
+        Values are JSON (8, true, null) or the bare words true, false, none, full; 1 and 0 serve for true and
+        false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
+        variable with the prefix that is neither a field nor a switch of the package is refused.
+        """
+        FlashConfig.from_env_was_called = True
+        texts = {}
+        keys = {_variable(key): key for key in cls.model_fields}
+        unknown = []
+        for variable, text in sorted(os.environ.items()):
+            if not variable.startswith(environment.PREFIX) or variable in environment.VARIABLES:
+                continue
+            if variable not in keys:
+                nearest = _nearest(variable.upper(), [*keys, *environment.VARIABLES])
+                unknown.append(f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}.")
+            elif text.strip():
+                texts[keys[variable]] = text
+        return cls.from_texts(texts, spelled=_variable, base=base, problems=unknown)
+
+    @classmethod
+    def from_texts(
+        cls,
+        texts: Mapping[str, str],
+        spelled: Callable[[str], str] = str,
+        base: FlashConfig | None = None,
+        problems: Iterable[str] = (),
+    ) -> FlashConfig:
+        """From fields written as text, in the forms that `from_env` lists, on top of `base`.
+
+        spelled: how a problem names a field, for example as the flag its user typed.
+        problems: lines that were found before and are raised with the rest.
+        """
+        values: dict[str, Any] = {} if base is None else base.to_dict()
+        problems = list(problems)
+        for key, text in texts.items():
+            try:
+                values[key] = _parse(text.strip(), cls.model_fields[key].default)
+            except strict_json.DuplicateKeyError as error:
+                problems.append(f"{spelled(key)}={_shown(text)}: {error}.")
+        config = cls.__new__(cls)
+        config._fill(values, spelled=spelled, problems=problems)
+        return config
+
+    @classmethod
+    def describe(cls, key: str) -> str:
+        """A field's meaning, values and default, in one line."""
+        field = cls.model_fields[key]
+        assert isinstance(field.json_schema_extra, dict)
+        default = "none" if field.default is None else json.dumps(field.default)
+        return f"{field.description}; {field.json_schema_extra['expected']} (default: {default})"
+
+    @classmethod
+    def _from_mapping(cls, values: Any, source: str = "", base: FlashConfig | None = None) -> FlashConfig:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source}expected keys and values, got {_shown(values)}.")
+        named = {key: value for key, value in values.items() if isinstance(key, str)}
+        unnamed = [
+            f"{source}{_shown(key)}={_shown(values[key])} is not a known key; keys are strings."
+            for key in values
+            if key not in named
+        ]
+        config = cls.__new__(cls)
+        if base is not None:
+            named = {**base.to_dict(), **named}
+        config._fill(named, spelled=lambda key: source + key, problems=unnamed)
+        return config
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in JSON types; from_dict of it is equal to self."""
+        return self.model_dump(mode="json")
+
+    @cached_property
+    def text(self) -> str:
+        """JSON of the fields that differ from their defaults. Of every instance from the start: torch.compile reads it
+        as a constant, and could not follow how it comes about.
+        """
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
+
+    def digest(self) -> bytes:
+        """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""
+        canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).digest()
+
+
+def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str]) -> list[str]:
+    """One line for each key that `error` complains about, in the order of the fields."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False, include_context=False):
+        # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
+        key = str(problem["loc"][0])
+        if key in lines:
+            continue
+        given = f"{spelled(key)}={_shown(values[key])}"
+        if problem["type"] == "extra_forbidden":
+            nearest = _nearest(key.lower().replace("-", "_"), FlashConfig.model_fields)
+            lines[key] = f"{given} is not a known key; the nearest is {nearest}."
+        elif problem["type"] == "combination":
+            lines[key] = f"{given} {problem['msg']}."
+        else:
+            extra = FlashConfig.model_fields[key].json_schema_extra
+            assert isinstance(extra, dict)
+            lines[key] = f"{given} is not valid; expected {extra['expected']}."
+    return list(lines.values())
+
+
+def _nearest(name: str, valid: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
+
+
+def _variable(key: str) -> str:
+    return environment.PREFIX + key.upper()
+
+
+def _shown(value: Any) -> str:
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _parse(text: str, default: Any) -> Any:
+    """The value that an environment variable's text stands for, by the kind of its field's default."""
+    try:
+        value = strict_json.loads(text)
+    except strict_json.DuplicateKeyError:
+        raise
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(default, tuple):
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        return value if isinstance(value, list) else names
+    if isinstance(default, bool) and text in ("0", "1"):
+        return text == "1"
+    return {"true": True, "false": False, "none": None}.get(text.lower(), value)

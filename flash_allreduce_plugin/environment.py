@@ -1,0 +1,38 @@
+"""Every FLASH_ALLREDUCE_* variable that is no field of the configuration. Standard library only: autoload.py reads it.
+
+A field `bits` of FlashConfig is FLASH_ALLREDUCE_BITS (config/fields.py); these act where they are read.
+"""
+
+from __future__ import annotations
+
+import os
+
+from flash_allreduce_plugin.errors import ConfigError
+
+PREFIX = "FLASH_ALLREDUCE_"
+
+AUTOLOAD = f"{PREFIX}AUTOLOAD"  # 0: `import torch` attaches nothing; autoload.py
+BUILD = f"{PREFIX}BUILD"  # which compiled libraries are built; setup.py
+COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/beside.py
+DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; decision.py
+LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
+REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
+TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the one-kernel all-reduce; collectives/two_shot.py
+
+VARIABLES = (AUTOLOAD, BUILD, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
+
+
+def is_on(variable: str, *, unset: bool = False) -> bool:
+    """Whether a switch is on: 1, true, yes or on; off: 0, false, no or off; `unset` if it is not set, or empty.
+
+    Raises ConfigError for anything else.
+    """
+    value = os.environ.get(variable)
+    if not value or not value.strip():
+        return unset
+    value = value.strip().lower()
+    if value in ("0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{variable}={value!r} is not valid; expected 1 or 0.")

@@ -1,0 +1,186 @@
+"""How large the error of live calls is, and what follows from it.
+
+SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
+
+Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
+the same call in full precision beside it. What local measurements the counters, target_sqnr_db (adaptive.py) and
+min_sqnr_db (guard.py) are to know, and what all measurements decide, the ranks add up at the start of the next measured
+call, the one place that they pass in the same order however late they wait for their handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.codec.format import MAX_BITS
+from flash_allreduce_plugin.collectives import messages, transport
+from flash_allreduce_plugin.collectives.transport import Label, Pending
+from flash_allreduce_plugin.policy import LOW_SQNR, Collective, FullPrecision, Plan, Site
+from flash_allreduce_plugin.quality.guard import FULL
+from flash_allreduce_plugin.quality.meter import Meter
+from flash_allreduce_plugin.telemetry import counters
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.groups import GroupState
+    from flash_allreduce_plugin.quality.guard import SiteGuard
+    from flash_allreduce_plugin.quality.widths import SiteWidth, Sums
+
+
+class Quality:
+    """Of one call that may be quantized: whether it is measured, how, and for whom."""
+
+    def __init__(
+        self, collective: Collective, site: Site, label: Label, state: GroupState, config: FlashConfig
+    ) -> None:
+        self.measured = False
+        #: of a local measurement: to be given to the collective
+        self.meter: Meter | None = None
+        self._collective, self._site, self._label, self._state, self._config = collective, site, label, state, config
+        self._exact: Measurement | None = None
+        self._error: Sums | None = None  # for the counters, where they are not told at once
+        self._width: SiteWidth | None = None
+        self._guard: SiteGuard | None = None
+        self._bits = self._level = 0  # of the two, in this call
+        self._watched: Plan | None = None  # what the guard would come back to from full precision
+
+    def decide(self, plan: Plan, at: Callable[[int], Plan], device: torch.device) -> Plan | FullPrecision:
+        """The plan at the widths of the site, or full precision. Counts the call; if it is measured the ranks agree.
+
+        at: the plan with another width in place of plan.width.
+        """
+        config, name = self._config, self._site.name
+        if config.quality_interval == 0:
+            return plan
+        number = self._state.calls[name]
+        self._state.calls[name] += 1
+        self.measured = number % config.quality_interval == 0
+        if config.quality_measure == "local":
+            self._error = self._state.error(name)
+        if plan.width is not None:
+            self._width = self._state.width(name, config, plan.width)
+        if config.min_sqnr_db is not None:
+            # With a target, that moves the width; what is left to the guard is full precision.
+            start = plan.narrowest(self._collective) if plan.width is None else MAX_BITS
+            self._guard = self._state.guard(name, config, start)
+        if self.measured and number:
+            self._agree(number, device)
+        if self._width is not None:
+            self._bits = self._width.bits
+            plan = at(self._bits)
+        return plan if self._guard is None else self._guarded(plan, self._guard)
+
+    def measure_locally(self, factor: float, device: torch.device) -> None:
+        """A quantized call begins. factor: for its sum."""
+        self.meter = Meter(factor, device)
+
+    def measure_exactly(self, input: Tensor, op: object, factor: float) -> None:
+        """A quantized call begins. Arguments: those of Measurement."""
+        self._exact = Measurement(self._collective, input, op, factor, self._label)
+
+    def end(self, result: Tensor) -> None:
+        """The result [numel] of a quantized call is in place."""
+        if self._exact is not None:
+            signal, noise = self._exact.record(result, self._site)
+        elif self.meter is not None and self._error is not None:
+            signal, noise = self.meter.read()
+            self._error.add(signal, noise)
+        else:
+            return
+        if self._width is not None:
+            self._width.record(self._bits, signal, noise)
+        if self._guard is not None:
+            self._guard.record(self._level, signal, noise)
+
+    def watch(self, parts: Iterable[Tensor], factor: float) -> None:
+        """1-D parts, of this rank's input, go in full precision; factor: for their sum."""
+        if self._watched is None:
+            return
+        plan = self._watched
+        for part in parts:
+            if self.meter is None:
+                self.meter = Meter(factor, part.device)
+            if self._collective == "all_gather":
+                self.meter.result(part)
+                self.meter.would_lose(part, plan.gather, summed=False)
+            else:
+                self.meter.would_lose(part, plan.reduce, summed=True)
+                if plan.inside is not None:
+                    self.meter.would_lose(part, plan.inside, summed=True)
+
+    def watched(self, result: Tensor) -> None:
+        """The result [numel] of that is in place: what 8 bits would have cost is the guard's."""
+        if self._watched is None or self.meter is None or self._guard is None:
+            return
+        if self._collective == "reduce_scatter":
+            self.meter.result(result)
+        elif self._collective == "all_reduce":
+            wire, state = self._watched.gather, self._state
+            share = -(-wire.groups(result.numel()) // state.world_size) * wire.group_size
+            part = result[state.rank * share : (state.rank + 1) * share]
+            self.meter.result(part)
+            self.meter.would_lose(part, wire, summed=False)
+        self._guard.record(FULL, *self.meter.read())
+
+    def _agree(self, number: int, device: torch.device) -> None:
+        """The start of measured call `number` of the site: what was measured before it becomes known."""
+        known = [sums for sums in (self._error, self._width, self._guard) if sums is not None]
+        if not known:
+            return
+        sums = messages.add_up(tuple(chain.from_iterable(one.take() for one in known)), self._label, device)
+        for one, signal, noise in zip(known, sums[::2], sums[1::2], strict=True):
+            if one is self._error:
+                if signal or noise:
+                    counters.record_sqnr(self._site, max(signal, 0.0), noise)
+            elif one is self._width:
+                self._width.update(signal, noise, number, log=self._state.rank == 0)
+            elif one is self._guard:
+                self._guard.update(signal, noise, number, log=self._state.rank == 0)
+
+    def _guarded(self, plan: Plan, guard: SiteGuard) -> Plan | FullPrecision:
+        if guard.bits < FULL:
+            self._level = guard.bits if self._width is None else self._bits
+            return plan if guard.bits == guard.start else plan.at_least(guard.bits)
+        if self.measured:
+            self._watched = plan if guard.start == MAX_BITS else plan.at_least(MAX_BITS)
+        return FullPrecision(LOW_SQNR)
+
+
+class Measurement:
+    """The exact result of one call, on its way in full precision beside the quantized one.
+
+    It costs a float32 copy of the input and a plain collective: quality_measure "exact".
+    """
+
+    def __init__(self, collective: str, input: Tensor, op: object, factor: float, label: Label) -> None:
+        """input: what the plain collective takes, evenly split; factor: what its result is to be multiplied with."""
+        self._factor = factor
+        self._exact = input.detach().flatten().to(torch.float32, copy=True)
+        self._pending: Pending
+        world = label.group.size()
+        if collective == "all_reduce":
+            self._pending = transport.all_reduce(self._exact, op, label)
+        elif collective == "reduce_scatter":
+            whole, self._exact = self._exact, self._exact.new_empty(self._exact.numel() // world)
+            self._pending = transport.reduce_scatter(self._exact, whole, op, label)
+        else:
+            shard, self._exact = self._exact, self._exact.new_empty(self._exact.numel() * world)
+            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY)
+
+    def record(self, result: Tensor, site: Site) -> tuple[float, float]:
+        """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""
+        self._pending.wait()
+        signal, noise = signal_and_noise(self._exact[: result.numel()] * self._factor, result)
+        counters.record_sqnr(site, signal, noise)
+        return signal, noise
+
+
+def signal_and_noise(exact: Tensor, result: Tensor) -> tuple[float, float]:
+    """Sums of squares, in float64: of `exact` and of its difference to `result`."""
+    exact = exact.flatten().double()
+    return float(exact.square().sum()), float((result.flatten().double() - exact).square().sum())

@@ -1,0 +1,448 @@
+"""The overlap arithmetic: by hand on small numbers, and what must hold of any cluster and layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_allreduce_plugin.cli.plan.cost_model import (
+    Cluster,
+    Group,
+    Model,
+    Traffic,
+    cost,
+    dp_ratio,
+    pp_ratio,
+    tp_ratio,
+)
+from flash_allreduce_plugin.cli.plan.step_model import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    GRADIENT,
+    PARAMETERS,
+    Layout,
+    advise,
+    check,
+    group_of,
+    predict,
+    quantizable,
+    traffic,
+)
+from flash_allreduce_plugin.codec.format import Format
+
+INT8, INT4 = Format(8, 128), Format(4, 128)  # 132 and 68 bytes a group of 128
+# 1 GB/s inside a node, 0.1 between; kernels and arithmetic free.
+BOX = Cluster("box", flops=math.inf, codec=math.inf, ranks_per_node=4, intra=1e9, inter=1e8)
+NUMEL = 128_000
+# 1000 parameters a layer: hidden 10, 1 head; attention 4 x 100, MLP 2 x 300. Vocabulary 50: 500 more.
+MODEL = Model(layers=4, hidden=10, heads=1, kv_heads=1, ffn=30, vocabulary=50, sequence=8)
+
+
+def call(collective="all_reduce", ranks=4, per_node=4, **more) -> Traffic:
+    return Traffic("call", None, collective, NUMEL, 2, 1, Group(ranks, per_node), **more)
+
+
+def parts(layout, cluster=BOX, widths=None, model=MODEL):
+    return {part.kind: part for part in predict(model, cluster, layout, widths or {}, min_bytes=0).parts}
+
+
+# One call ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective, volumes", [("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)])
+def test_a_call_inside_a_node(collective, volumes):
+    """(N-1)/N of the tensor or of the payload a half, over the link of a node."""
+    full, narrow = cost(call(collective), BOX), cost(call(collective), BOX, INT4)
+    assert full.bytes_sent == volumes * 3 / 4 * 256_000
+    assert full.seconds == pytest.approx(volumes * 3 / 4 * 256_000 / 1e9)
+    assert narrow.bytes_sent == volumes * 3 / 4 * 68_000
+    assert narrow.seconds == pytest.approx(volumes * 3 / 4 * 68_000 / 1e9)
+    assert (full.way, narrow.way) == ("ring", "flat")
+
+
+def test_a_call_between_nodes_of_one_rank():
+    full, narrow = cost(call(per_node=1), BOX), cost(call(per_node=1), BOX, INT8)
+    assert full.seconds == pytest.approx(2 * 3 / 4 * 256_000 / 1e8)
+    assert narrow.seconds == pytest.approx(2 * 3 / 4 * 132_000 / 1e8)
+
+
+def test_a_call_between_nodes_of_several_ranks():
+    """A ring uses the links of all ranks of a node; two levels send an L-th of the payload between."""
+    t = call(ranks=8)
+    slow = replace(BOX, inter=1e6)  # nothing else counts
+    assert cost(t, slow).seconds == pytest.approx(2 * 7 / 8 * 256_000 / 4e6)
+    narrow = cost(t, slow, INT4)
+    assert narrow.way == "two levels"
+    assert narrow.link == pytest.approx(2 * 1 / 2 * 68_000 / 4 / 1e6)
+    assert narrow.bytes_sent == 3 / 4 * (132_000 + 68_000) + 2 * 1 / 2 * 68_000 / 4
+    fast = cost(t, replace(BOX, intra=1e6, inter=1e12), INT4)
+    assert fast.way == "flat" and fast.link == pytest.approx(2 * 3 / 8 * 68_000 / 1e6)
+
+
+@pytest.mark.parametrize("collective, volumes", [("reduce_scatter", 1), ("all_gather", 1)])
+def test_two_levels_of_one_half(collective, volumes):
+    slow = replace(BOX, inter=1e6)
+    narrow = cost(call(collective, ranks=8), slow, INT4)
+    assert narrow.link == pytest.approx(volumes * 1 / 2 * 68_000 / 4 / 1e6)
+    inside = 132_000 if collective == "reduce_scatter" else 68_000
+    assert narrow.bytes_sent == 3 / 4 * inside + 1 / 2 * 68_000 / 4
+
+
+def test_the_codec_is_busy_with_what_its_kernels_move():
+    c = replace(BOX, codec=1e9, intra=math.inf)
+    tensor, payload = 256_000, 68_000
+    assert cost(call(), c, INT4).busy == pytest.approx((2 * tensor + 3 * payload + payload / 4) / 1e9)
+    assert cost(call("reduce_scatter"), c, INT4).busy == pytest.approx((tensor * 5 / 4 + 2 * payload) / 1e9)
+    assert cost(call("all_gather"), c, INT4).busy == pytest.approx((tensor + payload) * 5 / 4 / 1e9)
+    assert cost(call(), c).busy == 0
+
+
+def test_a_call_takes_the_longer_of_link_and_device_and_hides_the_difference():
+    # INT4, all_reduce: link 0.75 ms, kernels 0.733 x 1e6 / codec
+    c = replace(BOX, intra=136e6, codec=733_000 / 0.0002)
+    assert cost(call(), c, INT4).exposed == pytest.approx(0.00075)
+    hidden = cost(call(hide=0.0003), c, INT4)
+    assert (hidden.hidden, hidden.exposed) == pytest.approx((0.0003, 0.00045))
+    most = cost(call(hide=1.0), c, INT4)
+    assert (most.hidden, most.exposed) == pytest.approx((0.00055, 0.0002))
+    busy = cost(call(hide=1.0), replace(c, codec=733_000 / 0.002), INT4)
+    assert (busy.hidden, busy.exposed) == pytest.approx((0.0, 0.002))
+
+
+def test_the_start_of_a_quantized_call_comes_on_top_and_is_not_hidden():
+    c = replace(BOX, start=1.0)
+    assert cost(call(), c, INT4).exposed == pytest.approx(1 + cost(call(), BOX, INT4).exposed)
+    assert cost(call(hide=9.0), c, INT4).exposed == pytest.approx(1.0)
+    assert cost(call(), c).exposed == cost(call(), BOX).exposed
+
+
+def test_a_device_that_sends_by_itself_is_busy_with_it():
+    c = replace(BOX, transport=1e6)
+    assert cost(call(), c).busy == pytest.approx(2 * 3 / 4 * 256_000 / 1e6) == cost(call(), c).exposed
+
+
+def test_gloo():
+    """Its reduce-scatter is an all-reduce."""
+    gloo = replace(BOX, backend="gloo")
+    assert cost(call("reduce_scatter"), gloo).bytes_sent == cost(call(), gloo).bytes_sent == 2 * 3 / 4 * 256_000
+    assert cost(call("reduce_scatter"), gloo, INT4).bytes_sent == 3 / 4 * 68_000
+    for collective in ("all_reduce", "reduce_scatter"):  # both progress by themselves
+        alone = cost(call(collective), gloo, INT4)
+        assert cost(call(collective, hide=1.0), gloo, INT4).hidden == pytest.approx(max(0.0, alone.link - alone.busy))
+
+
+def test_latency_is_of_each_exchange():
+    c = replace(BOX, latency=1.0, intra=math.inf, inter=math.inf)
+    assert cost(call(), c).link == 2 == cost(call(), c, INT4).link
+    assert cost(call("all_gather"), c, INT4).link == 1 == cost(call("send"), c).link
+    c = replace(c, far=10.0, latency=1.0)
+    assert cost(call(per_node=1), c).link == 20 == cost(call(per_node=1), c, INT4).link
+    near = replace(c, inter=1.0, intra=math.inf)  # two levels are the faster here
+    assert cost(call(ranks=8), near, INT4).link == 22 + 2 * 1 / 2 * 68_000 / 4
+
+
+def test_one_rank_costs_nothing():
+    assert cost(call(ranks=1), BOX).seconds == 0 == cost(call(ranks=1), BOX, INT4).seconds
+
+
+# A step, kind by kind ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_and_flops_by_hand():
+    assert MODEL.layer_parameters == 1000 and MODEL.parameters == 4 * 1000 + 500
+    assert replace(MODEL, tied=False, positions=3).parameters == 4 * 1000 + 2 * 500 + 30
+    gated = replace(MODEL, gated=True, heads=5, kv_heads=1)
+    assert (gated.qkv_columns, gated.layer_parameters) == (14, 10 * 14 + 100 + 3 * 300)
+    assert MODEL.layer_flops(16) == 16 * (2 * 1000 + 4 * 8 * 10)
+    assert MODEL.forward_flops(16) == 4 * MODEL.layer_flops(16) + 2 * 16 * 500
+
+
+def test_tensor_parallel():
+    """2 all-reduces a layer and direction, of tokens x hidden; one more for embedding and output layer."""
+    found = parts(Layout(tp=2, micro_batch=3, accumulation=2))
+    one = 2 * 1 / 2 * (3 * 8 * 10 * 2)  # bytes sent
+    assert found["TP forward (g)"].before.bytes_sent == 2 * 8 * one
+    assert found["TP forward (embedding)"].before.bytes_sent == 2 * one
+    assert found["TP backward (f)"].before.bytes_sent == 2 * 9 * one
+    assert found["TP forward (g)"].before.seconds == pytest.approx(2 * 8 * one / 1e9)
+    assert {part.field for part in found.values()} == {FORWARD, BACKWARD, None}
+    again = parts(Layout(tp=2, micro_batch=3, accumulation=2, recompute=True))
+    assert again["TP forward (g)"].before.bytes_sent == 2 * 16 * one
+
+
+def test_the_backward_reduction_hides_behind_the_weight_gradient():
+    slow = replace(BOX, flops=1e6, intra=1.0)  # GEMMs of a rank: 2 x 8 x 10 x columns / 2 flops
+    found = parts(Layout(tp=2), slow)
+    assert found["TP forward (g)"].before.hidden == 0
+    assert found["TP backward (f)"].before.hidden == pytest.approx(80 * (4 * 30 + 4 * 30 + 50) / 1e6)
+
+
+def test_sequence_parallel():
+    """A scatter and a gather in place of each all-reduce, the input gathered again, and for the embedding."""
+    found = parts(Layout(tp=2, sequence_parallel=True))
+    one = 1 / 2 * (8 * 10 * 2)
+    sent = {kind: part.before.bytes_sent / one for kind, part in found.items()}
+    assert sent == {
+        "SP forward, scatter": 8,
+        "SP forward (embedding)": 1,
+        "SP forward, gather": 9,
+        "SP backward, scatter": 9,
+        "SP backward, input gathered again": 9,
+        "SP backward, gradient gathered": 8,
+    }
+    assert found["SP backward, scatter"].field == BACKWARD and found["SP forward, gather"].field == GATHER
+
+
+def test_gradients_are_gathered_quantized_only_with_backward_bits():
+    layout = Layout(tp=2, sequence_parallel=True)
+    alone = parts(layout, widths={GATHER: 8})["SP backward, gradient gathered"]
+    both = parts(layout, widths={GATHER: 8, BACKWARD: 4})["SP backward, gradient gathered"]
+    assert alone.bits is None and alone.after == alone.before
+    assert both.bits == 8 and both.after.bytes_sent < both.before.bytes_sent
+
+
+def test_pipeline_sends_and_bubble():
+    """Activations forward and gradients back, 4 micro-batches; 1 of 4 batches of bubble with 2 stages."""
+    layout = Layout(pp=2, accumulation=4)
+    step = predict(MODEL, replace(BOX, flops=1e6), layout, {})
+    (part,) = step.parts
+    assert (part.kind, part.field, part.before.bytes_sent) == ("PP send", None, 2 * 4 * 8 * 10 * 2)
+    assert part.before.seconds == pytest.approx(2 * 4 * 160 / 1e9)
+    assert step.compute == pytest.approx(4 * 3 * MODEL.forward_flops(8) / 2 / 1e6)
+    assert step.bubble_before == pytest.approx((step.compute + part.before.seconds) / 4)
+    far = parts(Layout(pp=2, tp=4, accumulation=4))["PP send"]
+    assert far.before.seconds == pytest.approx(2 * 4 * 160 / 1e8)
+    scattered = parts(Layout(pp=2, tp=4, accumulation=4, sequence_parallel=True))["PP send"]
+    assert scattered.before.bytes_sent == far.before.bytes_sent / 4
+
+
+def test_data_parallel_gradients():
+    """One all-reduce of all gradients a step, in buckets, the last of which nothing hides."""
+    layout = Layout(dp=4, gradient_itemsize=4, accumulation=3, bucket=1125)
+    slow = replace(BOX, flops=1e9, intra=1e6)
+    part = parts(layout, slow)["DP gradients"]
+    assert part.field == GRADIENT and part.before.bytes_sent == 2 * 3 / 4 * 4500 * 4
+    link = 27_000 / 1e6
+    hidden = 2 * MODEL.forward_flops(8) / 1e9 * 3 / 4
+    assert part.before.hidden == pytest.approx(hidden) and hidden < link
+    assert part.before.exposed == pytest.approx(link - hidden)
+    assert parts(replace(layout, overlap=False), slow)["DP gradients"].before.hidden == 0
+    narrow = parts(layout, slow, {GRADIENT: 4})["DP gradients"].after
+    assert narrow.bytes_sent == pytest.approx(2 * 3 / 4 * 4500 * 68 / 128)
+
+
+def test_the_distributed_optimizer_and_zero_1_and_2():
+    """Megatron reduces to the owners and gathers parameters. DeepSpeed all-reduces, the plugin sends to the owners."""
+    megatron = parts(Layout(dp=4, zero=1), widths={GRADIENT: 8})
+    assert megatron["DP gradients (ZeRO-1)"].before.bytes_sent == 3 / 4 * 9000
+    assert megatron["DP parameters"].before.bytes_sent == 3 / 4 * 9000 and megatron["DP parameters"].field is None
+    one = parts(Layout(dp=4, zero=1, framework="deepspeed", accumulation=5), widths={GRADIENT: 8})
+    gradients = one["DP gradients (ZeRO-1)"]
+    assert gradients.before.bytes_sent == 2 * 3 / 4 * 9000
+    assert gradients.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 132 / 128)
+    two = parts(Layout(dp=4, zero=2, framework="deepspeed", accumulation=5), widths={GRADIENT: 8})
+    assert two["DP gradients (ZeRO-2)"].before.bytes_sent == 5 * gradients.before.bytes_sent
+    assert two["DP parameters"].before == one["DP parameters"].before
+
+
+def test_zero_3():
+    """Every micro-batch gathers the parameters twice, in full precision, and scatters the gradients."""
+    layout = Layout(dp=4, zero=3, framework="deepspeed", accumulation=2)
+    found = parts(layout, widths={GRADIENT: 4})
+    for kind in ("ZeRO-3 parameters, forward", "ZeRO-3 parameters, backward"):
+        assert found[kind].before.bytes_sent == 2 * 3 / 4 * 9000 and found[kind].bits is None
+    assert found["ZeRO-3 gradients"].before.bytes_sent == 2 * 3 / 4 * 9000
+    assert found["ZeRO-3 gradients"].after.bytes_sent == pytest.approx(2 * 3 / 4 * 4500 * 68 / 128)
+    slow = replace(BOX, flops=1e6, intra=1e6)  # a layer: 18.56 ms forward; 1.69 ms to gather: hidden but the first
+    gathered = parts(layout, slow)["ZeRO-3 parameters, forward"].before
+    assert gathered.exposed == pytest.approx(2 * 3 / 4 * 2250 / 1e6)
+    assert gathered.hidden == pytest.approx(2 * 3 * 3 / 4 * 2250 / 1e6)
+    slower = replace(slow, intra=6e4)  # 28.125 ms to gather, of 37.12 of a layer's backward pass: the rest is left
+    assert parts(layout, slower)["ZeRO-3 gradients"].before.hidden == pytest.approx(2 * 3 * (37.12 - 28.125) / 1e3)
+
+
+def test_placement_is_tensor_parallel_first():
+    assert group_of(1, 4, 8) == Group(4, 4) and group_of(1, 16, 8) == Group(16, 8)
+    assert group_of(2, 8, 8) == Group(8, 4) and group_of(2, 8, 8).nodes == 2
+    assert group_of(8, 4, 8) == Group(4, 1) and group_of(16, 4, 8) == Group(4, 1)
+    assert parts(Layout(tp=4, dp=4))["DP gradients"].group.nodes == 4
+    assert parts(Layout(tp=2, dp=4))["DP gradients"].group == Group(4, 2)
+
+
+def test_small_calls_stay_in_full_precision():
+    step = predict(MODEL, BOX, Layout(tp=2), {FORWARD: 8}, min_bytes=161)  # a call has 160 bytes
+    assert all(part.bits is None for part in step.parts) and step.speedup == 1
+
+
+# The playbook's ratios -----------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_those_of_the_step():
+    """t_comm / t_compute of the model's own parts, where the playbook's block (16 h^2) is the model's."""
+    h, tokens = 64, 100
+    model = Model(8, h, 1, 1, 6 * h, 1, tokens)  # 4 h^2 + 12 h^2
+    c = replace(BOX, flops=1e9, intra=1e6, inter=1e6)
+    zero3 = parts(Layout(dp=4, zero=3, framework="deepspeed"), c, model=model)["ZeRO-3 parameters, forward"]
+    block = 16 * h * h * 2 * 3 / 4 / 1e6 / (32 * tokens * h * h / 1e9)
+    assert dp_ratio(2, tokens, 4, 1e9, 1e6) == pytest.approx(block)
+    # The model's embedding is spread over its layers: h parameters more than 8 blocks.
+    assert zero3.before.seconds == pytest.approx(
+        8 * block * (32 * tokens * h * h / 1e9) * model.parameters / (8 * 16 * h * h)
+    )
+    assert tp_ratio(2, h, 4, 1e9, 1e6) == pytest.approx(
+        (2 * tokens * h * 3 / (4 * 1e6)) / (2 * tokens * h * h / (4 * 1e9))
+    )
+    send = parts(Layout(pp=2), c, model=model)["PP send"].before.seconds / 2
+    assert pp_ratio(2, h, 4, 1e9, 1e6) == pytest.approx(send / (32 * tokens * h * h * 4 / 1e9))
+
+
+# What must hold ------------------------------------------------------------------------------------------------------
+
+speeds = st.floats(1e6, 1e12)
+collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])
+clusters = st.builds(
+    Cluster, st.just("any"), flops=st.floats(1e9, 1e15), codec=speeds, ranks_per_node=st.integers(1, 8), intra=speeds,
+    inter=speeds, latency=st.floats(0, 1e-4), far=st.floats(0, 1e-4), start=st.floats(0, 1e-3),
+    transport=speeds | st.just(math.inf), backend=st.sampled_from(["nccl", "gloo"]),
+)  # fmt: skip
+calls = st.builds(
+    Traffic, st.just("any"), st.none(), collectives, st.integers(1, 1 << 30), st.sampled_from([2, 4]),
+    st.just(1), st.builds(Group, st.integers(2, 2048), st.integers(1, 8)), st.floats(0, 1),
+)  # fmt: skip
+codecs = st.none() | st.builds(Format, st.integers(2, 8), st.just(128))
+# A ratio of floats may be off by a rounding.
+NEARLY = 1 + 1e-9
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls, clusters, codecs, st.sampled_from(["intra", "inter", "codec", "transport"]), st.floats(1, 100))
+def test_a_faster_machine_is_never_slower(t, c, codec, what, factor):
+    faster = replace(c, **{what: factor * getattr(c, what)})
+    if t.hide == 0 or c.backend == "nccl":
+        assert cost(t, faster, codec).exposed <= cost(t, c, codec).exposed * NEARLY
+    t = replace(t, hide=0.0)
+    assert cost(t, faster, codec).seconds <= cost(t, c, codec).seconds * NEARLY
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls, clusters, codecs)
+def test_hidden_and_exposed_make_the_call(t, c, codec):
+    found = cost(t, c, codec)
+    start = 0.0 if codec is None else c.start
+    assert found.seconds == pytest.approx(start + max(found.link, found.busy))
+    assert found.hidden >= 0 and found.exposed >= min(found.link, found.busy) - 1e-9 * found.seconds
+    assert found.hidden <= t.hide * NEARLY
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls, clusters, codecs, st.integers(2, 50))
+def test_bytes_scale_with_the_tensor(t, c, codec, factor):
+    larger = replace(t, numel=factor * t.numel)
+    c = replace(c, latency=0, far=0, start=0)
+    a, b = cost(t, c, codec), cost(larger, c, codec)
+    if a.way == b.way:
+        assert b.bytes_sent == pytest.approx(factor * a.bytes_sent)
+        assert b.link == pytest.approx(factor * a.link)
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls, clusters, st.integers(2, 7))
+def test_fewer_bits_are_fewer_bytes_and_no_slower(t, c, bits):
+    fewer, more = (cost(replace(t, hide=0.0), c, Format(b, 128)) for b in (bits, bits + 1))
+    if fewer.way == more.way:
+        assert fewer.bytes_sent < more.bytes_sent
+    assert fewer.seconds <= more.seconds * NEARLY
+
+
+layouts = st.builds(
+    Layout, tp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8, 64]), pp=st.sampled_from([1, 2]),
+    sequence_parallel=st.booleans(), zero=st.sampled_from([0, 1]), framework=st.sampled_from(["megatron", "deepspeed"]),
+    micro_batch=st.integers(1, 4), accumulation=st.integers(1, 8), gradient_itemsize=st.sampled_from([2, 4]),
+    overlap=st.booleans(), recompute=st.booleans(),
+)  # fmt: skip
+LARGE = Model(8, 1024, 16, 16, 4096, 50304, 1024)
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters, layouts, st.sampled_from([8, 4, 2]))
+def test_advice_never_makes_a_step_slower(c, layout, bits):
+    widths = advise(LARGE, c, layout, bits)
+    step = predict(LARGE, c, layout, widths)
+    assert set(widths) <= set(quantizable(LARGE, c, layout))
+    assert step.before == pytest.approx(predict(LARGE, c, layout, {}).after)
+    assert step.after <= step.before * NEARLY
+    if FORWARD in quantizable(LARGE, c, layout) and FORWARD not in widths:
+        assert set(widths) <= {GRADIENT}
+
+
+def test_what_pays_is_found_beside_what_does_not():
+    """Forward reductions pay, backward ones are hidden anyway and would cost their kernels."""
+    c, layout = replace(BOX, flops=1e13, codec=1e11, intra=2e10), Layout(tp=4)
+    assert advise(LARGE, c, layout, 8) == {FORWARD: 8}
+    both = predict(LARGE, c, layout, {FORWARD: 8, BACKWARD: 8})
+    assert both.speedup < 1 < predict(LARGE, c, layout, {FORWARD: 8}).speedup
+
+
+def test_without_the_forward_pass_nothing_of_tensor_parallelism_is_advised():
+    """A codec with which gathers alone would pay: the forward pass has no switch of its own."""
+    c = replace(BOX, flops=1e15, codec=2.7e9)
+    layout = Layout(tp=4, sequence_parallel=True)
+    gathers = dict.fromkeys((BACKWARD, GATHER), 8)
+    assert predict(LARGE, c, layout, gathers).speedup > 1.01
+    assert advise(LARGE, c, layout, 8) == {}
+
+
+def test_fsdp_quantizes_parameters_too():
+    layout = Layout(dp=4, zero=3, framework="torch")
+    assert quantizable(LARGE, BOX, layout) == (GRADIENT, PARAMETERS)
+    gathered = parts(layout, widths={PARAMETERS: 8})["ZeRO-3 parameters, forward"]
+    assert gathered.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 132 / 128)
+    assert quantizable(LARGE, BOX, replace(layout, zero=0)) == (GRADIENT,)
+
+
+def test_deepspeed_has_gradients_only():
+    assert quantizable(LARGE, BOX, Layout(tp=2, dp=2, framework="deepspeed")) == (GRADIENT,)
+    assert quantizable(LARGE, BOX, Layout(tp=2, dp=2)) == (FORWARD, BACKWARD, GRADIENT)
+    assert quantizable(LARGE, BOX, Layout()) == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(clusters, layouts)
+def test_free_links_leave_arithmetic_and_bubble(c, layout):
+    free = replace(c, intra=math.inf, inter=math.inf, latency=0.0, far=0.0, transport=math.inf)
+    step = predict(LARGE, free, layout, {})
+    tokens = layout.micro_batch * LARGE.sequence
+    compute = layout.accumulation * (4 if layout.recompute else 3) * LARGE.forward_flops(tokens)
+    assert step.compute == pytest.approx(compute / (layout.tp * layout.pp * free.flops))
+    assert step.before == pytest.approx(step.compute * (1 + (layout.pp - 1) / layout.accumulation))
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"tp": 3}, "--tp 3 does not divide the 16 attention heads"),
+        ({"pp": 3}, "--pp 3 does not divide the 8 layers"),
+        ({"zero": 2, "pp": 2, "framework": "deepspeed"}, "--zero 2 does not go with --pp 2"),
+        ({"zero": 3}, "--zero 3 is DeepSpeed's"),
+    ],
+)
+def test_layouts_that_cannot_be(change, said):
+    with pytest.raises(ValueError, match=said):
+        check(LARGE, replace(Layout(), **change))
+    with pytest.raises(ValueError, match="does not divide the sequence of 1023"):
+        check(replace(LARGE, sequence=1023), Layout(tp=2, sequence_parallel=True))
+    with pytest.raises(ValueError, match="not a multiple of the 16 attention heads"):
+        check(replace(LARGE, hidden=1000), Layout())
+
+
+def test_every_traffic_has_a_setting_that_exists():
+    from flash_allreduce_plugin.config import FlashConfig
+
+    for layout in (Layout(tp=2, dp=2, sequence_parallel=True), Layout(tp=2, dp=2, zero=1)):
+        for t in traffic(LARGE, BOX, layout):
+            assert t.field is None or t.field in FlashConfig.model_fields

@@ -1,0 +1,86 @@
+"""The same bytes from every instruction set and every number of threads."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flash_allreduce_plugin.codec import ops
+from flash_allreduce_plugin.codec.format import Format
+from tests.codecs import BITS, DTYPES, Both, gaussian, hard_values
+
+pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
+
+ORDER = ["default", "avx2", "avx512"]
+
+
+def digest_of_everything() -> str:
+    """Compares with the reference (Both) and returns one digest of all bytes made on the way."""
+    digest = hashlib.sha256()
+    hard = torch.stack(list(hard_values(1100).values()))
+    for bits in BITS:
+        for group_size in (32, 64, 512):
+            both = Both(Format(bits, group_size, symmetric=bits % 2 == 0 and group_size == 64))
+            for dtype in DTYPES:
+                for rows in (hard.to(dtype), gaussian(2, 129).to(dtype)):
+                    payload = both.encode(rows)
+                    both.decode(payload, rows.shape[1], dtype)
+                    both.decode_sum(payload[:3], rows.shape[1], dtype)
+                    digest.update(bytes(payload.flatten().tolist()))
+            digest.update(
+                bytes(both.decode_sum_encode(payload[:2], Format(8, group_size, both.codec.symmetric)).tolist())
+            )
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def here() -> str:
+    return digest_of_everything()
+
+
+@pytest.mark.parametrize("capability", ORDER)
+def test_guarantee_4_every_instruction_set_writes_the_same_bytes(capability: str, here: str) -> None:
+    """A lower set than the machine has can always be chosen; a higher one is not there to be tested."""
+    script = (
+        "from flash_allreduce_plugin.codec import ops; from tests.codec.test_codec_machines import digest_of_everything; "
+        "print(ops.cpu_capability(), digest_of_everything())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    used, digest = run.stdout.split()
+    if used != capability:
+        assert ORDER.index(used) < ORDER.index(capability)
+        pytest.skip(f"this processor has {used} at most")
+    assert digest == here
+
+
+def test_guarantee_4_any_number_of_threads_gives_the_same_bytes() -> None:
+    before = torch.get_num_threads()
+    x = gaussian(3, 300_001)
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            codec = Format(5, 64)
+            payload = torch.empty(3, codec.payload_bytes(x.shape[1]), dtype=torch.uint8)
+            torch.ops.flash_allreduce.encode(x, payload, 5, 64, False)
+            total = torch.empty(x.shape[1])
+            torch.ops.flash_allreduce.decode_sum(payload, total, 1.0, 5, 64, False)
+            again = torch.empty_like(payload[0])
+            torch.ops.flash_allreduce.decode_sum_encode(payload, again, 1.0, 5, 5, 64, False)
+            results.append((payload, total, again))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

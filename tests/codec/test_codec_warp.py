@@ -1,0 +1,215 @@
+"""The device codec, warp by warp on the host, against the codec: the same bytes, the same bits, aligned addresses.
+
+csrc/cuda/codec_warp.h is one text for the device and the host; tests/host/warp.cpp is its warp here. Every lane,
+shuffle and address of the kernels is run, without a GPU. What is not: the staging of a block's payload, and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import Draw, Format
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values, same_bits
+
+SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
+DRAW = Draw(rows.draw_key(3, 5), first_group=7)
+GUARD = 64  # bytes around what is written
+OPTIONS = [
+    {**layout, "spikes": spikes, "hadamard": hadamard, **last}
+    for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
+    for last in ({}, {"mse": True}, {"stochastic": True})
+]
+NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
+
+
+class Warps:
+    """The device's functions on rows, with the checks that a device would make."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def _misaligned(self) -> int:
+        return ctypes.c_long.in_dll(self._library, "misaligned").value
+
+    def encode(self, row: Tensor, c: Format, draw: Draw = DRAW, fast: bool = True) -> Tensor:
+        """row [numel]; fast: 16 divides its address."""
+        buffer, payload = _guarded(torch.empty(c.payload_bytes(len(row)), dtype=torch.uint8))
+        self._library.warp_encode_row(
+            _at(row), ctypes.c_int64(len(row)), DTYPES.index(row.dtype), int(fast), c.bits, c.group_size, c.options,
+            ctypes.c_uint64(draw.key), ctypes.c_int64(draw.first_group), _at(payload),
+        )  # fmt: skip
+        return self._checked(buffer, payload)
+
+    def decode_sum(
+        self, payloads: Tensor, numel: int, dtype: torch.dtype, c: Format, factor: float, align: int, fast: bool = True
+    ) -> Tensor:
+        buffer, row = _guarded(torch.empty(numel, dtype=dtype))
+        self._library.warp_decode_sum_row(
+            _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
+            ctypes.c_float(factor), ctypes.c_int64(numel), DTYPES.index(dtype), int(fast), c.bits, c.group_size,
+            c.options, _at(row),
+        )  # fmt: skip
+        return self._checked(buffer, row)
+
+    def decode_sum_encode(self, payloads: Tensor, reduce: Format, gather: Format, factor: float, align: int) -> Tensor:
+        groups = payloads.shape[1] // reduce.record_bytes
+        buffer, payload = _guarded(torch.empty(groups * gather.record_bytes, dtype=torch.uint8))
+        self._library.warp_decode_sum_encode_row(
+            _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
+            ctypes.c_float(factor), ctypes.c_int64(groups), reduce.bits, gather.bits, reduce.group_size,
+            reduce.options, ctypes.c_uint64(DRAW.key), ctypes.c_int64(DRAW.first_group), _at(payload),
+        )  # fmt: skip
+        return self._checked(buffer, payload)
+
+    def _checked(self, buffer: Tensor, written: Tensor) -> Tensor:
+        assert self._misaligned() == 0
+        assert (buffer[:GUARD] == 0xA5).all() and (buffer[GUARD + written.nbytes :] == 0xA5).all()
+        return written
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _guarded(like: Tensor) -> tuple[Tensor, Tensor]:
+    """A buffer, and in its middle a tensor like the given one; torch's own buffers begin at multiples of 64."""
+    buffer = torch.full((like.nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
+    return buffer, buffer[GUARD : GUARD + like.nbytes].view(like.dtype)
+
+
+def _align(payloads: Tensor, c: Format) -> int:
+    """What divides the address of every record."""
+    bits = payloads.data_ptr() | (payloads.stride(0) if len(payloads) > 1 else 0) | c.record_bytes
+    return 4 if bits % 4 == 0 else 2 if bits % 2 == 0 else 1
+
+
+@pytest.fixture(scope="module")
+def warps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warps]:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to compile the device codec with")
+    library = tmp_path_factory.mktemp("host") / "warp.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    yield Warps(ctypes.CDLL(str(library)))
+
+
+def check(warps: Warps, x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
+    """x [ranks, numel] through all that the device does."""
+    numel = x.shape[1]
+    payloads = torch.empty(len(x), c.payload_bytes(numel), dtype=torch.uint8)
+    rows.encode(x, payloads, c, DRAW)
+    for row, payload in zip(x[:2], payloads, strict=False):
+        rows.encode(row.view(1, -1), payload.view(1, -1), c, DRAW)
+        assert torch.equal(warps.encode(row.clone(), c), payload), c
+    if not numel:
+        return
+    decoded = torch.empty(numel, dtype=dtype)
+    for ranks, factor in ((1, 1.0), (len(x), 1 / 3)):
+        rows.decode_sum(payloads[:ranks], decoded, c, factor)
+        ours = warps.decode_sum(payloads[:ranks], numel, dtype, c, factor, _align(payloads[:ranks], c))
+        assert same_bits(ours, decoded), c
+    gather = Format(gather_bits, c.group_size, **{f: getattr(c, f) for f in FLAGS})
+    sent = torch.empty(c.groups(numel) * gather.record_bytes, dtype=torch.uint8)
+    rows.decode_sum_encode(payloads, sent, c, gather, 0.5, DRAW)
+    assert torch.equal(warps.decode_sum_encode(payloads, c, gather, 0.5, _align(payloads, c)), sent), (c, gather)
+
+
+FLAGS = ("symmetric", "compact", "spikes", "hadamard", "mse", "stochastic")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_every_option_width_and_group_size(warps: Warps, options: dict[str, bool]) -> None:
+    """Lengths around a warp's 1024 elements; hard values, not finite ones among them."""
+    hard = torch.stack(list(hard_values(1100).values()))
+    lengths = itertools.cycle((1, 33, 1000, 1023, 1024, 1025, 2048, 2100))
+    for i, (bits, group_size) in enumerate(itertools.product(BITS, GROUP_SIZES)):
+        if options and i % 3:  # a third of them with options: with none, all
+            continue
+        c, dtype = Format(bits, group_size, **options), DTYPES[i % 3]
+        check(warps, gaussian(3, next(lengths)).to(dtype), c, DTYPES[(i + 1) % 3], 2 + i % 7)
+        first = i % (len(hard) - 3)
+        check(warps, hard[first : first + 3].to(dtype), c, dtype, 2 + (i + 3) % 7)
+
+
+@given(
+    options=st.sampled_from(OPTIONS),
+    bits=st.sampled_from(BITS),
+    group_size=st.sampled_from(GROUP_SIZES),
+    dtype=st.sampled_from(DTYPES),
+    pattern=st.binary(min_size=0, max_size=300),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_bit_pattern(
+    warps: Warps, options: dict[str, bool], bits: int, group_size: int, dtype: torch.dtype, pattern: bytes
+) -> None:
+    whole = len(pattern) // dtype.itemsize * dtype.itemsize
+    values = torch.frombuffer(bytearray(pattern[:whole] or b"\0\0\0\0"), dtype=torch.uint8).view(dtype)
+    check(
+        warps,
+        torch.stack([values, values.flip(0), values.nan_to_num(1.0)]),
+        Format(bits, group_size, **options),
+        dtype,
+        4,
+    )
+
+
+@given(
+    options=st.sampled_from(OPTIONS),
+    bits=st.sampled_from(BITS),
+    group_size=st.sampled_from(GROUP_SIZES),
+    data=st.binary(min_size=1, max_size=64),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_bytes_decode_alike(
+    warps: Warps, options: dict[str, bool], bits: int, group_size: int, data: bytes
+) -> None:
+    """Places of spikes included that lie outside of the group: nothing is read or written elsewhere."""
+    c = Format(bits, group_size, **options)
+    size = 3 * 2 * c.record_bytes
+    payloads = (
+        torch.frombuffer(bytearray((data * (size // len(data) + 1))[:size]), dtype=torch.uint8).view(3, -1).clone()
+    )
+    expected = torch.empty(2 * group_size - 3)
+    rows.decode_sum(payloads, expected, c, 1.0)
+    assert same_bits(warps.decode_sum(payloads, len(expected), torch.float32, c, 1.0, _align(payloads, c)), expected)
+
+
+def test_addresses_of_any_alignment(warps: Warps) -> None:
+    """Rows that begin anywhere, and payloads at odd addresses."""
+    for c, dtype in itertools.product(
+        (Format(4, 128), Format(3, 64, compact=True), Format(8, 32, spikes=True)), DTYPES
+    ):
+        x = gaussian(2000).to(dtype)
+        expected = torch.empty(1, c.payload_bytes(1999), dtype=torch.uint8)
+        rows.encode(x[1:].view(1, -1), expected, c)
+        assert torch.equal(warps.encode(x[1:], c, fast=False), expected[0])
+        decoded = torch.empty(1, 1999, dtype=dtype)
+        rows.decode(expected, decoded, c)
+        odd = torch.empty(len(expected[0]) + 1, dtype=torch.uint8)[1:]
+        odd.copy_(expected[0])
+        for payload in (expected, odd.view(1, -1)):
+            ours = warps.decode_sum(payload, 1999, dtype, c, 1.0, _align(payload, c), fast=False)
+            assert same_bits(ours, decoded[0])
+
+
+def test_a_misaligned_address_is_noticed(warps: Warps) -> None:
+    """That the check can fail."""
+    library, c, x = warps._library, Format(4, 128), gaussian(2000)
+    try:
+        with pytest.raises(AssertionError):
+            warps.encode(x[1:], c, fast=True)
+    finally:
+        ctypes.c_long.in_dll(library, "misaligned").value = 0

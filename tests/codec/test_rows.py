@@ -1,0 +1,245 @@
+"""The compiled codec is the reference, bit for bit; payloads are arrays of records."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.codec import ops, reference
+from flash_allreduce_plugin.codec.format import Format
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, LENGTHS, Both, as_bytes, gaussian, hard_values, same_bits
+from tests.golden.make import DRAW, FOLDER, values_of
+
+pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
+
+layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["asymmetric", "symmetric", "compact"])
+codecs = st.builds(
+    lambda bits, group_size, layout: Format(bits, group_size, **layout),
+    st.sampled_from(BITS),
+    st.sampled_from(GROUP_SIZES),
+    st.sampled_from(LAYOUTS),
+)
+dtypes = st.sampled_from(DTYPES)
+
+
+@layouts
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+@pytest.mark.parametrize("bits", BITS)
+def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size: int, layout: dict[str, bool]) -> None:
+    both = Both(Format(bits, group_size, **layout))
+    for dtype in DTYPES:
+        for numel in LENGTHS:
+            payload = both.encode(gaussian(2, numel).to(dtype))
+            both.decode(payload, numel, dtype)
+
+
+@layouts
+@pytest.mark.parametrize("bits", BITS)
+def test_compiled_is_reference_for_hard_values(bits: int, layout: dict[str, bool]) -> None:
+    for group_size in (32, 128, 1024):
+        both = Both(Format(bits, group_size, **layout))
+        # In rows, so that decode_sum adds hard values to one another.
+        rows = torch.stack(list(hard_values(1100).values()))
+        for dtype in DTYPES:
+            payload = both.encode(rows.to(dtype))
+            for output in DTYPES:
+                both.decode(payload, 1100, output)
+            for first in (0, 3, 12, 15, 18):
+                both.decode_sum(payload[first : first + 3], 1100, dtype, factor=1 / 3)
+            both.decode_sum_encode(payload[:3], Format(8, group_size, **layout))
+            both.decode_sum_encode(payload[2:5], Format(3, group_size, **layout), factor=0.5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_compiled_is_reference_for_sums_over_ranks(ranks: int) -> None:
+    for codec in (Format(8, 128), Format(4, 32), Format(5, 256, symmetric=True), Format(4, 64, compact=True)):
+        both = Both(codec)
+        for numel in LENGTHS:
+            payloads = both.encode(gaussian(ranks, numel))
+            for dtype in DTYPES:
+                both.decode_sum(payloads, numel, dtype, factor=1 / ranks)
+            for bits in (2, 7, 8):
+                both.decode_sum_encode(payloads, replace(codec, bits=bits))
+
+
+def test_sums_are_taken_in_rank_order_in_float32() -> None:
+    both = Both(Format(8, 32))
+    payloads = both.encode(gaussian(5, 320) * torch.tensor([[1e8], [1.0], [-1e8], [1e-3], [3.0]]))
+    values = both.decode(payloads, 320)
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    assert same_bits(both.decode_sum(payloads, 320), total)
+    assert not same_bits(both.decode_sum(payloads.flip(0), 320), total)
+
+
+@given(codec=codecs, dtype=dtypes, output=dtypes, pattern=st.binary(min_size=0, max_size=600))
+@settings(max_examples=150, deadline=None)
+def test_compiled_is_reference_for_any_bit_pattern(
+    codec: Format, dtype: torch.dtype, output: torch.dtype, pattern: bytes
+) -> None:
+    whole = len(pattern) // dtype.itemsize * dtype.itemsize
+    values = torch.frombuffer(bytearray(pattern[:whole] or b"\0\0\0\0"), dtype=torch.uint8).view(dtype)
+    # Twice over: once as it is, where one NaN loses most groups, and once with it and every Inf taken out.
+    Both(codec).round_trip(values.view(1, -1), output)
+    Both(codec).round_trip(values.nan_to_num(1.0).view(1, -1), output)
+
+
+@given(codec=codecs, payload=st.binary(min_size=1, max_size=64), ranks=st.integers(1, 3), dtype=dtypes)
+@settings(max_examples=80, deadline=None)
+def test_any_bytes_decode_alike(codec: Format, payload: bytes, ranks: int, dtype: torch.dtype) -> None:
+    """What a broken or hostile peer may send: both codecs make the same of it."""
+    size = ranks * 2 * codec.record_bytes
+    data = (payload * (size // len(payload) + 1))[:size]
+    payloads = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(ranks, -1)
+    numel = 2 * codec.group_size - 3
+    Both(codec).decode(payloads, numel, dtype)
+    Both(codec).decode_sum(payloads, numel, dtype)
+
+
+@given(
+    codec=codecs,
+    dtype=dtypes,
+    shape=st.lists(st.integers(0, 40), min_size=0, max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_shape_and_stride_is_encoded_in_row_major_order(
+    codec: Format, dtype: torch.dtype, shape: list[int], data: st.DataObject
+) -> None:
+    x = gaussian(*shape).to(dtype)
+    for _ in range(data.draw(st.integers(0, 3))):
+        kind = data.draw(st.sampled_from(["transpose", "slice", "expand", "flip"]))
+        if kind == "transpose" and x.dim() > 1:
+            x = x.transpose(0, -1)
+        elif kind == "slice" and x.dim():
+            x = x[data.draw(st.integers(0, 3)) :: data.draw(st.integers(1, 3))]
+        elif kind == "expand":
+            x = x.unsqueeze(0).expand(data.draw(st.integers(1, 3)), *x.shape)
+        elif kind == "flip" and x.dim():
+            x = x.flip(-1)
+    config = fap.FlashConfig(
+        bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric, compact=codec.compact
+    )
+    payload = fap.encode(x, config)
+    assert torch.equal(payload, fap.encode(x.clone(memory_format=torch.contiguous_format).view(-1), config))
+    decoded = fap.decode(payload, x.shape, dtype, config)
+    assert decoded.shape == x.shape and decoded.dtype == dtype
+    flat = torch.empty(1, x.numel(), dtype=dtype)
+    reference.decode(payload.view(1, -1), flat, codec)
+    assert same_bits(decoded.view(-1), flat.view(-1))
+
+
+def test_rows_may_be_strided_and_nothing_beside_them_is_written() -> None:
+    codec = Format(6, 64)
+    wide = gaussian(3, 400)
+    payload = torch.full((3, 500), 0xEE, dtype=torch.uint8)
+    n = codec.payload_bytes(150)
+    torch.ops.flash_allreduce.encode(wide[:, 100:250], payload[:, 7 : 7 + n], 6, 64, False)
+    assert torch.equal(payload[:, 7 : 7 + n], Both(codec).encode(wide[:, 100:250].contiguous()))
+    assert (payload[:, :7] == 0xEE).all() and (payload[:, 7 + n :] == 0xEE).all()
+    output = torch.full((3, 400), 7.0)
+    torch.ops.flash_allreduce.decode(payload[:, 7 : 7 + n], output[:, 100:250], 6, 64, False)
+    assert same_bits(output[:, 100:250], Both(codec).round_trip(wide[:, 100:250].contiguous()))
+    assert (output[:, :100] == 7).all() and (output[:, 250:] == 7).all()
+
+
+@pytest.mark.parametrize("codec", [Format(8, 128), Format(3, 32), Format(5, 64, True)], ids=str)
+def test_the_payload_of_a_part_is_a_slice_of_the_payload_of_the_whole(codec: Format) -> None:
+    both, g = Both(codec), codec.group_size
+    x = gaussian(1, 10 * g + 17)
+    whole = both.encode(x)
+    for k in (1, 3, 10):
+        assert torch.equal(both.encode(x[:, k * g :]), whole[:, k * codec.record_bytes :])
+        assert torch.equal(both.encode(x[:, : k * g]), whole[:, : k * codec.record_bytes])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@layouts
+def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, layout: dict[str, bool]) -> None:
+    for bits in BITS:
+        for place in (0, 1, 127, 128, 200, 255, 256, 299):
+            both = Both(Format(bits, 128, **layout))
+            clean = gaussian(1, 300)
+            x = clean.clone()
+            x[0, place] = value
+            decoded, expected = both.round_trip(x), both.round_trip(clean)
+            group = torch.arange(300) // 128 == place // 128
+            assert decoded[0, group].isnan().all()
+            assert same_bits(decoded[0, ~group], expected[0, ~group])
+
+
+def test_zeros_come_back_as_zeros_and_their_signs_do_not_travel() -> None:
+    for layout in LAYOUTS:
+        both = Both(Format(8, 32, **layout))
+        plus, minus = both.encode(torch.zeros(1, 32)), both.encode(-torch.zeros(1, 32))
+        assert torch.equal(plus, minus)
+        assert (both.decode(plus, 32) == 0).all()
+
+
+def test_the_public_functions_check_their_arguments() -> None:
+    config = fap.FlashConfig(bits=4)
+    with pytest.raises(TypeError, match="float64 cannot be quantized; expected float32, bfloat16 or float16"):
+        fap.encode(torch.zeros(4, dtype=torch.float64), config)
+    payload = fap.encode(torch.zeros(4), config)
+    for call in (
+        lambda: fap.encode(torch.zeros(4), {"bits": 4}),
+        lambda: fap.decode(payload, (4,), torch.float32, {"bits": 4}),
+        lambda: fap.payload_bytes(4, {"bits": 4}),
+    ):
+        with pytest.raises(TypeError, match=r"config is dict; expected FlashConfig\."):
+            call()
+    with pytest.raises(TypeError, match="int64 cannot be quantized"):
+        fap.decode(payload, (4,), torch.int64, config)
+    with pytest.raises(TypeError, match="expected 1-D uint8"):
+        fap.decode(payload.view(1, -1), (4,), torch.float32, config)
+    with pytest.raises(ValueError, match="payload has 68 bytes; 129 elements at 4 bits in groups of 128 take 136"):
+        fap.decode(payload, (129,), torch.float32, config)
+
+
+def test_encoding_a_leaf_that_needs_its_gradient_leaves_the_graph_alone() -> None:
+    x = torch.ones(40, requires_grad=True)
+    payload = fap.encode(x, fap.FlashConfig())
+    assert not payload.requires_grad and x.grad_fn is None
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_golden_bytes(path: Path) -> None:
+    """Payloads written once by tests/golden/make.py: a change of the wire format shows here."""
+    for case in json.loads(path.read_text()):
+        codec = Format(case["bits"], case["group_size"], case["symmetric"], **case["options"])
+        x = values_of(case["input"], getattr(torch, case["dtype"])).view(1, -1)
+        payload = Both(codec).encode(x, DRAW)
+        assert bytes(payload[0].tolist()).hex() == case["payload"], case["name"]
+        decoded = Both(codec).decode(payload, x.shape[1])
+        assert bytes(as_bytes(decoded).tolist()).hex() == case["decoded_float32"], case["name"]
+
+
+def test_there_are_golden_bytes() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["edges", "options", "ramps"]
+
+
+def _wire_format_example() -> tuple[Tensor, bytes]:
+    """The worked example of docs/wire_format.md: its input and the bytes it prints."""
+    text = (Path(__file__).parents[2] / "docs/wire_format.md").read_text()
+    block = re.split("<!-- worked example: checked by [^>]*-->", text)[1].split("```")[1]
+    rows = [line.split("|") for line in block.strip().splitlines()[1:] if "|" in line]
+    printed = b"".join(bytes.fromhex(row[1].strip()) for row in rows)
+    return torch.arange(32, dtype=torch.float32) * 0.5 - 4.25, printed
+
+
+def test_the_worked_example_of_the_documents() -> None:
+    x, printed = _wire_format_example()
+    assert bytes(Both(Format(5, 32)).encode(x.view(1, -1))[0].tolist()) == printed
+    with_zero = Both(Format(5, 32)).encode(x.view(1, -1) + 0.25)
+    assert bytes(with_zero[0, :4].tolist()) == bytes.fromhex("fc be 08 00")
+    assert Both(Format(5, 32)).decode(with_zero, 32)[0, 8] == 0

@@ -1,0 +1,400 @@
+"""The fused all-reduce, block by block on the host, against the codec; and which calls take it.
+
+csrc/cuda/two_shot.h is one text for the device and the host: in tests/host/two_shot.cpp every block of every rank is a
+thread, and nothing orders the ranks but the kernel's own protocol. What is not tested here: the device's memory model,
+the launch, and torch's symmetric memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.collectives import two_shot
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.errors import CollectiveError, ConfigError, MismatchError
+from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.topology import neighbours
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values
+from tests.distributed import Ranks
+
+SOURCE = Path(__file__).parents[1] / "host" / "two_shot.cpp"
+RANKS = two_shot.MOST_RANKS
+OPTIONS = [
+    {**layout, "spikes": spikes, "hadamard": hadamard, **last}
+    for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
+    for last in ({}, {"mse": True}, {"stochastic": True})
+]
+PLAIN = Format(4, 128)
+PLAN = Plan(PLAIN, PLAIN, chunk_bytes=1 << 20)
+
+
+class HostCall(ctypes.Structure):
+    _fields_ = [
+        ("inputs", ctypes.c_void_p), ("expected", ctypes.c_void_p), ("numel", ctypes.c_int64),
+        ("type", ctypes.c_int32), ("bits", ctypes.c_int32), ("gather_bits", ctypes.c_int32),
+        ("group_size", ctypes.c_int32), ("options", ctypes.c_int32), ("offset", ctypes.c_int32),
+        ("factor", ctypes.c_float), ("gather_key", ctypes.c_uint64), ("reduce_keys", ctypes.c_uint64 * RANKS),
+    ]  # fmt: skip
+
+
+class HostRun(ctypes.Structure):
+    _fields_ = [
+        ("world", ctypes.c_int32), ("blocks", ctypes.c_int32), ("half", ctypes.c_int64), ("count", ctypes.c_uint32),
+        ("seed", ctypes.c_uint32), ("slow_rank", ctypes.c_int32), ("dead_rank", ctypes.c_int32),
+        ("broken", ctypes.c_int32), ("timeout", ctypes.c_uint64), ("reports", ctypes.c_uint32 * RANKS),
+        ("lost", ctypes.c_int64),
+    ]  # fmt: skip
+
+
+@dataclass
+class Call:
+    """inputs [ranks, numel], and what the codec makes of them."""
+
+    inputs: Tensor
+    reduce: Format
+    gather: Format
+    factor: float = 1.0
+    offset: int = 0  # elements between the tensor and an address that 16 divides
+    key: int = 7
+
+    def __post_init__(self) -> None:
+        world, numel = self.inputs.shape
+        self.expected = torch.empty(1, numel, dtype=self.inputs.dtype)
+        if numel == 0:
+            return
+        payloads = torch.empty(world, self.reduce.payload_bytes(numel), dtype=torch.uint8)
+        for rank, (row, payload) in enumerate(zip(self.inputs, payloads, strict=True)):
+            draw = Draw(rows.draw_key(self.key, 0, rank))
+            rows.encode(row.view(1, -1), payload.view(1, -1), self.reduce, draw)
+        sums = torch.empty(self.gather.payload_bytes(numel), dtype=torch.uint8)
+        draw = Draw(rows.draw_key(self.key, 1))
+        rows.decode_sum_encode(payloads, sums, self.reduce, self.gather, self.factor, draw)
+        rows.decode(sums.view(1, -1), self.expected, self.gather)
+
+    @property
+    def half_bytes(self) -> int:
+        return two_shot.half_bytes(self.inputs.shape[1], len(self.inputs), self.reduce, self.gather)
+
+    def host(self) -> HostCall:
+        keys = [two_shot.draw_keys(self.key, rank) for rank in range(len(self.inputs))]
+        return HostCall(
+            self.inputs.data_ptr(), self.expected.data_ptr(), self.inputs.shape[1], DTYPES.index(self.inputs.dtype),
+            self.reduce.bits, self.gather.bits, self.reduce.group_size, self.reduce.options, self.offset, self.factor,
+            keys[0][1], (ctypes.c_uint64 * RANKS)(*(reduce for reduce, _ in keys)),
+        )  # fmt: skip
+
+
+def make(world: int, numel: int, i: int, seed: int = 0) -> Call:
+    """The i-th of many kinds of calls."""
+    options = OPTIONS[i % len(OPTIONS)]
+    group_size, dtype = GROUP_SIZES[i % len(GROUP_SIZES)], DTYPES[i % 3]
+    inputs = gaussian(world, numel, seed=seed + i)
+    if i % 5 == 4 and numel:
+        values = list(hard_values(numel).values())
+        inputs = torch.stack([values[(i + rank) % len(values)] for rank in range(world)])
+    return Call(
+        inputs.to(dtype).contiguous(),
+        Format(BITS[i % len(BITS)], group_size, **options),
+        Format(BITS[(i // 2 + 3) % len(BITS)], group_size, **options),
+        (1.0, 1 / world)[i % 2],
+        offset=(0, 0, 1)[i % 3],
+        key=i,
+    )
+
+
+class Host:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.two_shot_run.restype = ctypes.c_int64
+        library.two_shot_half_bytes.restype = ctypes.c_int64
+
+    def run(self, calls: Sequence[Call], order: Sequence[int] | None = None, **how: Any) -> tuple[int, HostRun]:
+        """How many results are wrong, -1: something was touched that should not be; and what is left of the run."""
+        order = range(len(calls)) if order is None else order
+        half = max(call.half_bytes for call in calls)
+        fields = {
+            "world": len(calls[0].inputs), "blocks": 3, "half": half, "slow_rank": -1, "dead_rank": -1,
+            "timeout": 60 * 10**9,
+        }  # fmt: skip
+        run = HostRun(**{**fields, **how})
+        wrong = self.library.two_shot_run(
+            ctypes.byref(run), (HostCall * len(calls))(*(call.host() for call in calls)),
+            (ctypes.c_int32 * len(order))(*order), ctypes.c_int64(len(order)),
+        )  # fmt: skip
+        return wrong, run
+
+
+def compile_host(output: Path, *flags: str) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler to compile the fused path with")
+    always = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread"]
+    subprocess.run([compiler, *always, *flags, str(SOURCE), "-o", str(output)], check=True, timeout=240)
+    return output
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    library = compile_host(tmp_path_factory.mktemp("host") / "two_shot.so", "-shared", "-fPIC")
+    return Host(ctypes.CDLL(str(library)))
+
+
+@pytest.mark.parametrize("world", range(2, RANKS + 1))
+def test_every_world_has_the_codecs_bits(host: Host, world: int) -> None:
+    """Lengths around a group, a piece of 1024 and a stripe; all options, widths and group sizes among the worlds."""
+    lengths = (0, 1, 33, 1023, 1024, 1025, 1024 * world, 1024 * world + 1, 9000)
+    calls = [make(world, numel, 9 * world + i) for i, numel in enumerate(lengths)]
+    for blocks, order in ((1, range(len(calls))), (3, [*range(len(calls))][::-1])):
+        assert host.run(calls, order, blocks=blocks, seed=world)[0] == 0
+
+
+@pytest.mark.parametrize("world", [2, 5, 8])
+def test_every_option(host: Host, world: int) -> None:
+    calls = [make(world, 1500, i) for i in range(len(OPTIONS))]
+    assert host.run(calls)[0] == 0
+
+
+def small_calls(world: int) -> list[Call]:
+    lengths = (1, 5000, 64, 0, 1024, 4100, 33, 2049, 0, 7000, 2000, 3)
+    return [Call(gaussian(world, n, seed=n), PLAIN, Format(8, 128), key=n) for n in lengths]
+
+
+@pytest.mark.parametrize(("world", "slow_rank", "count"), [(2, -1, 5000), (4, 1, 500), (8, -1, 1000)])
+def test_thousands_of_calls_of_changing_sizes(host: Host, world: int, slow_rank: int, count: int) -> None:
+    """The count of meetings wraps around on the way."""
+    calls = small_calls(world)
+    order = random.Random(world).choices(range(len(calls)), k=count)
+    start = (1 << 32) - count // 2 * 2
+    wrong, run = host.run(calls, order, seed=1, slow_rank=slow_rank, count=start)
+    assert wrong == 0 and not any(run.reports)
+
+
+@pytest.mark.parametrize("broken", [1, 2, 4, 8], ids=["first meeting", "second meeting", "one half", "no count"])
+def test_a_broken_protocol_is_noticed(host: Host, broken: int) -> None:
+    """That the tests above can fail."""
+    calls = small_calls(3)
+    order = random.Random(3).choices(range(len(calls)), k=200)
+    assert host.run(calls, order, seed=1, slow_rank=1, broken=broken, timeout=10**9)[0] != 0
+
+
+@pytest.mark.slow
+def test_no_access_is_unordered(tmp_path: Path) -> None:
+    """A race detector, which knows of no order but the protocol's; and finds one where the protocol is broken."""
+    program = compile_host(tmp_path / "race", "-fsanitize=thread", "-g", "-DTWO_SHOT_MAIN")
+    done = subprocess.run([str(program), "200"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[:3000]
+    for broken in ("1", "2", "4", "8"):
+        done = subprocess.run([str(program), "20", broken], capture_output=True, text=True, timeout=240)
+        assert "data race" in done.stderr
+
+
+def test_a_wrong_sum_is_noticed(host: Host) -> None:
+    calls = small_calls(2)
+    calls[1].inputs[1, 4000] += 1
+    assert host.run(calls)[0] == 2  # on both ranks
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_peer_that_does_not_come(host: Host, dtype: torch.dtype) -> None:
+    """The result is NaN throughout, the report names the peer, and later calls do not wait again."""
+    calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN) for n in (5000, 3000, 1)]
+    wrong, run = host.run(calls, [0, 1, 2] * 20, dead_rank=1, timeout=6 * 10**8)
+    assert wrong == 120 and run.lost == 2 * 20 * 8001
+    for rank in (0, 2):
+        word = two_shot.Report(run.reports[rank])
+        assert word.peer == 1 and word.block < 3 and word.half == "sum"
+    assert run.reports[1] == 0
+
+
+def test_sizes_are_those_of_the_kernel(host: Host) -> None:
+    assert host.library.two_shot_header_bytes() == two_shot.HEADER_BYTES
+    for i, (world, numel) in enumerate(itertools.product((2, 3, 8), (0, 1, 1024, 5000, 1 << 20))):
+        call = SimpleNamespace(reduce=Format(BITS[i % 7], 1024, **OPTIONS[i]), gather=Format(8, 1024, **OPTIONS[i]))
+        ours = two_shot.half_bytes(numel, world, call.reduce, call.gather)
+        widths = (call.reduce.bits, call.gather.bits, 1024, call.reduce.options)
+        assert host.library.two_shot_half_bytes(ctypes.c_int64(numel), world, *widths) == ours
+
+
+def test_a_workspace_serves_every_codec() -> None:
+    for world, limit in ((2, 1), (3, 1 << 20), (8, 4 << 20)):
+        half = (two_shot.workspace_bytes(limit, world) - two_shot.HEADER_BYTES) // 2
+        for bits, group_size, options in itertools.product(BITS, GROUP_SIZES, OPTIONS[::5]):
+            wire = Format(bits, group_size, **options)
+            assert two_shot.half_bytes(limit // 2, world, wire, wire) <= half
+
+
+def test_which_calls_take_it() -> None:
+    def refusal(nbytes: int = 1 << 16, plan: Plan = PLAN, world: int = 8, limit: int = 1 << 20, **how: bool) -> Any:
+        return two_shot.refusal(nbytes, plan, world, limit, **how)
+
+    assert refusal() is None and refusal(1 << 20) is None and refusal(world=2) is None
+    assert refusal(limit=0) == two_shot.OFF
+    assert refusal(world=9) == two_shot.WORLD
+    assert refusal((1 << 20) + 1) == two_shot.LARGE
+    assert refusal(asynchronous=True) == two_shot.ASYNCHRONOUS
+    assert refusal(feedback=True) == two_shot.FEEDBACK
+    assert refusal(measured=True) == two_shot.MEASURED
+    levels = Plan(PLAIN, PLAIN, 1 << 20, inside=PLAIN, nodes=neighbours(8, 4))
+    assert refusal(plan=levels) == two_shot.LEVELS
+
+
+def test_which_groups_have_a_workspace() -> None:
+    def ranks(**second: Any) -> list[dict[str, Any]]:
+        first = {"limit": 5, "refuses": "", "host": "a", "index": 0, "overlapping": False, "uuid": "x", "blocked": []}
+        return [first, {**first, "index": 1, "uuid": "y", **second}]
+
+    assert two_shot.common_refusal(ranks()) is None
+    assert two_shot.common_refusal(ranks(refuses=two_shot.NOT_BUILT)) == two_shot.NOT_BUILT
+    assert two_shot.common_refusal(ranks(host="b")) == two_shot.HOSTS
+    assert two_shot.common_refusal(ranks(index=0)) == two_shot.SHARED
+    assert two_shot.common_refusal(ranks(blocked=["z"])) is None
+    assert two_shot.common_refusal(ranks(blocked=["x"])) == two_shot.NO_ACCESS
+    shared = ranks(index=0, overlapping=True)
+    shared[0]["overlapping"] = True
+    assert two_shot.common_refusal(shared) is None
+    with pytest.raises(MismatchError, match=two_shot.LIMIT):
+        two_shot.common_refusal(ranks(limit=6))
+
+
+def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert two_shot.limit_of_environment() == two_shot.DEFAULT_LIMIT
+    for text, limit in (("0", 0), (" 65536 ", 65536), ("", two_shot.DEFAULT_LIMIT)):
+        monkeypatch.setenv(two_shot.LIMIT, text)
+        assert two_shot.limit_of_environment() == limit
+        assert fap.FlashConfig.from_env() == fap.FlashConfig()  # it is no field, and known
+    for text in ("64k", "-1", str((1 << 30) + 1)):
+        monkeypatch.setenv(two_shot.LIMIT, text)
+        with pytest.raises(ConfigError, match=two_shot.LIMIT):
+            two_shot.limit_of_environment()
+
+
+class Group:
+    """A rank of a group of which nothing else is asked."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 4
+
+
+@pytest.fixture
+def workspace(monkeypatch: pytest.MonkeyPatch) -> two_shot.Workspace:
+    """One without a GPU, which `_workspace` finds."""
+    w = object.__new__(two_shot.Workspace)
+    w.rank, w.device, w.nbytes, w.timeout_ms = 1, torch.device("cpu"), 4096, 1500
+    w.addresses, w.report_address, w._word = [16, 32, 48, 64], 80, ctypes.c_uint32(0)
+    w.stream = SimpleNamespace()
+    monkeypatch.setattr(two_shot, "_workspace", lambda *_: w)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: w.stream)
+    monkeypatch.setattr(two_shot, "counts", type(two_shot.counts)())
+    monkeypatch.setenv(two_shot.LIMIT, "65536")
+    return w
+
+
+def test_what_the_operator_is_called_with(monkeypatch: pytest.MonkeyPatch, workspace: two_shot.Workspace) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(two_shot, "_op", SimpleNamespace(two_shot_all_reduce=lambda *a: calls.append(a)))
+    tensor, label = torch.zeros(100), Label("all_reduce", "here", Group())  # type: ignore[arg-type]
+    plan = Plan(Format(5, 64, spikes=True), Format(8, 64, spikes=True), 1 << 20)
+    assert two_shot.all_reduce(tensor, 0.25, plan, label, 9)
+    keys = rows.draw_key(9, 0, 1), rows.draw_key(9, 1)  # as collectives.all_reduce
+    assert calls == [(tensor, [16, 32, 48, 64], 4096, 80, 1, 0.25, 5, 8, 64, plan.reduce.options, *keys, 1500)]
+    assert not two_shot.all_reduce(tensor, 0.25, plan, label, 9, asynchronous=True)
+    assert two_shot.counts == {two_shot.TWO_SHOT: 1, two_shot.ASYNCHRONOUS: 1} and len(calls) == 1
+
+
+def test_a_report_is_an_error_of_the_next_call(host: Host, workspace: two_shot.Workspace) -> None:
+    _, run = host.run([Call(gaussian(4, 300), PLAIN, PLAIN)], dead_rank=3, timeout=6 * 10**8)
+    workspace._word.value = run.reports[1]
+    label = Label("all_reduce", "here", Group())  # type: ignore[arg-type]
+    with pytest.raises(CollectiveError, match=r"'here', rank 1 of 4.*rank 3 did not come to the sum within 1500 ms"):
+        two_shot.all_reduce(torch.zeros(100), 1.0, PLAN, label)
+
+
+def test_calls_of_several_streams_are_ordered(workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    first, second = workspace.stream, SimpleNamespace(wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: second)
+    workspace.order()
+    workspace.order()
+    assert waited == [first] and workspace.stream is second
+
+
+def set_up_without_a_gpu(limit_of_1: int, fails: bool, refuses: str) -> list[str]:
+    """What two calls find on this rank: rank 1 has another limit, cannot rendezvous, or refuses."""
+    rank, made = dist.get_rank(), []
+
+    class Workspace:
+        def __init__(self, *_: Any) -> None:
+            made.append(self)
+            if fails and rank == 1:
+                raise RuntimeError("no handle " + "x" * 5000)
+
+    def describe(device: torch.device, limit: int) -> dict[str, Any]:
+        return {
+            "limit": limit, "refuses": refuses if rank == 1 else "", "host": "a", "index": rank, "overlapping": False,
+            "uuid": str(rank), "blocked": [],
+        }  # fmt: skip
+
+    label, cpu, found = Label("all_reduce", "here", dist.group.WORLD), torch.device("cpu"), []
+    with (
+        mock.patch.multiple(two_shot, _describe=describe, Workspace=Workspace, _workspaces={}),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+    ):
+        for _ in range(2):
+            try:
+                answer = two_shot._workspace(label, cpu, limit_of_1 if rank == 1 else 5)
+            except MismatchError:
+                found.append("mismatch")
+            else:
+                found.append(answer if isinstance(answer, str) else f"workspace {made.index(answer)} of {len(made)}")
+    return found
+
+
+def test_ranks_agree_about_the_workspace(ranks: Callable[[int], Ranks]) -> None:
+    for case, expected in (
+        ((5, False, ""), "workspace 0 of 1"),
+        ((5, True, ""), two_shot.NO_RENDEZVOUS),
+        ((5, False, two_shot.NOT_BUILT), two_shot.NOT_BUILT),
+        ((6, False, ""), "mismatch"),
+    ):
+        assert ranks(2).run(set_up_without_a_gpu, *case) == [[expected] * 2] * 2
+
+
+def only_on_gpus() -> bool:
+    """A CPU tensor's all-reduce, with the fused path's function out of order."""
+    x = gaussian(3000, seed=dist.get_rank())
+    with mock.patch.object(two_shot, "all_reduce", side_effect=AssertionError):
+        fap.all_reduce(x, config=fap.FlashConfig(min_bytes=0))
+    return bool(x.isfinite().all())
+
+
+def test_cpu_tensors_never_take_it(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(only_on_gpus) == [True, True]
+
+
+def test_nothing_is_set_up_during_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(two_shot, "_workspaces", {})
+    label = Label("all_reduce", "here", Group())  # type: ignore[arg-type]
+    assert two_shot._workspace(label, torch.device("cpu"), 1) == two_shot.CAPTURED

@@ -1,0 +1,202 @@
+"""What rank 0 prints: what is attached, and which site has quantized nothing, in real training of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import policy
+from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import counters, notices
+from tests.distributed import run_ranks
+
+ROOT = Path(__file__).parents[2]
+STEPS = 4
+
+
+def ddp(config: fap.FlashConfig) -> list[str]:
+    model = DistributedDataParallel(nn.Linear(64, 128, bias=False))
+    model.register_comm_hook(None, fap.ddp_hook(config))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            model(torch.ones(2, 64)).sum().backward()
+    return text.getvalue().splitlines()
+
+
+def fsdp(config: fap.FlashConfig) -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 128, bias=False))
+    for module in (*model, model):
+        fully_shard(module)
+    for module in model.modules():
+        module.set_custom_reduce_scatter(fap.FlashReduceScatter(config))  # type: ignore[operator]
+        module.set_custom_all_gather(fap.FlashAllGather(config))  # type: ignore[operator]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            model(torch.ones(2, 64)).sum().backward()
+    return text.getvalue().splitlines()
+
+
+def fsdp1(config: fap.FlashConfig) -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 128, bias=False))
+    model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"))
+    model.register_comm_hook(None, fap.fsdp1_hook(config))
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            model(torch.ones(2, 64)).sum().backward()
+    return text.getvalue().splitlines()
+
+
+def apex(config: fap.FlashConfig) -> list[str]:
+    sys.path.insert(0, str(ROOT / "tests" / "apex_stub"))
+    from apex.parallel import Reducer
+
+    fap.apex.enable(config)
+    model = nn.Linear(64, 128, bias=False)
+    reducer, text = Reducer(model), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            model(torch.ones(2, 64)).sum().backward()
+            reducer.reduce()
+    return text.getvalue().splitlines()
+
+
+SMALL = (
+    "message below min_bytes (largest {}, min_bytes 1 MiB; set FlashConfig(min_bytes=...) or FLASH_ALLREDUCE_MIN_BYTES)"
+)
+
+
+@pytest.mark.parametrize(
+    ("train", "to", "calls", "largest"),
+    [
+        (ddp, "DistributedDataParallel", "ddp.gradients has quantized none of its 2 calls: ", "32 KiB"),
+        (fsdp, "FSDP2", "fsdp.gradients has quantized none of its 4 calls: ", "32 KiB"),
+        (fsdp1, "FullyShardedDataParallel", "fsdp1.gradients has quantized none of its 2 calls: ", "48 KiB"),
+        (apex, "apex.parallel", "apex.reducer has quantized none of its 2 calls: ", "32 KiB"),
+    ],
+)
+def test_small_messages_are_named_once_on_rank_0(train: Any, to: str, calls: str, largest: str) -> None:
+    first, second = run_ranks(2, train, fap.FlashConfig(min_bytes=1 << 20))
+    assert second == []
+    assert (
+        f"flash all-reduce: attached to {to}: gradients in 8 bits, groups of 128, buckets from 1048576 bytes" in first
+    )
+    assert [line for line in first if "calls" in line and "parameters" not in line] == [
+        f"flash all-reduce: {calls}{SMALL.format(largest)}"
+    ]
+
+
+@pytest.mark.parametrize("train", [ddp, fsdp, fsdp1])
+def test_what_quantizes_is_left_in_peace(train: Any) -> None:
+    first, _ = run_ranks(2, train, fap.FlashConfig(min_bytes=0, bits=4))
+    assert any("gradients in 4 bits" in line for line in first)
+    assert not any("calls" in line for line in first)
+
+
+def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
+    first, _ = run_ranks(2, ddp, fap.FlashConfig(enabled=False))
+    assert first == [
+        "flash all-reduce: attached to DistributedDataParallel, but switched off (enabled is false): every call goes "
+        "in full precision"
+    ]
+
+
+def test_one_rank_has_nothing_to_reduce() -> None:
+    (lines,) = run_ranks(1, ddp, fap.FlashConfig(min_bytes=0))
+    assert lines[0].endswith("; there is one rank and nothing to reduce")
+    assert lines[1] == (
+        "flash all-reduce: ddp.gradients has quantized none of its 2 calls: one-rank group, there is nothing to reduce"
+    )
+
+
+def test_the_warm_up_is_waited_for() -> None:
+    first, _ = run_ranks(2, ddp, fap.FlashConfig(min_bytes=0, warmup_steps=3))
+    assert len(first) == 1 and "warmup_steps=3" in first[0]
+
+
+def test_every_reason_has_a_way_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "_largest", {})
+    counters.reset_stats()
+    reasons = [policy.BACKWARD_FULL, policy.GRADIENT_FULL, policy.EMBEDDING, "dtype int64", policy.WARM_UP]
+    for number, reason in enumerate(reasons):
+        counters.record_full_precision(Site(f"t14.{number}"), reason, 1)
+    counters.record_quantized(Site("t14.quantized"), 1, 2)
+    counters.record_full_precision(Site("t14.quantized"), policy.SMALL, 1)
+    lines = notices.without_quantized("t14", fap.FlashConfig(), lambda key: f"--{key}")
+    assert lines == [
+        "t14.0 has quantized none of its 1 calls: backward_bits is full (set --backward_bits)",
+        "t14.1 has quantized none of its 1 calls: grad_bits is full (set --grad_bits)",
+        "t14.2 has quantized none of its 1 calls: embedding (set --quantize_embedding)",
+        "t14.3 has quantized none of its 1 calls: dtype int64",
+    ]
+
+
+@pytest.mark.parametrize(("count", "said"), [(8, "8 bytes"), (65536, "64 KiB"), (1 << 20, "1 MiB"), (1536, "1.5 KiB")])
+def test_sizes(count: int, said: str) -> None:
+    assert notices.size(count) == said
+
+
+# Variables that nobody reads
+
+INIT = """
+import torch
+from flash_allreduce_plugin import autoload
+autoload.load()
+import torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(4)
+"""
+PLAIN = INIT + "dist.all_reduce(x)\ndist.destroy_process_group()"
+
+
+def program(script: str, **environment: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
+    env = {**kept, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment}
+    env.update(RANK="0", WORLD_SIZE="1")
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_fields_that_nobody_read_are_named_at_the_end() -> None:
+    said = program(PLAIN, FLASH_ALLREDUCE_BITS="4", FLASH_ALLREDUCE_LOG="")
+    assert said.startswith("flash all-reduce: set, and read by nothing in this program: FLASH_ALLREDUCE_BITS; ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [
+        (PLAIN, {}),
+        (PLAIN, {"FLASH_ALLREDUCE_REFERENCE": "0"}),
+        (PLAIN, {"FLASH_ALLREDUCE_BITS": "4", "FLASH_ALLREDUCE_AUTOLOAD": "0"}),
+        (INIT + "import flash_allreduce_plugin as fap; fap.all_reduce(x)", {"FLASH_ALLREDUCE_BITS": "4"}),
+        ("from flash_allreduce_plugin import autoload; autoload.load(); import torch", {"FLASH_ALLREDUCE_BITS": "4"}),
+    ],
+    ids=["none set", "a switch", "autoload is off", "used", "no training"],
+)
+def test_else_the_end_is_silent(script: str, environment: dict[str, str]) -> None:
+    assert program(script, **environment) == ""
+
+
+def test_nothing_is_said_by_importing() -> None:
+    assert not dist.is_initialized()
+    assert program("import flash_allreduce_plugin.dispatch", FLASH_ALLREDUCE_BITS="4") == ""
