@@ -55,28 +55,18 @@ def collectives(results: list[Any]) -> Rows:
     for result in results:
         for row in result["rows"]:
             setups.setdefault(_where(result, row), {})[f"{row['type']}, {row['variant']}"] = row
-    header, names = [""], list(dict.fromkeys(name for rows in setups.values() for name in rows))
-    for where, rows in setups.items():
-        header += [f"{where}: ms", "speed-up", *(["of the line"] if _on_a_line(rows) else [])]
-    table: Rows = [header]
+    names = list(dict.fromkeys(name for rows in setups.values() for name in rows))
+    table: Rows = [["", *(text for where in setups for text in (f"{where}: ms", "speed-up"))]]
     for name in names:
-        cells = [name]
-        for rows in setups.values():
-            row = rows.get(name, {})
-            cells += [_number(row.get("seconds"), ".1f", 1e3), _number(row.get("speedup"))]
-            if _on_a_line(rows):
-                cells.append(_percent(row["of_the_line"]) if row.get("of_the_line") else "")
-        table.append(cells)
+        rows = [of_setup.get(name, {}) for of_setup in setups.values()]
+        cells = [(_number(row.get("seconds"), ".1f", 1e3), _number(row.get("speedup"))) for row in rows]
+        table.append([name, *(text for pair in cells for text in pair)])
     return table
 
 
 def _where(result: dict[str, Any], row: dict[str, Any]) -> str:
     link = result["about"]["link"]
     return f"loopback, {row['ranks']} ranks" if link == "loopback" else f"{row['ranks']} hosts, {link}"
-
-
-def _on_a_line(rows: dict[str, Any]) -> bool:
-    return any(row["of_the_line"] for row in rows.values())
 
 
 def sizes(results: list[Any]) -> Rows:
@@ -117,7 +107,7 @@ def step_time(results: list[Any]) -> Rows:
     for table in tables:
         variants = table["variants"]
         link = "no limit" if table["rate"] == "none" else f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s"
-        ratios = [f"{variants[name]['x bf16']:.2f} x" for name in widths]
+        ratios = [f"{variants[name]['x bf16']:.2f}" for name in widths]
         rows.append([link, _percent(table["share"]), _number(variants["bf16"]["seconds"], ".0f", 1e3), *ratios])
     sent = [_number(tables[0]["variants"][name]["megabytes sent"], ".1f") for name in ("bf16", *widths)]
     return [*rows, ["MB sent in a step and rank", "", *sent]]
@@ -146,7 +136,7 @@ def deepspeed_step(results: list[Any]) -> Rows:
     for table in tables:
         variants = table["variants"]
         cells = [_number(variants["bf16"][key], ".0f", 1e3) for key in ("step, seconds", "gradients, seconds")]
-        cells += [f"{variants[name][key]:.2f} x" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
+        cells += [f"{variants[name][key]:.2f}" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
         rows.append([table["stage"], *cells])
     return rows
 
@@ -159,7 +149,8 @@ def training(*labels: str) -> Callable[[list[Any]], Rows]:
         for label, result in zip(labels, results, strict=True):
             for row in result:
                 if row["variant"] != "full precision":
-                    by_seed = _signed(list(row["difference %"].values()))
+                    seeds = list(row["difference %"].values())
+                    by_seed = _signed(seeds) if len(seeds) > 1 else ""
                     rows.append([f"{label}{row['variant']}", f"{row['mean difference %']:+.3f}", by_seed])
         return rows
 
@@ -172,13 +163,14 @@ def deepspeed_training(results: list[Any]) -> Rows:
     for result in results:
         for stage, seeds in result["stages"].items():
             first = next(iter(seeds.values()))
-            model = f"{first['full precision']['parameters'] / 1e6:.1f} M"
+            parameters = first["full precision"]["parameters"]
+            model = "" if parameters < 1e6 else f"{parameters / 1e6:.1f} M, "
             for variant in first:
                 if variant != "full precision":
                     each = [_difference(losses, variant) for losses in seeds.values() if variant in losses]
                     mean = f"{statistics.fmean(each):+.3f}"
                     cell = f"{mean} ({max(each):+.3f})" if len(each) > 1 else mean
-                    cells.setdefault(f"{model}, {_section(variant)}", {})[stage] = cell
+                    cells.setdefault(f"{model}{_section(variant)}", {})[stage] = cell
     stages = sorted({stage for row in cells.values() for stage in row})
     return [
         ["", *(f"stage {stage}" for stage in stages)],
@@ -204,17 +196,22 @@ def _difference(losses: dict[str, Any], variant: str) -> float:
 
 
 def guard(results: list[Any]) -> Rows:
-    """Of benchmarks.guard: a row a collective and width."""
-    rows: Rows = [["", "bits", '`"local"`', '`"exact"`', '`"local"`, every 100th call']]
+    """Of benchmarks.guard: a row a collective, columns for each width."""
+    cells: dict[str, list[str]] = {}
+    widths = list(dict.fromkeys(row["bits"] for row in results[0]["rows"]))
     for row in results[0]["rows"]:
-        cells = [f"{row['local']:.2f} x", f"{row['exact']:.1f} x"]
-        rows.append([row["collective"], row["bits"], *cells, f"+{100 * row['overhead']:.2f} %"])
-    return rows
+        found = [f"{row['local']:.2f}", f"{row['exact']:.1f}", f"+{100 * row['overhead']:.2f} %"]
+        cells.setdefault(row["collective"], []).extend(found)
+    heads = [text for bits in widths for text in (f"INT{bits}: local", "exact", "every 100th")]
+    return [["", *heads], *([name, *row] for name, row in cells.items())]
 
 
 def handshake(results: list[Any]) -> Rows:
-    keys = ("first ms", "later ms", "handshake ms", "handshake CPU ms")
-    rows: Rows = [["ranks", "`check_ranks`", "first call, ms", "later, ms", "difference, ms", "CPU, ms"]]
-    for row in results[0]["rows"]:
-        rows.append([row["ranks"], "yes" if row["check_ranks"] else "no", *(f"{row[key]:.2f}" for key in keys)])
+    """Of benchmarks.handshake: a row a number of ranks."""
+    rows: Rows = [["ranks", "first call, ms", "later, ms", "difference, ms", "without `check_ranks`, ms"]]
+    by_check = {(row["ranks"], row["check_ranks"]): row for row in results[0]["rows"]}
+    for (ranks, check), row in by_check.items():
+        if check:
+            times = [row["first ms"], row["later ms"], row["handshake ms"], by_check[ranks, False]["handshake ms"]]
+            rows.append([ranks, *(f"{time:.2f}" for time in times)])
     return rows

@@ -1,10 +1,10 @@
 """Measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there: `make bench`.
 
     python -m scripts.make_benchmarks                      all that take minutes; --all: those that take hours too
-    python -m scripts.make_benchmarks --only codec ring    these
+    python -m scripts.make_benchmarks --only codec sizes   these
     python -m scripts.make_benchmarks --text               nothing is measured: the tables as the results have them
 
-A table stands between <!-- table: NAME --> and <!-- end of NAME -->, with its commands, the machine, the date and the
+A table stands between <!-- table: NAME --> and <!-- end -->, with its commands, the machine, the date and the
 codec settings where the commands name none. Results go to benchmarks/results/<date>/, and
 benchmarks/results/tables.json says which files a table is made of. scripts/benchmark_tables.py has the commands. A
 table that needs something this machine lacks (root, a package) is left out, and the reason is printed.
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = ROOT / "docs"
 INDEX = "tables.json"
+END = "<!-- end -->"
 
 
 def markdown(rows: Rows) -> list[str]:
@@ -63,11 +64,11 @@ def rewrite(name: str, document: str, index: dict[str, Any], results: Path) -> s
     if sorted(marked) != sorted(table.name for table in tables):
         raise ValueError(f"{name} marks the tables {marked}; expected {[table.name for table in tables]}, once each")
     for table in tables:
-        begin, end = f"<!-- table: {table.name} -->\n", f"\n<!-- end of {table.name} -->"
+        begin, end = f"<!-- table: {table.name} -->\n", f"\n{END}"
         before, _, rest = document.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"{name} has no {end.strip()}")
+        old, found, after = rest.partition(end)
+        if not found or "<!-- table: " in old:
+            raise ValueError(f"{name} has no {END} after the table {table.name}")
         document = before + begin + block(table, index.get(table.name), results) + end + after
     return document
 
