@@ -21,8 +21,8 @@
 #                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
 #   make soak        100,000 random collectives, 5,000 steps with Megatron and 5,000 with DeepSpeed, watched for wrong results,
 #                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/reliability.md)
-#   make bench       measures the tables of docs/benchmarks.md and writes them there (the links need root), and
-#                    docs/accuracy.md's; BENCH="--only codec ring": these; python -m scripts.make_benchmarks --help
+#   make bench       measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there (the links need
+#                    root); BENCH="--only codec sizes": these; python -m scripts.make_benchmarks --help
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -107,7 +107,6 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m scripts.make_benchmarks $(BENCH)
 
 soak: $(VENV)/.installed $(DEEPSPEED_SITE)
