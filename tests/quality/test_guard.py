@@ -25,7 +25,7 @@ from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.policy import LOW_SQNR
 from flash_allreduce_plugin.quality.guard import FULL, LOW, MARGIN_DB, PATIENCE, SiteGuard, Stand, decide
-from flash_allreduce_plugin.quality.widths import gain_db
+from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.telemetry import counters, run_log
 from tests.codecs import gaussian
 from tests.distributed import Ranks
