@@ -28,8 +28,9 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 Function = Callable[..., Any]
 
@@ -96,14 +97,9 @@ def feedback(reducing: Any) -> Feedback | None:
     return _feedback[reducing]
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
-    entries = counters.Report()
-    for site, entry in _patchset.report().items():
-        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
-    return entries
+    return of_sites(_patchset.report())
 
 
 def _of_buckets(original: Function) -> Function:

@@ -26,23 +26,6 @@ _log = logging.getLogger("flash_allreduce_plugin")
 NOT_OURS = "not ours"
 
 
-class Report(dict[str, dict[str, Any]]):
-    """What an integration has attached. Per site: `target`, `covers`, `in_place`, `calls`, `quantized`,
-    `full_precision` {reason: count}; prints as a table, and below it what all of the process sent beside us.
-    """
-
-    def __str__(self) -> str:
-        lines = []
-        for site, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
-                lines[-1] += f", in full precision: {reasons}"
-            lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines + beside_us())
-
-
 @dataclass(slots=True)
 class Counters:
     """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call;
