@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,13 +25,11 @@ from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+from flash_allreduce_plugin.patching import Function, Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
-
-Function = Callable[..., Any]
 
 GRADIENTS = Site("apex.gradients")
 REDUCER = Site("apex.reducer")

@@ -24,6 +24,8 @@ _MARKER = "__flash_allreduce_seam__"
 _IN_SOURCE = "__flash_allreduce_in_source__"
 _MISSING = object()
 
+#: A function of another library, and what goes in its place.
+Function = Callable[..., Any]
 Parameters = tuple[str | types.EllipsisType, ...]
 
 

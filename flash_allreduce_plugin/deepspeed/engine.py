@@ -20,9 +20,9 @@ from weakref import WeakSet
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Reduction, gradients
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, gradients
 from flash_allreduce_plugin.errors import ConfigError, PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_source
+from flash_allreduce_plugin.patching import Function, Patchset, Seam, below_mark, is_in_source
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
 
 CONSTRUCTOR = "deepspeed.engine"

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.telemetry.beside import ours
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import checkpoint
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.megatron import data_parallel, scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.patching import Function, Seam
 
 CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"  # imports the two functions by name

@@ -12,8 +12,7 @@ import inspect
 import sys
 from typing import Any
 
-from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.patching import Function, Seam
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 TRAINING = "megatron.training.training"

@@ -15,17 +15,18 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.megatron import expert_parallel, scopes
-from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
-from flash_allreduce_plugin.megatron.tensor_parallel import (
+from flash_allreduce_plugin.megatron.scopes import (
     LAYERS,
     MAPPINGS,
     CurrentConfig,
-    Function,
+    Scope,
     left_alone,
+    recalls,
     record_original,
+    remembers,
     site_of,
 )
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
 from flash_allreduce_plugin.telemetry.beside import ours
 
