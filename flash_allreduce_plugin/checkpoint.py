@@ -147,7 +147,7 @@ def resume(
     for number, told in enumerate(ranks):
         if told["wrong"] is not None:
             reasons.setdefault(told["wrong"], []).append(number)
-    if not reasons and not _agree(ranks):
+    if not reasons and not _are_of_one(ranks):
         reasons["the ranks' states are not of one checkpoint"] = list(range(len(ranks)))
     if reasons:
         groups.load_state_dict({})
@@ -252,8 +252,8 @@ def _digests(state: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _agree(ranks: list[dict[str, Any]]) -> bool:
-    """Whether all ranks of every group say the same of it."""
+def _are_of_one(ranks: list[dict[str, Any]]) -> bool:
+    """Whether the states are of one checkpoint: all ranks of every group have the same."""
     groups_said: dict[str, list[Any]] = {}
     for told in ranks:
         for name, said in told["groups"].items():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError
 
-PATIENCE = 5.0  # seconds that a first exchange may take before anything is said
+GRACE = 5.0  # seconds that a first exchange may take before anything is said
 _ANSWER = 5.0  # seconds that the store has for an answer: its host may be what died
 _MOST = 8  # ranks that a sentence names
 
@@ -128,13 +128,13 @@ class _Watcher:
 
     def _run(self) -> None:
         while True:
-            time.sleep(PATIENCE / 5)
+            time.sleep(GRACE / 5)
             with self._lock:
                 if not self._waiting:
                     self._running = False
                     return
                 now = time.monotonic()
-                late = [key for key, (since, _, _) in self._waiting.items() if now - since >= PATIENCE]
+                late = [key for key, (since, _, _) in self._waiting.items() if now - since >= GRACE]
                 found = [self._waiting.pop(key)[1:] for key in late]
             for store, label in found:
                 _say_who_is_missing(store, label)
@@ -157,7 +157,7 @@ def _say_who_is_missing(store: Any, label: Label) -> None:
     if missing and _is_first(store):
         _log.warning(
             "%s at site %r, rank %d, has waited for %g seconds: %s",
-            *(label.collective, label.site, label.group.rank(), PATIENCE, _sentence(missing, label.group)),
+            *(label.collective, label.site, label.group.rank(), GRACE, _sentence(missing, label.group)),
         )
 
 
