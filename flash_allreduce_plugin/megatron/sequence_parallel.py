@@ -59,6 +59,10 @@ _LINEAR_FORWARD = (
 
 def seams(config: CurrentConfig) -> list[Seam]:
     """The seams of this file; `config` is asked at every call."""
+    return [*_in_mappings(config), *_in_layers(config)]
+
+
+def _in_mappings(config: CurrentConfig) -> list[Seam]:
     return [
         Seam(
             G_FORWARD.name,
@@ -107,6 +111,11 @@ def seams(config: CurrentConfig) -> list[Seam]:
             lambda original: recalls(rebound(original, _GATHER, _gather(SCATTER_BACKWARD, config))),
             "all-gather of the gradient at an explicit scatter (position embeddings, custom code), backward",
         ),
+    ]
+
+
+def _in_layers(config: CurrentConfig) -> list[Seam]:
+    return [
         Seam(
             LINEAR_GATHER.name,
             LAYERS,
