@@ -1,10 +1,10 @@
-"""What a resumed run goes on from, bit for bit: the state of each rank, in files beside a framework's checkpoint.
+"""The state from which a resumed run goes on, bit for bit: of each rank, in files beside a framework's checkpoint.
 
-It is what groups.py counts and decides on a process group (calls, random numbers, the widths of target_sqnr_db and
-min_sqnr_db) and, of every owner of gradients, its finished steps and the residuals of error feedback. Dicts of tensors,
+It is the counts and decisions of groups.py on a process group (calls, random numbers, the widths of target_sqnr_db and
+min_sqnr_db) and, of every owner of gradients, its finished steps and the residuals of error feedback: dicts of tensors,
 numbers and strings, which torch.load reads with weights_only=True.
 
-Most of it has to be the same on the ranks of a group, so all ranks go on from their states or none does: they tell each
+Most of it has to be the same on the ranks of a group. So all ranks go on from their states or none does: they tell each
 other what is wrong with theirs.
 """
 

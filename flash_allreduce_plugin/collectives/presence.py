@@ -1,8 +1,10 @@
-"""Who uses this package on a process group: said by every rank in the group's own store, before its first exchange.
+"""Which ranks use this package on a process group: every rank says so in the group's store before its first exchange.
 
 A rank without the plugin, or without its flag, calls something else, and its peers would wait for it in silence until
-the group's timeout. So who waits for more than a few seconds asks the store, and says once who is missing; and the
-error at the end names them. The keys are the group's: one of a few bytes for each rank, beside torch's own.
+the group's timeout. So a rank that waits for more than a few seconds asks the store and says once which ranks are
+missing; the error at the end names them.
+
+The keys are the group's: one of a few bytes for each rank, beside torch's own.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ _log = logging.getLogger("flash_allreduce_plugin")
 
 @contextmanager
 def first_use(label: Label) -> Iterator[None]:
-    """Around the first exchange of a group: says that this rank is there, and who is not if it takes long.
+    """Around the first exchange of a group: says that this rank is there, and, if it takes long, which ranks are
+    missing.
 
-    Raises CollectiveError that names the ranks which have not said so, in place of one from inside.
+    Raises CollectiveError that names the missing ranks, in place of one from inside.
     """
     store = _store(label.group)
     if store is None:
@@ -71,7 +74,7 @@ def _key(rank: int) -> str:
 
 
 def _missing(store: Any, ranks: range) -> Iterator[int]:
-    """Those of `ranks` that have not said so: log2(ranks) questions for each, and one if there is none."""
+    """Those of `ranks` that have not said that they are there: log2(ranks) questions for each, one if none is missing."""
     if not ranks or store.check([_key(rank) for rank in ranks]):
         return
     if len(ranks) == 1:

@@ -1,6 +1,6 @@
-"""Megatron-LM's checkpoints: each rank's state lies in the folder of the iteration, beside what Megatron-LM writes.
+"""Megatron-LM's checkpoints: each rank's state lies in the folder of the iteration, beside Megatron-LM's files.
 
-That is in `save_checkpoint` and `load_checkpoint` of its training package. A script that saves with megatron-core's
+The seams are `save_checkpoint` and `load_checkpoint` of its training package. A script that saves with megatron-core's
 dist_checkpointing or by itself calls fap.state_dict and fap.load_state_dict.
 """
 

@@ -1,6 +1,6 @@
-"""Megatron-LM's own monitors: TensorBoard, and Weights & Biases, get our scalars where it writes its own.
+"""Megatron-LM's own monitors, TensorBoard and Weights & Biases, get our scalars beside Megatron's.
 
-That is in `training_log` of its training package, on the rank that has the writer (the last one), every
+The seam is `training_log` of its training package, on the rank that has the writer (the last one), every
 --tensorboard-log-interval iterations.
 """
 

@@ -30,7 +30,7 @@ Volume = Callable[[Any, dist.ProcessGroup, int], int]
 
 
 class _Ours(threading.local):
-    """`with ours:` around a call of torch.distributed's that is counted elsewhere; a thread's own."""
+    """`with ours:` around a call of torch.distributed's that is counted elsewhere. Each thread has its own."""
 
     depth = 0
 
