@@ -121,7 +121,7 @@ def _of_reducer(original: Function) -> Function:
     """`original` (Reducer.reduce) with our all-reduce.
 
     It hands the function on to code that divides by the number of ranks only where it was given
-    `torch.distributed.all_reduce` itself. What it is given here divides.
+    `torch.distributed.all_reduce` itself. The function that it is given here divides.
     """
     rebound(original, _ALL_REDUCE, None)
 
@@ -195,7 +195,7 @@ class Missing(enum.Enum):
 
 
 def missing() -> tuple[Missing, str] | None:
-    """What is wrong with what `import apex` would find, and a sentence about it; None if nothing. Imports nothing."""
+    """Why the apex that `import apex` would find cannot be patched, and a sentence; None if it can. Imports nothing."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched

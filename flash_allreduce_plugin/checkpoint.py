@@ -44,7 +44,7 @@ class Owner(Protocol):
     def feedback(self) -> Feedback | None: ...
 
     def numbers(self) -> dict[str, float]:
-        """What else it remembers from step to step."""
+        """Its numbers from step to step, besides residuals."""
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         """Go on from them. Those that are missing: from where it is, or anew."""

@@ -52,7 +52,7 @@ class Slab:
     numbers: tuple[int, ...]
 
     def meet(self, a: int, b: int) -> Part:
-        """What the parts of two ranks have in common; (0, 0) if nothing."""
+        """The overlap of the parts of two ranks; (0, 0) if they do not overlap."""
         first, last = max(self.parts[a][0], self.parts[b][0]), min(self.parts[a][1], self.parts[b][1])
         return (first, last) if first < last else (0, 0)
 

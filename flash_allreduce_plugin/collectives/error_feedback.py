@@ -48,7 +48,7 @@ _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
 
 
 class Residual:
-    """What one call lost, as records of 8 bits [groups, bytes].
+    """The error that one call left, as records of 8 bits [groups, bytes].
 
     `before` has every group of the call, as it was before the sum; `after` the groups whose sum this rank encodes, as
     they are encoded (rotated, if they are). Zeros: nothing was lost. `momentum` is the share that stays when a call
@@ -295,7 +295,7 @@ def _finite(records: Tensor, group_size: int) -> bool:
     return bool(numbers.isfinite().all())
 
 
-# What state_dict gives; in the language of shapes.py.
+# The result of state_dict; in the language of shapes.py.
 _RESIDUAL = {"layout": str, "before": _are_records, "after": _are_records}
 STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 

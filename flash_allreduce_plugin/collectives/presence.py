@@ -74,7 +74,7 @@ def _key(rank: int) -> str:
 
 
 def _missing(store: Any, ranks: range) -> Iterator[int]:
-    """Those of `ranks` that have not said that they are there: log2(ranks) questions for each, one if none is missing."""
+    """Those of `ranks` that have not said so: log2(ranks) questions for each, and one if none is missing."""
     if not ranks or store.check([_key(rank) for rank in ranks]):
         return
     if len(ranks) == 1:
@@ -116,7 +116,7 @@ class _Watcher:
         self._running = False
 
     def begin(self, store: Any, label: Label) -> object:
-        """What `end` is to be given."""
+        """Returns the argument for `end`."""
         key = object()
         with self._lock:
             self._waiting[key] = time.monotonic(), store, label

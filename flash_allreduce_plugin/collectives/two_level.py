@@ -356,7 +356,7 @@ class _Stages:
         return self._arrived(i, len(self.nodes), own * self._plan.reduce.record_bytes)
 
     def _piece(self, i: int, peer: int) -> Tensor:
-        """What this rank's part and a peer's have in common, under plan.gather."""
+        """The overlap of this rank's part and a peer's, under plan.gather."""
         first, last = self._slabs[i].meet(self.rank, peer)
         record = self._plan.gather.record_bytes
         return self.whole(i, self._plan.gather)[first * record : last * record]

@@ -232,7 +232,7 @@ class Workspace:
 
 
 def _workspace(label: Label, device: torch.device, limit: int) -> Workspace | str:
-    """The group's, made now if there is none; or why there is none, the same on all ranks."""
+    """The group's workspace, made at the first call; or why it has none, the same on all ranks."""
     of_group = _workspaces.setdefault(label.group, {})
     workspace = of_group.get(device)
     if workspace is None:
@@ -277,7 +277,7 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _describe(device: torch.device, limit: int) -> dict[str, Any]:
-    """What the other ranks need to know of this one. blocked: the GPUs seen here that this one has no access to."""
+    """The facts about this rank that the others need. blocked: the GPUs seen here that this one has no access to."""
     properties = torch.cuda.get_device_properties(device)
     refuses = ""
     if not hasattr(_op, "two_shot_all_reduce"):

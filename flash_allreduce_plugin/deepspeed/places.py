@@ -47,7 +47,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
 
 
 def _collective(reduction: Reduction | None, name: str) -> Function | None:
-    """What the functions are to call; None, which is not called, where they are only checked."""
+    """A collective for the functions to call; None, which is never called, where they are only checked."""
     return getattr(reduction, name, None)
 
 

@@ -28,7 +28,7 @@ _GLOBALS = "megatron.training.global_vars"
 
 
 class _Gradients:
-    """What a checkpoint has of Megatron in this process."""
+    """The state of Megatron in this process that a checkpoint has."""
 
     @property
     def feedback(self) -> Feedback | None:

@@ -76,7 +76,7 @@ def flag(key: str) -> str:
 
 
 class _State:
-    """What `start` set going in this process."""
+    """The state of this process between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.config: FlashConfig | None = None

@@ -158,7 +158,7 @@ def helpers() -> list[Seam]:
 
 
 def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._reduce_scatter_along_first_dim`: [s, ...] -> [s / ranks, ...]."""
+    """Stands in for `mappings._reduce_scatter_along_first_dim`: [s, ...] -> [s / ranks, ...]."""
 
     def reduce_scatter(
         input_: torch.Tensor,
@@ -198,7 +198,7 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
 
 
 def _gather(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._gather_along_first_dim`: [s, ...] -> [s * ranks, ...]."""
+    """Stands in for `mappings._gather_along_first_dim`: [s, ...] -> [s * ranks, ...]."""
 
     def gather(
         input_: torch.Tensor,
@@ -233,7 +233,7 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
 
 
 def _all_gather(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for the all-gather of a column-parallel layer's input."""
+    """Stands in for the all-gather of a column-parallel layer's input."""
 
     def all_gather(
         output_tensor: torch.Tensor,
@@ -256,7 +256,7 @@ def _all_gather(site: Site, config: CurrentConfig) -> Function:
 
 
 def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Function:
-    """What stands in for the reduce-scatter that layers.py starts for an input gradient."""
+    """Stands in for the reduce-scatter that layers.py starts for an input gradient."""
 
     def reduce_scatter(
         output: torch.Tensor,

@@ -113,7 +113,7 @@ _ALL_REDUCE = "torch.distributed.all_reduce"
 
 
 def _reduce(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._reduce`: sums in place, and returns the sum for a non-contiguous input
+    """Stands in for `mappings._reduce`: sums in place, and returns the sum for a non-contiguous input
     too.
     """
 
@@ -135,7 +135,7 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
 
 
 def _all_reduce(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `torch.distributed.all_reduce` inside one backward function of Megatron's."""
+    """Stands in for `torch.distributed.all_reduce` inside one backward function of Megatron's."""
 
     def all_reduce(
         tensor: torch.Tensor,

@@ -206,7 +206,7 @@ def _seam(layer: str, collective: _Collective, config: CurrentConfig) -> Seam:
 
 
 def _served(collective: _Collective, config: CurrentConfig, original: Function) -> Function:
-    """What stands in for one of TE's functions in one of its modules; TE passes tensor and group by position."""
+    """Stands in for one of TE's functions in one of its modules; TE passes tensor and group by position."""
 
     def function(
         tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False, quantizer: Any = None

@@ -1,9 +1,9 @@
-"""What a rank has measured at one site on one process group, and the width that the ranks choose from it.
+"""The measurements of a rank at one site on one process group, and the width that the ranks choose from it.
 
 Measurements (control.py) are added up over the ranks at the start of the site's next measured call, and the width
 that follows holds from that call on. The start of a call is the one place that all ranks pass in the same order,
 however late they wait for their handles, and the sums are the same numbers on every rank: all ranks change the width
-at the same call, or none does. What follows from a measurement is a pure function: widths.decide and guard.decide.
+at the same call, or none does. The decisions are pure functions: widths.decide and guard.decide.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sums:
         return sums
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; `measured` is this rank's alone, the rest is the same on all ranks."""
+        """The state for a checkpoint; `measured` is this rank's alone, the rest is the same on all ranks."""
         return {"measured": list(self._sums)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -67,7 +67,7 @@ class Counters:
         )
 
     def minus(self, before: Counters) -> Counters:
-        """What was counted since `before`; bits is None if no call was quantized."""
+        """The counts since `before`; bits is None if no call was quantized."""
         return Counters(
             self.quantized - before.quantized,
             self.bits if self.quantized > before.quantized else None,
@@ -145,7 +145,7 @@ def largest(site: str, reason: str) -> int | None:
 
 
 def record_beside(what: str, bytes: int) -> None:
-    """Count a call of torch.distributed's that is none of ours. what: its collective and group."""
+    """Count a call of torch.distributed's that is not ours. what: its collective and group."""
     with _lock:
         counters = _beside.get(what)
         if counters is None:

@@ -1,4 +1,4 @@
-"""What rank 0 prints: what is attached, and after the first steps which site has quantized nothing, and why.
+"""The lines that rank 0 prints: what is attached and, after the first steps, which site has quantized nothing and why.
 
 An integration has a `FirstSteps` and tells it the step at its calls; no communication.
 """

@@ -1,4 +1,4 @@
-"""What an integration has attached, and what came of it: `fap.megatron.report()` and its like."""
+"""The report of an integration, such as `fap.megatron.report()`: its sites and their counts."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RunLog:
             self._counts("interval")
 
     def _counts(self, kind: str) -> None:
-        """What was counted since the last line that was written; nothing: no line but the last."""
+        """The counts since the last line; without any there is no line, except the last."""
         now, beside = counters.totals(), counters.beside()
         sites = counters.difference(now, self._told)
         others = counters.difference(beside, self._told_beside)
@@ -223,7 +223,7 @@ def _versions() -> dict[str, str]:
 
 
 def _site(counters: Counters) -> dict[str, Any]:
-    """What was counted, as a line says it: what is zero or unknown and not always there is left out."""
+    """The counters of a site, for a line: optional keys that are zero or unknown are left out."""
     fields: dict[str, Any] = {
         "calls": counters.calls,
         "quantized": counters.quantized,
