@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +25,11 @@ from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+from flash_allreduce_plugin.patching import Function, Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
-
-Function = Callable[..., Any]
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 GRADIENTS = Site("apex.gradients")
 REDUCER = Site("apex.reducer")
@@ -96,14 +94,9 @@ def feedback(reducing: Any) -> Feedback | None:
     return _feedback[reducing]
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
-    entries = counters.Report()
-    for site, entry in _patchset.report().items():
-        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
-    return entries
+    return of_sites(_patchset.report())
 
 
 def _of_buckets(original: Function) -> Function:
@@ -128,7 +121,7 @@ def _of_reducer(original: Function) -> Function:
     """`original` (Reducer.reduce) with our all-reduce.
 
     It hands the function on to code that divides by the number of ranks only where it was given
-    `torch.distributed.all_reduce` itself. What it is given here divides.
+    `torch.distributed.all_reduce` itself. The function that it is given here divides.
     """
     rebound(original, _ALL_REDUCE, None)
 
@@ -202,7 +195,7 @@ class Missing(enum.Enum):
 
 
 def missing() -> tuple[Missing, str] | None:
-    """What is wrong with what `import apex` would find, and a sentence about it; None if nothing. Imports nothing."""
+    """Why the apex that `import apex` would find cannot be patched, and a sentence; None if it can. Imports nothing."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched

@@ -18,7 +18,7 @@ from typing import Any
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import engine, places
-from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -58,13 +58,12 @@ def feedback(served: Any) -> Feedback | None:
     return engine.reduction_of(served).feedback
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
     in_place = engine.sites_in_place()
-    entries = counters.Report()
-    for site, (target, covers) in places.SITES.items():
-        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[site] = {"target": target, "covers": covers, "in_place": site in in_place}
-        entries[site].update((key, counts[key]) for key in ("calls", "quantized", "full_precision"))
-    return entries
+    return of_sites(
+        {
+            site: {"target": target, "covers": covers, "in_place": site in in_place}
+            for site, (target, covers) in places.SITES.items()
+        }
+    )

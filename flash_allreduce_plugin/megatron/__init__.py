@@ -31,7 +31,8 @@ from flash_allreduce_plugin.megatron.scopes import full_precision as full_precis
 from flash_allreduce_plugin.megatron.scopes import set_step as set_step
 from flash_allreduce_plugin.megatron.scopes import step as step
 from flash_allreduce_plugin.patching import Patchset, Seam
-from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry import beside, run_log
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 _config: FlashConfig | None = None
 _patchset: Patchset | None = None  # what `enable` put in place
@@ -133,17 +134,12 @@ def feedback() -> Feedback | None:
     return data_parallel.residuals.feedback
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
     found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
-    rows = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    entries = counters.Report()
-    for seam, entry in {**rows, **transformer_engine.rows(found)}.items():
-        counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
-    return entries
+    own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
+    return of_sites({**own, **transformer_engine.rows(found)})
 
 
 def seams() -> tuple[Seam, ...]:

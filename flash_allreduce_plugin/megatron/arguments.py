@@ -213,7 +213,7 @@ def _option(name: str, value: str | None = None) -> str:
 
 
 def start_line(config: FlashConfig) -> str:
-    """What is attached, with which bits, and every other setting that is not at its default: one line."""
+    """One line: what is attached, with which bits, and every other setting that is not at its default."""
     in_place = sum(entry["in_place"] for entry in megatron.report().values())
     if not config.enabled or environment.is_on(environment.DISABLE):
         return f"{in_place} seams attached, but switched off: every call goes in full precision"
@@ -229,7 +229,7 @@ def _bits(bits: int | str) -> str:
 
 
 def doubts(args: Any, config: FlashConfig) -> list[str]:
-    """What a user should know because little or nothing will be quantized with these arguments."""
+    """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
         lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")

@@ -29,8 +29,8 @@ from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import replicated, scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.megatron.scopes import CurrentConfig
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry.beside import ours
 

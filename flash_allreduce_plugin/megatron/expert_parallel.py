@@ -27,9 +27,8 @@ from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.megatron import scopes
-from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
-from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.megatron.scopes import MAPPINGS, CurrentConfig, Scope, recalls, remembers
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours

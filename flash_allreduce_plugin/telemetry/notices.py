@@ -1,4 +1,4 @@
-"""What rank 0 prints: what is attached, and after the first steps which site has quantized nothing, and why.
+"""The lines that rank 0 prints: what is attached and, after the first steps, which site has quantized nothing and why.
 
 An integration has a `FirstSteps` and tells it the step at its calls; no communication.
 """
@@ -38,7 +38,7 @@ def say(line: str) -> None:
 
 
 def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] = ("bits",)) -> str:
-    """What is attached, and every setting that is not at its default: a line.
+    """One line: what is attached, and every setting that is not at its default.
 
     to: the framework's part. gives: what it does there, with the fields in `said`.
     """
