@@ -6,7 +6,8 @@ and why, is in stats().
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,23 @@ from torch import Tensor
 
 from flash_allreduce_plugin import environment, groups, traced
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import copies, flat, transport, two_level, two_shot
+from flash_allreduce_plugin.collectives import copies, flat, runs, transport, two_level, two_shot
 from flash_allreduce_plugin.collectives.copies import Exactly, Range
 from flash_allreduce_plugin.collectives.error_feedback import Residual, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.policy import (
+    EMPTY,
+    LOW_SQNR,
+    SMALL,
+    WARM_UP,
+    Collective,
+    FullPrecision,
+    Plan,
+    Site,
+    make_plan,
+)
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
@@ -45,6 +56,7 @@ _TAKEN = {  # what torch's own backends take in full precision
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
 _ALL_GATHER = Site("all_gather")
+_ALL_TO_ALL = Site("all_to_all")
 
 
 def all_reduce(
@@ -189,7 +201,53 @@ def all_gather(
     return call.run(_all_gather(call, plan, output, input), plan, async_op, output, input)
 
 
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _ALL_TO_ALL,
+    step: int | None = None,
+    plain: Callable[[], Any] | None = None,
+    full_precision: str | None = None,
+) -> Any:
+    """Send run r of `input` to rank r and get run r of `output` from it, as torch.distributed.all_to_all_single.
+
+    One rounding. A rank's own run is rounded like the others: what becomes of a row does not depend on where it goes.
+    A run whose bytes times world_size are below min_bytes arrives as it is: its two ends are all who know its size.
+    Runs may be empty, and ranks may have other sizes. The error is measured locally, whatever quality_measure says.
+
+    Args:
+        output, input: [rows, ...] of the same dtype on the same device, of any strides; they must not share memory.
+        output_split_sizes, input_split_sizes: rows from and to each rank, which add up to those of the tensor; None:
+            the same number for every rank.
+        async_op: return a handle at once; the tensors must not be touched until its wait() has returned.
+        plain: runs a framework's own collective, asynchronously if async_op, and returns its handle: it takes the place
+            of torch.distributed's wherever the call goes in full precision.
+        full_precision: a reason to go in full precision, as stats() will show it; None: the configuration decides.
+
+    The other arguments, results and errors are those of all_reduce. If two ranks disagree about the size of the run
+    between them, one of them or both get CollectiveError within the group's timeout. torch.compile breaks the graph.
+    """
+    _check_written(output, "output")
+    _check_tensor(input, "input")
+    call = _AllToAll(output, input, output_split_sizes, input_split_sizes, group, config, site, step, full_precision)
+    plan = call.plan()
+    if plan is None and plain is not None and not call.quality.watching:
+        try:
+            with ours:
+                return plain()
+        except RuntimeError as error:
+            raise call.label.error(transport.PLAINLY, error) from error
+    return call.run(_all_to_all(call, plan, output, input, plain), plan, async_op, output, input)
+
+
 traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
+traced.never_trace(all_to_all, reason="no graph holds an all_to_all of flash_allreduce")
 traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wait, StreamWork.is_completed)
 
 
@@ -359,16 +417,25 @@ class _Call:
                 self.state.plain[key] = answer.reason, nbytes, (self.config, self.site)
             return None
         self.label.sign(
-            *(self.op_name, self.factor, self.input.dtype, self.numel, self.parts),
+            *(self.op_name, self.factor, self.input.dtype, *self.sizes),
             *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *self.exact),
         )
-        sent, between_nodes = self.sent_bytes(answer)
-        plain = self.plain_bytes() if self.instead_of is None else self.instead_of
-        counters.record_quantized(self.site, sent, plain, between_nodes, answer.bits(self.collective))
+        self.count(answer)
         if answer.reduce.stochastic:
             self.key = rows.draw_key(self.config.seed, self.state.draws)
             self.state.draws += 1
         return answer
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """In which the ranks' calls have to be alike."""
+        return self.numel, self.parts
+
+    def count(self, plan: Plan) -> None:
+        """A quantized call."""
+        sent, between_nodes = self.sent_bytes(plan)
+        plain = self.plain_bytes() if self.instead_of is None else self.instead_of
+        counters.record_quantized(self.site, sent, plain, between_nodes, plan.bits(self.collective))
 
     def _make_plan(self, width: int | None = None) -> Plan | FullPrecision:
         return make_plan(
@@ -432,6 +499,133 @@ class _Call:
             op, factor = self.plain()
             even = input if isinstance(input, Tensor) else _padded(input)
             self.quality.measure_exactly(even, op, factor)
+
+
+# ---- all_to_all: other ranks have other sizes, and decide alike without them ----
+
+
+class _AllToAll(_Call):
+    """numel: of the longest run, times world_size, as min_bytes sees it. parts: elements of the runs that are sent."""
+
+    def __init__(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        group: dist.ProcessGroup | None,
+        config: FlashConfig | None,
+        site: Site,
+        step: int | None,
+        full_precision: str | None,
+    ) -> None:
+        super().__init__("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
+        if output.dtype != input.dtype or output.device != input.device:
+            raise ValueError(
+                f"output is {output.dtype} on {output.device} and input {input.dtype} on {input.device}; expected the "
+                "same dtype and device."
+            )
+        if _share_memory(output, input):
+            raise ValueError("output and input share memory; an all_to_all needs a tensor for each.")
+        self.sent = _runs_of(input, "input", input_splits, self.world_size)
+        self.received = _runs_of(output, "output", output_splits, self.world_size)
+        rank = self.group.rank()
+        if self.sent[rank] != self.received[rank]:
+            raise ValueError(
+                f"input has {self.sent[rank]} elements for rank {rank} itself and output {self.received[rank]}; "
+                "expected the same number."
+            )
+        self.parts = self.sent
+        self.numel = max(self.sent) * self.world_size
+        self.rule = runs.Rule(input.element_size(), self.world_size, self.config.min_bytes)
+        self.full_precision = full_precision
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        return (self.rule.min_bytes,)
+
+    def count(self, plan: Plan) -> None:
+        sent, exact = self.rule.sent_bytes(self.sent, self.group.rank(), plan.gather)
+        if any(map(self.rule.quantizes, self.sent)):
+            bits = plan.bits(self.collective)
+            counters.record_quantized(self.site, sent, self.plain_bytes(), bits=bits, bytes_plain=exact)
+        else:
+            message = self.numel * self.input.element_size()
+            counters.record_full_precision(self.site, SMALL if any(self.sent) else EMPTY, sent, message=message)
+
+    def _make_plan(self, width: int | None = None) -> Plan | FullPrecision:
+        return super()._make_plan(width) if self.full_precision is None else FullPrecision(self.full_precision)
+
+
+def _runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size: int) -> list[int]:
+    """Elements of the run of each rank. Raises TypeError, ValueError where the split sizes do not fit."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} is a single number; expected rows, which are split along the first dimension.")
+    rows_, named = len(tensor), f"{name}_split_sizes"
+    if splits is None or len(splits) == 0:  # torch takes an empty list for None
+        if rows_ % world_size:
+            raise ValueError(
+                f"{name} has {rows_} rows, which {world_size} ranks cannot share evenly; give {named}, the rows of "
+                "each rank."
+            )
+        return [tensor.numel() // world_size] * world_size
+    try:
+        counts = [operator.index(count) for count in splits]
+    except TypeError as error:
+        raise TypeError(f"{named} is {splits!r}; expected whole numbers of rows.") from error
+    if len(counts) != world_size:
+        raise ValueError(f"{named} has {len(counts)} sizes; expected one for each of {world_size} ranks.")
+    if min(counts) < 0 or sum(counts) != rows_:
+        raise ValueError(f"{named} is {counts}; expected sizes, 0 or more, that add up to the {rows_} rows of {name}.")
+    width = tensor.numel() // max(rows_, 1)
+    return [count * width for count in counts]
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+
+    def span(tensor: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    (first, end), (other, other_end) = span(a), span(b)
+    return first < other_end and other < end
+
+
+def _all_to_all(
+    call: _AllToAll, plan: Plan | None, output: Tensor, input: Tensor, plain: Callable[[], Any] | None
+) -> Iterator[None]:
+    """A rank that sends and gets nothing takes part as well: the others cannot know."""
+    output = output.detach()
+    in_place = output.is_contiguous()
+    whole = output.view(-1) if in_place else output.new_empty(output.numel())
+    own = input.detach().contiguous().view(-1)
+    if plan is None:
+        call.quality.watch((run for run in own.split(call.sent) if call.rule.quantizes(len(run))), 1.0)
+        theirs = plain or (
+            lambda: dist.all_to_all_single(whole, own, call.received, call.sent, group=call.group, async_op=True)
+        )
+        pending = transport.plainly(theirs, call.label)
+        yield
+        pending.wait()
+        if plain is not None and not in_place:  # whose result is in the output
+            whole.view(output.shape).copy_(output)
+    else:
+        if call.quality.measured:
+            call.quality.measure_locally(1.0, own.device)
+        pool, how = call.state.pool(own.device), (plan, call.rule, call.label)
+        yield from runs.all_to_all(whole, own, call.received, call.sent, *how, pool, call.key, meter=call.quality.meter)
+    if not in_place:
+        output.copy_(whole.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(whole)
+    else:
+        call.quality.end(whole)
+
+
+# ---- ----
 
 
 def _plain_all_reduce(call: _Call, tensor: Tensor) -> Iterator[None]:
@@ -622,7 +816,7 @@ def _check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGr
             f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
             f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
         )
-    if collective == "all_gather":
+    if collective in ("all_gather", "all_to_all"):
         return
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if op in ("band", "bor", "bxor"):

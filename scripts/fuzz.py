@@ -268,9 +268,7 @@ def library(examples: int) -> bool:
         "PYTHONMALLOC": "malloc",
         "FUZZ_EXAMPLES": str(examples),
     }
-    loaded = (
-        "from flash_allreduce_plugin.codec import ops; assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
-    )
+    loaded = "from flash_allreduce_plugin.codec import ops; assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
     if subprocess.run([sys.executable, "-c", loaded], cwd=site, env=environment).returncode:
         return False
     return _pytest(LIBRARY_TESTS, site, environment, "library")

@@ -32,7 +32,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 Sizes = list[int] | None
 # The tag of a message of ours, n being the number of its exchange in the group:
 #
-#     bit 30: ours   bits 12-29: the call's signature + n / 4096   bits 0-11: n % 4096
+#     bit 30: ours   bits 12-29: the call's signature + n / 4096 + the message's size, spread   bits 0-11: n % 4096
 #
 # Messages that are in flight together have tags of their own as long as they are fewer than 4096 exchanges apart. And
 # messages of two calls that are not alike do not meet, nor does what is left of a call that was given up meet the next
@@ -116,7 +116,7 @@ class Pending:
     __slots__ = ("_doing", "_label", "_number", "_works")
 
     def __init__(self, issue: Callable[[], Any], label: Label, doing: str) -> None:
-        """issue: starts it and returns torch's handle, or a list of them."""
+        """issue: starts it and returns torch's handle, a list of them for messages, None if it is done."""
         self._label = label
         self._doing = doing
         try:
@@ -124,11 +124,13 @@ class Pending:
                 works = issue()
         except RuntimeError as error:
             raise label.refused(doing, error) from error
-        self._works = works if isinstance(works, list) else [works]
         self._number: int | None = None
-        if works is self._works:  # messages; a collective is kept by its group
+        if isinstance(works, list):  # messages; a collective is kept by its group
+            self._works = works
             self._number = next(_numbers)
             label.messages().unfinished[self._number] = works
+        else:
+            self._works = [] if works is None else [works]
 
     def wait(self) -> None:
         """Raises CollectiveError where torch.distributed reports a failure or the group's timeout."""
@@ -197,11 +199,25 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) 
     # The neighbours after this rank first, and those before it: no rank is everybody's first.
     others = [(rank + step) % world for step in range(1, world)]
     tag = label.tag()
-    works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in others if received[j].numel()]
-    works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in others if sent[j].numel()]
+    works = [dist.irecv(r, group=group, group_src=j, tag=_sized(tag, r)) for j in others if (r := received[j]).numel()]
+    works += [dist.isend(s, group=group, group_dst=j, tag=_sized(tag, s)) for j in others if (s := sent[j]).numel()]
     if received[rank].data_ptr() != sent[rank].data_ptr():
         received[rank].copy_(sent[rank])
     return works
+
+
+def _sized(tag: int, message: Tensor) -> int:
+    """The tag with the message's size in its signature: two ends that expect different sizes do not meet.
+
+    gloo would take a message that is too short, and fail in a thread of its own at one that is too long.
+    """
+    spread = message.numel() * message.element_size() * 0x9E3779B1 >> 8
+    return tag & (_OURS | _NUMBERS - 1) | (tag // _NUMBERS + spread) % _SIGNATURES * _NUMBERS
+
+
+def plainly(issue: Callable[[], Any], label: Label) -> Pending:
+    """A framework's own collective. issue: starts it and returns its handle, None if it is done."""
+    return Pending(issue, label, PLAINLY)
 
 
 def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:

@@ -3,7 +3,8 @@
 SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
-the same call in full precision beside it. What local measurements the counters, target_sqnr_db (adaptive.py) and
+the same call in full precision beside it; an all-to-all always locally, since nothing is summed and the sender knows
+the whole error. What local measurements the counters, target_sqnr_db (adaptive.py) and
 min_sqnr_db (guard.py) are to know, and what all measurements decide, the ranks add up at the start of the next measured
 call, the one place that they pass in the same order however late they wait for their handles.
 """
@@ -49,6 +50,11 @@ class Quality:
         self._bits = self._level = 0  # of the two, in this call
         self._watched: Plan | None = None  # what the guard would come back to from full precision
 
+    @property
+    def watching(self) -> bool:
+        """Whether the guard keeps the call in full precision and is to learn what 8 bits would have cost."""
+        return self._watched is not None
+
     def decide(self, plan: Plan, at: Callable[[int], Plan], device: torch.device) -> Plan | FullPrecision:
         """The plan at the widths of the site, or full precision. Counts the call; if it is measured the ranks agree.
 
@@ -60,7 +66,7 @@ class Quality:
         number = self._state.calls[name]
         self._state.calls[name] += 1
         self.measured = number % config.quality_interval == 0
-        if config.quality_measure == "local":
+        if config.quality_measure == "local" or self._collective == "all_to_all":
             self._error = self._state.error(name)
         if plan.width is not None:
             self._width = self._state.width(name, config, plan.width)
@@ -105,7 +111,7 @@ class Quality:
         for part in parts:
             if self.meter is None:
                 self.meter = Meter(factor, part.device)
-            if self._collective == "all_gather":
+            if self._collective in ("all_gather", "all_to_all"):
                 self.meter.result(part)
                 self.meter.would_lose(part, plan.gather, summed=False)
             else:
