@@ -192,7 +192,7 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) 
 
     In gloo a rank sends once its peer has said that it is ready to receive. gloo's own all-to-all posts its sends
     first, and a rank that is called later than its peer then says so behind its own data: the peer's data waits
-    until that is through, and the link serves one direction after the other (docs/benchmarks.md: 60 % of it).
+    until that is through, and the link serves one direction after the other (measured: 60 % of it).
     """
     group = label.group
     rank, world = group.rank(), group.size()

@@ -52,7 +52,7 @@ class Quality:
 
     @property
     def watching(self) -> bool:
-        """Whether the guard keeps the call in full precision and is to learn what 8 bits would have cost."""
+        """Whether the guard keeps the call in full precision, and is to learn what 8 bits would have cost."""
         return self._watched is not None
 
     def decide(self, plan: Plan, at: Callable[[int], Plan], device: torch.device) -> Plan | FullPrecision:
