@@ -78,13 +78,16 @@ def runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size:
     return [count * width for count in counts]
 
 
+def check_part(input: Tensor, output: Tensor, numel: int) -> None:
+    """Raises ValueError unless input has the elements that output_split_sizes gives this rank, of output's dtype."""
+    _check_alike(output, input)
+    if input.numel() != numel:
+        raise ValueError(f"input has {input.numel()} elements; expected {numel}, as output_split_sizes has them.")
+
+
 def check_exchange(output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], rank: int) -> None:
     """Raises ValueError unless an all_to_all can move runs of these sizes from input to output."""
-    if output.dtype != input.dtype or output.device != input.device:
-        raise ValueError(
-            f"output is {output.dtype} on {output.device} and input {input.dtype} on {input.device}; expected the "
-            "same dtype and device."
-        )
+    _check_alike(output, input)
     if sent[rank] != received[rank]:
         raise ValueError(
             f"input has {sent[rank]} elements for rank {rank} itself and output {received[rank]}; expected the same "
@@ -92,6 +95,14 @@ def check_exchange(output: Tensor, input: Tensor, received: Sequence[int], sent:
         )
     if _share_memory(output, input):
         raise ValueError("output and input share memory; an all_to_all needs a tensor for each.")
+
+
+def _check_alike(output: Tensor, input: Tensor) -> None:
+    if output.dtype != input.dtype or output.device != input.device:
+        raise ValueError(
+            f"output is {output.dtype} on {output.device} and input {input.dtype} on {input.device}; expected the "
+            "same dtype and device."
+        )
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:

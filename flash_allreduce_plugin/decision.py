@@ -167,8 +167,14 @@ def full_precision_bytes(call: Call) -> int:
     if call.theirs and call.instead_of is not None:
         return call.instead_of
     if call.parts is not None:
-        return (sum(call.parts) - call.parts[call.state.rank]) * call.itemsize
+        return _to_others(call, call.parts) * call.itemsize
     return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
+
+
+def _to_others(call: Call, sizes: list[int]) -> int:
+    """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
+    own = sizes[call.state.rank]
+    return own * (call.world_size - 1) if call.collective == "all_gather" else sum(sizes) - own
 
 
 def _count(call: Call, plan: Plan) -> None:
@@ -213,6 +219,6 @@ def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
         sizes = call.numel if call.collective == "all_reduce" else shards
         return two_level.sent_bytes(call.collective, sizes, plan, call.state.rank)
     if call.parts is not None:
-        sizes = list(map(plan.reduce.payload_bytes, call.parts))
-        return sum(sizes) - sizes[call.state.rank], 0
+        half = plan.gather if call.collective == "all_gather" else plan.reduce
+        return _to_others(call, list(map(half.payload_bytes, call.parts))), 0
     return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0

@@ -167,18 +167,21 @@ def all_gather(
     step: int | None = None,
     plain: Plain | None = None,
     full_precision: str | None = None,
+    output_split_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
+    output_split_sizes: the rows of output that come from each rank, the same list on all of them; None: as many from
+    every rank.
     """
     if torch.compiler.is_dynamo_compiling():
-        more = {"full_precision": full_precision}
+        more = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
         return traced.all_gather(output, input, group, config, async_op, site, step, **more)
     if config is None:
         config = _default_config()
     key = None
-    if not async_op and not full_precision:
+    if not async_op and not full_precision and output_split_sizes is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         theirs = plain or (lambda: transport.all_gather_single(_flat(output), _flat(input), group=known))
@@ -188,7 +191,11 @@ def all_gather(
     checks.check_tensor(input, "input")
     call = _call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.theirs, call.full_precision = plain is not None, full_precision
-    checks.check_pair(input, "input", output, "output", call.world_size)
+    if output_split_sizes is None:
+        checks.check_pair(input, "input", output, "output", call.world_size)
+    else:
+        call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
+        checks.check_part(input, output, call.parts[call.state.rank])
     plan = _decide(call, key, input)
     if plan is None and plain is not None and not call.quality.watching:
         return _run("all_gather", site, call.group, plain)
@@ -419,7 +426,7 @@ def _measure(call: Call, input: Tensor | Sequence[Tensor]) -> None:
     else:
         op, factor = _plain_op(call)
         even = input if isinstance(input, Tensor) else _padded(input)
-        call.quality.measure_exactly(even, op, factor)
+        call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
 
 
 def _plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[None]:
@@ -542,16 +549,19 @@ def _all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pl
     own = input.detach().contiguous().view(-1)
     if plan is None:
         call.quality.watch([own], 1.0)
-        theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
-        pending = transport.plainly(theirs, call.label)
+        if plain is None and call.parts is not None:
+            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
+        else:
+            theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
+            pending = transport.plainly(theirs, call.label)
         yield
         pending.wait()
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
         _measure(call, own)
-        pool = call.state.pool(own.device)
-        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, meter=call.quality.meter)
+        pool, how = call.state.pool(own.device), {"parts": call.parts, "meter": call.quality.meter}
+        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
         output.copy_(whole.view(output.shape))
     yield

@@ -167,14 +167,19 @@ def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: st
     return Pending(lambda: _exchange(received, sent, label), label, doing)
 
 
-def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
-    """input of every rank, in rank order, to output; input may be this rank's own part of output."""
+def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: Sizes = None) -> Pending:
+    """input of every rank, in rank order, to output: equal parts, or parts of the given sizes.
+
+    input may be this rank's own part of output.
+    """
     group = label.group
-    if not by_messages(group, input.device):
+    if by_messages(group, input.device):
+        parts = output.split(sizes or len(output) // group.size())
+        return Pending(lambda: _exchange(parts, [input] * group.size(), label), label, doing)
+    if sizes is None:
         return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
-    return Pending(
-        lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), label), label, doing
-    )
+    uneven = list(output.split(sizes))
+    return Pending(lambda: dist.all_gather(uneven, input, group=group, async_op=True), label, doing)
 
 
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -85,9 +85,9 @@ class Quality:
         """A quantized call begins. factor: for its sum."""
         self.meter = Meter(factor, device)
 
-    def measure_exactly(self, input: Tensor, op: object, factor: float) -> None:
+    def measure_exactly(self, input: Tensor, op: object, factor: float, parts: list[int] | None = None) -> None:
         """A quantized call begins. Arguments: those of Measurement."""
-        self._exact = Measurement(self._collective, input, op, factor, self._label)
+        self._exact = Measurement(self._collective, input, op, factor, self._label, parts)
 
     def end(self, result: Tensor) -> None:
         """The result [numel] of a quantized call is in place."""
@@ -163,8 +163,13 @@ class Measurement:
     It costs a float32 copy of the input and a plain collective: quality_measure "exact".
     """
 
-    def __init__(self, collective: str, input: Tensor, op: object, factor: float, label: Label) -> None:
-        """input: what the plain collective takes, evenly split; factor: what its result is to be multiplied with."""
+    def __init__(
+        self, collective: str, input: Tensor, op: object, factor: float, label: Label, parts: list[int] | None = None
+    ) -> None:
+        """input: what the plain collective takes, evenly split; factor: what its result is to be multiplied with.
+
+        parts: of an all_gather, elements of each rank's part, where they differ.
+        """
         self._factor = factor
         self._exact = input.detach().flatten().to(torch.float32, copy=True)
         self._pending: Pending
@@ -175,8 +180,9 @@ class Measurement:
             whole, self._exact = self._exact, self._exact.new_empty(self._exact.numel() // world)
             self._pending = transport.reduce_scatter(self._exact, whole, op, label)
         else:
-            shard, self._exact = self._exact, self._exact.new_empty(self._exact.numel() * world)
-            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY)
+            shard = self._exact
+            self._exact = shard.new_empty(shard.numel() * world if parts is None else sum(parts))
+            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY, parts)
 
     def record(self, result: Tensor, site: Site) -> tuple[float, float]:
         """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""
