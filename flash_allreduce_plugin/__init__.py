@@ -24,6 +24,7 @@ _HOMES = {
     "Site": "policy",
     "all_gather": "dispatch",
     "all_reduce": "dispatch",
+    "all_to_all": "dispatch",
     "ddp_hook": "ddp",
     "fsdp1_hook": "fsdp1",
     "reduce_scatter": "dispatch",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.ddp import ddp_hook as ddp_hook
     from flash_allreduce_plugin.dispatch import all_gather as all_gather
     from flash_allreduce_plugin.dispatch import all_reduce as all_reduce
+    from flash_allreduce_plugin.dispatch import all_to_all as all_to_all
     from flash_allreduce_plugin.dispatch import reduce_scatter as reduce_scatter
     from flash_allreduce_plugin.errors import CollectiveError as CollectiveError
     from flash_allreduce_plugin.errors import ConfigError as ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,69 @@ def check_parts(output: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], wor
                     f"input[{number}] is {piece.dtype} on {piece.device} and output {like.dtype} on {like.device}; "
                     "expected the same dtype and device."
                 )
+
+
+def runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size: int) -> list[int]:
+    """Elements of each rank's run, from rows of the tensor. Raises TypeError, ValueError where they do not fit."""
+    if tensor.dim() == 0:
+        raise ValueError(f"{name} is a single number; expected rows, which are split along the first dimension.")
+    height, named = len(tensor), f"{name}_split_sizes"
+    if splits is None or len(splits) == 0:  # torch takes an empty list for None
+        if height % world_size:
+            raise ValueError(
+                f"{name} has {height} rows, which {world_size} ranks cannot share evenly; give {named}, the rows of "
+                "each rank."
+            )
+        return [tensor.numel() // world_size] * world_size
+    try:
+        counts = [operator.index(count) for count in splits]
+    except TypeError as error:
+        raise TypeError(f"{named} is {splits!r}; expected whole numbers of rows.") from error
+    if len(counts) != world_size:
+        raise ValueError(f"{named} has {len(counts)} sizes; expected one for each of {world_size} ranks.")
+    if min(counts) < 0 or sum(counts) != height:
+        raise ValueError(f"{named} is {counts}; expected sizes, 0 or more, that add up to the {height} rows of {name}.")
+    width = tensor.numel() // max(height, 1)
+    return [count * width for count in counts]
+
+
+def check_part(input: Tensor, output: Tensor, numel: int) -> None:
+    """Raises ValueError unless input has the elements that output_split_sizes gives this rank, of output's dtype."""
+    _check_alike(output, input)
+    if input.numel() != numel:
+        raise ValueError(f"input has {input.numel()} elements; expected {numel}, as output_split_sizes has them.")
+
+
+def check_exchange(output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], rank: int) -> None:
+    """Raises ValueError unless an all_to_all can move runs of these sizes from input to output."""
+    _check_alike(output, input)
+    if sent[rank] != received[rank]:
+        raise ValueError(
+            f"input has {sent[rank]} elements for rank {rank} itself and output {received[rank]}; expected the same "
+            "number."
+        )
+    if _share_memory(output, input):
+        raise ValueError("output and input share memory; an all_to_all needs a tensor for each.")
+
+
+def _check_alike(output: Tensor, input: Tensor) -> None:
+    if output.dtype != input.dtype or output.device != input.device:
+        raise ValueError(
+            f"output is {output.dtype} on {output.device} and input {input.dtype} on {input.device}; expected the "
+            "same dtype and device."
+        )
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if not (a.numel() and b.numel()) or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+
+    def span(tensor: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    (first, end), (other, other_end) = span(a), span(b)
+    return first < other_end and other < end
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -117,7 +181,7 @@ def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGro
             f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
             f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
         )
-    if collective == "all_gather":
+    if collective in ("all_gather", "all_to_all"):
         return
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if op in ("band", "bor", "bxor"):

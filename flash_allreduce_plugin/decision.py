@@ -22,10 +22,21 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import flat, two_level
 from flash_allreduce_plugin.collectives.copies import Range
 from flash_allreduce_plugin.collectives.error_feedback import Slot
+from flash_allreduce_plugin.collectives.runs import Rule
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.groups import GroupState
-from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.policy import (
+    EMPTY,
+    LOW_SQNR,
+    SMALL,
+    WARM_UP,
+    Collective,
+    FullPrecision,
+    Plan,
+    Site,
+    make_plan,
+)
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.telemetry import counters, run_log
 
@@ -40,7 +51,7 @@ class Call:
     Args:
         collective: what is asked for.
         numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
-        parts: elements of each rank's part, where they differ from rank to rank.
+        parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, of this rank's runs.
         op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
         step: finished training steps, for warmup_steps; None: no warm-up.
         exact: ascending ranges (first, end) of elements that are summed in full precision beside the call.
@@ -48,6 +59,7 @@ class Call:
         instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
         theirs: in full precision the framework's own collective serves the call.
         full_precision: why the caller wants full precision; None: the policy decides.
+        rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
     """
 
     collective: Collective
@@ -66,6 +78,7 @@ class Call:
     instead_of: int | None = None
     theirs: bool = False
     full_precision: str | None = None
+    rule: Rule | None = None
     label: Label = field(init=False)
     state: GroupState = field(init=False)
     quality: Quality = field(init=False)
@@ -126,13 +139,12 @@ def decide(call: Call) -> Plan | FullPrecision:
         message = call.numel * call.itemsize
         counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
         return answer
+    alike = (call.numel, call.parts) if call.rule is None else (call.rule.min_bytes,)
     call.label.sign(
-        *(call.op_name, call.factor, call.dtype, call.numel, call.parts),
+        *(call.op_name, call.factor, call.dtype, *alike),
         *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
     )
-    sent, between_nodes = _sent_bytes(call, answer)
-    plain = full_precision_bytes(call) if call.instead_of is None else call.instead_of
-    counters.record_quantized(call.site, sent, plain, between_nodes, answer.bits(call.collective))
+    _count(call, answer)
     if answer.reduce.stochastic:
         call.key = rows.draw_key(config.seed, state.draws)
         state.draws += 1
@@ -155,8 +167,28 @@ def full_precision_bytes(call: Call) -> int:
     if call.theirs and call.instead_of is not None:
         return call.instead_of
     if call.parts is not None:
-        return (sum(call.parts) - call.parts[call.state.rank]) * call.itemsize
+        return _to_others(call, call.parts) * call.itemsize
     return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
+
+
+def _to_others(call: Call, sizes: list[int]) -> int:
+    """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
+    own = sizes[call.state.rank]
+    return own * (call.world_size - 1) if call.collective == "all_gather" else sum(sizes) - own
+
+
+def _count(call: Call, plan: Plan) -> None:
+    """A call that goes as planned. Of an all_to_all this rank's runs may all be too short to be quantized."""
+    bits, plain = plan.bits(call.collective), full_precision_bytes(call) if call.instead_of is None else call.instead_of
+    if call.rule is None or call.parts is None:
+        sent, between_nodes = _sent_bytes(call, plan)
+        counters.record_quantized(call.site, sent, plain, between_nodes, bits)
+    elif any(map(call.rule.quantizes, call.parts)):
+        sent, exact = call.rule.sent_bytes(call.parts, call.state.rank, plan.gather)
+        counters.record_quantized(call.site, sent, plain, bits=bits, bytes_plain=exact)
+    else:
+        reason = SMALL if any(call.parts) else EMPTY
+        counters.record_full_precision(call.site, reason, plain, message=call.numel * call.itemsize)
 
 
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
@@ -187,6 +219,6 @@ def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
         sizes = call.numel if call.collective == "all_reduce" else shards
         return two_level.sent_bytes(call.collective, sizes, plan, call.state.rank)
     if call.parts is not None:
-        sizes = list(map(plan.reduce.payload_bytes, call.parts))
-        return sum(sizes) - sizes[call.state.rank], 0
+        half = plan.gather if call.collective == "all_gather" else plan.reduce
+        return _to_others(call, list(map(half.payload_bytes, call.parts))), 0
     return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0

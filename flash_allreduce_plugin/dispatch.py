@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checks, groups, traced
-from flash_allreduce_plugin.collectives import copies, flat, transport, two_level, two_shot
+from flash_allreduce_plugin.collectives import copies, flat, runs, transport, two_level, two_shot
 from flash_allreduce_plugin.collectives.copies import Exactly, Range
 from flash_allreduce_plugin.collectives.error_feedback import Residual, Slot
 from flash_allreduce_plugin.collectives.transport import Label
@@ -35,6 +35,7 @@ _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
 _ALL_GATHER = Site("all_gather")
+_ALL_TO_ALL = Site("all_to_all")
 
 
 def all_reduce(
@@ -166,18 +167,21 @@ def all_gather(
     step: int | None = None,
     plain: Plain | None = None,
     full_precision: str | None = None,
+    output_split_sizes: Sequence[int] | None = None,
 ) -> Any:
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
+    output_split_sizes: the rows of output that come from each rank, the same list on all of them; None: as many from
+    every rank.
     """
     if torch.compiler.is_dynamo_compiling():
-        more = {"full_precision": full_precision}
+        more = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
         return traced.all_gather(output, input, group, config, async_op, site, step, **more)
     if config is None:
         config = _default_config()
     key = None
-    if not async_op and not full_precision:
+    if not async_op and not full_precision and output_split_sizes is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         theirs = plain or (lambda: transport.all_gather_single(_flat(output), _flat(input), group=known))
@@ -187,14 +191,66 @@ def all_gather(
     checks.check_tensor(input, "input")
     call = _call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
     call.theirs, call.full_precision = plain is not None, full_precision
-    checks.check_pair(input, "input", output, "output", call.world_size)
+    if output_split_sizes is None:
+        checks.check_pair(input, "input", output, "output", call.world_size)
+    else:
+        call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
+        checks.check_part(input, output, call.parts[call.state.rank])
     plan = _decide(call, key, input)
     if plan is None and plain is not None and not call.quality.watching:
         return _run("all_gather", site, call.group, plain)
     return _started(call, _all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
 
 
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _ALL_TO_ALL,
+    step: int | None = None,
+    plain: Plain | None = None,
+    full_precision: str | None = None,
+) -> Any:
+    """Send run r of `input` to rank r and get run r of `output` from it, as torch.distributed.all_to_all_single.
+
+    One rounding. A rank's own run is rounded like the others: what becomes of a row does not depend on where it goes.
+    A run whose bytes times world_size are below min_bytes arrives as it is: nobody but its two ends knows its size.
+    Runs may be empty, and ranks may have other sizes. The error is measured locally, whatever quality_measure says.
+
+    Args:
+        output, input: [rows, ...] of the same dtype on the same device, of any strides; they must not share memory.
+        output_split_sizes, input_split_sizes: rows from and to each rank, which add up to those of the tensor; None:
+            the same number for every rank.
+        async_op: return a handle at once; the tensors must not be touched until its wait() has returned.
+
+    The other arguments, results and errors are those of all_reduce. If two ranks disagree about the size of the run
+    between them, at least one of them gets CollectiveError, within the group's timeout. torch.compile breaks the graph.
+    """
+    config = _default_config() if config is None else config
+    checks.check_written(output, "output")
+    checks.check_tensor(input, "input")
+    call = _call("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
+    world, rank = call.world_size, call.state.rank
+    received = checks.runs_of(output, "output", output_split_sizes, world)
+    sent = checks.runs_of(input, "input", input_split_sizes, world)
+    checks.check_exchange(output, input, received, sent, rank)
+    call.theirs, call.full_precision = plain is not None, full_precision
+    call.numel, call.parts = max(sent) * world, sent  # min_bytes sees a call whose runs are all as long as this one
+    call.rule = rule = runs.Rule(call.itemsize, world, config.min_bytes)
+    plan = _decide(call, None, input)
+    if plan is None and plain is not None and not call.quality.watching:
+        return _run("all_to_all", site, call.group, plain)
+    steps = _all_to_all(call, plan, rule, output, input, received, sent, plain)
+    return _started(call, steps, plan, async_op, [output], input)
+
+
 traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
+traced.never_trace(all_to_all, reason="no graph holds an all_to_all of flash_allreduce")
 traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wait, StreamWork.is_completed)
 
 
@@ -370,7 +426,7 @@ def _measure(call: Call, input: Tensor | Sequence[Tensor]) -> None:
     else:
         op, factor = _plain_op(call)
         even = input if isinstance(input, Tensor) else _padded(input)
-        call.quality.measure_exactly(even, op, factor)
+        call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
 
 
 def _plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[None]:
@@ -493,16 +549,56 @@ def _all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pl
     own = input.detach().contiguous().view(-1)
     if plan is None:
         call.quality.watch([own], 1.0)
-        theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
-        pending = transport.plainly(theirs, call.label)
+        if plain is None and call.parts is not None:
+            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
+        else:
+            theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
+            pending = transport.plainly(theirs, call.label)
         yield
         pending.wait()
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
         _measure(call, own)
-        pool = call.state.pool(own.device)
-        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, meter=call.quality.meter)
+        pool, how = call.state.pool(own.device), {"parts": call.parts, "meter": call.quality.meter}
+        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
+    if not in_place:
+        output.copy_(whole.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(whole)
+    else:
+        call.quality.end(whole)
+
+
+def _all_to_all(
+    call: Call,
+    plan: Plan | None,
+    rule: runs.Rule,
+    output: Tensor,
+    input: Tensor,
+    received: list[int],
+    sent: list[int],
+    plain: Plain | None,
+) -> Iterator[None]:
+    """A rank that sends and gets nothing takes part as well: the others cannot know."""
+    output = output.detach()
+    in_place = output.is_contiguous()
+    whole = output.view(-1) if in_place else output.new_empty(output.numel())
+    own = input.detach().contiguous().view(-1)
+    if plan is None:
+        call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
+        theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))
+        pending = transport.plainly(theirs, call.label)
+        yield
+        pending.wait()
+        if plain is not None and not in_place:
+            whole.view(output.shape).copy_(output)
+    else:
+        if call.quality.measured:
+            call.quality.measure_locally(1.0, own.device)
+        pool, meter = call.state.pool(own.device), call.quality.meter
+        yield from runs.all_to_all(whole, own, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
     if not in_place:
         output.copy_(whole.view(output.shape))
     yield

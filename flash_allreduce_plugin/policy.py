@@ -3,13 +3,16 @@
 make_plan answers with a Plan or with the reason why the call goes in full precision.  The checks run in a
 fixed order and the first that applies gives the reason, so that a counter's key means the same on every rank:
 
-1. enabled is false                         4. the operator is not sum, avg or premul_sum (all_gather: none)
+1. enabled is false                         4. the operator is not sum, avg or premul_sum (of what sums)
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
 7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding is
    not to be quantized
 8. the module's name is not in include, or is in exclude
 9. the step is one of the first warmup_steps
+
+5 and 6 are left out for an all_to_all, whose ranks have different numbers of elements and must decide alike: its runs
+are asked one by one (collectives/runs.py).
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from flash_allreduce_plugin.topology import Nodes
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+_SUMS = ("all_reduce", "reduce_scatter")
 
 # The reasons are keys of counters: short, and the same from call to call.
 DISABLED = "disabled by configuration"
@@ -83,7 +87,7 @@ class Plan:
     """How to run one quantized call.
 
     reduce: codec of the half before the sum (all_reduce, reduce_scatter).
-    gather: codec of the half after the sum (all_reduce, all_gather).
+    gather: codec of the half after the sum (all_reduce), and of what is not summed (all_gather, all_to_all).
     chunk_bytes: payload bytes of one chunk in flight.
     inside: codec of what is summed inside a node, if the call is hierarchical; reduce and gather are between nodes.
     nodes: None: the call is flat, every rank deals with every other one.
@@ -101,12 +105,12 @@ class Plan:
         """The width of the half that the collective has; of its two, the narrower one."""
         if collective == "all_reduce":
             return min(self.reduce.bits, self.gather.bits)
-        return self.gather.bits if collective == "all_gather" else self.reduce.bits
+        return self.reduce.bits if collective == "reduce_scatter" else self.gather.bits
 
     def narrowest(self, collective: Collective) -> int:
         """The least width that the collective has anywhere, inside a node too."""
         bits = self.bits(collective)
-        return bits if self.inside is None or collective == "all_gather" else min(bits, self.inside.bits)
+        return bits if self.inside is None or collective not in _SUMS else min(bits, self.inside.bits)
 
     def at_least(self, bits: int) -> Plan:
         """The same with every width below `bits` raised to it."""
@@ -136,13 +140,13 @@ def make_plan(
 ) -> Plan | FullPrecision:
     """Plan one call, or say why it goes in full precision.
 
-    numel counts the whole tensor: the input of reduce_scatter, the output of all_gather.  op is "sum", "avg"
-    or another operator's name, and is not looked at for all_gather.  step counts the training steps from 0;
-    without it there is no warm-up.  reduce_bits and gather_bits override the width of their half for every
-    role that is quantized at all.  nodes are the group's if config.hierarchical is to be obeyed: a group within one
-    node is flat with the width inside, one with a rank a node with the width between nodes.  width takes the place
-    of the role's width, of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized does
-    not depend on it.
+    numel counts the whole tensor: the input of reduce_scatter, the output of all_gather; it is not looked at for
+    all_to_all.  op is "sum", "avg" or another operator's name, and is looked at where there is a sum.  step counts the
+    training steps from 0; without it there is no warm-up.  reduce_bits and gather_bits override the width of their half
+    for every role that is quantized at all.  nodes are the group's if config.hierarchical is to be obeyed: a group
+    within one node is flat with the width inside, one with a rank a node with the width between nodes.  An all_to_all
+    has one level: what a rank sends to another node is for one rank there.  width takes the place of the role's width,
+    of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized does not depend on it.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
@@ -150,12 +154,13 @@ def make_plan(
         return FullPrecision(ONE_RANK)
     if dtype not in _DTYPES:
         return FullPrecision(f"dtype {str(dtype).removeprefix('torch.')}")
-    if collective != "all_gather" and op not in ("sum", "avg", "premul_sum"):
+    if collective in _SUMS and op not in ("sum", "avg", "premul_sum"):
         return FullPrecision(f"operator {op}")
-    if numel == 0:
-        return FullPrecision(EMPTY)
-    if numel * dtype.itemsize < config.min_bytes:
-        return FullPrecision(SMALL)
+    if collective != "all_to_all":
+        if numel == 0:
+            return FullPrecision(EMPTY)
+        if numel * dtype.itemsize < config.min_bytes:
+            return FullPrecision(SMALL)
     configured = _bits(site.role, config)
     if isinstance(configured, FullPrecision):
         return configured
@@ -168,7 +173,7 @@ def make_plan(
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
     given = config.hierarchical
-    if nodes is None or given == "off":
+    if nodes is None or given == "off" or collective == "all_to_all":
         inside, between, nodes = bits, bits, None
     elif given == "auto":
         inside, between = MAX_BITS, bits
@@ -202,6 +207,7 @@ def _adapts(collective: Collective, config: FlashConfig) -> bool:
         "all_reduce": config.reduce_bits is not None and config.gather_bits is not None,
         "reduce_scatter": config.reduce_bits is not None,
         "all_gather": config.gather_bits is not None,
+        "all_to_all": config.gather_bits is not None,
     }
     return config.target_sqnr_db is not None and not given[collective]
 

@@ -149,11 +149,12 @@ def never_compile(*functions: Eager) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
-def never_trace(*functions: Eager) -> None:
+def never_trace(*functions: Eager, reason: str = "flash_allreduce runs this without a graph") -> None:
     """And a graph breaks in front of them: as torch.compiler.disable, which costs every call and imports Dynamo now."""
     never_compile(*functions)
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
 
 def serve_collectives(all_reduce: Eager, reduce_scatter: Eager, all_gather: Eager) -> None:

@@ -257,38 +257,56 @@ def all_gather(
     pool: BufferPool,
     key: int = 0,
     *,
+    parts: Sequence[int] | None = None,
     meter: Meter | None = None,
 ) -> Iterator[None]:
-    """input [numel] of every rank -> output [world * numel], one rounding."""
+    """input [numel] of every rank -> output [world * numel], one rounding.
+
+    parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
+    it reaches.
+    """
     world, rank = label.group.size(), label.group.rank()
     group_size, record = plan.gather.group_size, plan.gather.record_bytes
-    key, number = rows.draw_key(key, _GATHER), rank * plan.gather.groups(input.numel())
-    chunks = _chunks_of_shard(input.numel(), record, plan, world)
+    even = parts is None
+    parts = [input.numel()] * world if parts is None else parts
+    groups, shards = [plan.gather.groups(numel) for numel in parts], output.split(list(parts))
+    key, number = rows.draw_key(key, _GATHER), sum(groups[:rank])
+    chunks = _chunks_of_shard(max(parts), record, plan, world)
     slot = world * chunks.size * record
     label.reserve(chunks.count)
     buffer = pool.take(chunks.window * slot)
     gathers: deque[Pending] = deque()
-    shards = output.view(world, -1)
 
-    def at(i: int) -> Tensor:
+    def at(i: int) -> tuple[Tensor, list[int]]:
+        """The payloads of chunk i, one after another, and their sizes."""
         first, last = chunks[i]
+        sizes = [max(0, min(last, count) - first) * record for count in groups]
         start = i % chunks.window * slot
-        return buffer[start : start + world * (last - first) * record]
+        return buffer[start : start + sum(sizes)], sizes
 
     def send(i: int) -> None:
         first, last = chunks[i]
-        mine = at(i).view(world, -1)[rank]
-        elements = input[first * group_size : last * group_size].view(1, -1)
-        rows.encode(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
-        if meter is not None:
-            meter.gathered(elements, mine.view(1, -1), plan.gather)
+        payloads, sizes = at(i)
+        mine = payloads.split(sizes)[rank]
+        if len(mine):
+            elements = input[first * group_size : last * group_size].view(1, -1)
+            rows.encode(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
+            if meter is not None:
+                meter.gathered(elements, mine.view(1, -1), plan.gather)
         doing = f"gathering chunk {i + 1} of {chunks.count}"
-        gathers.append(transport.all_gather(at(i), mine, label, doing))
+        gathers.append(transport.all_gather(payloads, mine, label, doing, None if even else sizes))
 
     def write(i: int) -> None:
         gathers.popleft().wait()
         first, last = chunks[i]
-        rows.decode(at(i).view(world, -1), shards[:, first * group_size : last * group_size], plan.gather)
+        payloads, sizes = at(i)
+        elements = slice(first * group_size, last * group_size)
+        if even:
+            rows.decode(payloads.view(world, -1), output.view(world, -1)[:, elements], plan.gather)
+            return
+        for shard, payload in zip(shards, payloads.split(sizes), strict=True):
+            if len(payload):
+                rows.decode(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
 
     yield from _in_turn(chunks, send, write)
     pool.give(buffer)

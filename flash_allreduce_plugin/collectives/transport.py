@@ -32,7 +32,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 Sizes = list[int] | None
 # The tag of a message of ours, n being the number of its exchange in the group:
 #
-#     bit 30: ours   bits 12-29: the call's signature + n / 4096   bits 0-11: n % 4096
+#     bit 30: ours   bits 12-29: the call's signature + n / 4096 + the message's size, spread   bits 0-11: n % 4096
 #
 # Messages that are in flight together have tags of their own as long as they are fewer than 4096 exchanges apart. And
 # messages of two calls that are not alike do not meet, nor does what is left of a call that was given up meet the next
@@ -167,14 +167,19 @@ def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: st
     return Pending(lambda: _exchange(received, sent, label), label, doing)
 
 
-def all_gather(output: Tensor, input: Tensor, label: Label, doing: str) -> Pending:
-    """input of every rank, in rank order, to output; input may be this rank's own part of output."""
+def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: Sizes = None) -> Pending:
+    """input of every rank, in rank order, to output: equal parts, or parts of the given sizes.
+
+    input may be this rank's own part of output.
+    """
     group = label.group
-    if not by_messages(group, input.device):
+    if by_messages(group, input.device):
+        parts = output.split(sizes or len(output) // group.size())
+        return Pending(lambda: _exchange(parts, [input] * group.size(), label), label, doing)
+    if sizes is None:
         return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
-    return Pending(
-        lambda: _exchange(output.split(len(output) // group.size()), [input] * group.size(), label), label, doing
-    )
+    uneven = list(output.split(sizes))
+    return Pending(lambda: dist.all_gather(uneven, input, group=group, async_op=True), label, doing)
 
 
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -199,11 +204,20 @@ def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) 
     # The neighbours after this rank first, and those before it: no rank is everybody's first.
     others = [(rank + step) % world for step in range(1, world)]
     tag = label.tag()
-    works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in others if received[j].numel()]
-    works += [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in others if sent[j].numel()]
+    works = [dist.irecv(r, group=group, group_src=j, tag=_sized(tag, r)) for j in others if (r := received[j]).numel()]
+    works += [dist.isend(s, group=group, group_dst=j, tag=_sized(tag, s)) for j in others if (s := sent[j]).numel()]
     if received[rank].data_ptr() != sent[rank].data_ptr():
         received[rank].copy_(sent[rank])
     return works
+
+
+def _sized(tag: int, message: Tensor) -> int:
+    """The tag with the message's size in its signature: two ends that expect different sizes do not meet.
+
+    gloo would take a message that is too short, and fail in a thread of its own at one that is too long.
+    """
+    spread = message.numel() * message.element_size() * 0x9E3779B1 >> 8
+    return tag & (_OURS | _NUMBERS - 1) | (tag // _NUMBERS + spread) % _SIGNATURES * _NUMBERS
 
 
 def plainly(issue: Callable[[], Any], label: Label) -> Pending:

@@ -135,16 +135,18 @@ def all_gather(
     pool: BufferPool,
     key: int = 0,
     *,
+    parts: Sequence[int] | None = None,
     meter: Meter | None = None,
 ) -> Iterator[None]:
-    """input [numel] of every rank -> output [world * numel], one rounding."""
+    """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ."""
     world, rank = label.group.size(), label.group.rank()
-    firsts, slabs = _slabs_of_shards([len(input)] * world, plan)
+    sizes = [len(input)] * world if parts is None else list(parts)
+    firsts, slabs = _slabs_of_shards(sizes, plan)
     group_size, gather_key = plan.gather.group_size, rows.draw_key(key, _GATHER)
     lag = _lag(len(slabs), plan, 2)
     label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
-    shards = output.view(world, -1)
+    shards = output.split(sizes)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
         first, last = slabs[i].parts[owner]
@@ -154,15 +156,17 @@ def all_gather(
         if slabs[i].node == stages.node:
             draw = Draw(gather_key, slabs[i].numbers[rank])
             mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
-            rows.encode(mine, payload, plan.gather, draw)
-            if meter is not None:
-                meter.gathered(mine, payload, plan.gather)
+            if mine.numel():
+                rows.encode(mine, payload, plan.gather, draw)
+                if meter is not None:
+                    meter.gathered(mine, payload, plan.gather)
         stages.send_back(i)
 
     def write(i: int) -> None:
         for owner in stages.nodes[slabs[i].node]:
-            payload = stages.part(i, owner).view(1, -1)
-            rows.decode(payload, elements(shards[owner], i, owner), plan.gather)
+            part, payload = elements(shards[owner], i, owner), stages.part(i, owner).view(1, -1)
+            if part.numel():
+                rows.decode(payload, part, plan.gather)
 
     yield from stages.run(back, stages.send_forward, write=write)
 

@@ -5,9 +5,8 @@ and those must stay exact. So the seams are on the dispatchers' methods: the hid
 method is given, and only while that tensor is moved does the scope name the method. The autograd functions keep
 the scope for their backward, where the gradient of the hidden states goes the way back.
 
-Every rank holds another number of tokens. Each run of tokens from one rank to another is encoded by itself, and a
-rank decodes its own run as well, so a token's value does not depend on where its expert lives. `min_bytes` is not
-asked: the ranks know different sizes and could not agree.
+Every rank holds another number of tokens. How they travel is dispatch's and collectives/runs.py's; this file says which
+tensors do.
 """
 
 from __future__ import annotations
@@ -15,23 +14,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import environment, groups
-from flash_allreduce_plugin.codec import rows as codecs
-from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import transport
-from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.collectives.transport import all_gather_single, reduce_scatter_single
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import scopes
 from flash_allreduce_plugin.megatron.scopes import MAPPINGS, CurrentConfig, Scope, recalls, remembers
 from flash_allreduce_plugin.patching import Function, Seam, rebound
-from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
-from flash_allreduce_plugin.telemetry import counters
-from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.policy import Role, Site
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 
@@ -147,82 +141,43 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
     return method
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How a call encodes. key: of its random numbers, where it rounds stochastically; the same on every rank."""
-
-    codec: Format
-    key: int = 0
-
-
-def plan(
-    collective: Collective,
-    tensor: torch.Tensor,
-    numel: int,
-    group: dist.ProcessGroup,
-    config: CurrentConfig,
-    scope: Scope,
-) -> Encoding | None:
-    """The encoding of a call that moves hidden states or their gradient; None, counted, if Megatron's own serves it.
-
-    numel: elements of `tensor` that this rank sends to others, for the counters; the answer does not depend on it.
-    """
-    site = _site(scope)
-    disabled = environment.is_on(environment.DISABLE)
-    groups.agree(Label(collective, site.name, group), config(), disabled, tensor.device)
-    reason = environment.DISABLE if disabled else scope.full_precision
-    if reason is None:
-        answer = make_plan(
-            collective,
-            numel=config().min_bytes + 1,  # every rank has another number
-            dtype=tensor.dtype,
-            world_size=group.size(),
-            op="sum",
-            site=site,
-            config=config(),
-            step=scope.step,
-        )
-        if not isinstance(answer, FullPrecision):
-            codec = answer.reduce if collective == "reduce_scatter" else answer.gather
-            if not codec.stochastic:
-                return Encoding(codec)
-            state = groups.state_of(group)
-            state.draws += 1
-            return Encoding(codec, codecs.draw_key(config().seed, state.draws - 1))
-        reason = answer.reason
-    counters.record_full_precision(site, reason, numel * tensor.element_size())
-    return None
-
-
 def gather(
     output: torch.Tensor,
     input: torch.Tensor,
-    rows: Sequence[int],
+    rows: Sequence[int] | None,
     group: dist.ProcessGroup,
-    encoding: Encoding,
+    config: FlashConfig,
     scope: Scope,
 ) -> None:
-    """input [rows[rank], ...] of every rank -> output [sum of rows, ...]; the same bits on every rank."""
-    width = output.numel() // max(sum(rows), 1)
-    sizes = [count * width for count in rows]
-    payloads = _exchange([input.contiguous().view(-1)] * group.size(), sizes, group, encoding, "all_gather", scope)
-    _decode(payloads, output, sizes, encoding.codec)
+    """input [rows[rank], ...] of every rank -> output [sum of rows, ...]; rows: None if all ranks have as many."""
+    input = input.contiguous()
+
+    def theirs() -> Any:
+        if rows is None:
+            return all_gather_single(output, input, group=group)
+        return dist.all_gather(list(torch.split(output, list(rows))), input, group=group)
+
+    how = {"output_split_sizes": rows, "plain": theirs, **_how(config, scope)}
+    dispatch.all_gather(output, input, group, **how)
 
 
 def reduce_scatter(
     output: torch.Tensor,
     input: torch.Tensor,
-    rows: Sequence[int],
+    rows: Sequence[int] | None,
     group: dist.ProcessGroup,
-    encoding: Encoding,
+    config: FlashConfig,
     scope: Scope,
 ) -> None:
-    """input [sum of rows, ...] -> output [rows[rank], ...]: this rank's rows, summed over the ranks."""
-    width = input.numel() // max(sum(rows), 1)
-    parts = list(torch.split(input.contiguous().view(-1), [count * width for count in rows]))
-    payloads = _exchange(parts, [output.numel()] * group.size(), group, encoding, "reduce_scatter", scope)
-    if output.numel():
-        codecs.decode_sum(torch.cat(payloads).view(group.size(), -1), output.view(-1), encoding.codec, 1.0)
+    """input [sum of rows, ...] -> output [rows[rank], ...], summed over the ranks; rows: None if all get as many."""
+    given = input.contiguous() if rows is None else list(torch.split(input, list(rows)))
+
+    def theirs() -> Any:
+        if isinstance(given, torch.Tensor):
+            return reduce_scatter_single(output, given, group=group)
+        return dist.reduce_scatter(output, given, group=group)
+
+    dispatch.reduce_scatter(output, given, group=group, plain=theirs, **_how(config, scope))
 
 
 def _all_to_all_single(config: CurrentConfig) -> Function:
@@ -236,75 +191,19 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         group: dist.ProcessGroup | None = None,
         async_op: bool = False,
     ) -> Any:
+        given = output, input, output_split_sizes, input_split_sizes, group, async_op
+        theirs = functools.partial(dist.all_to_all_single, *given)
         scope = scopes.current()
-        if scope.hidden_states is None or group is None:
-            return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-        width = input[:1].numel() if len(input) else output[:1].numel()
-
-        def sizes(splits: Sequence[int] | None, tensor: torch.Tensor) -> list[int]:
-            if splits is None:
-                return [tensor.numel() // group.size()] * group.size()
-            return [int(count) * width for count in splits]
-
-        given = sizes(input_split_sizes, input)
-        # No sum: the half that moves results.
-        encoding = plan("all_gather", input, sum(given) - given[group.rank()], group, config, scope)
-        if encoding is None:
-            with ours:
-                return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
-        parts = list(torch.split(input.view(-1), given))
-        received = sizes(output_split_sizes, output)
-        _decode(_exchange(parts, received, group, encoding, "all_to_all", scope), output, received, encoding.codec)
-        return _Done() if async_op else None
+        if scope.hidden_states is None:
+            return theirs()
+        return dispatch.all_to_all(*given, plain=theirs, **_how(config(), scope))
 
     return all_to_all_single
 
 
-class _Done:
-    """The handle of a collective that is over."""
-
-    def wait(self) -> bool:
-        return True
-
-
-def _exchange(
-    parts: Sequence[torch.Tensor],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
-    encoding: Encoding,
-    collective: str,
-    scope: Scope,
-) -> list[torch.Tensor]:
-    """Encode parts[j] for rank j and return the payload of received[j] elements from each rank j; counted.
-
-    Every part has random numbers of its own, but those of a gather, which are the same part: the same bytes.
-    """
-    codec = encoding.codec
-    out_bytes = [codec.payload_bytes(part.numel()) for part in parts]
-    in_bytes = [codec.payload_bytes(numel) for numel in received]
-    sent = torch.empty(sum(out_bytes), dtype=torch.uint8, device=parts[0].device)
-    arrived = torch.empty(sum(in_bytes), dtype=torch.uint8, device=sent.device)
-    for to, (part, payload) in enumerate(zip(parts, torch.split(sent, out_bytes), strict=True)):
-        if part.numel():
-            numbers = (group.rank(),) if collective == "all_gather" else (group.rank(), to)
-            draw = Draw(codecs.draw_key(encoding.key, *numbers))
-            codecs.encode(part.view(1, -1), payload.view(1, -1), codec, draw)
-    site = _site(scope)
-    label = Label(collective, site.name, group)
-    transport.all_to_all(arrived, sent, label, "exchanging hidden states", in_bytes, out_bytes).wait()
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    plain = sum(parts[rank].numel() for rank in others) * parts[0].element_size()
-    counters.record_quantized(site, sum(out_bytes[rank] for rank in others), plain, bits=codec.bits)
-    return list(torch.split(arrived, in_bytes))
-
-
-def _decode(payloads: Sequence[torch.Tensor], output: torch.Tensor, sizes: Sequence[int], codec: Format) -> None:
-    for payload, part in zip(payloads, torch.split(output.view(-1), list(sizes)), strict=True):
-        if part.numel():
-            codecs.decode(payload.view(1, -1), part.view(1, -1), codec)
-
-
-def _site(scope: Scope) -> Site:
+def _how(config: FlashConfig, scope: Scope) -> dict[str, Any]:
+    """What every call that moves hidden states or their gradient is told."""
     assert scope.hidden_states is not None
     role = Role.EXPERT_GRADIENT if scopes.running_pass() == "backward" else Role.EXPERT
-    return Site(scope.hidden_states, role, scope.module)
+    site = Site(scope.hidden_states, role, scope.module)
+    return {"config": config, "site": site, "step": scope.step, "full_precision": scope.full_precision}

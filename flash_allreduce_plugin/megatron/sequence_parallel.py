@@ -166,22 +166,17 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
         input_split_sizes: list[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
-        from megatron.core.tensor_parallel import mappings
-
         scope = scopes.current()
         if scope.hidden_states is not None:
             rows = input_split_sizes or [input_.shape[0] // group.size()] * group.size()
-            others = (input_.shape[0] - rows[group.rank()]) * input_[:1].numel()
-            encoding = expert_parallel.plan("reduce_scatter", input_, others, group, config, scope)
-            if encoding is None:
-                with ours:
-                    return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
             output = _buffer(input_, rows[group.rank()], use_global_buffer)
-            expert_parallel.reduce_scatter(output, input_, rows, group, encoding, scope)
+            expert_parallel.reduce_scatter(output, input_, input_split_sizes, group, config(), scope)
             return output
         here = site_of(site, scope)
         reason = _left_alone(group, input_split_sizes, scope)
         if reason is not None:
+            from megatron.core.tensor_parallel import mappings
+
             record_original(here, reason, input_, group, all_reduce=False)
             with ours:
                 return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
@@ -206,22 +201,17 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
         output_split_sizes: list[int] | None = None,
         use_global_buffer: bool = False,
     ) -> torch.Tensor:
-        from megatron.core.tensor_parallel import mappings
-
         scope = scopes.current()
         if scope.hidden_states is not None:
-            others = input_.numel() * (group.size() - 1)
-            encoding = expert_parallel.plan("all_gather", input_, others, group, config, scope)
-            if encoding is None:
-                with ours:
-                    return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
             rows = output_split_sizes or [input_.shape[0]] * group.size()
             output = _buffer(input_, sum(rows), use_global_buffer)
-            expert_parallel.gather(output, input_, rows, group, encoding, scope)
+            expert_parallel.gather(output, input_, output_split_sizes, group, config(), scope)
             return output
         here = _gather_site_of(site, scope, config)
         reason = _left_alone(group, output_split_sizes, scope)
         if reason is not None:
+            from megatron.core.tensor_parallel import mappings
+
             record_original(here, reason, input_, group, all_reduce=False, whole=group.size())
             with ours:
                 return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)

@@ -3,8 +3,9 @@
 SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
-the same call in full precision beside it. The ranks add up their measurements at the start of the next measured call
-(sites.py says why there): for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
+the same call in full precision beside it; an all-to-all always locally, since nothing is summed and the sender knows
+the whole error. The ranks add up their measurements at the start of the next measured call (sites.py says why there):
+for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Quality:
         number = self._state.calls[name]
         self._state.calls[name] += 1
         self.measured = number % config.quality_interval == 0
-        if config.quality_measure == "local":
+        if config.quality_measure == "local" or self._collective == "all_to_all":
             self._error = self._state.error(name)
         if plan.width is not None:
             self._width = self._state.width(name, config, plan.width)
@@ -84,9 +85,9 @@ class Quality:
         """A quantized call begins. factor: for its sum."""
         self.meter = Meter(factor, device)
 
-    def measure_exactly(self, input: Tensor, op: object, factor: float) -> None:
+    def measure_exactly(self, input: Tensor, op: object, factor: float, parts: list[int] | None = None) -> None:
         """A quantized call begins. Arguments: those of Measurement."""
-        self._exact = Measurement(self._collective, input, op, factor, self._label)
+        self._exact = Measurement(self._collective, input, op, factor, self._label, parts)
 
     def end(self, result: Tensor) -> None:
         """The result [numel] of a quantized call is in place."""
@@ -110,7 +111,7 @@ class Quality:
         for part in parts:
             if self.meter is None:
                 self.meter = Meter(factor, part.device)
-            if self._collective == "all_gather":
+            if self._collective in ("all_gather", "all_to_all"):
                 self.meter.result(part)
                 self.meter.would_lose(part, plan.gather, summed=False)
             else:
@@ -162,8 +163,13 @@ class Measurement:
     It costs a float32 copy of the input and a plain collective: quality_measure "exact".
     """
 
-    def __init__(self, collective: str, input: Tensor, op: object, factor: float, label: Label) -> None:
-        """input: as the plain collective takes it, evenly split; factor: its result is multiplied with it."""
+    def __init__(
+        self, collective: str, input: Tensor, op: object, factor: float, label: Label, parts: list[int] | None = None
+    ) -> None:
+        """input: as the plain collective takes it, evenly split; factor: its result is multiplied with it.
+
+        parts: of an all_gather, elements of each rank's part, where they differ.
+        """
         self._factor = factor
         self._exact = input.detach().flatten().to(torch.float32, copy=True)
         self._pending: Pending
@@ -174,8 +180,9 @@ class Measurement:
             whole, self._exact = self._exact, self._exact.new_empty(self._exact.numel() // world)
             self._pending = transport.reduce_scatter(self._exact, whole, op, label)
         else:
-            shard, self._exact = self._exact, self._exact.new_empty(self._exact.numel() * world)
-            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY)
+            shard = self._exact
+            self._exact = shard.new_empty(shard.numel() * world if parts is None else sum(parts))
+            self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY, parts)
 
     def record(self, result: Tensor, site: Site) -> tuple[float, float]:
         """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""

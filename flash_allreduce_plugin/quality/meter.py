@@ -1,4 +1,6 @@
-"""The error of a call, from tensors that each rank has at hand: quality_measure "local" (docs/accuracy_controls.md#what-is-measured).
+"""The error of a call from what each rank has at hand: quality_measure "local".
+
+How-to: docs/accuracy_controls.md#what-is-measured.
 
 A rank decodes what it encodes and compares. Where the errors of different ranks have nothing to do with each other,
 

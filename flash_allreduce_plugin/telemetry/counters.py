@@ -103,10 +103,15 @@ def _counters(site: Site) -> Counters:
 
 
 def record_quantized(
-    site: Site, bytes_sent: int, bytes_full_precision: int, bytes_between_nodes: int = 0, bits: int | None = None
+    site: Site,
+    bytes_sent: int,
+    bytes_full_precision: int,
+    bytes_between_nodes: int = 0,
+    bits: int | None = None,
+    bytes_plain: int = 0,
 ) -> None:
-    """Count a quantized call: the payload bytes sent, what would have been sent in its place without us, what of the
-    payload went to another node, and the width of its codes.
+    """Count a quantized call: the bytes sent, what would have been sent in its place without us, what of the bytes went
+    to another node, the width of the codes, and what of the bytes travelled as it is.
     """
     with _lock:
         counters = _counters(site)
@@ -115,6 +120,7 @@ def record_quantized(
         counters.bytes_sent += bytes_sent
         counters.bytes_full_precision += bytes_full_precision
         counters.bytes_between_nodes += bytes_between_nodes
+        counters.bytes_plain += bytes_plain
 
 
 def record_full_precision(

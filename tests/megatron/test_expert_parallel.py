@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ pytest.importorskip("megatron.core")
 
 from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import expert_parallel
+from flash_allreduce_plugin.megatron import expert_parallel, scopes
 from flash_allreduce_plugin.megatron.scopes import Scope
+from flash_allreduce_plugin.telemetry import counters
+from tests.megatron import test_groups
 
 SITE = Scope(None, 0, None, False, expert_parallel.EXCHANGE_DISPATCH)
 ROWS, WIDTH = 3, 64
@@ -26,25 +31,21 @@ def config() -> FlashConfig:
     return FlashConfig.from_dict({"expert_bits": 2, "rounding": "stochastic", "group_size": 32, "min_bytes": 0})
 
 
-def exchange(collective: str, x: torch.Tensor, group: Any) -> torch.Tensor:
+def exchange(collective: str, x: torch.Tensor, group: Any, config: FlashConfig) -> torch.Tensor:
     """x [ROWS, WIDTH] of this rank: to all ranks, or to every rank (the sum of what comes, or all of it)."""
     world = group.size()
-    half = "reduce_scatter" if collective == "reduce_scatter" else "all_gather"
-    encoding = expert_parallel.plan(half, x, x.numel(), group, config, SITE)
-    assert encoding is not None and encoding.codec.stochastic
     if collective == "all_gather":
         output = x.new_empty(world * ROWS, WIDTH)
-        expert_parallel.gather(output, x, [ROWS] * world, group, encoding, SITE)
+        expert_parallel.gather(output, x, None, group, config, SITE)
         return output
     parts = torch.cat([x] * world)
     if collective == "reduce_scatter":
         output = torch.empty_like(x)
-        expert_parallel.reduce_scatter(output, parts, [ROWS] * world, group, encoding, SITE)
+        expert_parallel.reduce_scatter(output, parts, [ROWS] * world, group, config, SITE)
         return output
-    sizes = [x.numel()] * world
-    payloads = expert_parallel._exchange(list(parts.view(world, -1)), sizes, group, encoding, "all_to_all", SITE)
-    output = x.new_empty(world * ROWS, WIDTH)
-    expert_parallel._decode(payloads, output, sizes, encoding.codec)
+    output = torch.empty_like(parts)
+    with scopes.moving_hidden_states(expert_parallel.EXCHANGE_DISPATCH):
+        expert_parallel._all_to_all_single(lambda: config)(output, parts, None, None, group)
     return output
 
 
@@ -52,7 +53,7 @@ def results(collective: str, calls: int) -> dict[str, Any]:
     """Every rank has the same x."""
     group = dist.group.WORLD
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    seen = [exchange(collective, x, group) for _ in range(calls)]
+    seen = [exchange(collective, x, group, config()) for _ in range(calls)]
     mean = torch.stack(seen).double().mean(0)
     exact = x * group.size() if collective == "reduce_scatter" else torch.cat([x] * group.size())
     return {
@@ -85,10 +86,54 @@ def test_two_calls_are_rounded_by_other_numbers_and_the_average_converges(collec
 def state_after_rounding_to_the_nearest() -> int:
     group, x = dist.group.WORLD, torch.randn(ROWS, WIDTH)
     nearest = config().model_copy(update={"rounding": "nearest"})
-    encoding = expert_parallel.plan("all_gather", x, x.numel(), group, lambda: nearest, SITE)
-    assert encoding is not None and encoding.key == 0
+    for collective in ("all_gather", "reduce_scatter", "all_to_all"):
+        exchange(collective, x, group, nearest)
     return groups.state_of(group).draws
 
 
 def test_rounding_to_the_nearest_draws_nothing() -> None:
     assert run_ranks(2, state_after_rounding_to_the_nearest) == [0, 0]
+
+
+def counted(reason: str | None) -> tuple[dict[str, Any], list[bool]]:
+    """Of every collective with rows that differ from rank to rank: its counters, and whether it was exact."""
+    group, (rank, world) = dist.group.WORLD, (dist.get_rank(), dist.get_world_size())
+    assert group is not None
+    rows = [3, 50][:world]
+    scope = dataclasses.replace(SITE, full_precision=reason)
+    everything = config().model_copy(update={"expert_bits": 8, "rounding": "nearest", "min_bytes": 10_000})
+    x = torch.randn(rows[rank], WIDTH, generator=torch.Generator().manual_seed(rank))
+    others = [torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(r)) for r, count in enumerate(rows)]
+    counters.reset_stats()
+    exact = []
+    with uneven_gloo():
+        gathered = x.new_empty(sum(rows), WIDTH)
+        expert_parallel.gather(gathered, x, rows, group, everything, scope)
+        exact.append(torch.equal(gathered, torch.cat(others)))
+        mine = torch.empty_like(x)
+        expert_parallel.reduce_scatter(mine, torch.cat(others) * (rank + 1), rows, group, everything, scope)
+        exact.append(torch.equal(mine, x + 2 * x))
+    seen = counters.stats()["sites"][expert_parallel.EXCHANGE_DISPATCH]
+    counters.reset_stats()
+    return {key: seen[key] for key in ("quantized", "full_precision", "bytes_full_precision")}, exact
+
+
+@contextmanager
+def uneven_gloo() -> Iterator[None]:
+    """As tests/megatron/test_groups.py: gloo has no gather and no scatter of parts of other sizes."""
+    theirs = dist.all_gather, dist.reduce_scatter
+    dist.all_gather, dist.reduce_scatter = test_groups.all_gather, test_groups.reduce_scatter
+    try:
+        yield
+    finally:
+        dist.all_gather, dist.reduce_scatter = theirs
+
+
+@pytest.mark.parametrize("reason", [None, "full_precision()"])
+def test_gathers_and_scatters_of_uneven_rows_are_the_doors(reason: str | None) -> None:
+    for rank, (seen, exact) in enumerate(run_ranks(2, counted, reason)):
+        assert exact == [reason is not None] * 2
+        assert seen["quantized"] == (2 if reason is None else 0)
+        assert seen["full_precision"] == ({} if reason is None else {reason: 2})
+        # What a rank gathers goes to the other one; of what it reduces the other one's rows do.
+        assert seen["bytes_full_precision"] == (3 + 50) * WIDTH * 4, rank
