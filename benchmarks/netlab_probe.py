@@ -1,4 +1,4 @@
-"""One end of Lab.measure_rate (benchmarks/netlab.py), run as a script on its host; it imports nothing of this project."""
+"""One end of Lab.measure_rate (benchmarks/netlab.py): a script for its host that imports nothing of the project."""
 
 from __future__ import annotations
 

@@ -255,36 +255,37 @@ SIZES = (
 )
 
 
-@given(texts=st.tuples(SIZES, SIZES, st.none() | SIZES), factor=st.integers(2, 1 << 40))
-@example(texts=("1", "1000G", "1"), factor=2)
-@example(texts=("1", "9" * 400, None), factor=2)
+@given(texts=st.tuples(SIZES, SIZES), factor=st.integers(2, 1 << 40))
+@example(texts=("1", "1000G"), factor=2)
+@example(texts=("1", "9" * 400), factor=2)
 @fuzz
-def test_any_size_of_bench(texts: tuple[str, str, str | None], factor: int) -> None:
+def test_any_size_of_bench(texts: tuple[str, str], factor: int) -> None:
     pytest.importorskip("rich")
     from flash_allreduce_plugin.cli.bench import command as bench
 
-    minbytes, maxbytes, stepbytes = texts
+    minbytes, maxbytes = texts
     try:
-        sizes = bench.sizes(minbytes, maxbytes, factor, stepbytes)
+        sizes = bench.sizes(minbytes, maxbytes, factor)
     except ValueError as error:
         assert str(error)
         return
-    assert sizes == sorted(set(sizes)) and sizes[0] >= 1 and len(sizes) <= 10_000
+    assert sizes == sorted(set(sizes)) and sizes[0] >= 1 and len(sizes) <= 51
 
 
-@given(options=TEXTS | JSON.map(json.dumps), bits=st.none() | TEXTS | WORDS, others=st.tuples(TEXTS, TEXTS, TEXTS))
-@example(options="[" * 100_000, bits=None, others=("", "", ""))
+@given(options=TEXTS | JSON.map(json.dumps), bits=st.none() | TEXTS | WORDS, others=st.tuples(TEXTS, TEXTS))
+@example(options="[" * 100_000, bits=None, others=("", ""))
+@example(options="x" * 100_000, bits=None, others=("", ""))
 @fuzz
-def test_any_option_of_bench_and_tune(options: str, bits: str | None, others: tuple[str, str, str]) -> None:
+def test_any_option_of_bench_and_tune(options: str, bits: str | None, others: tuple[str, str]) -> None:
     pytest.importorskip("rich")
     from flash_allreduce_plugin.cli.bench import command as bench
     from flash_allreduce_plugin.cli.tune import command as tune
 
     for parse in (
-        lambda: bench.configs(bits, options, None),
+        lambda: bench.configs(bits, options),
         lambda: tune._configs(bits or "8,4", options),
         lambda: bench.names("--collective", others[0], bench.COLLECTIVES),
-        lambda: bench.worlds_of(others[0], others[1], others[2], ["all_reduce"]),
+        lambda: bench.worlds_of(others[0], others[1], ["all_reduce"]),
         lambda: bench.device_of(others[0], 2),
     ):
         try:

@@ -38,6 +38,11 @@ def launched() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def speaks() -> bool:
+    """Whether this process prints: the command itself, or rank 0 of a launcher."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
 def run(
     measure: str,
     settings: Mapping[str, Any],

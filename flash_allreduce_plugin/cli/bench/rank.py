@@ -187,6 +187,8 @@ class _Buffers:
 def _variants(
     inputs: Inputs, count: int, settings: dict[str, Any], device: torch.device, group: dist.ProcessGroup
 ) -> list[Variant]:
+    if "ring" in settings["algorithms"]:
+        checkout.need("--algorithm ring", "ring")
     world, collective = inputs.world_size, inputs.collective
     size = count * inputs.dtype.itemsize
     ring_bytes = BUSBW_FACTOR[collective] * size * (world - 1) / world
@@ -200,7 +202,9 @@ def _variants(
             elif isinstance(plan, Plan) and collective == "all_reduce":
                 variants.append(_ring(f"{name} ring", inputs, plan, group))
         if settings["algorithms"] != ["two-step"] and isinstance(plan, Plan):
-            formula = 2 * plan.reduce.payload_bytes(count) * (world - 1) / world  # a ring's; two steps send as much
+            from benchmarks.ring import sent_bytes
+
+            formula = sent_bytes(count, plan.reduce, world)
             for v in variants[1:]:
                 v.facts.setdefault("wire_bytes_formula", formula)
     return variants
@@ -262,7 +266,6 @@ def _two_step(name: str, inputs: Inputs, config: FlashConfig, plan: Plan | FullP
 
 
 def _ring(name: str, inputs: Inputs, plan: Plan, group: dist.ProcessGroup) -> Variant:
-    checkout.need("--algorithm ring", "ring")
     from benchmarks.ring import RingAllReduce
 
     wire = plan.reduce
