@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from flash_allreduce_plugin.cli.plan.command import plan
-from flash_allreduce_plugin.config import strict_json
 
 Json = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, the text to stderr.")
@@ -66,6 +65,7 @@ def demo(
     """
     from flash_allreduce_plugin.cli.demo.command import DemoError, run_demo
     from flash_allreduce_plugin.cli.demo.model import ModelSize
+    from flash_allreduce_plugin.config import strict_json
 
     try:
         widths = [int(width) for width in bits.split(",")]
