@@ -23,7 +23,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from benchmarks import netlab
-from flash_allreduce_plugin.cli import ranks
+from flash_allreduce_plugin.cli import checkout, ranks
 from flash_allreduce_plugin.cli.bench import command as bench
 from flash_allreduce_plugin.cli.bench import rank as bench_rank
 from flash_allreduce_plugin.cli.main import app
@@ -305,3 +305,47 @@ def test_interrupted_it_leaves_nothing(link: str) -> None:
     if link != "loopback":
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert f"{netlab.PREFIX}-{process.pid}-" not in listed
+
+
+def test_piped_stdout_has_rows_alone_and_json_is_pure() -> None:
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "bench", "-b", "64K", "-e", "64K", "--bits", "8", *SHORT]
+    text, pure = (
+        subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=90)
+        for more in ([], ["--json", "-"])
+    )
+    assert text.returncode == pure.returncode == 0, text.stderr + pure.stderr
+    rows = [line.split() for line in text.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:2] for row in rows] == [["65536", "16384"]] * 2
+    assert all(line.startswith("# all_reduce of 64K") for line in text.stderr.splitlines())
+    assert [row["variant"] for row in json.loads(pure.stdout)["rows"]] == ["full precision", "INT8"]
+    assert "# wrong elements: 0" in pure.stderr
+
+
+def test_progress_goes_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_SILENCE", 0.0)
+    assert run("-b", "64K", "-e", "64K", "--bits", "8", *SHORT).stderr.startswith("# all_reduce of 64K: checking\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--link", "1gbit"], "--link 1gbit needs benchmarks/netlab.py, which is only in a checkout of the plugin"),
+        (["--algorithm", "ring"], "--algorithm ring needs benchmarks/ring.py, which is only in a checkout"),
+    ],
+)
+def test_installed_without_the_checkout_it_says_what_is_needed(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    monkeypatch.setattr(ranks, "run", lambda *_, **__: pytest.fail("it started"))
+    done = run(*arguments)
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert done.exit_code == 2 and says in text and "git clone it and run `pip install" in text
+
+
+def test_without_benchmarks_the_commands_run(tmp_path: Path) -> None:
+    """As in a wheel, which has none."""
+    script = "import sys; sys.modules['benchmarks'] = None\nfrom flash_allreduce_plugin.cli import run; run()"
+    for command in (["bench", "-b", "64K", "-e", "64K", "-c", "0", *SHORT], ["plan", "--list"], ["tune", "--help"]):
+        done = subprocess.run([sys.executable, "-c", script, *command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

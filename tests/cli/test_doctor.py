@@ -82,6 +82,14 @@ def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tup
     return done.returncode, done.stdout, {(line["section"], line["name"]): line for line in found}
 
 
+def test_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    found = json.loads(done.stdout)
+    assert done.returncode == (found["problems"] > 0) and "# reducing over 2 ranks" in done.stderr
+    assert "self-test" in {line["section"] for line in found["findings"]} and "\nself-test\n" in done.stderr
+
+
 def by_level(found: dict[tuple[str, str], dict[str, str]], level: str) -> set[tuple[str, str]]:
     return {key for key, line in found.items() if line["level"] == level}
 

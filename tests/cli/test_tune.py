@@ -105,7 +105,17 @@ def test_what_it_measures(tuned: tuple[Path, dict[str, Any], str]) -> None:
         assert row["ratio"] == pytest.approx(row["seconds"]["tuned"] / row["seconds"]["full precision"])
     for collective in ("all_reduce", "reduce_scatter", "all_gather"):
         assert f"{collective}, ms of a call" in printed
-    assert '"flash_allreduce": {"config": "tuned.json"}' in printed
+    assert '"flash_allreduce": {"config": "tuned.json"}' in printed and "# all_reduce of" not in printed
+
+
+def test_piped_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
+    quick = ["-b", "64K", "-e", "64K", "--seconds", "0", "--bits", "4", "-o", "tuned.json", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_allreduce_plugin", "tune", *quick],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert json.loads(done.stdout)["written"] == json.loads((tmp_path / "tuned.json").read_text()), done.stderr
+    assert "all_reduce, ms of a call" in done.stderr
 
 
 def test_under_a_launcher_one_rank_speaks(tmp_path: Path) -> None:
