@@ -1,7 +1,7 @@
-"""The licences of what the package depends on, from the installed metadata: the table of docs/licences.md.
+"""The licences of what the package depends on, from the installed metadata: the table of docs/developers.md.
 
     python -m scripts.licences            # print it
-    python -m scripts.licences --write    # put it into docs/licences.md
+    python -m scripts.licences --write    # put it into docs/developers.md
 
 Of a package that is not installed the row that the document has is kept, and those of what it brings.
 """
@@ -24,9 +24,10 @@ else:
     import tomli as tomllib  # mypy, of the dev extra, brings it there
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "licences.md"
+DOCUMENT = ROOT / "docs" / "developers.md"
 BEGIN, END = "<!-- licences -->", "<!-- end of licences -->"
 HEADER = ("package", "of", "licence, as its metadata say", "version")
+BROUGHT = ("licence", "packages that these bring (by which)")
 
 
 def declared() -> dict[str, str]:
@@ -74,15 +75,26 @@ def rows(kept: dict[str, list[str]]) -> list[list[str]]:
 
 
 def read(document: str) -> dict[str, list[str]]:
-    """The rows that a document has, by package."""
+    """The rows that a document has, by package; of what the dependencies bring it has no versions."""
     block = document.partition(BEGIN)[2].partition(END)[0]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line[:1] == "|"]
-    return {row[0]: row for row in cells[2:]}
+    lines = [line for line in block.splitlines() if line[:1] == "|" and not line.startswith("| ---")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    table = [row for row in cells if len(row) == len(HEADER)][1:]
+    for said, packages in [row for row in cells if len(row) == len(BROUGHT)][1:]:
+        table += [[name, f"of {askers}", said, ""] for name, askers in re.findall(r"(\S+) \((.*?)\)", packages)]
+    return {row[0]: row for row in table}
 
 
 def text(table: list[list[str]]) -> str:
-    lines = [HEADER, ("---",) * len(HEADER), *table]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+    """Two tables: a row a dependency, and a row a licence with the packages that the dependencies bring."""
+    ours = [row for row in table if not row[1].startswith("of ")]
+    brought: dict[str, list[str]] = {}
+    for name, place, said, _ in table:
+        if place.startswith("of "):
+            brought.setdefault(said, []).append(f"{name} ({place.removeprefix('of ')})")
+    theirs = [[said, ", ".join(packages)] for said, packages in sorted(brought.items())]
+    parts = ([HEADER, ("---",) * len(HEADER), *ours], [BROUGHT, ("---",) * len(BROUGHT), *theirs])
+    return "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in part) for part in parts)
 
 
 def main() -> int:

@@ -66,7 +66,7 @@ def test_torchrun_as_written(lab: netlab.Lab, tmp_path: Path) -> None:
     counts = re.findall(r"^ddp.gradients: (\d+) of (\d+) calls quantized, (\S+) of (\S+) MB sent", first, re.MULTILINE)
     [(quantized, calls, sent, full)] = counts
     assert quantized == calls != "0"
-    # The second export has reached the ranks, and they know their hosts: the bytes of docs/hierarchical.md.
+    # The second export has reached the ranks, and they know their hosts: the bytes of docs/clusters.md.
     between, inside = BITS[4] / 2, (BITS[8] + BITS[4]) / 2
     assert float(sent) / float(full) == pytest.approx((between + inside) / (1.5 * 32), rel=0.03)
 

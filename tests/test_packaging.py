@@ -1,4 +1,4 @@
-"""What is published: versions, metadata, what is in an sdist and a wheel, licences, the table of docs/support.md.
+"""What is published: versions, metadata, what is in an sdist and a wheel, licences, the tables of docs/developers.md.
 
 The real wheel is made, installed and tested by `make package`; here the checks of it are held to what they are to find.
 """
@@ -70,7 +70,7 @@ def test_the_matrix_has_the_ends_of_every_window() -> None:
 def test_every_dependency_has_its_licence() -> None:
     rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
     for name, place in licences.declared().items():
-        assert name in rows, f"{name} is not in docs/licences.md: python -m scripts.licences --write"
+        assert name in rows, f"{name} is not in docs/developers.md: python -m scripts.licences --write"
         assert rows[name][1] == place
     assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
 
@@ -80,7 +80,13 @@ def test_the_rows_of_what_is_not_installed_are_kept(monkeypatch: pytest.MonkeyPa
     assert len(rows) > len(licences.declared()) > 10
     for module in (licences, environments):
         monkeypatch.setattr(module, "found", lambda name: None)
-    assert licences.rows(rows) == list(rows.values())
+    assert {row[0]: row for row in licences.rows(rows)} == rows
+
+
+def test_the_licences_that_are_written_are_those_that_are_read() -> None:
+    rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
+    assert any(row[1].startswith("of ") for row in rows.values())
+    assert licences.read(f"{licences.BEGIN}\n{licences.text(list(rows.values()))}\n{licences.END}") == rows
 
 
 # What is in the sdist.
