@@ -44,6 +44,7 @@ HEAVY = {
     "typer": ("cli",),
     "pydantic": ("config",),
     "numpy": (),
+    "benchmarks": (),  # in a checkout alone: inside the commands that need it, after cli/checkout.py has looked
 }
 
 
