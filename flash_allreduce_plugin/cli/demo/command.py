@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ from flash_allreduce_plugin.errors import install_command
 FULL_PRECISION = Variant("full precision")
 NOISE_LEVELS = (1e-6, 0.3)
 SILENCE_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How long and how large a run is where no option says it."""
+
+    steps: int
+    hidden: int
+    layers: int
+
+
+SHORT = Scale(steps=120, hidden=192, layers=3)  # about 70 seconds on two cores
+LONG = Scale(steps=300, hidden=256, layers=4)  # about 6 minutes
 
 
 class DemoError(RuntimeError):
@@ -72,11 +86,10 @@ def run_demo(
         options=options,
     )
     _check(settings)
-    _missing_packages()
+    _missing_packages(noise_control)
     output.mkdir(parents=True, exist_ok=True)
-    console = report.console()
     begin = time.perf_counter()
-    with _progress(console, settings) as on_step:
+    with _progress(report.progress_console(), settings) as on_step:
         result = run_ranks(settings, on_step)
     result["settings"] = report.settings_dict(settings)
     result["versions"] = report.versions()
@@ -85,18 +98,26 @@ def run_demo(
     json_file = json_file or output / "demo.json"
     json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report.plot(result, output / "demo.png")
-    report.show(console, result, [json_file, output / "demo.png"])
+    report.show(report.console(), result, [json_file, output / "demo.png"])
     return all(check["held"] for check in result["checks"])
 
 
-def _missing_packages() -> None:
+def _missing_packages(noise_control: bool) -> None:
     for package, module in (("megatron-core", "megatron.core"), ("matplotlib", "matplotlib")):
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # no megatron at all
-            found = None
-        if found is None:
+        if not _found(module):
             raise DemoError(f"{package} is not installed: {install_command('megatron,cli')}")
+    if noise_control and not _found("benchmarks.noise"):
+        raise DemoError(
+            "--noise-control needs the folder benchmarks/, which is not installed: in a checkout of the plugin run "
+            "`python -m flash_allreduce_plugin demo --noise-control`"
+        )
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in
+        return False
 
 
 def _check(settings: Settings) -> None:
@@ -119,7 +140,11 @@ def _check(settings: Settings) -> None:
 def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, dict[str, float]], None]]:
     """Yields what to call after each step: a bar on a terminal, a line now and then elsewhere."""
     names = ", ".join(variant.name for variant in settings.variants)
-    console.print(f"Training {names} in lock-step on {settings.tensor_parallel} ranks, {settings.steps} steps")
+    console.print(
+        f"Training {names} in turn on {settings.tensor_parallel} ranks, {settings.steps} steps each; "
+        "the first step comes after some seconds",
+        highlight=False,
+    )
     losses = TextColumn("{task.fields[losses]}")
     bar = Progress(
         TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), losses, console=console
@@ -132,6 +157,8 @@ def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, d
         bar.update(task, completed=step + 1, losses=text)
         if not console.is_terminal and ((step + 1) % every == 0 or step == 0):
             console.print(f"step {step + 1}/{settings.steps}  loss: {text}", highlight=False)
+        if step + 1 == settings.steps:
+            console.print("Validating on held-out text")
 
     if not console.is_terminal:
         yield on_step
