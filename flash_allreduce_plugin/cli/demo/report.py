@@ -21,11 +21,11 @@ from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
 _SMOOTHING = 10  # steps, of the loss curves in the picture
 
 
-#: The line that switches the plugin on, by framework.
+#: Where the plugin is switched on, and the line that does it, by framework. The README has the same lines.
 SWITCH_ON = {
-    "Megatron-LM": "torchrun ... pretrain_gpt.py ... --flash-allreduce --flash-allreduce-preset int8",
-    "DeepSpeed": '"flash_allreduce": "int4"  in the JSON configuration',
-    "DDP": 'model.register_comm_hook(None, flash_allreduce_plugin.ddp_hook(FlashConfig(preset="int8")))',
+    "Megatron-LM": ("add to the command:", "--flash-allreduce --flash-allreduce-preset int8"),
+    "DeepSpeed": ("add to the JSON configuration:", '"flash_allreduce": "int4"'),
+    "DDP": ("call, with plugin as fap:", 'model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(preset="int8")))'),
 }
 
 
@@ -97,8 +97,8 @@ def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
     _show_checks(console, result["checks"])
     _show_slow_links(console, slow_link.costs(variants))
     console.print("\n[bold]Switch it on[/bold]")
-    for framework, line in SWITCH_ON.items():
-        console.print(f"  {framework:13}{line}", highlight=False, markup=False)
+    for framework, (place, line) in SWITCH_ON.items():
+        console.print(f"  {framework:13}{place:31}{line}", highlight=False, markup=False)
     written = ", ".join(str(file) for file in files)
     console.print(f"\n{result['wall_seconds']:.0f} s; written: {written}", highlight=False)
 
