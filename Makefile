@@ -14,17 +14,17 @@
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
-#                    (docs/fuzzing.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
+#                    (docs/developers.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
 #   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
 #   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
-#   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/support.md:
+#   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/developers.md:
 #                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
 #   make soak        100,000 random collectives, 5,000 steps with Megatron and 5,000 with DeepSpeed, watched for wrong results,
 #                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/reliability.md)
-#   make bench       measures the tables of docs/benchmarks.md and writes them there (the links need root), and
-#                    docs/accuracy.md's; BENCH="--only codec ring": these; python -m scripts.make_benchmarks --help
+#   make bench       measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there (the links need
+#                    root); BENCH="--only codec sizes": these; python -m scripts.make_benchmarks --help
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -110,7 +110,6 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m scripts.make_benchmarks $(BENCH)
 
 soak: $(VENV)/.installed $(DEEPSPEED_SITE)

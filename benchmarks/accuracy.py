@@ -4,7 +4,7 @@
 
 SQNR = 10 log10(sum of squares of the exact values / sum of squares of the error), in dB. The frontier of a tensor
 is the best SQNR that any setting reaches at a number of bits per element or fewer. --check: exit status 1 if a
-peer lies above it anywhere.
+peer lies above it anywhere. benchmarks/accuracy_report.py makes the tables.
 """
 
 from __future__ import annotations
@@ -26,14 +26,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import accuracy_report
+from benchmarks.accuracy_report import KINDS
 from benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up
 from benchmarks.peer_codecs import FLOATS, PEERS, Peer
 from flash_allreduce_plugin.cli.demo.model import ModelSize
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, Format
 
-BUDGETS = (2.25, 2.5, 2.75, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
-SPIKES_GAIN_DB = 4.0  # asked of 2 bits with spikes over 2 bits without, on activations
+BUDGETS = (2.25, 2.5, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
+#: Settings that are a default, a preset or advice somewhere, and two tensors that they differ on.
+NAMED = [
+    "8/128",
+    "8/64 c",
+    "6/128",
+    "6/64 c",
+    "4/128",
+    "4/64 c",
+    "4/64 cm",
+    "4/64 cHm",
+    "4/64 pm",
+    "4/32 cm",
+    "3/32 cm",
+    "2/32 cm",
+]
+TWO_TENSORS = ("Gaussian", "outlier channels")
 ALIKE_DB = 0.05  # of settings so close, the one with the fewest options is named
 
 
@@ -188,115 +205,69 @@ def simplest(db: Mapping[str, float]) -> str:
     )
 
 
-def spikes_gains(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """2 bits on activations: what spikes add in the same groups, with the whole range and with the searched one."""
-    rows: list[dict[str, Any]] = []
-    for size in GROUP_SIZES:
-        for result in results:
-            if result["kind"] == "activation":
-                db = {key: result["ours"][f"2/{size} {key}".strip()].db for key in ("", "m", "p", "pm")}
-                named = {"plain": db[""], "mse": db["m"], "spikes": db["p"], "spikes, mse": db["pm"]}
-                rows.append({"tensor": result["tensor"], "group_size": size, **named})
-    return rows
+def _named(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the settings that the documents name: bits, and dB on two made-up tensors and on average of each kind."""
+    ours = {name: [result["ours"][name] for result in results] for name in NAMED}
+    found: dict[str, Any] = {}
+    for name, points in ours.items():
+        db = {r["tensor"]: at.db for r, at in zip(results, points, strict=True) if r["tensor"] in TWO_TENSORS}
+        for kind, head in KINDS[:3]:
+            of_kind = [at.db for r, at in zip(results, points, strict=True) if r["kind"] == kind]
+            db |= {head: statistics.fmean(of_kind)} if of_kind else {}
+        found[name] = {"bits": SETTINGS[name].bits_per_element, "dB": _rounded(db)}
+    return found
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """In Markdown."""
-    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for row in rows:
-        print(f"| {' | '.join(f'{cell:.2f}' if isinstance(cell, float) else str(cell) for cell in row)} |")
-
-
-def _by_format(results: Sequence[dict[str, Any]], is_peer: bool) -> list[list[object]]:
-    """A row for each format: bits, then what our best at as many bits or fewer is ahead of it, in dB."""
-    rows: list[list[object]] = []
-    for i, first in enumerate(results[0]["others"]):
-        if first["is peer"] != is_peer:
-            continue
-        each = [result["others"][i] for result in results]
-        worst = min(range(len(each)), key=lambda n: each[n]["difference"])
-        low, high = min(row["bits"] for row in each), max(row["bits"] for row in each)
-        bits = f"{low:.3f}" if high - low < 5e-4 else f"{low:.3f} to {high:.3f}"
-        row: list[object] = [first["name"], bits, each[worst]["difference"], results[worst]["tensor"]]
-        row += [each[worst]["ours"], statistics.fmean(r["difference"] for r in each)]
-        row += [sum(r["difference"] < 0 for r in each)]
-        for count in RANKS:
-            leads = [
-                r[f"our dB at {count} ranks"] - r[f"dB at {count} ranks"] for r in each if f"dB at {count} ranks" in r
-            ]
-            row += [min(leads), statistics.fmean(leads)] if leads else ["", ""]
-        rows.append(row)
-    return rows
-
-
-def report(results: Sequence[dict[str, Any]], budgets: Sequence[float]) -> None:
-    head = ["format", "bits", "least lead", "on", "our setting there", "mean lead", "tensors lost"]
-    head += [f"{count} ranks: {what}" for count in RANKS for what in ("least", "mean")]
-    print(f"\nOur best setting at as many bits or fewer, less the format's, in dB, over {len(results)} tensors: one")
-    print("rounding, and the same setting in an all-reduce, two roundings, over 2 and 8 ranks.")
-    table(head, _by_format(results, is_peer=True))
-    print("\nFloating-point formats, as codes instead of whole numbers: the same.")
-    table(head, _by_format(results, is_peer=False))
-    names = [row["name"] for row in results[0]["others"] if row["is peer"]]
-    print("\nOne rounding by tensor: the peer's dB (our lead).")
-    table(
-        ["tensor", *names],
-        [
-            [r["tensor"], *(f"{o['dB']:.1f} ({o['difference']:+.2f})" for o in r["others"] if o["is peer"])]
-            for r in results
-        ],
-    )
-    print("\nThe best setting at a budget of bits per element: its dB. 4/128 Hm: 4 bits, groups of 128; s symmetric,")
-    print("c compact, p spikes, H Hadamard, m range=mse. Of settings as good to within")
-    print(f"{ALIKE_DB} dB, the one with the fewest options is named.")
-    rows = []
-    for result in results:
-        cells = []
-        for budget in budgets:
-            db = {name: at.db for name, at in result["ours"].items() if at.bits <= budget}
-            cells.append(f"{max(db.values()):.1f} ({simplest(db)})")
-        rows.append([result["tensor"], *cells])
-    table(["tensor", *map(str, budgets)], rows)
-    for kind in ("activation", "activation gradient", "weight gradient", "made up", ""):
+def _recommended(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """By kind of tensor, "" for all: [budget, setting, mean and largest dB behind each tensor's own best]."""
+    found: dict[str, Any] = {}
+    for kind, _ in KINDS:
         chosen = [result for result in results if kind in ("", result["kind"])]
         if chosen:
-            print(f"\nOne setting for every {kind or 'tensor'}: dB behind each one's own best.")
-            rows = [[budget, *recommended(chosen, budget)] for budget in budgets]
-            table(["bits", "setting", "mean", "largest"], rows)
-    gains = spikes_gains(results)
-    if gains:
-        print(f"\n2 bits on activations, dB: plain, range=mse, spikes, both (asked: {SPIKES_GAIN_DB:.0f} over plain).")
-        rows, columns = [], ("plain", "mse", "spikes", "spikes, mse")
-        for size in GROUP_SIZES:
-            of_size = [row for row in gains if row["group_size"] == size]
-            more = [row["spikes, mse"] - row["plain"] for row in of_size]
-            bits = [Format(2, size, spikes=spikes).bits_per_element for spikes in (False, True)]
-            means = [statistics.fmean(row[key] for row in of_size) for key in columns]
-            rows.append([size, *bits, *means, min(more), "yes" if min(more) >= SPIKES_GAIN_DB else "no"])
-        table(["groups", "bits", "bits with spikes", *columns, "least gain of both", "reached"], rows)
+            found[kind] = [_rounded([budget, *recommended(chosen, budget)]) for budget in BUDGETS]
+    return found
 
 
-def plot(results: Sequence[dict[str, Any]], path: Path, limit: int = 6) -> None:
-    import matplotlib
+def as_json(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What benchmarks/accuracy_report.py makes its tables of. Of our settings the frontier, and what is named."""
+    about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+    about |= {key: getattr(arguments, key) for key in ("numel", "steps", "hidden", "layers", "seed")}
+    tensors = [
+        {
+            "tensor": result["tensor"],
+            "kind": result["kind"],
+            "frontier": [_rounded([at.name, at.bits, at.db]) for at in result["frontier"].points],
+            "others": [_rounded(row) for row in result["others"]],
+        }
+        for result in results
+    ]
+    return {"about": about, "tensors": tensors, "settings": _named(results), "recommended": _recommended(results)}
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    middle = [r for r in results if r["tensor"] in ("Gaussian", "outlier channels", "Student t, 3 degrees")]
-    middle += [r for r in results if r["tensor"].endswith(", MLP, late")]
-    shown = middle[:limit]
-    figure, axes = pyplot.subplots(-(-len(shown) // 3), 3, figsize=(13, 4 * -(-len(shown) // 3)), squeeze=False)
-    for axis, result in zip(axes.flat, shown, strict=False):
-        points = result["frontier"].points
-        axis.step([p.bits for p in points], [p.db for p in points], where="post", label="this codec, best setting")
-        for is_peer, marker, name in ((True, "o", "peers"), (False, "x", "floats")):
-            rows = [row for row in result["others"] if row["is peer"] == is_peer]
-            axis.plot([r["bits"] for r in rows], [r["dB"] for r in rows], marker, markersize=4, label=name)
-        axis.set(title=result["tensor"], xlabel="bits per element", ylabel="SQNR, dB", xlim=(2, 9.5))
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=70)
+def _rounded(value: Any) -> Any:
+    """Three decimals are enough; what is not finite is None."""
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return round(value, 3) if math.isfinite(value) else None
+    return value
+
+
+def show(found: dict[str, Any]) -> None:
+    """The tables of docs/accuracy.md."""
+    for title, lines in (
+        ("Our best setting at as many bits or fewer, less the rival's format, in dB", accuracy_report.rivals(found)),
+        ("Where a rival is ahead", accuracy_report.lost(found)),
+        ("The same against floating-point formats", accuracy_report.floats(found)),
+        ("Settings, dB of one rounding", accuracy_report.settings(found)),
+        ("The setting least behind each tensor's own best: mean and largest dB behind", accuracy_report.budgets(found)),
+    ):
+        print(f"\n{title}\n")
+        widths = [max(len(str(row[i])) for row in lines) for i in range(len(lines[0]))]
+        for row in lines:
+            print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def main() -> int:
@@ -316,36 +287,14 @@ def main() -> int:
     if arguments.steps:
         size = ModelSize(arguments.hidden, arguments.layers, heads=8, sequence=64, batch=8)
         results += [measure(sample, PEERS) for sample in captured(size, arguments.steps, arguments.seed)]
-    report(results, BUDGETS)
-    lost = wins(results)
+    found, lost = as_json(results, arguments), wins(results)
+    show(found)
     print("\n" + ("\n".join(lost) if lost else "No peer wins anywhere."))
     if arguments.json:
-        arguments.json.write_text(json.dumps(_as_json(results, arguments)) + "\n")
+        arguments.json.write_text(json.dumps(found) + "\n")
     if arguments.plot:
-        plot(results, arguments.plot)
+        accuracy_report.plot([found], arguments.plot)
     return 1 if arguments.check and lost else 0
-
-
-def _as_json(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was measured; of our settings those on the frontier."""
-    about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    about |= {key: getattr(arguments, key) for key in ("numel", "steps", "hidden", "layers", "seed")}
-    tensors = [
-        {
-            "tensor": result["tensor"],
-            "kind": result["kind"],
-            "frontier": [[at.name, at.bits, round(at.db, 3)] for at in result["frontier"].points],
-            "others": [{key: _rounded(value) for key, value in row.items()} for row in result["others"]],
-        }
-        for result in results
-    ]
-    return {"about": about, "tensors": tensors, "spikes": spikes_gains(results)}
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, float):
-        return round(value, 3) if math.isfinite(value) else None
-    return value
 
 
 if __name__ == "__main__":

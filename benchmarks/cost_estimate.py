@@ -12,7 +12,7 @@ An estimate, from three kernels a rank and the bytes that it sends, of a bf16 te
 
 A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
 of everything, "overlapped" the longer of kernels and link: chunks in flight come close to the second for large tensors.
-Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/hierarchical.md): INT8
+Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/clusters.md): INT8
 inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
 
 Not in it: barriers, contention inside a switch or between the sockets of a PCIe machine, that kernels and transfers
@@ -220,7 +220,7 @@ def flat(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
 
 
 def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
-    """Between N nodes of L ranks: INT8 inside, c between and back (docs/hierarchical.md).
+    """Between N nodes of L ranks: INT8 inside, c between and back (docs/clusters.md).
 
     Kernels: encode inside; sums of L payloads of an L-th each; of N payloads of an (N L)-th; decode.
     """

@@ -30,7 +30,6 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.quality.guard import SiteGuard
 from flash_allreduce_plugin.quality.widths import SiteWidth, Sums
-from flash_allreduce_plugin.telemetry import run_log
 from flash_allreduce_plugin.topology import Nodes
 
 _log = logging.getLogger("flash_allreduce_plugin")
@@ -64,6 +63,8 @@ class GroupState:
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
         self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
+        #: whether its first call has begun the log of the run
+        self.logged = False
         self._agreed: set[tuple[FlashConfig, bool]] = set()
         self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 
@@ -208,7 +209,6 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     if key in state._agreed:
         state._last = key
         return
-    run_log.start(config)
     fields = {**config.to_dict(), environment.DISABLE: disabled, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.

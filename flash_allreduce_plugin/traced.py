@@ -65,12 +65,14 @@ def reduce_scatter(
     return None
 
 
-def all_gather(output: Any, input: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any) -> Any:
+def all_gather(
+    output: Any, input: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any
+) -> Any:
     """dispatch.all_gather under Dynamo."""
     tensors = _is_tensor(output) and _is_tensor(input)
-    if not (tensors and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, {})):
+    if not (tensors and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op ...")
-        return _plainly["all_gather"](output, input, group, config, async_op, site=site, step=step)
+        return _plainly["all_gather"](output, input, group, config, async_op, site=site, step=step, **more)
     _put(output, _OPERATORS.all_gather(output.detach(), input.detach(), *_said(group, config, site, step)))
     return None
 

@@ -269,7 +269,8 @@ def library(examples: int) -> bool:
         "FUZZ_EXAMPLES": str(examples),
     }
     loaded = (
-        "from flash_allreduce_plugin.codec import ops; assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
+        "from flash_allreduce_plugin.codec import ops; "
+        "assert ops.unavailable is None, ops.unavailable; print(ops.__file__)"
     )
     if subprocess.run([sys.executable, "-c", loaded], cwd=site, env=environment).returncode:
         return False

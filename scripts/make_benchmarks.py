@@ -1,12 +1,13 @@
-"""Measures the tables of docs/benchmarks.md and writes them there: `make bench`.
+"""Measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there: `make bench`.
 
     python -m scripts.make_benchmarks                      all that take minutes; --all: those that take hours too
-    python -m scripts.make_benchmarks --only codec ring    these
+    python -m scripts.make_benchmarks --only codec sizes   these
     python -m scripts.make_benchmarks --text               nothing is measured: the tables as the results have them
 
-A table stands between <!-- table: NAME --> and <!-- end of NAME --> and is written with its commands, machine and
-date. Its results go to benchmarks/results/<date>/, and benchmarks/results/tables.json says which files it is made of.
-scripts/benchmark_tables.py has the commands. What is missing for a table (root, a package) is said and left out.
+A table stands between <!-- table: NAME --> and <!-- end -->, with its commands, the machine, the date and the
+codec settings where the commands name none. Results go to benchmarks/results/<date>/, and
+benchmarks/results/tables.json says which files a table is made of. scripts/benchmark_tables.py has the commands. A
+table that needs something this machine lacks (root, a package) is left out, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -25,13 +26,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin import FlashConfig
 from flash_allreduce_plugin.cli import machine
-from scripts.benchmark_tables import TABLES, Table, markdown
+from scripts.benchmark_tables import TABLES, Table
+from scripts.benchmark_texts import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "benchmarks.md"
+DOCUMENTS = ROOT / "docs"
 INDEX = "tables.json"
+END = "<!-- end -->"
+
+
+def markdown(rows: Rows) -> list[str]:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
 def block(table: Table, entry: dict[str, Any] | None, results: Path) -> str:
@@ -41,27 +50,39 @@ def block(table: Table, entry: dict[str, Any] | None, results: Path) -> str:
         return "\n".join([*lines, "Not measured yet."])
     loaded = [json.loads((results / file).read_text()) for file in entry["files"]]
     about = f"{entry['date']}, {entry['machine']}, {entry['cores']} cores, {entry['instruction_set']}"
-    return "\n".join([*lines, *markdown(table.text(loaded)), "", f"{about}, torch {entry['torch']}."])
+    codec = "" if table.names_codec else f", {entry['codec']}"
+    return "\n".join([*lines, f"{about}, torch {entry['torch']}{codec}:", "", *markdown(table.rows(loaded))])
 
 
-def rewrite(document: str, index: dict[str, Any], results: Path) -> str:
-    """The document with every table as its results have it.
+def rewrite(name: str, document: str, index: dict[str, Any], results: Path) -> str:
+    """The document of that name with every table as its results have it.
 
     Raises ValueError for a table without its two markers, or markers without a table.
     """
+    tables = [table for table in TABLES if table.document == name]
     marked = re.findall(r"<!-- table: (.+) -->", document)
-    if sorted(marked) != sorted(table.name for table in TABLES):
-        raise ValueError(
-            f"the document marks the tables {marked}; expected {[table.name for table in TABLES]}, once each"
-        )
-    for table in TABLES:
-        begin, end = f"<!-- table: {table.name} -->\n", f"\n<!-- end of {table.name} -->"
+    if sorted(marked) != sorted(table.name for table in tables):
+        raise ValueError(f"{name} marks the tables {marked}; expected {[table.name for table in tables]}, once each")
+    for table in tables:
+        begin, end = f"<!-- table: {table.name} -->\n", f"\n{END}"
         before, _, rest = document.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise ValueError(f"the document has no {end.strip()}")
+        old, found, after = rest.partition(end)
+        if not found or "<!-- table: " in old:
+            raise ValueError(f"{name} has no {END} after the table {table.name}")
         document = before + begin + block(table, index.get(table.name), results) + end + after
     return document
+
+
+def write(documents: Path, index: dict[str, Any], results: Path) -> None:
+    for name in sorted({table.document for table in TABLES}):
+        path = documents / name
+        path.write_text(rewrite(name, path.read_text(), index, results))
+
+
+def default_codec() -> str:
+    """The codec settings of a command that names none."""
+    config = FlashConfig()
+    return f"{'compact' if config.compact else 'plain'} groups of {config.group_size}"
 
 
 def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
@@ -82,7 +103,7 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
         print(f"{table.name}: {time.monotonic() - begin:.0f} s", flush=True)
         files.append(str(file.relative_to(results)))
     kept = {key: about[key] for key in ("date", "machine", "cores", "instruction_set", "torch")}
-    return {**kept, "files": files}
+    return {**kept, "codec": default_codec(), "files": files}
 
 
 def run(command: list[str], fine: Sequence[int] = (0,)) -> None:
@@ -113,6 +134,34 @@ def missing(table: Table) -> str:
     return ""
 
 
+def make(tables: Sequence[Table], results: Path, documents: Path, quick: bool) -> list[str]:
+    """Measure the tables, one run for those with the same commands, and write them; the names of those that failed."""
+    file = results / INDEX
+    index: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    failed, done = [], set()
+    for table in tables:
+        if table.commands in done:
+            continue
+        done.add(table.commands)
+        if need := missing(table):
+            print(f"{table.name}: left out, it needs {need}", flush=True)
+            continue
+        try:
+            entry = measure(table, results, quick)
+        except subprocess.CalledProcessError as error:
+            print(f"{table.name}: {error}", file=sys.stderr, flush=True)
+            failed.append(table.name)
+            continue
+        index |= {same.name: entry for same in TABLES if same.commands == table.commands}
+        if table.picture is not None:
+            name, draw = table.picture
+            draw([json.loads((results / made).read_text()) for made in entry["files"]], documents / name)
+        file.write_text(json.dumps(index, indent=1) + "\n")  # each measurement is kept, whatever comes next
+        write(documents, index, results)
+    write(documents, index, results)
+    return failed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [table.name for table in TABLES]
@@ -120,37 +169,21 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="those that take hours too")
     parser.add_argument("--text", action="store_true", help="measure nothing")
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, to try it: give --results and --document too"
+        "--quick", action="store_true", help="small sizes, to try it: give --results and --documents too"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder (default benchmarks/results)")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="(default docs/benchmarks.md)")
+    parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder (default docs)")
     arguments = parser.parse_args()
-    if arguments.quick and (arguments.document.resolve() == DOCUMENT or arguments.results.resolve() == RESULTS):
-        parser.error("--quick is no measurement: give --results and --document")
-    results = arguments.results.resolve()
+    results, documents = arguments.results.resolve(), arguments.documents.resolve()
+    if arguments.quick and (documents == DOCUMENTS or results == RESULTS):
+        parser.error("--quick is no measurement: give --results and --documents")
     results.mkdir(parents=True, exist_ok=True)
-    file = results / INDEX
-    index: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    failed = []
-    for table in TABLES:
-        if arguments.text or (table.name not in arguments.only if arguments.only else table.slow and not arguments.all):
-            continue
-        if need := missing(table):
-            print(f"{table.name}: left out, it needs {need}", flush=True)
-            continue
-        try:
-            index[table.name] = measure(table, results, arguments.quick)
-        except subprocess.CalledProcessError as error:
-            print(f"{table.name}: {error}", file=sys.stderr, flush=True)
-            failed.append(table.name)
-            continue
-        if table.picture is not None:
-            name, draw = table.picture
-            loaded = [json.loads((results / made).read_text()) for made in index[table.name]["files"]]
-            draw(loaded, arguments.document.parent / name)
-        file.write_text(json.dumps(index, indent=1) + "\n")  # what was measured stays, whatever comes next
-        arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))
-    arguments.document.write_text(rewrite(arguments.document.read_text(), index, results))
+    chosen = [
+        table
+        for table in TABLES
+        if not arguments.text and (table.name in arguments.only if arguments.only else arguments.all or not table.slow)
+    ]
+    failed = make(chosen, results, documents, arguments.quick)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import dispatch, groups
+from flash_allreduce_plugin import dispatch, environment, groups
 from flash_allreduce_plugin.codec.format import WIRE_VERSION
 from flash_allreduce_plugin.collectives import messages, transport
 from tests.codecs import gaussian, same_bits
@@ -244,7 +244,7 @@ def test_guarantee_7_two_versions_of_the_package_find_each_other_out(ranks: GetR
 
 
 def switched_off() -> tuple[bool, dict[str, int]]:
-    os.environ[dispatch.SWITCHED_OFF] = "1"
+    os.environ[environment.DISABLE] = "1"
     try:
         x = gaussian(5000, seed=dist.get_rank())
         plain = x.clone()
@@ -252,7 +252,7 @@ def switched_off() -> tuple[bool, dict[str, int]]:
         counted = counts(lambda: fap.all_reduce(x, config=QUANTIZED))
         return same_bits(x, plain), counted["full_precision"]
     finally:
-        del os.environ[dispatch.SWITCHED_OFF]
+        del os.environ[environment.DISABLE]
 
 
 def known_to_go_plainly() -> list[dict[str, int]]:
@@ -279,12 +279,12 @@ def known_to_go_plainly() -> list[dict[str, int]]:
     warm = fap.FlashConfig(min_bytes=0, warmup_steps=1)
     again(x.clone(), warm, step=0)
     again(x.clone(), warm, step=1)
-    os.environ[dispatch.SWITCHED_OFF] = "1"
+    os.environ[environment.DISABLE] = "1"
     try:
         again(x.clone()[:3000])
         again(x.clone())
     finally:
-        del os.environ[dispatch.SWITCHED_OFF]
+        del os.environ[environment.DISABLE]
     again(x.clone()[:3000])
     return found
 

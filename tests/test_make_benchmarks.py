@@ -1,77 +1,111 @@
-"""scripts/make_benchmarks.py: the tables of docs/benchmarks.md are what their results give, and can be made again."""
+"""scripts/make_benchmarks.py: the documents' tables are what their results give, and can be made again."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.benchmark_tables import TABLES, Table, markdown, ring
-from scripts.make_benchmarks import DOCUMENT, INDEX, RESULTS, ROOT, block, missing, rewrite
+from benchmarks import plan_measured
+from flash_allreduce_plugin import FlashConfig
+from scripts.benchmark_tables import TABLES, Table
+from scripts.benchmark_texts import deepspeed_training, training
+from scripts.make_benchmarks import DOCUMENTS, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
 
 pytest.importorskip("typer")
 
 INDEX_OF_RESULTS = json.loads((RESULTS / INDEX).read_text())
+NAMES = ("benchmarks.md", "accuracy.md")
 
 
-def test_the_tables_of_the_document_are_those_of_the_results() -> None:
-    document = DOCUMENT.read_text()
-    assert rewrite(document, INDEX_OF_RESULTS, RESULTS) == document, "run: python -m scripts.make_benchmarks --text"
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tables_of_a_document_are_those_of_the_results(name: str) -> None:
+    document = (DOCUMENTS / name).read_text()
+    made = rewrite(name, document, INDEX_OF_RESULTS, RESULTS)
+    assert made == document, "run: python -m scripts.make_benchmarks --text"
 
 
-def test_a_changed_figure_is_noticed() -> None:
-    document = DOCUMENT.read_text()
-    assert "| 44.52 |" in document
-    changed = document.replace("| 44.52 |", "| 45.52 |")
-    assert rewrite(changed, INDEX_OF_RESULTS, RESULTS) == document
+@pytest.mark.parametrize(("name", "figure"), [("benchmarks.md", "| 3.59 |"), ("accuracy.md", "| 44.5 |")])
+def test_a_changed_figure_is_noticed(name: str, figure: str) -> None:
+    document = (DOCUMENTS / name).read_text()
+    assert figure in document
+    assert rewrite(name, document.replace(figure, "| 9.99 |"), INDEX_OF_RESULTS, RESULTS) == document
+
+
+def test_every_result_makes_a_table() -> None:
+    """Of these documents, or of docs/planning.md (`plan --check`)."""
+    used = {file for entry in INDEX_OF_RESULTS.values() for file in entry["files"]}
+    left = {str(file.relative_to(RESULTS)) for file in RESULTS.glob("*/*")} - used
+    assert {Path(name).name for name in left} <= set(plan_measured.FILES)
+    assert set(INDEX_OF_RESULTS) == {table.name for table in TABLES}
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_a_table_has_its_commands_machine_and_date(table: Table) -> None:
-    entry = INDEX_OF_RESULTS.get(table.name)
+def test_a_table_has_its_commands_machine_date_and_codec(table: Table) -> None:
+    entry = INDEX_OF_RESULTS[table.name]
     lines = block(table, entry, RESULTS).splitlines()
-    assert lines[1 : 1 + len(table.commands)] == [command.line for command in table.commands]
-    if entry is None:
-        assert lines[-1] == "Not measured yet."
-        return
-    assert lines[-1].startswith(f"{entry['date']}, {entry['machine']}, {entry['cores']} cores")
+    count = len(table.commands)
+    assert lines[1 : 1 + count] == [command.line for command in table.commands]
+    about = lines[3 + count]
+    assert about.startswith(f"{entry['date']}, {entry['machine']}, {entry['cores']} cores")
+    assert ("groups of" in about) == (not table.names_codec)
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
+    assert block(table, None, RESULTS).endswith("Not measured yet.")
+
+
+def test_the_codec_of_a_measurement_is_the_default_of_its_day() -> None:
+    config = FlashConfig()
+    assert default_codec() == f"{'compact' if config.compact else 'plain'} groups of {config.group_size}"
 
 
 def test_marks_without_a_table_are_refused() -> None:
+    document = (DOCUMENTS / "benchmarks.md").read_text()
     with pytest.raises(ValueError, match="expected"):
-        rewrite(DOCUMENT.read_text().replace("<!-- table: codec -->", "<!-- table: codecs -->"), {}, RESULTS)
-    with pytest.raises(ValueError, match="no <!-- end of codec"):
-        rewrite(DOCUMENT.read_text().replace("<!-- end of codec -->", ""), {}, RESULTS)
+        rewrite("benchmarks.md", document.replace("table: codec -->", "table: codecs -->"), {}, RESULTS)
+    with pytest.raises(ValueError, match="no <!-- end --> after the table codec"):
+        rewrite("benchmarks.md", document.replace("<!-- end -->", "", 1), {}, RESULTS)
 
 
-def test_a_table_of_rings_goes_by_variant_and_ranks() -> None:
-    row = {"wire_bytes": 10**6, "wire_bytes_formula": 10**6, "sqnr_db": 40.0, "seconds": None}
-    rows = [
-        {**row, "ranks": n, "variant": f"INT8{' ring' * is_ring}", "steps": 1, "roundings": n, "algorithm": name}
-        for n in (2, 4)
-        for is_ring, name in ((True, "ring"), (False, "two-step"))
+def test_a_training_has_a_row_a_variant_and_only_several_seeds_are_listed() -> None:
+    def row(variant: str, **seeds: float) -> dict[str, object]:
+        return {"variant": variant, "difference %": seeds, "mean difference %": sum(seeds.values()) / len(seeds)}
+
+    result = [row("full precision", a=0.0), row("INT8", a=0.1, b=0.3), row("noise 1", a=2.0)]
+    assert training("TP 2, ")([result])[1:] == [
+        ["TP 2, INT8", "+0.200", "+0.100, +0.300"],
+        ["TP 2, noise 1", "+2.000", ""],
     ]
-    table = markdown(ring([{"rows": [{"variant": "full precision"}, *rows]}]))
-    assert [line.split(" | ")[:2] for line in table[2:]] == [
-        ["| INT8, two-step", "2"],
-        ["| INT8, two-step", "4"],
-        ["| INT8, ring", "2"],
-        ["| INT8, ring", "4"],
+
+
+def test_a_training_with_deepspeed_has_the_mean_and_the_worst_seed_of_each_stage() -> None:
+    def seed(loss: float) -> dict[str, object]:
+        section = json.dumps({"bits": 4, "compact": True, "range": "mse", "error_feedback": True})
+        return {
+            "full precision": {"validation loss": 1.0, "parameters": 7e5},
+            section: {"validation loss": 1.0 + loss / 100},
+        }
+
+    result = {"stages": {"0": {"1": seed(0.1), "2": seed(0.3)}, "2": {"1": seed(0.2)}}}
+    assert deepspeed_training([result]) == [
+        ["", "stage 0", "stage 2"],
+        ["INT4, compact, range mse", "+0.200 (+0.300)", "+0.200"],
     ]
 
 
 def test_made_again_with_small_sizes(tmp_path: Path) -> None:
-    document, results = tmp_path / "benchmarks.md", tmp_path / "results"
-    document.write_text(DOCUMENT.read_text())
-    links = [] if missing(next(table for table in TABLES if table.name == "ring")) else ["ring"]
+    documents, results = tmp_path / "docs", tmp_path / "results"
+    documents.mkdir()
+    for name in NAMES:
+        shutil.copy(DOCUMENTS / name, documents)
+    links = [] if missing(next(table for table in TABLES if table.name == "sizes")) else ["sizes"]
     script = [sys.executable, "-m", "scripts.make_benchmarks", "--quick", "--results", str(results)]
     done = subprocess.run(
-        [*script, "--document", str(document), "--only", "codec", *links],
+        [*script, "--documents", str(documents), "--only", "codec", "handshake", *links],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -79,13 +113,36 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     index = json.loads((results / INDEX).read_text())
-    assert list(index) == ["codec", *links]
-    text = document.read_text()
-    assert text != DOCUMENT.read_text() and text == rewrite(text, index, results)
-    assert "| INT4, ring | 2 | 2 | 2 | 0.009 | 0.009 |" in text or not links
+    assert sorted(index) == ["codec", "handshake", *links]
+    text = (documents / "benchmarks.md").read_text()
+    assert text == rewrite("benchmarks.md", text, index, results) != (DOCUMENTS / "benchmarks.md").read_text()
+    assert f"{default_codec()}:" in text
+    assert "Not measured yet." in (documents / "accuracy.md").read_text()
 
 
-def test_quick_figures_do_not_reach_the_document() -> None:
+def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
+    """All of docs/accuracy.md, with its picture."""
+    if need := missing(next(table for table in TABLES if table.name == "accuracy")):
+        pytest.skip(f"it needs {need}")
+    for name in NAMES:
+        shutil.copy(DOCUMENTS / name, tmp_path)
+    script = [sys.executable, "-W", "ignore", "-m", "scripts.make_benchmarks", "--quick", "--results", f"{tmp_path}/r"]
+    done = subprocess.run(
+        [*script, "--documents", str(tmp_path), "--only", "accuracy", "accuracy lost"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("python -m benchmarks.accuracy") == 1
+    index = json.loads((tmp_path / "r" / INDEX).read_text())
+    assert set(index) == {table.name for table in TABLES if table.document == "accuracy.md"}
+    assert "Not measured yet." not in (tmp_path / "accuracy.md").read_text()
+    assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_quick_figures_do_not_reach_the_documents() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "scripts.make_benchmarks", "--quick"], cwd=ROOT, capture_output=True, text=True
     )

@@ -13,20 +13,19 @@ from contextvars import ContextVar
 from itertools import chain, groupby
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import checkpoint, dispatch, environment, groups
+from flash_allreduce_plugin import checkpoint, dispatch
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import LOADED, Feedback, Slot
-from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.section import SECTION
-from flash_allreduce_plugin.policy import Collective, FullPrecision, Site, make_plan
+from flash_allreduce_plugin.dispatch import Plain
+from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters
-from flash_allreduce_plugin.telemetry.beside import ours
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
@@ -93,40 +92,28 @@ class Reduction:
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
         slices, group = _owners.get(), _given(group)
-        collective: Collective = "all_reduce" if slices is None else "reduce_scatter"
-        reason = self._full_precision(collective, tensor.numel(), tensor, group)
-        if reason is not None:
+
+        def theirs() -> None:
             from deepspeed import comm
 
-            self._record(reason, _volume(tensor, group, halves=2), group, tensor)
-            with ours:
-                comm.all_reduce(tensor, group=group)
-        elif slices is None:
-            dispatch.all_reduce(
-                tensor,
-                group=group,
-                config=self.config,
-                site=self._site(group),
-                step=self._finished_steps(),
-                feedback=self._slot(),
-                exact=_exact.get(),
-            )
+            comm.all_reduce(tensor, group=group)
+
+        if slices is None:
+            dispatch.all_reduce(tensor, group=group, exact=_exact.get(), plain=theirs, **self._how(group))
         else:
-            self._to_owners(tensor, slices, group, instead_of=_volume(tensor, group, halves=2))
+            self._to_owners(tensor, slices, group, theirs, _volume("all_reduce", tensor, tensor.numel(), group))
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
         group = _given(group)
-        volume = _volume(tensor, group, halves=1)
-        reason = self._full_precision("reduce_scatter", tensor.numel(), tensor, group)
-        if reason is not None:
+
+        def theirs() -> None:
             from deepspeed import comm
 
-            self._record(reason, volume, group, tensor)
-            with ours:
-                comm.reduce(tensor, dst, group=group)
-        else:
-            self._to_owners(tensor, [(dist.get_group_rank(group, dst), tensor.numel())], group, instead_of=volume)
+            comm.reduce(tensor, dst, group=group)
+
+        owner = (dist.get_group_rank(group, dst), tensor.numel())
+        self._to_owners(tensor, [owner], group, theirs, _volume("reduce", tensor, tensor.numel(), group))
 
     def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
         """For stage 3's function of that name: this rank's part of the average of each tensor, 1-D.
@@ -135,29 +122,30 @@ class Reduction:
         empty, and nothing is filled up.
         """
         group = _given(group)
-        world, rank = group.size(), group.rank()
-        whole, sizes = sum(map(Tensor.numel, tensors)), [math.ceil(tensor.numel() / world) for tensor in tensors]
-        volume = _volume(tensors[0], group, halves=1, numel=world * sum(sizes))  # DeepSpeed fills the last ones up
-        reason = self._full_precision("reduce_scatter", whole, tensors[0], group)
-        if reason is not None:
-            from deepspeed.runtime.comm import coalesced_collectives
-
-            self._record(reason, volume, group, *tensors)
-            with ours:
-                result: list[Tensor] = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
-            return result
+        world = group.size()
+        sizes = [math.ceil(tensor.numel() / world) for tensor in tensors]
         pieces = []
         for tensor, size in zip(tensors, sizes, strict=True):
             flat = tensor.detach().reshape(-1)
             pieces.append([flat[r * size : (r + 1) * size] for r in range(world)])
-        parts = [_joined([piece[r] for piece in pieces]) for r in range(world)]
-        self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), volume)
-        return list(parts[rank].split([len(piece[rank]) for piece in pieces]))
+        parts = [[piece[r] for piece in pieces] for r in range(world)]
+        results = parts[group.rank()]
+
+        def theirs() -> None:
+            from deepspeed.runtime.comm import coalesced_collectives
+
+            nonlocal results
+            results = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
+
+        volume = _volume("reduce_scatter", tensors[0], world * sum(sizes), group)  # DeepSpeed fills the last ones up
+        self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), theirs, volume)
+        return list(results)
 
     def record_sparse(self, values: Tensor, group: dist.ProcessGroup | None) -> None:
         """Count a sparse gradient, whose values DeepSpeed gathers from all ranks."""
         group = _given(group)
-        self._record(SPARSE, _volume(values, group, halves=1, numel=values.numel() * group.size()), group)
+        sent = _volume("all_gather", values, values.numel() * group.size(), group)
+        counters.record_full_precision(self._site(group), SPARSE, sent, message=0)
 
     def events(self) -> list[tuple[str, float, int]]:
         """For the engine's monitor: (tag, value, samples) of what was counted since the last time; after each step."""
@@ -166,7 +154,9 @@ class Reduction:
         self._told_at = self._engine.global_steps
         return [(tag, value, int(self._engine.global_samples)) for tag, value in self._scalars.take()]
 
-    def _to_owners(self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup, *, instead_of: int) -> None:
+    def _to_owners(
+        self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup, theirs: Plain, instead_of: int
+    ) -> None:
         """tensor 1-D: the slices that this rank owns hold the sum afterwards, the others are as before."""
         runs: list[list[Tensor]] = [[] for _ in range(group.size())]
         segments: list[list[copies.Range]] = [[] for _ in runs]
@@ -176,34 +166,31 @@ class Reduction:
             runs[owner].append(tensor[start : start + numel])
             segments[owner].append((start, start + numel))
             start += numel
-        parts = [_joined(run) if run else tensor[:0] for run in runs]
-        self._reduce_scatter(parts, dist.ReduceOp.SUM, group, list(chain(*segments)), instead_of)
-        mine, own = runs[group.rank()], parts[group.rank()]
-        if len(mine) > 1:  # else it is the tensor's own memory
-            for piece, sums in zip(mine, own.split([len(piece) for piece in mine]), strict=True):
-                piece.copy_(sums)
+        parts = [run or [tensor[:0]] for run in runs]
+        self._reduce_scatter(parts, dist.ReduceOp.SUM, group, list(chain(*segments)), theirs, instead_of)
 
     def _reduce_scatter(
         self,
-        parts: list[Tensor],
+        parts: list[list[Tensor]],
         op: Any,
         group: dist.ProcessGroup,
         segments: Sequence[copies.Range],
+        theirs: Plain,
         instead_of: int,
     ) -> None:
-        """parts, one 1-D tensor a rank; this rank's own holds the result. segments: where they come from, in order."""
-        dispatch.reduce_scatter(
-            parts[group.rank()],
-            parts,
-            op,
-            group,
-            self.config,
-            site=self._site(group),
-            step=self._finished_steps(),
-            feedback=self._slot(),
-            exact=copies.moved(_exact.get(), segments) if _exact.get() else (),
-            instead_of=instead_of,
-        )
+        """parts, 1-D tensors for each rank; this rank's own hold the result. segments: where they come from, in order.
+
+        theirs: DeepSpeed's own collective, which sends `instead_of` bytes.
+        """
+        exact = copies.moved(_exact.get(), segments) if _exact.get() else ()
+        how = {"exact": exact, "plain": theirs, "instead_of": instead_of, **self._how(group)}
+        dispatch.reduce_scatter(parts[group.rank()], parts, op, group, **how)
+
+    def _how(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """What every collective of the engine is called with."""
+        step = self._finished_steps()
+        self._first_steps.at(step, self.config)
+        return {"config": self.config, "site": self._site(group), "step": step, "feedback": self._slot()}
 
     def _slot(self) -> Slot | None:
         """Where the next reduction of this backward pass finds its residual."""
@@ -254,37 +241,10 @@ class Reduction:
         """Optimizer steps that were made; one that the loss scaler skipped is none."""
         return int(self._engine.global_steps) - int(self._engine.skipped_steps)
 
-    def _full_precision(self, collective: Collective, numel: int, like: Tensor, group: dist.ProcessGroup) -> str | None:
-        """Why DeepSpeed's own collective serves a call of `numel` elements, or None if ours does."""
-        self._first_steps.at(self._finished_steps(), self.config)
-        site, disabled = self._site(group), environment.is_on(environment.DISABLE)
-        # The ranks compare configurations before they part ways: one that stays in full precision never reaches
-        # dispatch.
-        groups.agree(Label(collective, site.name, group), self.config, disabled, like.device)
-        if disabled:
-            return environment.DISABLE
-        answer = make_plan(
-            collective,
-            numel=numel,
-            dtype=like.dtype,
-            world_size=group.size(),
-            op="sum",
-            site=site,
-            config=self.config,
-            step=self._finished_steps(),
-        )
-        return answer.reason if isinstance(answer, FullPrecision) else None
 
-    def _record(self, reason: str, volume: int, group: dist.ProcessGroup, *message: Tensor) -> None:
-        """Count a call of DeepSpeed's own that sends `volume` bytes. message: what it is called with."""
-        whole = sum(tensor.numel() * tensor.element_size() for tensor in message)
-        counters.record_full_precision(self._site(group), reason, volume, message=whole)
-
-
-def _volume(like: Tensor, group: dist.ProcessGroup, *, halves: int, numel: int | None = None) -> int:
-    """The bytes that DeepSpeed's own ring sends: two halves of an all-reduce, one of anything else."""
-    numel = like.numel() if numel is None else numel
-    return halves * (numel * like.element_size() * (group.size() - 1) // group.size())
+def _volume(collective: str, like: Tensor, numel: int, group: dist.ProcessGroup) -> int:
+    """The bytes that DeepSpeed's own collective of `numel` elements sends in a ring."""
+    return ring_bytes(collective, numel * like.element_size(), group.size())
 
 
 def _of_ranks(pieces: Sequence[Sequence[Tensor]], world: int) -> list[copies.Range]:
@@ -308,7 +268,3 @@ def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         group = dist.group.WORLD
     assert group is not None, "DeepSpeed has initialized torch.distributed"
     return group
-
-
-def _joined(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

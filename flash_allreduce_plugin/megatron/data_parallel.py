@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,9 +29,9 @@ from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import replicated, scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function, record_original
+from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function
 from flash_allreduce_plugin.patching import Seam, rebound
-from flash_allreduce_plugin.policy import Collective, FullPrecision, Role, Site, make_plan
+from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry.beside import ours
 
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -171,19 +172,12 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
     def reduce_scatter(
         output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
     ) -> Any:
-        step = scopes.current().step
-        reason = _full_precision("reduce_scatter", input, op, group, config(), step)
-        if reason is None:
-            exact = replicated.ranges(_parameters.get(), input)
-            how: dict[str, Any] = {"site": GRADIENTS, "step": step, "feedback": _slot(), "exact": exact}
-            return _started(dispatch.reduce_scatter(output, input, op, group, config(), async_op, **how))
         # Looked up now: with reduce_scatter_with_fp32_accumulation a constructor of Megatron's replaces this global.
         from megatron.core.distributed import param_and_grad_buffer
 
-        record_original(GRADIENTS, reason, input, group, all_reduce=False)
-        theirs = param_and_grad_buffer.dist_reduce_scatter_func
-        with ours:
-            return _started(theirs(output, input, op=op, group=group, async_op=async_op))
+        theirs = partial(param_and_grad_buffer.dist_reduce_scatter_func, output, input, op=op, group=group)
+        how = _how(input, partial(theirs, async_op=async_op))
+        return _started(dispatch.reduce_scatter(output, input, op, group, config(), async_op, **how))
 
     return reduce_scatter
 
@@ -192,17 +186,23 @@ def _all_reduce(config: CurrentConfig) -> Function:
     """What stands in for the all-reduce of one bucket."""
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
-        step = scopes.current().step
-        reason = _full_precision("all_reduce", tensor, op, group, config(), step)
-        if reason is None:
-            exact = replicated.ranges(_parameters.get(), tensor)
-            how: dict[str, Any] = {"site": GRADIENTS, "step": step, "feedback": _slot(), "exact": exact}
-            return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
-        record_original(GRADIENTS, reason, tensor, group, all_reduce=True)
-        with ours:
-            return _started(dist.all_reduce(tensor, op=op, group=group, async_op=async_op))
+        how = _how(tensor, partial(dist.all_reduce, tensor, op=op, group=group, async_op=async_op))
+        return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
 
     return all_reduce
+
+
+def _how(bucket: torch.Tensor, theirs: dispatch.Plain) -> dict[str, Any]:
+    """What the collective of one bucket is called with. theirs: Megatron's own."""
+    scope = scopes.current()
+    return {
+        "site": GRADIENTS,
+        "step": scope.step,
+        "feedback": _slot(),
+        "exact": replicated.ranges(_parameters.get(), bucket),
+        "plain": theirs,
+        "full_precision": scope.full_precision,
+    }
 
 
 def _slot() -> Slot | None:
@@ -216,30 +216,3 @@ def _started(handle: Any) -> Any:
     if starting is not None and handle is not None:
         starting.started.append(handle)
     return handle
-
-
-def _full_precision(
-    collective: Collective,
-    tensor: torch.Tensor,
-    op: Any,
-    group: dist.ProcessGroup,
-    config: FlashConfig,
-    step: int,
-) -> str | None:
-    """Why Megatron's own collective serves a bucket, or None if ours does."""
-    if environment.is_on(environment.DISABLE):
-        return environment.DISABLE
-    requested = scopes.current().full_precision
-    if requested is not None:
-        return requested
-    answer = make_plan(
-        collective,
-        numel=tensor.numel(),
-        dtype=tensor.dtype,
-        world_size=group.size(),
-        op="avg" if op == dist.ReduceOp.AVG else "sum",
-        site=GRADIENTS,
-        config=config,
-        step=step,
-    )
-    return answer.reason if isinstance(answer, FullPrecision) else None

@@ -49,6 +49,11 @@ class Quality:
         self._bits = self._level = 0  # of the two, in this call
         self._watched: Plan | None = None  # what the guard would come back to from full precision
 
+    @property
+    def watching(self) -> bool:
+        """Whether the guard keeps the call in full precision, and is to learn what 8 bits would have cost."""
+        return self._watched is not None
+
     def decide(self, plan: Plan, at: Callable[[int], Plan], device: torch.device) -> Plan | FullPrecision:
         """The plan at the widths of the site, or full precision. Counts the call; if it is measured the ranks agree.
 

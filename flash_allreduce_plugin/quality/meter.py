@@ -1,4 +1,4 @@
-"""The error of a call from what each rank has at hand: quality_measure "local" (docs/guard.md).
+"""The error of a call from what each rank has at hand: quality_measure "local" (docs/accuracy_controls.md#the-guard).
 
 A rank decodes what it encodes and compares. Where the errors of different ranks have nothing to do with each other,
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_tensors, peer_codecs
+from benchmarks import accuracy, accuracy_report, accuracy_tensors, peer_codecs
 from benchmarks.accuracy import Frontier, Point
 from benchmarks.accuracy_tensors import Sample
 from benchmarks.peer_codecs import E2M1, E2M3, E4M3, FLOATS, PEERS, Peer
@@ -168,6 +168,33 @@ def test_simplest_setting_of_those_alike() -> None:
     assert accuracy.simplest({"4/64 Hm": 21.0, "4/64 m": 20.97, "4/64": 20.9, "4/128 m": 20.96}) == "4/64 m"
 
 
+def other(name: str, lead: float, at_2: float, at_8: float, *, is_peer: bool = True) -> dict[str, object]:
+    two = {
+        "our dB at 2 ranks": 20.0,
+        "dB at 2 ranks": 20.0 - at_2,
+        "our dB at 8 ranks": 20.0,
+        "dB at 8 ranks": 20.0 - at_8,
+    }
+    return {"name": name, "bits": 4.5, "is peer": is_peer, "difference": lead, **two}
+
+
+def test_tables_have_the_least_and_mean_leads_and_every_loss() -> None:
+    result = {
+        "tensors": [
+            {"tensor": "a", "others": [other("rival", 1.0, 2.0, 3.0), other("e2m1 g64", 0.5, 1.0, 0.2, is_peer=False)]},
+            {
+                "tensor": "b",
+                "others": [other("rival", 2.0, -0.5, 1.0), other("e2m1 g64", 1.5, 1.0, 0.4, is_peer=False)],
+            },
+        ]
+    }
+    assert accuracy_report.rivals(result)[1:] == [["rival", "4.500", "+1.00", "+1.50", "+1.00", "+2.00"]]
+    assert accuracy_report.lost(result)[1:] == [["rival", "b", "+2.00", "-0.50", "+1.00"]]
+    assert accuracy_report.floats(result)[1:] == []  # with this codec's groups, and behind everywhere
+    result["tensors"][1]["others"][1]["difference"] = -0.25
+    assert accuracy_report.floats(result)[1:] == [["e2m1 g64", "4.500", "-0.25", "+0.12", "+0.20", "+0.30"]]
+
+
 def test_end_to_end(tmp_path: Path) -> None:
     """A short training is captured, the tables are printed, the figures and the plot are written."""
     pytest.importorskip("megatron.core", reason="the training needs megatron-core")
@@ -176,10 +203,13 @@ def test_end_to_end(tmp_path: Path) -> None:
     command += ["--hidden", "32", "--layers", "2", "--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    tensors = json.loads((tmp_path / "a.json").read_text())["tensors"]
+    found = json.loads((tmp_path / "a.json").read_text())
+    tensors = found["tensors"]
     names = [tensor["tensor"] for tensor in tensors]
     assert len(names) == len(set(names)) == 4 + 18
     assert {name.rpartition(" ")[2] for name in names if "gradient" in name} == {"early", "middle", "late"}
     assert all(math.isfinite(row["dB"]) for tensor in tensors for row in tensor["others"])
-    assert "| 2 ranks: least |" in done.stdout and "One setting for every weight gradient" in done.stdout
+    assert set(found["recommended"]) == {"activation", "activation gradient", "weight gradient", ""}
+    assert [len(of["dB"]) for of in found["settings"].values()] == [5] * len(accuracy.NAMED)
+    assert "8 ranks: least" in done.stdout and "The setting least behind each tensor's own best" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -47,7 +47,8 @@ def here() -> str:
 def test_guarantee_4_every_instruction_set_writes_the_same_bytes(capability: str, here: str) -> None:
     """A lower set than the machine has can always be chosen; a higher one is not there to be tested."""
     script = (
-        "from flash_allreduce_plugin.codec import ops; from tests.codec.test_codec_machines import digest_of_everything; "
+        "from flash_allreduce_plugin.codec import ops; "
+        "from tests.codec.test_codec_machines import digest_of_everything; "
         "print(ops.cpu_capability(), digest_of_everything())"
     )
     run = subprocess.run(

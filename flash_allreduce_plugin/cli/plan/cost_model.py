@@ -10,7 +10,7 @@ What the training computes at the same time can hide the link, not what keeps th
 
     hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
-Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/hierarchical.md), the faster.
+Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/clusters.md), the faster.
 
 Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
 messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.
@@ -202,7 +202,7 @@ def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
 
 
 def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
-    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/hierarchical.md)."""
+    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/clusters.md)."""
     node, nodes, n = t.group.per_node, t.group.nodes, t.group.ranks
     wide, narrow = _payload(replace(codec, bits=MAX_BITS), t.numel), _payload(codec, t.numel)
     tensor, collective = t.numel * t.itemsize, _quantized_collective(t)

@@ -1,0 +1,143 @@
+"""What the arguments of a call must be: each is refused in one sentence, before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives.error_feedback import Slot
+from flash_allreduce_plugin.policy import Site
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_TAKEN = {  # what torch's own backends take in full precision
+    "gloo": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
+    "nccl": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
+}
+
+
+def check_pair(shard: Tensor, shard_name: str, whole: Tensor, whole_name: str, world_size: int) -> None:
+    """Raises ValueError unless `whole` has world_size times the elements of `shard`, of its dtype and device."""
+    if shard.numel() * world_size != whole.numel():
+        raise ValueError(
+            f"{whole_name} has {whole.numel()} elements and {shard_name} {shard.numel()}; expected "
+            f"{shard_name} x {world_size} ranks = {whole_name}."
+        )
+    if shard.dtype != whole.dtype or shard.device != whole.device:
+        raise ValueError(
+            f"{shard_name} is {shard.dtype} on {shard.device} and {whole_name} {whole.dtype} on "
+            f"{whole.device}; expected the same dtype and device."
+        )
+
+
+def check_parts(output: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], world_size: int, rank: int) -> None:
+    """output: the pieces of this rank's result; parts: of every rank's part. Raises ValueError if they do not fit."""
+    if len(parts) != world_size:
+        raise ValueError(f"input has {len(parts)} tensors; expected one for each of {world_size} ranks.")
+    has, own = sum(map(Tensor.numel, output)), sum(map(Tensor.numel, parts[rank]))
+    if has != own:
+        raise ValueError(f"output has {has} elements; expected {own}, as this rank's input.")
+    like = output[0]
+    for number, part in enumerate(parts):
+        for piece in part:
+            if piece.dtype != like.dtype or piece.device != like.device:
+                raise ValueError(
+                    f"input[{number}] is {piece.dtype} on {piece.device} and output {like.dtype} on {like.device}; "
+                    "expected the same dtype and device."
+                )
+
+
+def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ValueError("torch.distributed is not initialized; call init_process_group first.")
+    if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("this rank is not a member of the group.")
+        hint = " (its get_group())" if hasattr(group, "get_group") else ""
+        raise TypeError(f"group is {type(group).__name__}; expected a ProcessGroup{hint} or None.")
+    return group
+
+
+def check_named(site: Any, step: Any, feedback: Any) -> None:
+    if not isinstance(site, Site):
+        raise TypeError(f"site is {type(site).__name__}; expected Site, for example Site({str(site)!r}).")
+    if step is not None and not isinstance(step, int):
+        raise TypeError(f"step is {type(step).__name__}; expected a whole number or None.")
+    if feedback is not None and not isinstance(feedback, Slot):
+        raise TypeError(f"feedback is {type(feedback).__name__}; expected what Feedback.slot() gives, or None.")
+
+
+def check_tensor(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is {what}; expected a dense tensor.")
+    if hasattr(tensor, "__tensor_flatten__"):  # a tensor around others: DTensor, AsyncCollectiveTensor ...
+        hint = ": give its to_local()" if hasattr(tensor, "to_local") else ""
+        raise TypeError(f"{name} is {type(tensor).__name__}; expected a plain dense tensor{hint}.")
+    if tensor.is_conj() or tensor.is_neg():
+        kind, mend = ("conjugate", "resolve_conj") if tensor.is_conj() else ("negative", "resolve_neg")
+        raise ValueError(f"{name} is a view that stands for the {kind} of its memory; {mend}() it first.")
+
+
+def check_written(tensor: Any, name: str) -> None:
+    check_tensor(tensor, name)
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{name} has strides {tensor.stride()}, several elements at one place in memory, and cannot hold "
+            "the result; clone() it first."
+        )
+
+
+def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Raises ValueError for what the group's backend would refuse in full precision, for a device that it does not
+    serve and for an operator that the dtype has not: else the failure would look like a peer's.
+    """
+    try:
+        backend = group._get_backend(tensor.device).name()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
+        ) from error
+    dtype = tensor.dtype
+    if dtype in rows.DTYPES and op in ("sum", "avg", "premul_sum"):
+        return
+    taken = _TAKEN.get(backend)
+    if taken is not None and dtype not in taken:
+        raise ValueError(
+            f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
+            f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
+        )
+    if collective == "all_gather":
+        return
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if op in ("band", "bor", "bxor"):
+        wrong = not exact or backend == "nccl"
+    elif op in ("max", "min", "product"):
+        wrong = dtype.is_complex
+    elif op == "avg":
+        wrong = dtype == torch.bool or (exact and backend != "nccl")
+    else:
+        wrong = op == "premul_sum" and exact
+    if wrong:
+        raise ValueError(f"{collective} of {dtype}: {backend} does not reduce it by {op.upper()}; take SUM.")
+
+
+def op_name(op: Any) -> str:
+    """sum, avg, max, ... of a ReduceOp."""
+    if op is dist.ReduceOp.SUM:
+        return "sum"
+    # ReduceOp itself is not hashable and hides its kind; comparing is what it offers.
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
+        if op == getattr(dist.ReduceOp, name):
+            return name.lower()
+    raise TypeError(f"op is {op!r}; expected one of torch.distributed.ReduceOp.")

@@ -1,0 +1,192 @@
+"""One decision for every call: do the ranks agree, is it quantized, how exact must it be. It is counted here.
+
+    agree     the ranks of the group have the same configuration                         groups.py
+    policy    size, dtype, operator, role, module and step say whether, and at what width  policy.py
+    quality   what was measured at the site may raise the width, or ask for full precision  quality/
+    count     the bytes that go, and the bytes that would have gone                       telemetry/
+
+`decide` sees the facts of a call and no tensor, and returns once: a Plan, or the reason for full precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin import environment, groups
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives import flat, two_level
+from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.error_feedback import Slot
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.groups import GroupState
+from flash_allreduce_plugin.policy import LOW_SQNR, WARM_UP, Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.quality.control import Quality
+from flash_allreduce_plugin.telemetry import counters, run_log
+
+DISABLED = environment.DISABLE
+"""The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The facts of one call.
+
+    Args:
+        collective: what is asked for.
+        numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
+        parts: elements of each rank's part, where they differ from rank to rank.
+        op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
+        step: finished training steps, for warmup_steps; None: no warm-up.
+        exact: ascending ranges (first, end) of elements that are summed in full precision beside the call.
+        feedback: where the residual of this call lies; None: no error feedback.
+        instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
+        theirs: in full precision the framework's own collective serves the call.
+        full_precision: why the caller wants full precision; None: the policy decides.
+    """
+
+    collective: Collective
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+    config: FlashConfig
+    site: Site
+    op: Any = dist.ReduceOp.SUM
+    op_name: str = "sum"
+    step: int | None = None
+    parts: list[int] | None = None
+    exact: Sequence[Range] = ()
+    feedback: Slot | None = None
+    instead_of: int | None = None
+    theirs: bool = False
+    full_precision: str | None = None
+    label: Label = field(init=False)
+    state: GroupState = field(init=False)
+    quality: Quality = field(init=False)
+    #: of the random numbers of a call that is rounded stochastically; the same on all ranks
+    key: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a group of the process that this one was forked from."""
+        self.label = Label(self.collective, self.site.name, self.group)
+        self.state = groups.state_of(self.group)
+        self.quality = Quality(self.collective, self.site, self.label, self.state, self.config)
+
+    @property
+    def world_size(self) -> int:
+        return self.state.world_size
+
+    @property
+    def start(self) -> int:
+        """The first element of this rank's part."""
+        rank = self.state.rank
+        return sum(self.parts[:rank]) if self.parts is not None else rank * (self.numel // self.world_size)
+
+    @property
+    def factor(self) -> float:
+        """What the sum is multiplied with."""
+        if self.op_name == "avg":
+            return 1 / self.world_size
+        return float(self.op.__getstate__()[1]) if self.op_name == "premul_sum" else 1.0
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+
+def decide(call: Call) -> Plan | FullPrecision:
+    """How a call runs, counted. The ranks may talk to each other: all of them call this in the same order.
+
+    Raises:
+        MismatchError: the ranks have different configurations.
+        CollectiveError: a peer failed or the group's timeout passed.
+        ConfigError: the first call of a group, and the log of the run cannot be written.
+    """
+    state, config = call.state, call.config
+    if not state.logged:
+        state.logged = True
+        run_log.start(config)
+    disabled = environment.is_on(environment.DISABLE)
+    groups.agree(call.label, config, disabled, call.device)
+    answer: Plan | FullPrecision
+    if disabled or call.full_precision is not None:
+        answer = FullPrecision(DISABLED if disabled else str(call.full_precision))
+    else:
+        answer = _planned(call)
+        if isinstance(answer, Plan):
+            answer = call.quality.decide(answer, lambda width: _at_width(call, width), call.device)
+    if isinstance(answer, FullPrecision):
+        plain = full_precision_bytes(call)
+        message = call.numel * call.itemsize
+        counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
+        return answer
+    call.label.sign(
+        *(call.op_name, call.factor, call.dtype, call.numel, call.parts),
+        *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
+    )
+    sent, between_nodes = _sent_bytes(call, answer)
+    plain = full_precision_bytes(call) if call.instead_of is None else call.instead_of
+    counters.record_quantized(call.site, sent, plain, between_nodes, answer.bits(call.collective))
+    if answer.reduce.stochastic:
+        call.key = rows.draw_key(config.seed, state.draws)
+        state.draws += 1
+    return answer
+
+
+def lasts(answer: FullPrecision) -> bool:
+    """Whether every call of the same facts will be answered alike."""
+    return answer.reason not in (DISABLED, WARM_UP, LOW_SQNR)
+
+
+def ring_bytes(collective: str, nbytes: int, world_size: int) -> int:
+    """What a rank sends in a ring collective of a whole tensor of nbytes: an all-reduce has two halves."""
+    half = nbytes * (world_size - 1) // world_size
+    return 2 * half if collective == "all_reduce" else half
+
+
+def full_precision_bytes(call: Call) -> int:
+    """What a rank sends in full precision."""
+    if call.theirs and call.instead_of is not None:
+        return call.instead_of
+    if call.parts is not None:
+        return (sum(call.parts) - call.parts[call.state.rank]) * call.itemsize
+    return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
+
+
+def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
+    return make_plan(
+        call.collective,
+        numel=call.numel,
+        dtype=call.dtype,
+        world_size=call.world_size,
+        op=call.op_name,
+        site=call.site,
+        config=call.config,
+        step=call.step,
+        nodes=groups.nodes_of(call.label, call.config, call.device),
+        width=width,
+    )
+
+
+def _at_width(call: Call, width: int) -> Plan:
+    plan = _planned(call, width)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
+    """What a rank sends as planned, and what of it goes to another node; 0 where the call knows no nodes."""
+    if plan.nodes is not None:
+        shards = call.parts or [call.numel // call.world_size] * call.world_size
+        sizes = call.numel if call.collective == "all_reduce" else shards
+        return two_level.sent_bytes(call.collective, sizes, plan, call.state.rank)
+    if call.parts is not None:
+        sizes = list(map(plan.reduce.payload_bytes, call.parts))
+        return sum(sizes) - sizes[call.state.rank], 0
+    return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0

@@ -1,0 +1,217 @@
+"""The rows of each table of docs/benchmarks.md, of what its commands wrote with --json, in their order."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: The header, then the rows.
+Rows = list[Sequence[object]]
+KIB = 1024
+
+
+def _number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:
+    return "" if value is None else format(value * scale, form)
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}".replace("%", " %")
+
+
+def _bytes(size: int) -> str:
+    return f"{size // KIB} KiB" if size < KIB * KIB else f"{size // (KIB * KIB)} MiB"
+
+
+def _signed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:+.3f}" for value in values)
+
+
+def codec(results: list[Any]) -> Rows:
+    """Of benchmarks.codec in memory and in the cache: a row a width."""
+    memory = {
+        "encode GB/s": ".1f",
+        "decode GB/s": ".1f",
+        "encode / memcpy": ".2f",
+        "sum of 2 / add_": ".2f",
+        "encode x fbgemm": ".2f",
+        "decode x fbgemm": ".1f",
+    }
+    cache = {key: memory[key] for key in ("encode / memcpy", "encode x fbgemm", "decode x fbgemm")}
+    header = ["bits", *memory, *(f"4 MiB: {key}" for key in cache)]
+    rows: Rows = [[name.replace("fbgemm", "FBGEMM") for name in header]]
+    for large, small in zip(*(result["rows"] for result in results), strict=True):
+        if large["bits"] in (7, 5):
+            continue  # between their neighbours
+        cells = [_number(large.get(key), form) for key, form in memory.items()]
+        rows.append([large["bits"], *cells, *(_number(small.get(key), form) for key, form in cache.items())])
+    return rows
+
+
+def collectives(results: list[Any]) -> Rows:
+    """Of `flash-allreduce bench`, one size: a row a dtype and variant, columns for each link and number of ranks."""
+    setups: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for row in result["rows"]:
+            setups.setdefault(_where(result, row), {})[f"{row['type']}, {row['variant']}"] = row
+    names = list(dict.fromkeys(name for rows in setups.values() for name in rows))
+    table: Rows = [["", *(text for where in setups for text in (f"{where}: ms", "speed-up"))]]
+    for name in names:
+        rows = [of_setup.get(name, {}) for of_setup in setups.values()]
+        cells = [(_number(row.get("seconds"), ".1f", 1e3), _number(row.get("speedup"))) for row in rows]
+        table.append([name, *(text for pair in cells for text in pair)])
+    return table
+
+
+def _where(result: dict[str, Any], row: dict[str, Any]) -> str:
+    link = result["about"]["link"]
+    return f"loopback, {row['ranks']} ranks" if link == "loopback" else f"{row['ranks']} hosts, {link}"
+
+
+def sizes(results: list[Any]) -> Rows:
+    """Of `flash-allreduce bench`: a row a size, the time in full precision and each variant's speed-up."""
+    columns: dict[str, dict[int, str]] = {}
+    for result in results:
+        for row in result["rows"]:
+            full = row["variant"] == "full precision"
+            column = columns.setdefault(f"{_where(result, row)}: {'ms' if full else row['variant']}", {})
+            column[row["size"]] = _number(row["seconds"], ".2f", 1e3) if full else _number(row["speedup"])
+    every = sorted({size for column in columns.values() for size in column})
+    rows = [[_number(size / KIB, "g"), *(column.get(size, "") for column in columns.values())] for size in every]
+    return [["KiB", *columns], *rows]
+
+
+def tuned(results: list[Any]) -> Rows:
+    """Of `flash-allreduce tune`: a row a run: what it chose, the tuned time over full precision's at some sizes and at
+    the slowest, and full precision over itself at its worst size.
+    """
+    shown = {row["size"] for result in results for row in result["check"]} & {1 << 20, 1 << 24, 1 << 28}
+    heads = [f"{_bytes(size)}" for size in sorted(shown)]
+    table: Rows = [["", "chunk_bytes", "min_bytes", *heads, "slowest size", "full precision against itself"]]
+    for result in results:
+        about, check, written = result["about"], result["check"], result["written"]
+        on = "loopback" if about["link"] == "loopback" else about["link"]
+        cells = [f"{about['ranks']} ranks, {on}", _bytes(written["chunk_bytes"]), _bytes(written["min_bytes"])]
+        cells += [f"{row['ratio']:.2f}" for row in check if row["size"] in shown]
+        slowest = max(check, key=lambda row: row["ratio"])
+        cells += [f"{slowest['ratio']:.3f} ({_bytes(slowest['size'])})", f"{max(row['control'] for row in check):.3f}"]
+        table.append(cells)
+    return table
+
+
+def step_time(results: list[Any]) -> Rows:
+    tables = results[0]["tables"]
+    widths = [name for name in tables[0]["variants"] if name.startswith("INT")]
+    rows: Rows = [["link, each way", "communication's share of the bf16 step", "bf16 ms", *widths]]
+    for table in tables:
+        variants = table["variants"]
+        link = "no limit" if table["rate"] == "none" else f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s"
+        ratios = [f"{variants[name]['x bf16']:.2f}" for name in widths]
+        rows.append([link, _percent(table["share"]), _number(variants["bf16"]["seconds"], ".0f", 1e3), *ratios])
+    sent = [_number(tables[0]["variants"][name]["megabytes sent"], ".1f") for name in ("bf16", *widths)]
+    return [*rows, ["MB sent in a step and rank", "", *sent]]
+
+
+def layer(results: list[Any]) -> Rows:
+    table = results[0]["tables"][-1]
+    variants, waits = table["variants"], ", waits at once"
+    rows: Rows = [
+        [f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s, ms", "overlapped", "waits at once", "hidden"]
+    ]
+    for name, row in variants.items():
+        if not name.endswith(waits):
+            slower = variants.get(name + waits, {}).get("seconds")
+            hidden = None if slower is None else slower - row["seconds"]
+            rows.append([name, *(_number(seconds, ".0f", 1e3) for seconds in (row["seconds"], slower, hidden))])
+    return rows
+
+
+def deepspeed_step(results: list[Any]) -> Rows:
+    """A row a stage: the bf16 step, and how much faster the step and its gradients are at each width."""
+    tables = results[0]["tables"]
+    widths = [name for name in tables[0]["variants"] if name.startswith("INT")]
+    heads = [text for name in widths for text in (f"{name}: step", "gradients")]
+    rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", *heads]]
+    for table in tables:
+        variants = table["variants"]
+        cells = [_number(variants["bf16"][key], ".0f", 1e3) for key in ("step, seconds", "gradients, seconds")]
+        cells += [f"{variants[name][key]:.2f}" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
+        rows.append([table["stage"], *cells])
+    return rows
+
+
+def training(*labels: str) -> Callable[[list[Any]], Rows]:
+    """Of benchmarks.training: a row a variant; a label for each command."""
+
+    def text(results: list[Any]) -> Rows:
+        rows: Rows = [["", "mean, %", "by seed, %"]]
+        for label, result in zip(labels, results, strict=True):
+            for row in result:
+                if row["variant"] != "full precision":
+                    seeds = list(row["difference %"].values())
+                    by_seed = _signed(seeds) if len(seeds) > 1 else ""
+                    rows.append([f"{label}{row['variant']}", f"{row['mean difference %']:+.3f}", by_seed])
+        return rows
+
+    return text
+
+
+def deepspeed_training(results: list[Any]) -> Rows:
+    """Of benchmarks.deepspeed_training: a row a model and section, a column a stage: mean and worst seed."""
+    cells: dict[str, dict[str, str]] = {}
+    for result in results:
+        for stage, seeds in result["stages"].items():
+            first = next(iter(seeds.values()))
+            parameters = first["full precision"]["parameters"]
+            model = "" if parameters < 1e6 else f"{parameters / 1e6:.1f} M, "
+            for variant in first:
+                if variant != "full precision":
+                    each = [_difference(losses, variant) for losses in seeds.values() if variant in losses]
+                    mean = f"{statistics.fmean(each):+.3f}"
+                    cell = f"{mean} ({max(each):+.3f})" if len(each) > 1 else mean
+                    cells.setdefault(f"{model}{_section(variant)}", {})[stage] = cell
+    stages = sorted({stage for row in cells.values() for stage in row})
+    return [
+        ["", *(f"stage {stage}" for stage in stages)],
+        *([name, *(row.get(stage, "") for stage in stages)] for name, row in cells.items()),
+    ]
+
+
+def _section(variant: str) -> str:
+    """A section without its punctuation: INT4, group_size 32, compact, range mse."""
+    if not variant.startswith("{"):
+        return variant
+    section = json.loads(variant)
+    section.pop("error_feedback", None)  # the table has it in its title
+    if "bits" in section:
+        widths = f"INT{section.pop('bits')}"
+    else:
+        widths = f"INT{section.pop('reduce_bits')}, gather_bits {section.pop('gather_bits')}"
+    return ", ".join([widths, *(key if value is True else f"{key} {value}" for key, value in section.items())])
+
+
+def _difference(losses: dict[str, Any], variant: str) -> float:
+    return 100 * float(losses[variant]["validation loss"] / losses["full precision"]["validation loss"] - 1)
+
+
+def guard(results: list[Any]) -> Rows:
+    """Of benchmarks.guard: a row a collective, columns for each width."""
+    cells: dict[str, list[str]] = {}
+    widths = list(dict.fromkeys(row["bits"] for row in results[0]["rows"]))
+    for row in results[0]["rows"]:
+        found = [f"{row['local']:.2f}", f"{row['exact']:.1f}", f"+{100 * row['overhead']:.2f} %"]
+        cells.setdefault(row["collective"], []).extend(found)
+    heads = [text for bits in widths for text in (f"INT{bits}: local", "exact", "every 100th")]
+    return [["", *heads], *([name, *row] for name, row in cells.items())]
+
+
+def handshake(results: list[Any]) -> Rows:
+    """Of benchmarks.handshake: a row a number of ranks."""
+    rows: Rows = [["ranks", "first call, ms", "later, ms", "difference, ms", "without `check_ranks`, ms"]]
+    by_check = {(row["ranks"], row["check_ranks"]): row for row in results[0]["rows"]}
+    for (ranks, check), row in by_check.items():
+        if check:
+            times = [row["first ms"], row["later ms"], row["handshake ms"], by_check[ranks, False]["handshake ms"]]
+            rows.append([ranks, *(f"{time:.2f}" for time in times)])
+    return rows
