@@ -88,6 +88,11 @@ def test_a_short_demo(tmp_path, text, sequence_parallel):
     assert all(line in done.stdout for _, line in demo_report.SWITCH_ON.values())
 
 
+def test_the_lines_that_switch_it_on_are_the_readmes():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{line}`" in readme for _, line in demo_report.SWITCH_ON.values())
+
+
 def refusal(*arguments):
     """What the command says, in one line, to arguments that it refuses."""
     done = CliRunner().invoke(app, ["demo", *arguments])
