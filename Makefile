@@ -149,7 +149,8 @@ $(VENV)/.torch:
 	@echo "[1/4] making a virtual environment in $(VENV), with pip, setuptools and ninja: half a minute"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel ninja
-	@echo "[2/4] installing $(TORCH) and numpy: a minute for the CPU build (200 MB), longer for a CUDA build (3 GB)"
+	@echo "[2/4] installing $(TORCH) and numpy: a minute for the CPU build (200 MB), longer for a CUDA build (3 GB;"
+	@echo "      make demo PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu takes the CPU build)"
 	@$(BIN)/python -m pip install --quiet "$(TORCH)" numpy
 	@touch $@
 

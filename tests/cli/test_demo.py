@@ -93,6 +93,17 @@ def test_the_lines_that_switch_it_on_are_the_readmes():
     assert all(f"`{line}`" in readme for _, line in demo_report.SWITCH_ON.values())
 
 
+def test_make_demo_says_what_it_installs_and_builds_in_four_steps(tmp_path):
+    done = subprocess.run(
+        ["make", "--dry-run", "demo", f"VENV={tmp_path / 'venv'}", "TORCH=torch==2.12.0"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("echo")]
+    assert [line[6:11] for line in said if "/4]" in line] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert "torch==2.12.0" in said[1]
+
+
 def refusal(*arguments):
     """What the command says, in one line, to arguments that it refuses."""
     done = CliRunner().invoke(app, ["demo", *arguments])
