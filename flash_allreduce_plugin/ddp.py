@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from flash_allreduce_plugin import checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.collectives.work import Work
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
@@ -114,7 +113,7 @@ class _Reduction:
         self.first_steps = FirstSteps("ddp", attached_to="DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
-        self.started: list[tuple[Work, torch.Tensor, Future]] = []
+        self.started: list[tuple[Any, torch.Tensor, Future]] = []
 
     def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
@@ -128,6 +127,11 @@ class _Reduction:
             self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
         self.first_steps.at(self.steps.finished, self.config)
+
+        def theirs() -> Any:  # as DDP's reducer without a hook, which divides before it sums
+            buffer.mul_(1 / dist.get_world_size(group))
+            return dist.all_reduce(buffer, group=group, async_op=True)
+
         work = dispatch.all_reduce(
             buffer,
             dist.ReduceOp.AVG,
@@ -138,8 +142,8 @@ class _Reduction:
             step=self.steps.finished,
             feedback=self.slot(bucket),
             exact=exact,
+            plain=theirs,
         )
-        assert work is not None
         self.started.append((work, buffer, future))
         if bucket.is_last():
             started, self.started = self.started, []
@@ -212,7 +216,7 @@ class _Active:
         return self._world_size / self._count
 
 
-def _finish(work: Work, buffer: torch.Tensor, future: Future, factor: torch.Tensor | None) -> None:
+def _finish(work: Any, buffer: torch.Tensor, future: Future, factor: torch.Tensor | None) -> None:
     work.wait()
     if factor is not None:
         buffer *= factor

@@ -106,11 +106,11 @@ def decide(call: Call) -> Plan | FullPrecision:
     Raises:
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
-        ConfigError: the first call of a group, and the log of the run cannot be written.
+        ConfigError: the first call of a configuration, and the log of the run cannot be written.
     """
     state, config = call.state, call.config
-    if not state.logged:
-        state.logged = True
+    if state.logged is not config:
+        state.logged = config
         run_log.start(config)
     disabled = environment.is_on(environment.DISABLE)
     groups.agree(call.label, config, disabled, call.device)

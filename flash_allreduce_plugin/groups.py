@@ -63,8 +63,8 @@ class GroupState:
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
         self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
-        #: whether its first call has begun the log of the run
-        self.logged = False
+        #: of the last call: the log of the run knows it
+        self.logged: FlashConfig | None = None
         self._agreed: set[tuple[FlashConfig, bool]] = set()
         self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 

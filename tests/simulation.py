@@ -87,7 +87,7 @@ class Call:
 
 
 def encoded(x: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
-    payload = torch.empty(1, rows.payload_bytes(x.numel()), dtype=torch.uint8)
+    payload = torch.empty(1, codec.payload_bytes(x.numel()), dtype=torch.uint8)
     reference.encode(x.reshape(1, -1), payload, codec, draw)
     return payload
 

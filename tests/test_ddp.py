@@ -59,9 +59,11 @@ def train(config: fap.FlashConfig | None, accumulate: bool = False, bucket_mb: f
 def test_trains_as_without_and_counts_every_bucket(ranks: Callable[[int], Ranks], world: int) -> None:
     plain = ranks(world).run(train, None)
     full = ranks(world).run(train, fap.FlashConfig(enabled=False))
+    small = ranks(world).run(train, fap.FlashConfig(min_bytes=1 << 30))
     eight = ranks(world).run(train, fap.FlashConfig(bits=8, min_bytes=0))
     for rank in range(world):
-        torch.testing.assert_close(full[rank]["weights"], plain[rank]["weights"], rtol=1e-4, atol=1e-6)
+        assert torch.equal(full[rank]["weights"], plain[rank]["weights"]), "full precision is DDP's own, bit for bit"
+        assert torch.equal(small[rank]["weights"], plain[rank]["weights"])
         assert eight[rank]["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=5e-3)
         assert not torch.equal(eight[rank]["weights"], plain[rank]["weights"])
         assert torch.equal(eight[rank]["weights"], eight[0]["weights"]), "the replicas have drifted apart"

@@ -321,17 +321,20 @@ def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
     assert last["kind"] == "interval" and last["sites"]["here"]["calls"] == 1
 
 
-def reduces(folder: str, begin: Callable[[], Any]) -> None:
+def reduces(folder: str, begin: Callable[[], Any], check_ranks: bool = True) -> None:
     os.environ["FLASH_ALLREDUCE_LOG"] = f"{folder}/%r.jsonl"
     begin()
     config = fap.FlashConfig(bits=4, min_bytes=4096, quality_interval=1, quality_measure="exact")
+    config = config.model_copy(update={"check_ranks": check_ranks})
     fap.all_reduce(torch.randn(5000, generator=torch.Generator().manual_seed(dist.get_rank())), config=config)
     fap.all_reduce(torch.ones(3), config=config)
     run_log.close()
 
 
-def test_real_ranks_with_direct_calls(tmp_path: Path) -> None:
-    run_ranks(2, reduces, str(tmp_path), int)
+@pytest.mark.parametrize("check_ranks", [True, False])
+def test_real_ranks_with_direct_calls(tmp_path: Path, check_ranks: bool) -> None:
+    """The first call begins the log, whether or not the ranks compare configurations."""
+    run_ranks(2, reduces, str(tmp_path), int, check_ranks)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl"]
     for rank in range(2):
         header, *_, last = lines(tmp_path / f"{rank}.jsonl")  # a line between them after a second
