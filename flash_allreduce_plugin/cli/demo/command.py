@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flash_allreduce_plugin.cli import checkout
 from flash_allreduce_plugin.cli.demo import report
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, ModelSize
@@ -68,11 +69,12 @@ def run_demo(
     """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png; whether
     all checks held.
 
-    Raises ValueError for settings that cannot work, before anything is started, and DemoError if a rank
-    fails.
+    Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything
+    is started, and DemoError if a rank fails.
     """
     variants = [FULL_PRECISION, *(Variant(f"INT{width}", bits=width) for width in dict.fromkeys(bits))]
     if noise_control:
+        checkout.need("--noise-control", "noise")
         variants += [Variant(f"noise {level:g}", noise=level) for level in NOISE_LEVELS]
     settings = Settings(
         variants=tuple(variants),
@@ -86,7 +88,7 @@ def run_demo(
         options=options,
     )
     _check(settings)
-    _missing_packages(noise_control)
+    _missing_packages()
     output.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     with _progress(report.progress_console(), settings) as on_step:
@@ -102,22 +104,14 @@ def run_demo(
     return all(check["held"] for check in result["checks"])
 
 
-def _missing_packages(noise_control: bool) -> None:
+def _missing_packages() -> None:
     for package, module in (("megatron-core", "megatron.core"), ("matplotlib", "matplotlib")):
-        if not _found(module):
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # no megatron at all
+            found = None
+        if found is None:
             raise DemoError(f"{package} is not installed: {install_command('megatron,cli')}")
-    if noise_control and not _found("benchmarks.noise"):
-        raise DemoError(
-            "--noise-control needs the folder benchmarks/, which is not installed: in a checkout of the plugin run "
-            "`python -m flash_allreduce_plugin demo --noise-control`"
-        )
-
-
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor the package that it would be in
-        return False
 
 
 def _check(settings: Settings) -> None:

@@ -236,7 +236,7 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
         finally:
             megatron.disable()
     elif variant.noise:
-        from benchmarks.noise import noise_patchset  # of a checkout: run_demo has looked whether it is there
+        from benchmarks.noise import noise_patchset  # only in a checkout: run_demo has asked for it
 
         patchset = noise_patchset(variant.noise, settings.seed * 1_000_003 + step)
         patchset.apply()
