@@ -35,7 +35,10 @@ def _commands() -> None:
 def demo(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 2, 4 or 8.")] = 2,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 300,
+    long: Annotated[bool, typer.Option("--long", help="A larger model for more steps: about 6 minutes.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of each variant. Default: 120, with --long 300.")
+    ] = None,
     bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
     options: Annotated[
         str, typer.Option(help='More of the configuration of these, as JSON: \'{"range": "mse"}\'.')
@@ -54,8 +57,10 @@ def demo(
         bool,
         typer.Option("--noise-control", help="Also train with tiny and with large noise instead of quantization."),
     ] = False,
-    hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the model.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    hidden: Annotated[
+        int | None, typer.Option(min=8, help="Hidden size of the model. Default: 192, with --long 256.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model. Default: 3, with --long 4.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
 ) -> None:
     """Train a small tensor-parallel GPT of megatron-core with quantized reductions and compare it with full
@@ -63,7 +68,7 @@ def demo(
 
     Exit status 0 only if every check printed at the end holds.
     """
-    from flash_allreduce_plugin.cli.demo.command import DemoError, run_demo
+    from flash_allreduce_plugin.cli.demo.command import LONG, SHORT, DemoError, run_demo
     from flash_allreduce_plugin.cli.demo.model import ModelSize
     from flash_allreduce_plugin.config import strict_json
 
@@ -77,18 +82,19 @@ def demo(
         raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise typer.BadParameter(f"--options {options}: expected a JSON object")
+    scale = LONG if long else SHORT
     try:
         held = run_demo(
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
-            steps=steps,
+            steps=steps or scale.steps,
             bits=widths,
             seed=seed,
             data=data,
             output=output,
             json_file=json_file,
             noise_control=noise_control,
-            size=ModelSize(hidden=hidden, layers=layers, sequence=sequence),
+            size=ModelSize(hidden=hidden or scale.hidden, layers=layers or scale.layers, sequence=sequence),
             options=fields,
         )
     except ValueError as error:
