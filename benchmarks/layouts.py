@@ -27,7 +27,7 @@ from flash_allreduce_plugin.cli import machine, ranks
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {"group_size": 128, "compact": False},
     "plain again": {"group_size": 128, "compact": False},
     "compact": {"group_size": 64, "compact": True},
@@ -93,10 +93,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 16777216)")
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only-calls", action="store_true", help="leave the codec on one core out")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     settings = {"numel": arguments.numel, "rounds": arguments.rounds}
-    found = codec(**settings)
+    found = [] if arguments.only_calls else codec(**settings)
     found += ranks.run("benchmarks.layouts:calls", settings, world_size=2)
     print(f"{'':10}{'bits':>5}  {'speed over plain, 128':24}{'plain again':>12}{'compact, 64':>12}")
     for row in found:

@@ -473,7 +473,7 @@ def test_error_feedback(group: Ranks, what: str) -> None:
 
 
 def test_a_dict_is_refused() -> None:
-    with pytest.raises(TypeError, match="config must be a FlashConfig, got dict"):
+    with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.apex.enable({"bits": 8})  # type: ignore[arg-type]
 
 

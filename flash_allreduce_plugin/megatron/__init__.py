@@ -72,7 +72,7 @@ def enable(config: FlashConfig | None = None) -> None:
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
         fresh = _made(optional + ([] if without else saving))
-    if config.error_feedback and config.grad_bits == "full":
+    if config.given().get("error_feedback") and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
             'grad_bits is "full"; set grad_bits, or leave error_feedback out.',
