@@ -179,6 +179,15 @@ def test_from_a_file_and_a_loud_line_on_rank_0(engines: Callable[[int], Ranks], 
     ]
 
 
+def test_a_presets_name_is_the_whole_section(engines: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.json").write_text(json.dumps(configuration({"zero_optimization": {"stage": 2}}, "int4")))
+    first, _ = engines(2).run(from_file, str(tmp_path))
+    assert first == [
+        "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: preset int4, gradients "
+        'in 4 bits, groups of 32, buckets from 0 bytes, compact=true, range="mse", error_feedback=true'
+    ]
+
+
 def mpu(tensor: int, sequence: int) -> SimpleNamespace:
     """What DeepSpeed asks of megatron.core.parallel_state in Megatron-DeepSpeed, on 4 ranks; inner groups adjacent."""
     rank, world, inner = dist.get_rank(), dist.get_world_size(), tensor * sequence

@@ -139,11 +139,11 @@ def configs(bits: str | None, options: str, file: Path | None) -> dict[str, Flas
     # Every call in full precision is one that tells nothing; a file is measured as it stands.
     base = FlashConfig.from_dict({"min_bytes": 0}) if file is None else FlashConfig.from_file(file)
     # A width that follows from measurements would be another one in every round.
-    fields = {**base.to_dict(), "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0, **fields}
+    fields = {**base.given(), "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0, **fields}
     if fields["target_sqnr_db"] is not None:
         raise ValueError("--options: target_sqnr_db finds a width while a job runs; bench measures widths: give --bits")
-    if bits is None and file is not None:
-        widths: list[int] = [fields["bits"]]
+    if bits is None and (file is not None or "preset" in fields):
+        widths = [FlashConfig.from_dict(fields).bits]
     else:
         try:
             widths = [int(width) for width in (bits or "8,4").split(",")]
