@@ -1,10 +1,11 @@
-"""Keys that an integration cannot honour: refused at its start in one sentence, whatever the integration."""
+"""Keys that an integration cannot honour: refused at its start in one sentence. What it makes of a preset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from flash_allreduce_plugin.config import presets
 from flash_allreduce_plugin.config.fields import FlashConfig
 from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
@@ -61,6 +62,13 @@ def refusals(
         for key, why in lacks.items()
         if key in given and given[key] not in (getattr(defaults, key), [])
     ]
+
+
+def for_megatron(config: FlashConfig) -> FlashConfig:
+    """`config` with what its preset has for Megatron alone, but for keys that were given."""
+    given = config.given()
+    other = {key: value for key, value in presets.IN_MEGATRON.get(config.preset or "", {}).items() if key not in given}
+    return config.model_copy(update=other) if other else config
 
 
 def without(config: FlashConfig, keys: Iterable[str]) -> FlashConfig:

@@ -15,6 +15,7 @@ import warnings
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.megatron import (
     checkpoints,
@@ -52,7 +53,7 @@ def enable(config: FlashConfig | None = None) -> None:
         raise TypeError(
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
-    config = FlashConfig.from_env() if config is None else config
+    config = for_megatron(FlashConfig.from_env() if config is None else config)
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
     fresh: Patchset | None = None
     if _patchset is None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from flash_allreduce_plugin import environment, megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
-from flash_allreduce_plugin.config.refusals import without
+from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron.refusals import refusals
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
@@ -190,6 +190,7 @@ def start(args: Any) -> None:
     config = config_from(args)
     if config is None:
         return
+    config = for_megatron(config)
     if _without_buffers(args):
         config = without(config, ("grad_bits", "error_feedback"))  # a preset's
     refuse_incompatible(args, config)

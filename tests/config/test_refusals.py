@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.config.refusals import OF_MEGATRON, serve, without
+from flash_allreduce_plugin.config.refusals import OF_MEGATRON, for_megatron, serve, without
 from flash_allreduce_plugin.errors import ConfigError
 
 LACKS = {"warmup_steps": "which knows no steps", "exclude": "which knows no names", "error_feedback": "which forgets"}
@@ -48,6 +48,15 @@ def test_a_key_of_a_preset_is_left_out() -> None:
         serve(FlashConfig(preset="int4", error_feedback=True), "this", LACKS)
     config = FlashConfig(preset="int8", grad_bits=4)
     assert without(config, ["grad_bits"]) is config, "it was given"
+
+
+def test_in_megatron_thin_keeps_activations_at_4_bits() -> None:
+    thin = for_megatron(FlashConfig(preset="thin"))
+    assert thin == FlashConfig(preset="thin", bits=4) and thin.preset == "thin" and thin.grad_bits == 3
+    assert for_megatron(thin) is thin
+    assert for_megatron(FlashConfig(preset="thin", bits=3)).bits == 3, "it was given"
+    for other in (FlashConfig(preset="int4"), FlashConfig(bits=3)):
+        assert for_megatron(other) is other
 
 
 def test_something_else() -> None:

@@ -183,8 +183,8 @@ def test_a_presets_name_is_the_whole_section(engines: Callable[[int], Ranks], tm
     (tmp_path / "deepspeed.json").write_text(json.dumps(configuration({"zero_optimization": {"stage": 2}}, "int4")))
     first, _ = engines(2).run(from_file, str(tmp_path))
     assert first == [
-        "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: preset int4, gradients "
-        'in 4 bits, groups of 32, buckets from 0 bytes, compact=true, range="mse", error_feedback=true'
+        "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: preset int4, "
+        'gradients in 4 bits, groups of 32, buckets from 0 bytes, compact=true, range="mse", error_feedback=true'
     ]
 
 
