@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Function, Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
@@ -36,6 +36,7 @@ REDUCER = Site("apex.reducer")
 
 _MODULE = "apex.parallel.distributed"
 _ALL_REDUCE = "dist.all_reduce"
+_LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
@@ -49,14 +50,10 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises PatchError, changing nothing, if the package `apex` is absent, another project's, or one without these
-    functions.
+    functions. Raises ConfigError for `include`, `exclude` and the keys of Megatron's.
     """
     global _config
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(
-            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
-        )
-    config = FlashConfig.from_env() if config is None else config
+    config = refusals.serve(config, "fap.apex", _LACKS)
     if not _patchset.applied:
         _refuse_other_packages()
     run_log.start(config)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
-from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import engine, places
+from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.deepspeed import engine, places, section
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
@@ -26,14 +26,12 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: for engines without a section, default `FlashConfig.from_env()`; a section goes before it. Enabled already:
     only the configuration for coming engines changes.
-    Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows.
+    Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows, and
+    ConfigError for keys that have no effect there.
     """
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(
-            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
-        )
+    config = refusals.serve(config, "DeepSpeed", section.LACKS)
     engine.verify()
-    engine.attach(FlashConfig.from_env() if config is None else config)
+    engine.attach(config)
 
 
 def disable() -> None:

@@ -15,6 +15,7 @@ import warnings
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.megatron import (
     checkpoints,
@@ -53,7 +54,7 @@ def enable(config: FlashConfig | None = None) -> None:
         raise TypeError(
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
-    config = FlashConfig.from_env() if config is None else config
+    config = for_megatron(FlashConfig.from_env() if config is None else config)
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
     fresh: Patchset | None = None
     if _patchset is None:
@@ -73,7 +74,7 @@ def enable(config: FlashConfig | None = None) -> None:
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
         fresh = _made(optional + ([] if without else saving))
-    if config.error_feedback and config.grad_bits == "full":
+    if config.given().get("error_feedback") and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
             'grad_bits is "full"; set grad_bits, or leave error_feedback out.',

@@ -28,6 +28,7 @@ from flash_allreduce_plugin.cli.bench import command as bench
 from flash_allreduce_plugin.cli.bench import rank as bench_rank
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.config import FlashConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["-n", "2", "--rounds", "2"]
@@ -167,6 +168,16 @@ def test_a_ring_beside_two_steps_and_several_numbers_of_ranks(tmp_path: Path) ->
         assert ring["wire_bytes"] == two_step["wire_bytes"] == ring["wire_bytes_formula"]
     assert rows[4, "INT4 ring"]["sqnr_db"] < rows[2, "INT4 ring"]["sqnr_db"] - 1.5
     assert abs(rows[4, "INT4"]["sqnr_db"] - rows[2, "INT4"]["sqnr_db"]) < 0.4
+
+
+def test_a_preset_is_measured_as_it_stands(tmp_path: Path) -> None:
+    (config,) = bench.configs(None, '{"preset": "int4"}', None).values()
+    assert config == FlashConfig(preset="int4", min_bytes=0)
+    file = tmp_path / "flash.json"
+    file.write_text('{"preset": "thin", "group_size": 64}')
+    assert list(bench.configs(None, "{}", file).values()) == [FlashConfig(preset="thin", group_size=64)]
+    wider = bench.configs("8,6", '{"preset": "int4"}', None)
+    assert list(wider.values()) == [FlashConfig(preset="int4", min_bytes=0, bits=bits) for bits in (8, 6)]
 
 
 def test_a_file_is_measured_as_it_stands(tmp_path: Path) -> None:
