@@ -27,6 +27,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("quality",),
     ("groups", "checks"),
     ("decision", "checkpoint"),
+    ("running",),
     ("dispatch",),
     ("megatron", "deepspeed", "ddp", "fsdp", "fsdp1", "apex"),
     ("cli",),

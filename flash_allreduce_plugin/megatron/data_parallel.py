@@ -32,6 +32,7 @@ from flash_allreduce_plugin.megatron import replicated, scopes
 from flash_allreduce_plugin.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry.beside import ours
 
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -192,7 +193,7 @@ def _all_reduce(config: CurrentConfig) -> Function:
     return all_reduce
 
 
-def _how(bucket: torch.Tensor, theirs: dispatch.Plain) -> dict[str, Any]:
+def _how(bucket: torch.Tensor, theirs: Plain) -> dict[str, Any]:
     """What the collective of one bucket is called with. theirs: Megatron's own."""
     scope = scopes.current()
     return {
