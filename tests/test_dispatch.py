@@ -121,20 +121,21 @@ def test_every_reason_is_counted_at_its_site(ranks: GetRanks) -> None:
 
 def alone() -> tuple[bool, dict[str, int]]:
     x = gaussian(1000)
-    y, shard, whole = x.clone(), torch.empty(1000), torch.empty(1000)
+    y, shard, whole, exchanged = x.clone(), torch.empty(1000), torch.empty(1000), torch.empty(1000)
 
     def call() -> None:
         fap.all_reduce(y, config=QUANTIZED)
         fap.reduce_scatter(shard, x, dist.ReduceOp.AVG, config=QUANTIZED)
         fap.all_gather(whole, x, config=QUANTIZED)
+        fap.all_to_all(exchanged, x, [1000], config=QUANTIZED)
 
     counted = counts(call)
     assert counted["bytes_sent"] == 0
-    return all(torch.equal(x, t) for t in (y, shard, whole)), counted["full_precision"]
+    return all(torch.equal(x, t) for t in (y, shard, whole, exchanged)), counted["full_precision"]
 
 
 def test_one_rank_is_left_alone(ranks: GetRanks) -> None:
-    assert ranks(1).run(alone) == [(True, {"one-rank group": 3})]
+    assert ranks(1).run(alone) == [(True, {"one-rank group": 4})]
 
 
 def leaf() -> bool:
@@ -463,6 +464,57 @@ def test_without_a_config_the_environment_gives_it(ranks: GetRanks) -> None:
     assert ranks(2).run(from_environment) == [(2 * 5 * (4 + 64), {})] * 2
 
 
+# ---- all_to_all in full precision ----
+
+
+def exchanges_in_full_precision() -> list[tuple[bool, dict[str, int], int]]:
+    """Of each kind of call: equal to torch's own, reasons, calls of `plain`; then the same again with `plain`."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [[(2 * a + b) % 3 for b in range(world)] for a in range(world)]
+    sent, received = sizes[rank], [row[rank] for row in sizes]
+    found = []
+    kinds: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+        **{name: (getattr(torch, name), {"config": QUANTIZED}) for name in EXACT_DTYPES},
+        "off": (torch.float32, {"config": fap.FlashConfig(enabled=False)}),
+        "warm-up": (torch.float32, {"config": fap.FlashConfig(min_bytes=0, warmup_steps=3), "step": 2}),
+        "full": (torch.float32, {"config": QUANTIZED, "site": fap.Site("experts", fap.Role.EXPERT)}),
+        "asked": (torch.float32, {"config": QUANTIZED, "full_precision": "evaluation"}),
+    }
+    for dtype, how in kinds.values():
+        x = (10 * gaussian(sum(sent), 5, seed=rank)).to(dtype)
+        exact = x.new_zeros(sum(received), 5)
+        dist.all_to_all_single(exact, x, received, sent)
+        for async_op in (False, True):
+            for theirs in (False, True):
+                output, called = torch.zeros_like(exact), 0
+
+                def plain(output: Tensor = output, x: Tensor = x, async_op: bool = async_op) -> Any:
+                    nonlocal called
+                    called += 1
+                    return dist.all_to_all_single(output, x, received, sent, async_op=async_op)
+
+                def call(output: Tensor = output, x: Tensor = x, how: Any = how, async_op: bool = async_op) -> None:
+                    more = {**how, "plain": plain} if theirs else how  # noqa: B023
+                    work = fap.all_to_all(output, x, received, sent, None, async_op, **more)
+                    assert (work is not None) == async_op
+                    if work is not None:
+                        work.wait()
+
+                counted = counts(call)
+                assert called == theirs and counted["bytes_sent"] == counted["bytes_full_precision"]
+                assert counted["bytes_sent"] == 5 * (sum(sent) - sent[rank]) * x.element_size()
+                found.append((same_bits(output, exact), counted["full_precision"]))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_exchange_in_full_precision_is_the_frameworks_own(ranks: GetRanks, world_size: int) -> None:
+    reasons = [f"dtype {name}" for name in EXACT_DTYPES]
+    reasons += ["disabled by configuration", "warm-up", "expert_bits is full", "evaluation"]
+    for found in ranks(world_size).run(exchanges_in_full_precision):
+        assert found == [(True, {reason: 1}) for reason in reasons for _ in range(4)]
+
+
 # ---- bad input ----
 
 
@@ -508,6 +560,38 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
         "scatter config": (lambda: fap.reduce_scatter(y, x, config={"bits": 4}), [x, y]),
         "gather config": (lambda: fap.all_gather(x, y, config={"bits": 4}), [x, y]),
         "DTensor": (lambda: fap.all_reduce(wrapped, config=QUANTIZED), [x]),
+        **bad_exchanges(world, x, y),
+    }
+
+
+def bad_exchanges(world: int, x: Tensor, y: Tensor) -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
+    rank, out, odd = dist.get_rank(), torch.ones(60 * world), torch.ones(60 * world - 1)
+    own = [0] * world
+    own[rank] = 60
+
+    def call(output: Any, input: Any, *sizes: Any, **how: Any) -> tuple[Callable[[], Any], list[Tensor]]:
+        tensors = [one for one in (output, input) if isinstance(one, Tensor)]
+        return lambda: fap.all_to_all(output, input, *sizes, **{"config": QUANTIZED, **how}), tensors
+
+    return {
+        "exchange list": call(out, [x]),
+        "exchange dtypes": call(out.half(), x),
+        "exchange number": call(torch.tensor(1.0), x),
+        "exchange uneven": call(out, odd[: 60 * world - 1] if world > 1 else x, None, None if world > 1 else [59]),
+        "exchange few sizes": call(out, x, [60] * (world + 1)),
+        "exchange sum": call(out, x, None, [61] * world),
+        "exchange negative": call(out, x, None, [-1] * world),
+        "exchange halves": call(out, x, [60.0] * world),
+        "exchange own": call(out[:59], y, [59 if r == rank else 0 for r in range(world)], own),
+        "exchange in place": call(x, x),
+        "exchange overlap": call(x[: 59 * world], x[world:]),
+        "exchange config": call(out, x, config={"bits": 4}),
+        "exchange int16": call(out.short(), x.short()),
+        "gather sizes": (lambda: fap.all_gather(out, y, config=QUANTIZED, output_split_sizes=[1] * world), [out, y]),
+        "gather part": (
+            lambda: fap.all_gather(out, torch.ones(59), config=QUANTIZED, output_split_sizes=[60] * world),
+            [out],
+        ),
     }
 
 
@@ -543,6 +627,21 @@ SENTENCES = {
     "scatter config": "TypeError: config is dict; expected FlashConfig or None.",
     "gather config": "TypeError: config is dict; expected FlashConfig or None.",
     "DTensor": "TypeError: tensor is DTensor; expected a plain dense tensor: give its to_local().",
+    "exchange list": "TypeError: input is list; expected a dense tensor.",
+    "exchange dtypes": "ValueError: output is torch.float16 on cpu and input torch.float32 on cpu; expected the same",
+    "exchange number": "ValueError: output is a single number; expected rows, which are split along the",
+    "exchange uneven": "ValueError: input",
+    "exchange few sizes": "ValueError: output_split_sizes has {more} sizes; expected one for each of {world} ranks.",
+    "exchange sum": "ValueError: input_split_sizes is [61",
+    "exchange negative": "ValueError: input_split_sizes is [-1",
+    "exchange halves": "TypeError: output_split_sizes is [60.0",
+    "exchange own": "ValueError: input has 60 elements for rank",
+    "exchange in place": "ValueError: output and input share memory; an all_to_all needs a tensor for each.",
+    "exchange overlap": "ValueError: output and input share memory",
+    "exchange config": "TypeError: config is dict; expected FlashConfig or None.",
+    "exchange int16": "ValueError: all_to_all of torch.int16: gloo does not take it; convert the tensor to one of",
+    "gather sizes": "ValueError: output_split_sizes is [1",
+    "gather part": "ValueError: input has 59 elements; expected 60, as output_split_sizes has them.",
 }
 
 
@@ -565,7 +664,7 @@ def bad_input(name: str, on: list[int]) -> tuple[str, bool, bool, bool]:
 @pytest.mark.parametrize("name", SENTENCES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_input_is_refused_before_anything_is_sent(ranks: GetRanks, world_size: int, name: str) -> None:
-    sentence = SENTENCES[name].format(world=world_size, x=60 * world_size, z=60 * world_size + 1)
+    sentence = SENTENCES[name].format(world=world_size, more=world_size + 1, x=60 * world_size, z=60 * world_size + 1)
     if name == "swapped" and world_size == 1:
         pytest.skip("one rank: nothing to swap")
     # On one rank only: had anything been sent, the other rank's next collective would meet it.

@@ -210,6 +210,25 @@ def test_a_plan_says_what_the_configuration_says(
         assert isinstance(planned, FullPrecision)
 
 
+def test_an_exchange_is_decided_without_its_sizes() -> None:
+    """The ranks have different ones. Not in two levels either; as an all_gather in all else."""
+    config = FlashConfig(
+        reduce_bits=3, gather_bits=5, hierarchical={"intra_bits": 8, "inter_bits": 2, "ranks_per_node": 2}
+    )
+    nodes = ((0, 1), (2, 3))
+    for numel in (0, 1, 1 << 30):
+        for op in ("sum", "max"):
+            call = {"collective": "all_to_all", "numel": numel, "op": op, "world_size": 4, "nodes": nodes}
+            answer = plan(**call, config=config)
+            assert isinstance(answer, Plan)
+            assert answer.nodes is None and answer.inside is None and answer.bits("all_to_all") == 5
+            assert answer.narrowest("all_to_all") == 5 and answer.width is None
+            assert plan(**call, config=FlashConfig(enabled=False)) == FullPrecision(policy.DISABLED)
+    adapting = FlashConfig(target_sqnr_db=30.0, quality_interval=1, reduce_bits=4)
+    answer = plan(collective="all_to_all", numel=0, config=adapting)
+    assert isinstance(answer, Plan) and answer.width == 8
+
+
 def test_every_width_of_a_plan_is_raised() -> None:
     levels = Plan(Format(4, 128), Format(6, 128), 4096, inside=Format(3, 128), nodes=((0, 1), (2,)))
     assert [levels.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [3, 3, 6]

@@ -272,7 +272,13 @@ def with_feedback(x: Tensor) -> Tensor:
     return y * 2
 
 
-BREAKS = (asynchronous, operator_of_its_own, uneven, with_feedback)
+def exchange(x: Tensor) -> Tensor:
+    y, output = x + 1, torch.empty_like(x)
+    fap.all_to_all(output, y, config=QUANTIZED)
+    return output * 2
+
+
+BREAKS = (asynchronous, operator_of_its_own, uneven, with_feedback, exchange)
 
 
 def broken(backend: str) -> list[tuple[str, bool]]:

@@ -64,6 +64,7 @@ OF = {
     ),
     ("reduce_scatter", "flat"): ("encode", "encode, later", "all-to-all", "sum into the result"),
     ("all_gather", "flat"): ("encode", "all-gather", "last all-gather", "decode"),
+    ("all_to_all", "flat"): ("encode", "all-to-all", "decode"),
     ("all_reduce", "levels"): ("encode", "inside", "sum", "between", "back", "forward", "last forward", "decode"),
     ("reduce_scatter", "levels"): ("encode", "inside", "sum", "between", "sum into the result"),
     ("all_gather", "levels"): ("encode", "back", "forward", "last forward", "decode"),
@@ -75,6 +76,7 @@ QUICK = {
     ("all_reduce", "flat", "last all-gather"),
     ("reduce_scatter", "flat", "sum into the result"),
     ("all_gather", "flat", "all-gather"),
+    ("all_to_all", "flat", "all-to-all"),
     ("all_reduce", "levels", "back"),
 }
 CASES = [
@@ -134,7 +136,12 @@ def tensors(collective: str) -> tuple[Tensor, ...]:
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.randn(NUMEL * world, generator=torch.Generator().manual_seed(rank))
     shard = whole[rank * NUMEL : (rank + 1) * NUMEL]
-    return {"all_reduce": (whole,), "reduce_scatter": (shard, whole), "all_gather": (whole, shard)}[collective]
+    return {
+        "all_reduce": (whole,),
+        "reduce_scatter": (shard, whole),
+        "all_gather": (whole, shard),
+        "all_to_all": (torch.zeros_like(whole), whole),
+    }[collective]
 
 
 def call(collective: str, given: tuple[Tensor, ...], config: fap.FlashConfig) -> None:

@@ -80,6 +80,81 @@ def test_full_precision_is_exact_and_the_error_is_measured(ranks: Callable[[int]
     assert all(18 < stats["sites"]["reduce_scatter"]["sqnr_db"] < 23 for stats in measured[:2])
 
 
+# ---- all_gather ----
+
+LEVELS = CONFIG.model_copy(update={"hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2}})
+
+
+def gathered(sizes: tuple[int, ...], dtype: torch.dtype, config: fap.FlashConfig, async_op: bool) -> None:
+    """Rows of 3 elements; against a gather of each rank's part in which all parts are alike."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parts = [torch.randn(size, 3, generator=torch.Generator().manual_seed(r)).to(dtype) for r, size in enumerate(sizes)]
+    output = torch.full((sum(sizes), 3), 7.0, dtype=dtype)
+    splits = list(sizes)
+    work = fap.all_gather(output, parts[rank], config=config, async_op=async_op, output_split_sizes=splits)
+    if work is not None:
+        work.wait()
+    for owner, (size, mine) in enumerate(zip(sizes, output.split(splits), strict=True)):
+        even = torch.empty(world * size, 3, dtype=dtype)
+        fap.all_gather(even, parts[owner], config=config)
+        assert torch.equal(mine, even.split([size] * world)[owner]), owner
+    assert sum(sizes) == 0 or not torch.equal(output, torch.cat(parts))
+    plain = torch.empty_like(output)
+    fap.all_gather(plain, parts[rank], config=fap.FlashConfig(enabled=False), output_split_sizes=splits)
+    assert torch.equal(plain, torch.cat(parts))
+    transposed = torch.empty(3, sum(sizes), dtype=dtype).t()
+    fap.all_gather(transposed, parts[rank], config=config, output_split_sizes=splits)
+    assert torch.equal(transposed, output)
+
+
+@pytest.mark.parametrize("levels", [False, True])
+@pytest.mark.parametrize("world", SIZES)
+def test_a_gather_of_uneven_parts_has_the_bits_of_the_even_one(
+    ranks: Callable[[int], Ranks], world: int, levels: bool
+) -> None:
+    """In chunks, flat and in two levels; some parts empty."""
+    for number, sizes in enumerate(SIZES[world]):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        ranks(world).run(gathered, sizes, dtype, LEVELS if levels else CONFIG, bool(number % 2))
+
+
+def gathered_and_counted(sizes: tuple[int, ...], config: fap.FlashConfig) -> list[dict[str, Any]]:
+    rank, found = dist.get_rank(), []
+    x = torch.randn(sizes[rank], generator=torch.Generator().manual_seed(rank))
+    for given in (config, fap.FlashConfig(enabled=False), fap.FlashConfig(min_bytes=4 * sum(sizes) + 1)):
+        counters.reset_stats()
+        for _ in range(2):
+            fap.all_gather(torch.empty(sum(sizes)), x, config=given, output_split_sizes=list(sizes))
+        found.append(counters.stats()["sites"]["all_gather"])
+    return found
+
+
+@pytest.mark.parametrize("how", ["local", "exact"])
+def test_bytes_and_error_of_an_uneven_gather(ranks: Callable[[int], Ranks], how: str) -> None:
+    sizes = (100, 3000, 0)
+    config = CONFIG.model_copy(update={"quality_interval": 1, "quality_measure": how})
+    for size, (quantized, off, small) in zip(sizes, ranks(3).run(gathered_and_counted, sizes, config), strict=True):
+        assert quantized["bytes_full_precision"] == off["bytes_sent"] == small["bytes_sent"] == 2 * 2 * 4 * size
+        assert quantized["bytes_sent"] == 2 * 2 * (-(-size // 32) * (4 + 16))
+        assert 18 < quantized["sqnr_db"] < 23
+        assert small["full_precision"] == {"message below min_bytes": 2}
+
+
+def gathered_at_random(sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    config = CONFIG.model_copy(update={"rounding": "stochastic"})
+    outputs = [torch.empty(sum(sizes)) for _ in range(2)]
+    for output in outputs:
+        x = torch.ones(sizes[dist.get_rank()]).cumsum(0)
+        fap.all_gather(output, x, config=config, output_split_sizes=list(sizes))
+    return outputs
+
+
+def test_every_rank_gathers_the_same_random_bits(ranks: Callable[[int], Ranks]) -> None:
+    first, *others = ranks(3).run(gathered_at_random, (500, 500, 300))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[0][:500], first[0][500:1000])
+
+
 def averages(config: fap.FlashConfig) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     x = torch.full((4096,), float(rank + 1))
