@@ -1,4 +1,4 @@
-"""Every FLASH_ALLREDUCE_* variable that is no field of the configuration. Standard library only: autoload.py reads it.
+"""Every FLASH_ALLREDUCE_* variable that is not a field of the configuration.
 
 A field `bits` of FlashConfig is FLASH_ALLREDUCE_BITS (config/fields.py); these act where they are read.
 """
