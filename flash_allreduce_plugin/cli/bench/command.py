@@ -158,7 +158,7 @@ def configs(bits: str | None, config: str | None) -> dict[str, FlashConfig]:
         raise ValueError("--config: target_sqnr_db finds a width while a job runs; bench measures widths: give --bits")
     given = fields if file is not None else {"min_bytes": 0, **fields}
     base = {**given, "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0}
-    if bits is None and (file is not None or "bits" in fields):
+    if bits is None and (file is not None or {"bits", "preset"} & fields.keys()):
         found = [FlashConfig.from_dict(base)]
     else:
         try:
