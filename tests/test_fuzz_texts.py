@@ -331,7 +331,7 @@ def mostly_one_of(good: list[str], others: st.SearchStrategy[str]) -> st.SearchS
     layout=replaced(LAYOUT).flatmap(replaced) | replaced(LAYOUT) | st.just(LAYOUT),
 )
 @example(words=["--model", "{file}"], shape=[[]], layout={})
-@example(words=["--layout", "{layout}"], shape={}, layout={"cluster": {"inter": "1e-300b"}})
+@example(words=["--layout", "{layout}"], shape={}, layout={"inter": "1e-300b"})
 @settings(fuzz, max_examples=EXAMPLES // 5)
 def test_any_command_line_of_plan(words: list[str], shape: Any, layout: Any, folder: Path) -> None:
     """A good plan, or the usage and a sentence; never a traceback."""

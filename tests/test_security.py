@@ -74,11 +74,16 @@ ALLOWED: dict[str, dict[str, str]] = {
         "torch.save": "this rank's state, into it; what is read there is read with weights_only=True",
         "os.replace": "the state under its name when it is whole",
     },
-    "cli/bench/command.py": {"write_text": _GIVEN},
-    "cli/plan/command.py": {"write_text": _GIVEN},
+    "cli/launch.py": {
+        "subprocess.Popen": "the ranks of a command: a list of arguments, no shell",
+        "os.killpg": "ranks that it started",
+        "socket.create_server": "a free port of 127.0.0.1",
+        "tempfile.TemporaryFile": "what a rank prints",
+    },
+    "cli/output.py": {"write_text": "the file that --json names"},
+    "cli/plan/plot.py": {"savefig": _GIVEN},
     "cli/report/command.py": {"write_text": _GIVEN},
     "cli/tune/command.py": {"write_text": _GIVEN, "savefig": _GIVEN},
-    "cli/plan/report.py": {"savefig": _GIVEN},
     "cli/demo/report.py": {"savefig": "demo.png, in the folder that --output names"},
     "cli/ranks.py": {"importlib.import_module": _CHILD},
     "cli/demo/command.py": {
@@ -89,15 +94,12 @@ ALLOWED: dict[str, dict[str, str]] = {
         "mkdir": "the folder that --output names",
         "write_text": "inside it, or the file that --json names",
     },
-    "cli/doctor/command.py": {
-        "tempfile.TemporaryDirectory": "what the checks write, and where the ranks meet",
-        "write_text": _GIVEN,
-    },
+    "cli/doctor/command.py": {"tempfile.TemporaryDirectory": "what the checks write, and where the ranks meet"},
     "cli/doctor/child.py": {
         "subprocess.Popen": "this Python with a check of this package, no shell",
         "os.killpg": "that check, and itself when its parent is gone",
         "importlib.import_module": _CHILD,
-        "open for writing": "the findings of a check, in the folder that doctor.py made",
+        "open for writing": "the findings of a check, in the folder that command.py made",
     },
     "cli/doctor/environment.py": {
         "importlib.import_module": _OWN_NAME,

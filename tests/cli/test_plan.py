@@ -38,11 +38,11 @@ def planned(tmp_path, line: str):
 
 @pytest.fixture
 def layout(tmp_path):
-    """--layout of the small model on a cluster: SLOW, with changes; further sections as they are given."""
+    """--layout of the small model on the slow cluster, with changes."""
 
-    def write(model=SMALL, training=None, **cluster) -> str:
+    def write(**more) -> str:
         file = tmp_path / "layout.json"
-        file.write_text(json.dumps({"model": model, "cluster": SLOW | cluster, "training": training or {}}))
+        file.write_text(json.dumps(SMALL | SLOW | more))
         return f"--layout {file}"
 
     return write
@@ -105,7 +105,7 @@ def test_adapters_are_shared_by_the_ranks_of_a_node():
     ],
 )
 def test_speeds(text, value):
-    assert plan_inputs.speed(text, "cluster.inter") == pytest.approx(value)
+    assert plan_inputs.speed(text, "inter") == pytest.approx(value)
 
 
 # Models from elsewhere -----------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_the_hooks_of_torch(tmp_path, layout):
     ],
 )
 def test_what_is_sent_beside_the_arithmetic(tmp_path, layout, more, training, overlap):
-    assert planned(tmp_path, f"{layout(training=training)} --dp 4 {more}")["layout"]["overlap"] is overlap
+    assert planned(tmp_path, f"{layout(**training)} --dp 4 {more}")["layout"]["overlap"] is overlap
 
 
 def test_numbers_of_ranks_plot_and_batch(tmp_path, layout):
@@ -257,7 +257,7 @@ def test_the_example_of_a_layout_is_json_that_can_be_planned(tmp_path):
     file = tmp_path / "layout.json"
     file.write_text(done.stdout)
     assert json.loads(done.stdout) == json.loads(layout_file.example())
-    assert "# cluster.latency_us: microseconds of one exchange" in done.stderr
+    assert "# latency_us: microseconds of one exchange" in done.stderr
     found = planned(tmp_path, f"--layout {file} --dp 32 --bits 4")
     assert found["model"]["ffn"] == 24576 and found["layout"]["zero"] == 3 and found["layout"]["recompute"]
     assert found["layout"]["dp"] == 32, "flags go before the file"
@@ -305,37 +305,35 @@ def test_bad_input_is_one_sentence(line, said):
 
 
 @pytest.mark.parametrize(
-    "sections, said",
+    "content, said",
     [
-        ({"model": {"layer": 2}}, "model.layer is not known; the nearest is layers."),
-        ({"modell": {}}, "section modell is not known; the nearest is model."),
-        ({"model": 2}, "model is 2; expected a JSON object."),
-        ({"model": {"layers": 0}}, "model.layers is 0; expected a whole number above 0."),
-        ({"model": {"layers": True}}, "model.layers is true; expected a whole number above 0."),
-        ({"model": {"layers": "many"}}, 'model.layers is "many"; expected a whole number above 0.'),
-        ({"model": {"gated": 1}}, "model.gated is 1; expected true or false."),
-        ({"model": {"hidden": 100, "heads": 3}}, "hidden 100 is not a multiple of the 3 attention heads"),
-        ({"model": {"layers": 9, "sequence": 1001}, "training": {"tp": 8, "sequence_parallel": True}}, "of 1001"),
-        ({"cluster": {"inter": 400}}, 'cluster.inter is 400; expected a text such as "450GB/s" or "400gbit".'),
-        ({"cluster": {"inter": "400"}}, "cluster.inter 400: expected a speed such as 450GB/s"),
-        ({"cluster": {"intra": "fast"}}, "cluster.intra fast: expected a speed"),
-        ({"cluster": {"intra": "0GB/s"}}, "cluster.intra 0GB/s: expected a speed"),
-        ({"cluster": {"peak_flops": "many"}}, "cluster.peak_flops many: expected a number above 0"),
-        ({"cluster": {"memory": "80"}}, "cluster.memory 80: expected a size such as 80GB"),
-        ({"cluster": {"efficiency": 1.5}}, "cluster.efficiency is 1.5; expected a number above 0 and up to 1"),
-        ({"cluster": {"ranks_per_node": 4}}, "cluster.ranks_per_node is 4"),
-        ({"training": {"gradients": "int8"}}, 'training.gradients is "int8"; expected "fp32", "bf16", "fp16".'),
-        ({"training": {"zero": 4}}, "training.zero is 4; expected 0, 1, 2, 3."),
-        ("[]", "expected a JSON object with the sections model, cluster, training."),
+        ({"layer": 2}, "layer is not known; the nearest is layers."),
+        ({"layers": 0}, "layers is 0; expected a whole number above 0."),
+        ({"layers": True}, "layers is true; expected a whole number above 0."),
+        ({"layers": "many"}, 'layers is "many"; expected a whole number above 0.'),
+        ({"gated": 1}, "gated is 1; expected true or false."),
+        ({"hidden": 100, "heads": 3}, "hidden 100 is not a multiple of the 3 attention heads"),
+        ({"sequence": 1001, "tp": 8, "sequence_parallel": True}, "of 1001"),
+        ({"inter": 400}, 'inter is 400; expected a text such as "450GB/s" or "400gbit".'),
+        ({"inter": "400"}, "inter 400: expected a speed such as 450GB/s"),
+        ({"intra": "fast"}, "intra fast: expected a speed"),
+        ({"intra": "0GB/s"}, "intra 0GB/s: expected a speed"),
+        ({"peak_flops": "many"}, "peak_flops many: expected a number above 0"),
+        ({"memory": "80"}, "memory 80: expected a size such as 80GB"),
+        ({"efficiency": 1.5}, "efficiency is 1.5; expected a number above 0 and up to 1"),
+        ({"ranks_per_node": 4}, "ranks_per_node is 4"),
+        ({"gradients": "int8"}, 'gradients is "int8"; expected "fp32", "bf16", "fp16".'),
+        ({"zero": 4}, "zero is 4; expected 0, 1, 2, 3."),
+        ("[]", "expected a JSON object; plan --layout-example prints one."),
         ("{", "expected a JSON object ("),
-        ('{"model": {"heads": 1, "heads": 2}}', "heads"),
+        ('{"heads": 1, "heads": 2}', "heads"),
         (None, "cannot be read (No such file or directory)."),
     ],
 )
-def test_a_bad_layout_is_one_sentence(tmp_path, sections, said):
+def test_a_bad_layout_is_one_sentence(tmp_path, content, said):
     file = tmp_path / "layout.json"
-    if sections is not None:
-        file.write_text(sections if isinstance(sections, str) else json.dumps(sections))
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
     done = CliRunner().invoke(
         app, ["plan", "--model", "llama-7b", "--cluster", "h100-8x2", "--layout", str(file)], env={"COLUMNS": "999"}
     )
@@ -346,11 +344,8 @@ def test_a_bad_layout_is_one_sentence(tmp_path, sections, said):
 def test_without_model_or_cluster_the_keys_that_lack_are_named(tmp_path):
     file = tmp_path / "layout.json"
     for sections, said in (
-        ({"model": {"layers": 2}}, "--layout FILE with model.hidden, model.heads."),
-        (
-            {"model": SMALL, "cluster": {"intra": "1GB/s", "inter": "1gbit"}},
-            "cluster.peak_flops, cluster.ranks_per_node",
-        ),
+        ({"layers": 2}, "--layout FILE with hidden, heads."),
+        (SMALL | {"intra": "1GB/s", "inter": "1gbit"}, "--layout FILE with peak_flops, ranks_per_node."),
     ):
         file.write_text(json.dumps(sections))
         done = CliRunner().invoke(app, ["plan", "--layout", str(file)], env={"COLUMNS": "999"})

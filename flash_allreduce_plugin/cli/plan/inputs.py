@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str], what: str) -> ValueError:
 def model_of(
     name: str | None, megatron: dict[str, Any] | None, given: Mapping[str, Any] | None = None
 ) -> tuple[Model, str, str]:
-    """The model, its name and its source. given: the file's section "model", which goes before a preset's numbers."""
+    """The model, its name and its source. given: --layout's, before a preset's."""
     given = given or {}
     if name is not None and megatron is not None:
         raise ValueError("--model and --megatron-args both describe the model; give one of them.")
@@ -90,7 +90,7 @@ def model_of(
 
 
 def _model_of_numbers(given: Mapping[str, Any]) -> Model:
-    missing = [f"model.{key}" for key in ("layers", "hidden", "heads") if key not in given]
+    missing = [key for key in ("layers", "hidden", "heads") if key not in given]
     if missing:
         raise ValueError(
             "no model: expected --model NAME or config.json, --megatron-args, or --layout FILE with "
@@ -220,20 +220,20 @@ def cluster_of(
 ) -> tuple[Cluster, int | None]:
     """The cluster, and its number of ranks if the name says it: h100-8x16 is 16 nodes of 8 ranks.
 
-    The keywords are the file's section "cluster", which goes before what the preset has.
+    The keywords are keys of --layout and go before what the preset has.
     """
     base, ranks, nodes = _named(name)
     machine = presets.CLUSTERS.get(base) if base else None
     if machine is None and base != presets.CPU:
         needed = {"peak_flops": peak_flops, "ranks_per_node": ranks_per_node, "intra": intra, "inter": inter}
-        missing = [f"cluster.{key}" for key, value in needed.items() if value is None]
+        missing = [key for key, value in needed.items() if value is None]
         if missing:
             raise ValueError(f"no cluster: expected --cluster NAME, or --layout FILE with {', '.join(missing)}.")
     if ranks and ranks_per_node and ranks != ranks_per_node:
-        raise ValueError(f"--cluster {name} has {ranks} ranks a node, cluster.ranks_per_node is {ranks_per_node}.")
+        raise ValueError(f"--cluster {name} has {ranks} ranks a node, ranks_per_node is {ranks_per_node}.")
     per_node = ranks_per_node or ranks or (machine.ranks if machine else 1)
-    inside, inside_source = _link(intra or (machine.intra if machine else "pcie4"), "cluster.intra", link_efficiency)
-    wire, wire_source = _link(inter or (machine.inter if machine else "ethernet-1g"), "cluster.inter", link_efficiency)
+    inside, inside_source = _link(intra or (machine.intra if machine else "pcie4"), "intra", link_efficiency)
+    wire, wire_source = _link(inter or (machine.inter if machine else "ethernet-1g"), "inter", link_efficiency)
     cards = adapters or (min(machine.adapters, per_node) if machine and inter is None else per_node)
     links = [inside_source] if per_node > 1 else []
     if nodes != 1:
@@ -244,7 +244,7 @@ def cluster_of(
     else:
         pcie = "pcie" in (intra or (machine.intra if machine else ""))
         cluster = _gpus(name, machine.device if machine else None, peak_flops, efficiency, codec, latency, pcie)
-    bytes_ = size(memory, "cluster.memory") if memory else cluster.memory
+    bytes_ = size(memory, "memory") if memory else cluster.memory
     cluster = replace(
         cluster, ranks_per_node=per_node, intra=inside, inter=wire * cards / per_node, memory=bytes_,
         sources=(*cluster.sources, *links),
@@ -254,7 +254,7 @@ def cluster_of(
 
 def _core(name: str | None, peak_flops: str | None, efficiency: float | None, latency: float | None) -> Cluster:
     """One core over gloo, as measured; its links follow."""
-    peak = positive(peak_flops, "cluster.peak_flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
+    peak = positive(peak_flops, "peak_flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
     return Cluster(
         name or "", peak, presets.CPU_CODEC, 1, 0.0, 0.0, latency or 0.0, latency or 0.0, presets.CPU_START,
         presets.CPU_TRANSPORT, "gloo", ("device: one core of the machine of docs/benchmarks.md, measured; gloo",),
@@ -272,13 +272,13 @@ def _gpus(
 ) -> Cluster:
     """A GPU's arithmetic, codec and memory; its links follow."""
     sheet = presets.DEVICES[device] if device else None
-    peak = positive(peak_flops, "cluster.peak_flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
+    peak = positive(peak_flops, "peak_flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
     share = presets.EFFICIENCY if efficiency is None else efficiency
     said = "given" if peak_flops or sheet is None else sheet.source
     moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
     about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of 1 TB/s, assumed"
     if codec:
-        moved, about = speed(codec, "cluster.codec"), "given"
+        moved, about = speed(codec, "codec"), "given"
     sources = (
         f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})",
         f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured",
@@ -309,7 +309,7 @@ def _named(name: str | None) -> tuple[str | None, int | None, int | None]:
 def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) -> Layout:
     """The layout of what was given, else of Megatron's arguments `a`, else the defaults; dp from the number of ranks.
 
-    given: the flags, and the file's section "training".
+    given: the flags, and keys of --layout.
     """
     tp = given.get("tp") or megatron_number(a, "tensor_model_parallel_size", 1)
     pp = given.get("pp") or megatron_number(a, "pipeline_model_parallel_size", 1)

@@ -1,11 +1,11 @@
-"""The file of `plan --layout FILE`: what has no flag of its own, as JSON in three sections."""
+"""The file of `plan --layout FILE`: one JSON object with what has no flag of its own."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _FLOPS = _Kind('a text such as "312T"', lambda value: type(value) is str)
 _SPEED = _Kind('a text such as "450GB/s" or "400gbit"', lambda value: type(value) is str)
 _SIZE = _Kind('a text such as "80GB"', lambda value: type(value) is str)
 
-#: Section -> key -> kind, an example, what it means.
+#: What a key belongs to -> key -> kind, an example, what it means.
 KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
     "model": {
         "layers": (_WHOLE, 40, "transformer layers"),
@@ -78,50 +78,41 @@ KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
 
 def example() -> str:
     """A file with every key."""
-    sections = {name: {key: value for key, (_, value, _) in keys.items()} for name, keys in KEYS.items()}
-    return json.dumps(sections, indent=1)
+    return json.dumps({key: value for keys in KEYS.values() for key, (_, value, _) in keys.items()}, indent=1)
 
 
 def meanings() -> list[str]:
     """A line a key: what it means."""
-    return [f"{name}.{key}: {what}" for name, keys in KEYS.items() for key, (_, _, what) in keys.items()]
+    return [f"{key}: {what}" for keys in KEYS.values() for key, (_, _, what) in keys.items()]
 
 
 def read(path: Path | None) -> dict[str, dict[str, Any]]:
-    """{section: {key: value}} of the file; without a path, all sections are empty.
+    """{"model": {key: value}, "cluster": ..., "training": ...} of the file; all of them empty without a path.
 
-    Raises ValueError, one sentence, for a file that cannot be read, is no JSON, or has an unknown key or a value of
-    the wrong kind.
+    Raises ValueError, one sentence, for a file that cannot be read, is no JSON object, or has an unknown key or a value
+    of the wrong kind.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in KEYS}
     if path is None:
         return found
     try:
-        sections = strict_json.loads(path.read_text(encoding="utf-8"))
+        values = strict_json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--layout {path}: cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--layout {path}: expected a JSON object ({error}).") from None
-    if not isinstance(sections, dict):
-        raise ValueError(f"--layout {path}: expected a JSON object with the sections {', '.join(KEYS)}.")
-    for name, values in sections.items():
-        if name not in KEYS:
-            raise ValueError(f"--layout {path}: section {_unknown(name, KEYS)}.")
-        if not isinstance(values, dict):
-            raise ValueError(f"--layout {path}: {name} is {_shown(values)}; expected a JSON object.")
-        for key, value in values.items():
-            if key not in KEYS[name]:
-                raise ValueError(f"--layout {path}: {name}.{_unknown(key, KEYS[name])}.")
-            kind = KEYS[name][key][0]
-            if not kind.fits(value):
-                raise ValueError(f"--layout {path}: {name}.{key} is {_shown(value)}; expected {kind.expected}.")
-            found[name][key] = value
+    if not isinstance(values, dict):
+        raise ValueError(f"--layout {path}: expected a JSON object; plan --layout-example prints one.")
+    owner = {key: name for name, keys in KEYS.items() for key in keys}
+    for key, value in values.items():
+        if key not in owner:
+            close = difflib.get_close_matches(key.lower(), owner, n=1, cutoff=0.0)[0]
+            raise ValueError(f"--layout {path}: {key} is not known; the nearest is {close}.")
+        kind = KEYS[owner[key]][key][0]
+        if not kind.fits(value):
+            raise ValueError(f"--layout {path}: {key} is {_shown(value)}; expected {kind.expected}.")
+        found[owner[key]][key] = value
     return found
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
-    return f"{name} is not known; the nearest is {close}"
 
 
 def _shown(value: Any) -> str:

@@ -41,9 +41,7 @@ def show_presets(console: Console) -> None:
         table.add_row(name, machine.about, str(machine.ranks), machine.intra, machine.inter, *figures)
     table.add_row(presets.CPU, "a core of docs/benchmarks.md, gloo", "1", "", "ethernet-1g", "1", "0.27, reached", "")
     console.print(table)
-    table = grid(
-        "Links (cluster.intra, cluster.inter of --layout), GB/s in one direction", ["name", "reached", "peak", "source"]
-    )
+    table = grid("Links (intra, inter of --layout), GB/s in one direction", ["name", "reached", "peak", "source"])
     for name, link in presets.LINKS.items():
         table.add_row(name, f"{link.reached / 1e9:.4g}", f"{link.peak / 1e9:g}", link.source)
     console.print(table)
