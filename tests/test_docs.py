@@ -89,7 +89,6 @@ def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page() -> None:
     }
 
 
-@pytest.mark.skipif("preset" not in FlashConfig.model_fields, reason="until the presets are merged")
 def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [(script, says)] = re.findall(r"^```python\n(.*?)^```\n+```\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
