@@ -58,7 +58,8 @@ class Call:
         feedback: where the residual of this call lies; None: no error feedback.
         instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
         theirs: in full precision the framework's own collective serves the call.
-        full_precision: why the caller wants full precision; None: the policy decides.
+        full_precision: why the caller wants full precision, on all ranks: they agree on nothing else; None: the policy
+            decides.
         rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
     """
 
@@ -126,7 +127,8 @@ def decide(call: Call) -> Plan | FullPrecision:
         state.logged = config
         run_log.start(config)
     disabled = environment.is_on(environment.DISABLE)
-    groups.agree(call.label, config, disabled, call.device)
+    if call.full_precision is None:
+        groups.agree(call.label, config, disabled, call.device)
     answer: Plan | FullPrecision
     if disabled or call.full_precision is not None:
         answer = FullPrecision(DISABLED if disabled else str(call.full_precision))

@@ -7,7 +7,7 @@ stay DeepSpeed's, which calls these in the middle of its functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain, groupby
@@ -28,8 +28,6 @@ from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
-
-Function = Callable[..., Any]
 
 EXPERTS = Site("deepspeed.experts")
 SPARSE = "sparse gradient"

@@ -29,8 +29,9 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.patching import Function
-from flash_allreduce_plugin.policy import Role, Site, matches
+from flash_allreduce_plugin.policy import Collective, Role, Site, matches
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
@@ -249,21 +250,13 @@ def _is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
 
 
 def record_original(
-    site: Site,
-    reason: str,
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    all_reduce: bool,
-    whole: int = 1,
+    site: Site, reason: str, collective: Collective, tensor: torch.Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Count a call that goes to Megatron's own function, with the ring volume over `group` of a tensor that is
-    `whole` times `tensor`.
-    """
+    """Count a call of Megatron's own function, where it is another than the doors can be given as `plain`."""
     world_size = dist.get_world_size(group)
-    message = whole * tensor.numel() * tensor.element_size()
-    volume = message * (world_size - 1) // world_size
-    counters.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)
+    whole = tensor.numel() * tensor.element_size() * (world_size if collective == "all_gather" else 1)
+    sent = ring_bytes(collective, whole, world_size)
+    counters.record_full_precision(site, reason, sent, message=whole)
 
 
 def _enter(module: torch.nn.Module, _arguments: Any) -> None:

@@ -8,6 +8,7 @@ input in the same scope, hence the same bits as in the forward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
         if reason is not None:
             from megatron.core.tensor_parallel import mappings
 
-            record_original(here, reason, input_, group, all_reduce=False)
+            record_original(here, reason, "reduce_scatter", input_, group)
             with ours:
                 return mappings._reduce_scatter_along_first_dim(input_, group, input_split_sizes, use_global_buffer)
         world_size = group.size()
@@ -212,7 +213,7 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
         if reason is not None:
             from megatron.core.tensor_parallel import mappings
 
-            record_original(here, reason, input_, group, all_reduce=False, whole=group.size())
+            record_original(here, reason, "all_gather", input_, group)
             with ours:
                 return mappings._gather_along_first_dim(input_, group, output_split_sizes, use_global_buffer)
         output = _buffer(input_, input_.shape[0] * group.size(), use_global_buffer)
@@ -232,14 +233,16 @@ def _all_gather(site: Site, config: CurrentConfig) -> Function:
         async_op: bool = False,
     ) -> Any:
         scope = scopes.current()
-        here = site_of(site, scope)
-        reason = left_alone(group, scope)
-        if reason is not None:
-            record_original(here, reason, output_tensor, group, all_reduce=False)
-            with ours:
-                return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         return dispatch.all_gather(
-            output_tensor, input_tensor, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+            output_tensor,
+            input_tensor,
+            group,
+            config=config(),
+            async_op=async_op,
+            site=site_of(site, scope),
+            step=scope.step,
+            plain=partial(dist.all_gather_into_tensor, output_tensor, input_tensor, group=group, async_op=async_op),
+            full_precision=left_alone(group, scope),
         )
 
     return all_gather
@@ -256,14 +259,17 @@ def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function
         async_op: bool = False,
     ) -> Any:
         scope = scopes.current()
-        here = site_of(site, scope)
-        reason = left_alone(group, scope)
-        if reason is not None:
-            record_original(here, reason, input, group, all_reduce=False)
-            with ours:
-                return original(output, input, op=op, group=group, async_op=async_op)
         return dispatch.reduce_scatter(
-            output, input, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+            output,
+            input,
+            op,
+            group,
+            config=config(),
+            async_op=async_op,
+            site=site_of(site, scope),
+            step=scope.step,
+            plain=partial(original, output, input, op=op, group=group, async_op=async_op),
+            full_precision=left_alone(group, scope),
         )
 
     return reduce_scatter

@@ -13,6 +13,7 @@ the wait, stay Megatron's.
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,11 @@ from flash_allreduce_plugin.megatron.scopes import (
     CurrentConfig,
     left_alone,
     recalls,
-    record_original,
     remembers,
     site_of,
 )
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
-from flash_allreduce_plugin.telemetry.beside import ours
 
 G_FORWARD = Site("megatron.g.forward", Role.FORWARD)
 F_BACKWARD = Site("megatron.f.backward", Role.BACKWARD)
@@ -118,17 +117,19 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
     """
 
     def reduce(input_: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        scope = scopes.current()
-        here = site_of(site, scope)
-        tensor = input_.contiguous()
-        reason = left_alone(group, scope)
-        if reason is not None:
-            from megatron.core.tensor_parallel import mappings
+        from megatron.core.tensor_parallel import mappings
 
-            record_original(here, reason, tensor, group, all_reduce=True)
-            with ours:
-                return mappings._reduce(tensor, group)
-        dispatch.all_reduce(tensor, group=group, config=config(), site=here, step=scope.step)
+        scope = scopes.current()
+        tensor = input_.contiguous()
+        dispatch.all_reduce(
+            tensor,
+            group=group,
+            config=config(),
+            site=site_of(site, scope),
+            step=scope.step,
+            plain=partial(mappings._reduce, tensor, group),
+            full_precision=left_alone(group, scope),
+        )
         return tensor
 
     return reduce
@@ -144,14 +145,16 @@ def _all_reduce(site: Site, config: CurrentConfig) -> Function:
         async_op: bool = False,
     ) -> Any:
         scope = scopes.current()
-        here = site_of(site, scope)
-        reason = left_alone(group, scope)
-        if reason is not None:
-            record_original(here, reason, tensor, group, all_reduce=True)
-            with ours:
-                return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
         return dispatch.all_reduce(
-            tensor, op=op, group=group, config=config(), async_op=async_op, site=here, step=scope.step
+            tensor,
+            op,
+            group,
+            config=config(),
+            async_op=async_op,
+            site=site_of(site, scope),
+            step=scope.step,
+            plain=partial(dist.all_reduce, tensor, op=op, group=group, async_op=async_op),
+            full_precision=left_alone(group, scope),
         )
 
     return all_reduce

@@ -35,7 +35,7 @@ from flash_allreduce_plugin.megatron.scopes import (
     site_of,
 )
 from flash_allreduce_plugin.patching import Function, Patchset, Seam
-from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
+from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
 
@@ -225,9 +225,8 @@ def _served(collective: _Collective, config: CurrentConfig, original: Function) 
             assert group is not None
             return collective.serve(tensor, group, config=config(), async_op=async_op, site=here, step=scope.step)
         if plain:
-            reduces, gathers = collective is ALL_REDUCE, collective.serve is _gather
-            whole = dist.get_world_size(group) if gathers else 1
-            record_original(here, reason, tensor, group, all_reduce=reduces, whole=whole)
+            kind: Collective = "all_gather" if collective.serve is _gather else "reduce_scatter"
+            record_original(here, reason, "all_reduce" if collective is ALL_REDUCE else kind, tensor, group)
         else:
             counters.record_full_precision(here, reason, 0)  # how many bytes is TE's affair
         more = {} if quantizer is None else {"quantizer": quantizer}
