@@ -104,7 +104,7 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
                     "other path us": 1e6 * statistics.median(times["other"]),
                     "traffic us": 1e6 * traffic / speed,
                     "share": traffic / speed / fused,
-                    "took the fused path": taken == (rounds + 1) * calls,
+                    "took the kernel": taken == (rounds + 1) * calls,
                 }
             )
     if rank == 0:
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or importlib.util.find_spec("flash_allreduce_plugin.collectives.two_shot") is None:
-        print("torch finds no CUDA device, or this package has no fused path")
+        print("torch finds no CUDA device, or this package has no two-shot kernel")
         return 2
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     with tempfile.TemporaryDirectory() as folder:
@@ -141,11 +141,11 @@ def main() -> int:
     for row in results["rows"]:
         print(
             f"{row['KiB']:7}{row['bits']:6}{row['us']:10.1f}{row['other path us']:15.1f}{row['traffic us']:12.2f}"
-            f"{row['share']:7.2f}" + ("" if row["took the fused path"] else "  NOT the fused path")
+            f"{row['share']:7.2f}" + ("" if row["took the kernel"] else "  NOT the kernel")
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-    return 0 if all(row["took the fused path"] for row in results["rows"]) else 1
+    return 0 if all(row["took the kernel"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import netlab
 from flash_allreduce_plugin.cli import ranks
+from flash_allreduce_plugin.cli.launch import LOOPBACK
 
 INTERVAL = 100
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ def shown(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--link", default=netlab.LOOPBACK, help="loopback, or a rate such as 1gbit (root)")
+    parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate such as 1gbit (root)")
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="of the whole tensor, fp32")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--rounds", type=int, default=11)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from flash_allreduce_plugin.megatron import scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import LAYERS, MAPPINGS, mark_embedding
+from flash_allreduce_plugin.megatron.scopes import LAYERS, MAPPINGS
+from flash_allreduce_plugin.megatron.tensor_parallel import mark_embedding
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 
 

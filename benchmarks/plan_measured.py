@@ -1,4 +1,4 @@
-"""`plan --check`, first half: predictions against this project's own measurements on rate-limited links.
+"""First half of benchmarks/plan_check.py: predictions against this project's own measurements on rate-limited links.
 
 Inputs, from step_time.json's run without any limit: the step without collectives (its arithmetic), the bf16 step (what
 the device spends on a byte it sends), the INT8 step (what a quantized call costs beside its bytes), and the rate of
@@ -53,8 +53,8 @@ class Row:
 
 
 def results_folder() -> Path | None:
-    """The newest day of benchmarks/results that has all files, in a checkout; None in an installed package."""
-    days = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "results").glob("????-??-??"))
+    """The newest day of benchmarks/results that has all files; None: no day has."""
+    days = sorted(Path(__file__).resolve().with_name("results").glob("????-??-??"))
     return next((day for day in reversed(days) if all((day / name).is_file() for name in FILES)), None)
 
 

@@ -1,4 +1,4 @@
-"""`plan --check`, second half: predictions for set-ups that others have published figures of. Nothing is tuned.
+"""Second half of benchmarks/plan_check.py: predictions for set-ups of published figures. Nothing is tuned.
 
 A prediction is a range. Of a call: the codec's kernels and the link in turn, and at once. Of a training step: nothing
 hidden behind what is computed, and everything that can be.
@@ -20,7 +20,7 @@ INT8, INT4 = Format(8, 128), Format(4, 128)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Speed-ups; each a range from low to high, the same number twice if it is none. predicted: None: it cannot be."""
+    """Speed-ups, each from low to high, the same number twice for a single one. predicted: None: set-up not known."""
 
     source: str
     what: str

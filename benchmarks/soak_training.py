@@ -127,15 +127,10 @@ class _CudaIsCpu(TorchFunctionMode):
 
 def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.distributed import finalize_model_grads
 
     from flash_allreduce_plugin import megatron
-    from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu, replicas_equal
+    from flash_allreduce_plugin.cli.demo.model import ModelSize, loss_of, prepare_cpu, replicas_equal
 
     size, tensor_parallel = ModelSize(hidden=64, layers=1, heads=4, sequence=32, batch=2), 2
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
@@ -148,20 +143,10 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
             backward_bits=8, grad_bits=8, sequence_parallel_gather_bits=8, quantize_embedding=True, **CONFIG
         )
     )
-    models = {}
-    for name, sequence_parallel in (("g and f", False), ("sequence parallel", True)):
-        model = build_model(
-            size, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, seed=settings["seed"]
-        )
-        distributed = {
-            "use_distributed_optimizer": sequence_parallel,
-            "overlap_grad_reduce": sequence_parallel,
-            "bucket_size": 20_000,
-        }
-        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(**distributed), model)
-        ddp.broadcast_params()
-        adam = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0, use_distributed_optimizer=sequence_parallel)
-        models[name] = model, ddp, get_megatron_optimizer(adam, [ddp])
+    models = {
+        "g and f": _megatron_model(size, tensor_parallel, settings["seed"], sequence_parallel=False),
+        "sequence parallel": _megatron_model(size, tensor_parallel, settings["seed"], sequence_parallel=True),
+    }
     replica = parallel_state.get_data_parallel_rank()
     replicas, ranks_of_a_model = (
         parallel_state.get_data_parallel_group(),
@@ -192,6 +177,23 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
         return found
 
     return step, drifted
+
+
+def _megatron_model(size: Any, tensor_parallel: int, seed: int, *, sequence_parallel: bool) -> tuple[Any, Any, Any]:
+    """A model, its DistributedDataParallel and its optimizer, with sequence parallelism a distributed one."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from flash_allreduce_plugin.cli.demo.model import build_model
+
+    model = build_model(size, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, seed=seed)
+    distributed = DistributedDataParallelConfig(
+        use_distributed_optimizer=sequence_parallel, overlap_grad_reduce=sequence_parallel, bucket_size=20_000
+    )
+    ddp = DistributedDataParallel(model.config, distributed, model)
+    ddp.broadcast_params()
+    adam = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0, use_distributed_optimizer=sequence_parallel)
+    return model, ddp, get_megatron_optimizer(adam, [ddp])
 
 
 def _start_deepspeed(settings: dict[str, Any]) -> tuple[Step, Drifted]:

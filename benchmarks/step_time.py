@@ -41,7 +41,7 @@ from flash_allreduce_plugin.cli.demo.model import (
     loss_of,
     prepare_cpu,
 )
-from flash_allreduce_plugin.megatron.tensor_parallel import LAYERS, MAPPINGS
+from flash_allreduce_plugin.megatron.scopes import LAYERS, MAPPINGS
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--noise-control", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--quiet", action="store_true", help="leave out each demo's own output")
+    parser.add_argument("--quiet", action="store_true", help="leave out each demo's results")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,20 +23,20 @@ from torch import Tensor
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, rebound
+from flash_allreduce_plugin.patching import Function, Patchset, Seam, rebound
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
-
-Function = Callable[..., Any]
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 GRADIENTS = Site("apex.gradients")
 REDUCER = Site("apex.reducer")
 
 _MODULE = "apex.parallel.distributed"
 _ALL_REDUCE = "dist.all_reduce"
+_LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
@@ -51,14 +50,10 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises PatchError, changing nothing, if the package `apex` is absent, another project's, or one without these
-    functions.
+    functions. Raises ConfigError for `include`, `exclude` and the keys of Megatron's.
     """
     global _config
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(
-            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
-        )
-    config = FlashConfig.from_env() if config is None else config
+    config = refusals.serve(config, "fap.apex", _LACKS)
     if not _patchset.applied:
         _refuse_other_packages()
     run_log.start(config)
@@ -96,14 +91,9 @@ def feedback(reducing: Any) -> Feedback | None:
     return _feedback[reducing]
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
-    entries = counters.Report()
-    for site, entry in _patchset.report().items():
-        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[site] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
-    return entries
+    return of_sites(_patchset.report())
 
 
 def _of_buckets(original: Function) -> Function:
@@ -128,7 +118,7 @@ def _of_reducer(original: Function) -> Function:
     """`original` (Reducer.reduce) with our all-reduce.
 
     It hands the function on to code that divides by the number of ranks only where it was given
-    `torch.distributed.all_reduce` itself. What it is given here divides.
+    `torch.distributed.all_reduce` itself. The function that it is given here divides.
     """
     rebound(original, _ALL_REDUCE, None)
 
@@ -202,7 +192,7 @@ class Missing(enum.Enum):
 
 
 def missing() -> tuple[Missing, str] | None:
-    """What is wrong with what `import apex` would find, and a sentence about it; None if nothing. Imports nothing."""
+    """Why the apex that `import apex` would find cannot be patched, and a sentence; None if it can. Imports nothing."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched

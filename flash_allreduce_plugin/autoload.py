@@ -4,8 +4,8 @@ JSON configuration to an unmodified DeepSpeed one.
 torch calls `load` at the end of `import torch`, in every program of the environment, so it does next to nothing:
 it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
 engine; where the environment sets fields, it asks at the end of a training whether anybody read them. `load` never
-raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library and
-environment.py are imported here; the rest is named by strings and loaded when the framework is.
+raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here, so that `import torch`
+works where half of this package is missing; the rest is named by strings and loaded when the framework is.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     import types
     from importlib.machinery import ModuleSpec
 
-from flash_allreduce_plugin import environment
-
+PREFIX = "FLASH_ALLREDUCE_"  # as in environment.py
+SWITCH = f"{PREFIX}AUTOLOAD"
 MEGATRON_LM = ("megatron.training.arguments", "megatron.training.global_vars")
 LAUNCH_FLAGS = "flash_allreduce_plugin.megatron.arguments"
 # Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.deepspeed.engine"
-CONFIG = "flash_allreduce_plugin.config"
+CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
 _log = logging.getLogger("flash_allreduce_plugin")
 _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
@@ -38,10 +38,10 @@ _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
 def load() -> None:
     """The entry point. Never raises: what goes wrong is one line of the log."""
     try:
-        if os.environ.get(environment.AUTOLOAD, "").strip().lower() not in ("0", "false", "no", "off"):
+        if os.environ.get(SWITCH, "").strip().lower() not in ("0", "false", "no", "off"):
             install()
             _attach_after(DEEPSPEED, JSON_SECTION)
-            if any(name.startswith(environment.PREFIX) for name in os.environ):
+            if any(name.startswith(PREFIX) for name in os.environ):
                 atexit.unregister(_say_what_nobody_read)  # torch may not be the only one that calls this
                 atexit.register(_say_what_nobody_read)
     except Exception as error:
@@ -54,10 +54,8 @@ def _say_what_nobody_read() -> None:
     # What init_process_group was given outlives destroy_process_group.
     if c10d is None or not (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)):
         return
-    config = importlib.import_module(CONFIG)
-    fields = sorted(
-        name for name in os.environ if name.startswith(environment.PREFIX) and name not in environment.VARIABLES
-    )
+    config, environment = importlib.import_module(CONFIG), importlib.import_module(ENVIRONMENT)
+    fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
     rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
     if fields and rank == 0 and not config.FlashConfig.from_env_was_called:
         print(

@@ -1,10 +1,10 @@
-"""What a resumed run goes on from, bit for bit: the state of each rank, in files beside a framework's checkpoint.
+"""The state from which a resumed run goes on, bit for bit: of each rank, in files beside a framework's checkpoint.
 
-It is what groups.py counts and decides on a process group (calls, random numbers, the widths of target_sqnr_db and
-min_sqnr_db) and, of every owner of gradients, its finished steps and the residuals of error feedback. Dicts of tensors,
+It is the counts and decisions of groups.py on a process group (calls, random numbers, the widths of target_sqnr_db and
+min_sqnr_db) and, of every owner of gradients, its finished steps and the residuals of error feedback: dicts of tensors,
 numbers and strings, which torch.load reads with weights_only=True.
 
-Most of it has to be the same on the ranks of a group, so all ranks go on from their states or none does: they tell each
+Most of it has to be the same on the ranks of a group. So all ranks go on from their states or none does: they tell each
 other what is wrong with theirs.
 """
 
@@ -44,7 +44,7 @@ class Owner(Protocol):
     def feedback(self) -> Feedback | None: ...
 
     def numbers(self) -> dict[str, float]:
-        """What else it remembers from step to step."""
+        """Its numbers from step to step, besides residuals."""
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         """Go on from them. Those that are missing: from where it is, or anew."""
@@ -147,7 +147,7 @@ def resume(
     for number, told in enumerate(ranks):
         if told["wrong"] is not None:
             reasons.setdefault(told["wrong"], []).append(number)
-    if not reasons and not _agree(ranks):
+    if not reasons and not _are_of_one(ranks):
         reasons["the ranks' states are not of one checkpoint"] = list(range(len(ranks)))
     if reasons:
         groups.load_state_dict({})
@@ -252,8 +252,8 @@ def _digests(state: Any) -> dict[str, list[Any]]:
     return found
 
 
-def _agree(ranks: list[dict[str, Any]]) -> bool:
-    """Whether all ranks of every group say the same of it."""
+def _are_of_one(ranks: list[dict[str, Any]]) -> bool:
+    """Whether the states are of one checkpoint: all ranks of every group have the same."""
     groups_said: dict[str, list[Any]] = {}
     for told in ranks:
         for name, said in told["groups"].items():

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flash_allreduce_plugin import checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
@@ -32,28 +32,29 @@ SITE = Site("ddp.gradients")
 
 Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
+_LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 
 
 def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Parameter] = ()) -> "Hook":
     """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
 
-    config: FlashConfig.from_env() if None; `bits`, `min_bytes` (of a bucket) and `warmup_steps` are those to think
-    of, `include` and `exclude` do not apply. state is the model's process group, or None, which finds it.
+    config: FlashConfig.from_env() if None; think of `preset` or `bits`, `min_bytes` (of a bucket) and
+    `warmup_steps`. state is the model's process group, or None, which finds it.
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
     stay the same (layer norms beside tensor parallelism): their gradients are reduced in full precision. DTensors are
     recognised (docs/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
     in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
-    Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; in the first
-    backward pass ValueError for one that the model has no gradient of.
+    Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
+    `include`, `exclude` and the keys of Megatron's; in the first backward pass ValueError for a parameter that the
+    model has no gradient of.
     """
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    config = refusals.serve(config, "ddp_hook", _LACKS)
     told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
     for one in told:
         if not isinstance(one, Parameter):
             raise TypeError(f"replicated holds {type(one).__name__}; expected parameters of the model.")
-    hook = Hook(FlashConfig.from_env() if config is None else config, told)
+    hook = Hook(config, told)
     steps = hook.reduction.steps
     run_log.start(hook.reduction.config, lambda: steps.finished)
     beside.attach(hook.reduction)

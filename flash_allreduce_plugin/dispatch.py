@@ -1,4 +1,4 @@
-"""The collectives that a user calls: checked, decided, run.
+"""The collectives that a user calls: checked (checks.py), decided (decision.py), run (running.py).
 
 Every call either runs quantized, as decision.decide plans it, or is a collective in full precision: `plain`, the one
 that the framework itself would have called, or torch.distributed's. Which of the two, and why, is in stats().
@@ -6,29 +6,24 @@ that the framework itself would have called, or torch.distributed's. Which of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import checks, groups, traced
-from flash_allreduce_plugin.collectives import copies, flat, runs, transport, two_level, two_shot
-from flash_allreduce_plugin.collectives.copies import Exactly, Range
-from flash_allreduce_plugin.collectives.error_feedback import Residual, Slot
-from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin import checks, groups, running, traced
+from flash_allreduce_plugin.collectives import copies, runs, transport
+from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import Call, decide, full_precision_bytes, lasts
 from flash_allreduce_plugin.policy import LOW_SQNR, Collective, Plan, Site
+from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
-from flash_allreduce_plugin.telemetry.beside import ours
-
-Plain = Callable[[], Any]
-"""Runs a framework's own collective, which leaves its result where ours would; returns its handle, if it has one."""
 
 _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
 
@@ -84,16 +79,20 @@ def all_reduce(
         config = _default_config()
     key = None if async_op or full_precision else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
-        _run("all_reduce", site, known, plain or (lambda: dist.all_reduce(tensor, group=known)))
+        running.plainly("all_reduce", site, known, plain or (lambda: dist.all_reduce(tensor, group=known)))
         return None
     checks.check_written(tensor, "tensor")
     call = _call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
     call.theirs, call.full_precision = plain is not None, full_precision
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return _run("all_reduce", site, call.group, plain)
-    steps = _plain_all_reduce(call, tensor, plain) if plan is None else _all_reduce(call, plan, tensor, async_op)
-    return _started(call, steps, plan, async_op, [tensor])
+        return running.plainly("all_reduce", site, call.group, plain)
+    steps = (
+        running.plain_all_reduce(call, tensor, plain)
+        if plan is None
+        else running.all_reduce(call, plan, tensor, async_op)
+    )
+    return running.start(call, steps, plan, async_op, [tensor])
 
 
 def reduce_scatter(
@@ -129,7 +128,7 @@ def reduce_scatter(
     key = None if async_op or full_precision else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         theirs = plain or (lambda: transport.reduce_scatter_single(_flat(output), _flat(input), group=known))
-        _run("reduce_scatter", site, known, theirs)
+        running.plainly("reduce_scatter", site, known, theirs)
         return None
     outputs = [output] if isinstance(output, Tensor) else _pieces(output, "output")
     for number, one in enumerate(outputs):
@@ -150,10 +149,10 @@ def reduce_scatter(
         call.parts = [sum(map(Tensor.numel, part)) for part in parts]
     plan = _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return _run("reduce_scatter", site, call.group, plain)
+        return running.plainly("reduce_scatter", site, call.group, plain)
     shards = like.detach().contiguous().view(call.world_size, -1) if parts is None else list(map(_joined, parts))
-    steps = _reduce_scatter(call, plan, outputs, shards, plain)
-    return _started(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
+    steps = running.reduce_scatter(call, plan, outputs, shards, plain)
+    return running.start(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
 
 
 def all_gather(
@@ -185,7 +184,7 @@ def all_gather(
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         theirs = plain or (lambda: transport.all_gather_single(_flat(output), _flat(input), group=known))
-        _run("all_gather", site, known, theirs)
+        running.plainly("all_gather", site, known, theirs)
         return None
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
@@ -198,8 +197,8 @@ def all_gather(
         checks.check_part(input, output, call.parts[call.state.rank])
     plan = _decide(call, key, input)
     if plan is None and plain is not None and not call.quality.watching:
-        return _run("all_gather", site, call.group, plain)
-    return _started(call, _all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
+        return running.plainly("all_gather", site, call.group, plain)
+    return running.start(call, running.all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
 
 
 def all_to_all(
@@ -244,9 +243,9 @@ def all_to_all(
     call.rule = rule = runs.Rule(call.itemsize, world, config.min_bytes)
     plan = _decide(call, None, input)
     if plan is None and plain is not None and not call.quality.watching:
-        return _run("all_to_all", site, call.group, plain)
-    steps = _all_to_all(call, plan, rule, output, input, received, sent, plain)
-    return _started(call, steps, plan, async_op, [output], input)
+        return running.plainly("all_to_all", site, call.group, plain)
+    steps = running.all_to_all(call, plan, rule, output, input, received, sent, plain)
+    return running.start(call, steps, plan, async_op, [output], input)
 
 
 traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
@@ -368,245 +367,3 @@ def _flat(tensor: Any) -> Tensor:
     """A contiguous tensor in one dimension: gloo compares shapes, and ours need not be alike."""
     assert isinstance(tensor, Tensor)
     return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-# ---- running it ----
-
-
-def _run(collective: Collective, site: Site, group: dist.ProcessGroup, plain: Plain) -> Any:
-    """A plain collective as it is. Raises CollectiveError where it fails."""
-    try:
-        with ours:
-            return plain()
-    except RuntimeError as error:
-        raise Label(collective, site.name, group).error(transport.PLAINLY, error) from error
-
-
-def _started(
-    call: Call, steps: Iterator[None], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
-) -> Work | None:
-    if not async_op:
-        for _ in steps:
-            pass
-        return None
-    name = f"{call.collective} at site {call.site.name!r}"
-    if transport.queues(call.group, call.device):
-        return StreamWork(steps, name, outputs, call.device, (*outputs, *inputs))
-    helper = call.state.helper if transport.by_messages(call.group, call.device) else None
-    return Work(steps, name, outputs, helper, at_once=plan is not None)
-
-
-def _plain_op(call: Call) -> tuple[Any, float]:
-    """The operator for torch's collective, and what its result is still to be multiplied with: gloo can only sum."""
-    if call.op_name in ("avg", "premul_sum") and call.group._get_backend(call.device).name() == "gloo":
-        return dist.ReduceOp.SUM, call.factor
-    return call.op, 1.0
-
-
-def _exactly(call: Call, parts: Sequence[Tensor]) -> Exactly | None:
-    """Starts what is summed in full precision beside the call; parts: its input, contiguous."""
-    return Exactly(call.exact, parts, call.factor, call.label, call.site) if call.exact else None
-
-
-def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
-    """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
-    if call.feedback is None or plan.nodes is not None:  # the configuration refuses both
-        return None
-    layout = f"{call.collective} of {call.dtype} {list(sizes)} as rank {call.state.rank} of {call.world_size} by {plan}"
-    of_residual = flat.groups_of_residual(call.collective, sizes, plan, call.world_size)
-    return call.feedback.open(layout, call.site, of_residual, plan.reduce.group_size, call.device)
-
-
-def _measure(call: Call, input: Tensor | Sequence[Tensor]) -> None:
-    """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
-    if not call.quality.measured:
-        return
-    if call.config.quality_measure == "local":
-        call.quality.measure_locally(call.factor, call.device)
-    else:
-        op, factor = _plain_op(call)
-        even = input if isinstance(input, Tensor) else _padded(input)
-        call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
-
-
-def _plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[None]:
-    if call.numel == 0 and plain is None:
-        return
-    tensor = tensor.detach()
-    whole = tensor.contiguous()
-    op, factor = (call.op, 1.0) if plain is not None else _plain_op(call)
-    call.quality.watch([whole.view(-1)], call.factor)
-    exactly = _exactly(call, [whole])
-    theirs = plain or (lambda: dist.all_reduce(whole, op, group=call.group, async_op=True))
-    pending = transport.plainly(theirs, call.label)
-    yield
-    pending.wait()
-    if plain is not None and whole is not tensor:
-        whole.copy_(tensor)
-    if factor != 1.0:
-        whole.mul_(factor)
-    if exactly is not None:
-        exactly.write(whole.view(-1))
-    if whole is not tensor:
-        tensor.copy_(whole)
-    yield
-    call.quality.watched(whole.view(-1))
-
-
-def _all_reduce(call: Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
-    tensor = tensor.detach()
-    whole = tensor.contiguous().view(-1)
-    exactly = _exactly(call, [whole])
-    _measure(call, whole)
-    meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
-    carried = () if residual is None else (residual,)
-    how = {"asynchronous": async_op, "feedback": residual is not None, "measured": meter is not None}
-    if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
-        pool = call.state.pool(whole.device)
-        yield from _levels(plan).all_reduce(whole, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
-    if exactly is not None:
-        exactly.write(whole)
-    if not tensor.is_contiguous():
-        tensor.copy_(whole.view(tensor.shape))
-    yield
-    if call.feedback is not None:
-        call.feedback.check(whole)
-    call.quality.end(whole)
-
-
-def _reduce_scatter(
-    call: Call, plan: Plan | None, outputs: list[Tensor], shards: Tensor | Sequence[Tensor], plain: Plain | None
-) -> Iterator[None]:
-    """shards [world, numel], or a list of 1-D tensors."""
-    if call.numel == 0 and plain is None:
-        return
-    outputs = [one.detach() for one in outputs]
-    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
-    shard = outputs[0].view(-1) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
-    exactly = _exactly(call, [shards] if isinstance(shards, Tensor) else shards)
-    if plan is None:
-        call.quality.watch(shards, call.factor)
-        yield from _plain_reduce_scatter(call, shard, shards, plain)
-        if plain is not None and not in_place:
-            torch.cat([one.reshape(-1) for one in outputs], out=shard)
-    else:
-        _measure(call, shards)
-        pool = call.state.pool(shard.device)
-        residual = _residual(call, plan, list(map(len, shards)))
-        carried = () if residual is None else (residual,)
-        how = (call.factor, plan, call.label, pool, call.key, *carried)
-        yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
-    if exactly is not None:
-        exactly.write(shard, call.start)
-    if not in_place:
-        for one, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
-            one.copy_(result.view(one.shape))
-    yield
-    if plan is None:
-        call.quality.watched(shard)
-        return
-    if call.feedback is not None:
-        call.feedback.check(shard)
-    call.quality.end(shard)
-
-
-def _plain_reduce_scatter(
-    call: Call, shard: Tensor, shards: Tensor | Sequence[Tensor], plain: Plain | None
-) -> Iterator[None]:
-    """The framework's own, whose result is in the caller's output; else torch's, whose result is in `shard`."""
-    if plain is not None:
-        pending = transport.plainly(plain, call.label)
-        yield
-        pending.wait()
-        return
-    op, factor = _plain_op(call)
-    even = shards if isinstance(shards, Tensor) else _padded(shards)
-    sums = shard if even is shards else shard.new_empty(even.shape[1])
-    flat_in, how = even.view(-1), {"group": call.group, "async_op": True}
-    pending = transport.plainly(lambda: transport.reduce_scatter_single(sums, flat_in, op, **how), call.label)
-    yield
-    pending.wait()
-    if even is not shards:
-        shard.copy_(sums[: len(shard)])
-    if factor != 1.0:
-        shard.mul_(factor)
-
-
-def _padded(shards: Sequence[Tensor]) -> Tensor:
-    """1-D tensors as rows [world, the longest's numel], filled up with zeros."""
-    even = shards[0].new_zeros(len(shards), max(map(len, shards)))
-    for row, shard in zip(even, shards, strict=True):
-        row[: len(shard)] = shard
-    return even
-
-
-def _all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, plain: Plain | None) -> Iterator[None]:
-    if call.numel == 0 and plain is None:
-        return
-    output = output.detach()
-    in_place = output.is_contiguous()
-    whole = output.view(-1) if in_place else output.new_empty(output.numel())
-    own = input.detach().contiguous().view(-1)
-    if plan is None:
-        call.quality.watch([own], 1.0)
-        if plain is None and call.parts is not None:
-            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
-        else:
-            theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
-            pending = transport.plainly(theirs, call.label)
-        yield
-        pending.wait()
-        if plain is not None and not in_place:
-            whole.view(output.shape).copy_(output)
-    else:
-        _measure(call, own)
-        pool, how = call.state.pool(own.device), {"parts": call.parts, "meter": call.quality.meter}
-        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
-    if not in_place:
-        output.copy_(whole.view(output.shape))
-    yield
-    if plan is None:
-        call.quality.watched(whole)
-    else:
-        call.quality.end(whole)
-
-
-def _all_to_all(
-    call: Call,
-    plan: Plan | None,
-    rule: runs.Rule,
-    output: Tensor,
-    input: Tensor,
-    received: list[int],
-    sent: list[int],
-    plain: Plain | None,
-) -> Iterator[None]:
-    """A rank that sends and gets nothing takes part as well: the others cannot know."""
-    output = output.detach()
-    in_place = output.is_contiguous()
-    whole = output.view(-1) if in_place else output.new_empty(output.numel())
-    own = input.detach().contiguous().view(-1)
-    if plan is None:
-        call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
-        theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))
-        pending = transport.plainly(theirs, call.label)
-        yield
-        pending.wait()
-        if plain is not None and not in_place:
-            whole.view(output.shape).copy_(output)
-    else:
-        if call.quality.measured:
-            call.quality.measure_locally(1.0, own.device)
-        pool, meter = call.state.pool(own.device), call.quality.meter
-        yield from runs.all_to_all(whole, own, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
-    if not in_place:
-        output.copy_(whole.view(output.shape))
-    yield
-    if plan is None:
-        call.quality.watched(whole)
-    else:
-        call.quality.end(whole)
-
-
-def _levels(plan: Plan) -> ModuleType:
-    return flat if plan.nodes is None else two_level

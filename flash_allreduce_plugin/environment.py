@@ -1,4 +1,4 @@
-"""Every FLASH_ALLREDUCE_* variable that is no field of the configuration. Standard library only: autoload.py reads it.
+"""Every FLASH_ALLREDUCE_* variable that is not a field of the configuration.
 
 A field `bits` of FlashConfig is FLASH_ALLREDUCE_BITS (config/fields.py); these act where they are read.
 """
@@ -17,7 +17,7 @@ COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is 
 DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; decision.py
 LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
-TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the one-kernel all-reduce; collectives/two_shot.py
+TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
 VARIABLES = (AUTOLOAD, BUILD, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
 

@@ -1,4 +1,4 @@
-"""What this package raises, besides the TypeError and ValueError of a plainly wrong argument; a remedy many name."""
+"""The exceptions of this package, beside TypeError and ValueError for wrong arguments, and a remedy that many name."""
 
 from __future__ import annotations
 

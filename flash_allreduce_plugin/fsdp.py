@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from flash_allreduce_plugin import checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
@@ -35,6 +35,11 @@ GRADIENTS = Site("fsdp.gradients")
 PARAMETERS = Site("fsdp.parameters")
 
 
+_LACKS = {
+    "include": "which torch does not tell the module",
+    "exclude": "which torch does not tell the module",
+    "warmup_steps": "which torch does not tell the step",
+}
 _first_passes = FirstPasses("fsdp", "FSDP2")
 
 
@@ -42,10 +47,12 @@ class _Allocates:
     """The half of torch's interface that makes buffers."""
 
     def __init__(self, config: FlashConfig | None = None) -> None:
-        """config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply."""
-        if config is not None and not isinstance(config, FlashConfig):
-            raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
-        self.config = FlashConfig.from_env() if config is None else config
+        """config: FlashConfig.from_env() if None.
+
+        Raises TypeError where it is no FlashConfig; ConfigError for `include`, `exclude`, `warmup_steps` and the keys
+        of Megatron's.
+        """
+        self.config = refusals.serve(config, type(self).__name__, _LACKS)
         run_log.start(self.config)
         beside.attach(self)
 
@@ -63,7 +70,7 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
     """
 
     def __init__(self, config: FlashConfig | None = None) -> None:
-        """config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply."""
+        """config: as of every class here; FlashConfig.from_env() if None."""
         super().__init__(config)
         self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
         self._in_pass = False

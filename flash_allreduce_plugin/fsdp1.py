@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, patching
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
@@ -25,25 +25,26 @@ from flash_allreduce_plugin.telemetry.notices import FirstPasses
 SITE = Site("fsdp1.gradients")
 
 Hook = Callable[..., None]
+_UNSEEN = "which does not see whose gradient it is given"
+_LACKS = {
+    "include": _UNSEEN,
+    "exclude": _UNSEEN,
+    "warmup_steps": "which torch does not tell the step",
+    "error_feedback": f"{_UNSEEN} (FSDP2's fap.FlashReduceScatter does)",
+}
 
 
 def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
     """A hook for `FullyShardedDataParallel.register_comm_hook(state, hook)`, on the root, before the first forward.
 
-    config: FlashConfig.from_env() if None; `include`, `exclude` and `warmup_steps` do not apply. state: the process
-    group that the model was given, or None, which finds it. FULL_SHARD and SHARD_GRAD_OP: a reduce-scatter, which
-    rounds once; NO_SHARD: an all-reduce. torch takes no hooks for the hybrid strategies. Counters: "fsdp1.gradients".
-    Raises TypeError where config is no FlashConfig; ConfigError with `error_feedback`, and in the backward pass of a
-    model with tensor parallelism on a device mesh.
+    config: FlashConfig.from_env() if None. state: the process group that the model was given, or None, which finds it.
+    FULL_SHARD and SHARD_GRAD_OP: a reduce-scatter, which rounds once; NO_SHARD: an all-reduce. torch takes no hooks for
+    the hybrid strategies. Counters: "fsdp1.gradients".
+    Raises TypeError where config is no FlashConfig; ConfigError for `error_feedback` (that of a preset is left out),
+    `include`, `exclude`, `warmup_steps` and the keys of Megatron's, and in the backward pass of a model with tensor
+    parallelism on a device mesh.
     """
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
-    config = FlashConfig.from_env() if config is None else config
-    if config.error_feedback:
-        raise ConfigError(
-            "error_feedback does not go together with fsdp1_hook, which does not see whose gradient it is given; leave "
-            "it out, or take FSDP2 (fap.FlashReduceScatter)."
-        )
+    config = refusals.serve(config, "fsdp1_hook", _LACKS)
     run_log.start(config)
     passes = FirstPasses("fsdp1", "FullyShardedDataParallel")
     beside.attach(passes)

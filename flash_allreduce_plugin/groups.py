@@ -29,7 +29,8 @@ from flash_allreduce_plugin.collectives.work import Helper
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.quality.guard import SiteGuard
-from flash_allreduce_plugin.quality.widths import SiteWidth, Sums
+from flash_allreduce_plugin.quality.sites import Sums
+from flash_allreduce_plugin.quality.widths import SiteWidth
 from flash_allreduce_plugin.topology import Nodes
 
 _log = logging.getLogger("flash_allreduce_plugin")

@@ -24,6 +24,8 @@ _MARKER = "__flash_allreduce_seam__"
 _IN_SOURCE = "__flash_allreduce_in_source__"
 _MISSING = object()
 
+#: A function of another library, and what goes in its place.
+Function = Callable[..., Any]
 Parameters = tuple[str | types.EllipsisType, ...]
 
 
@@ -51,7 +53,7 @@ class Seam:
         return f"{self.module}.{self.attribute}"
 
     def wrong_parameters(self, found: tuple[str, ...]) -> str | None:
-        """What is wrong with a function whose parameters are named `found`, or None."""
+        """Why a function whose parameters are named `found` does not fit, or None if it does."""
         several = self.signature and isinstance(self.signature[0], tuple)
         accepted: tuple[Any, ...] = self.signature if several else (self.signature,)
         for names in accepted:

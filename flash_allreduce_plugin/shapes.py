@@ -1,8 +1,8 @@
-"""What a state that was loaded must look like, before anything goes on from it.
+"""The shape that a loaded state must have, checked before anything goes on from it.
 
 A shape is a type; a text, which is that text; the range of a number; a function that says whether a value will do;
-(one, or another); [all alike]; [each of a row]; {each by its key}; {...: all alike, but for those that are named}.
-int stands for a whole number that is not negative.
+(one, or another); [all alike]; [each of a row]; {each by its key}; {...: all alike, but for those that are named}. int
+stands for a whole number that is not negative.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def misshapen(value: Any, shape: Any) -> str | None:
-    """Where in a state another thing is than there should be ("['groups']", "" at its root); None: nowhere."""
+    """Where a state does not have its shape ("['groups']", "" at its root); None: it has it everywhere."""
     if isinstance(shape, tuple):
         found = [misshapen(value, one) for one in shape]
         return None if None in found else max(found, key=lambda where: len(where or ""))

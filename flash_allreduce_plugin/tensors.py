@@ -58,7 +58,7 @@ def decode(payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: Fl
 
     Raises:
         TypeError: payload is not uint8, or dtype is another.
-        ValueError: the payload has not the length that shape and config ask for, or shape is none.
+        ValueError: the length of the payload does not fit shape and config, or shape has a negative or too large size.
     """
     if torch.compiler.is_dynamo_compiling():
         return traced.decode(payload, shape, dtype, config)

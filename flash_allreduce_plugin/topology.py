@@ -1,8 +1,8 @@
 """Which ranks of a group share a node, and which rank holds which groups of a tensor: pure functions.
 
 A slab is a run of groups whose sums over the nodes are taken in one node, its owner. In every node the slab is cut
-among the ranks: in the owner into the parts that they own, elsewhere evenly. Two ranks of different nodes have to do
-with each other where their parts meet.
+among the ranks: in the owner into the parts that they own, elsewhere evenly. Two ranks of different nodes exchange
+bytes where their parts overlap.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Slab:
     numbers: tuple[int, ...]
 
     def meet(self, a: int, b: int) -> Part:
-        """What the parts of two ranks have in common; (0, 0) if nothing."""
+        """The overlap of the parts of two ranks; (0, 0) if they do not overlap."""
         first, last = max(self.parts[a][0], self.parts[b][0]), min(self.parts[a][1], self.parts[b][1])
         return (first, last) if first < last else (0, 0)
 
@@ -113,6 +113,9 @@ def _parts(groups: int, owner: int, bounds: tuple[int, ...], nodes: Nodes) -> tu
 
 
 def host() -> str:
-    """A name for this machine, that no other one has. Containers with host names of their own count as machines."""
+    """A name for this machine that no other one has.
+
+    Containers with host names of their own count as machines.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"

@@ -70,9 +70,9 @@ COLLECTIVES = (
     Table(
         "all_reduce",
         (
-            Command(f"{BENCH} --link 1gbit --hosts 2,4 -b 32M -e 32M -n 1 --rounds 15", f"{_QUICK} --hosts 2"),
+            Command(f"{BENCH} --link 1gbit --ranks 2,4 -b 32M -e 32M -n 1 --rounds 15", f"{_QUICK} --ranks 2"),
             Command(
-                f"{BENCH} --link 1gbit --hosts 2,4 -b 16M -e 16M -n 1 --rounds 15 -d bfloat16", f"{_QUICK} --hosts 2"
+                f"{BENCH} --link 1gbit --ranks 2,4 -b 16M -e 16M -n 1 --rounds 15 -d bfloat16", f"{_QUICK} --ranks 2"
             ),
             Command(f"{BENCH} --ranks 2,4 -b 32M -e 32M -n 1 --rounds 15", f"{_QUICK} --ranks 2"),
             Command(f"{BENCH} --ranks 2,4 -b 16M -e 16M -n 1 --rounds 15 -d bfloat16", f"{_QUICK} --ranks 2"),
@@ -93,7 +93,7 @@ COLLECTIVES = (
         "tuned",
         tuple(
             Command(f"flash-allreduce tune {where} -o /tmp/tuned.json", "-e 16K -b 16K --seconds 0", (0, 1))
-            for where in ("--ranks 2", "--ranks 4", "--link 1gbit --hosts 2", "--link 1gbit --hosts 4")
+            for where in ("--ranks 2", "--ranks 4", "--link 1gbit --ranks 2", "--link 1gbit --ranks 4")
         ),
         texts.tuned,
         picture=("tuning.png", tune.plot),

@@ -14,9 +14,7 @@ Exit status: 0 if every release fits, 1 if one does not, 2 if a release could no
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -26,7 +24,7 @@ from pathlib import Path
 from flash_allreduce_plugin.deepspeed import engine
 from flash_allreduce_plugin.patching import Seam
 from scripts import check_megatron_versions as sources
-from scripts.check_megatron_versions import Read, Unavailable
+from scripts.releases import Read, Unavailable, check, final, pip
 
 FIRST, BELOW = (0, 17, 6), (0, 20)
 
@@ -36,19 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("what", nargs="*", help="releases, or folders that hold deepspeed/; default: the window")
     parser.add_argument("--archives", type=Path, help="folder where downloaded sources are kept and looked for")
     options = parser.parse_args(arguments)
-    status, seams = 0, engine.seams()
+    seams = engine.seams()
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            for what in options.what or releases():
-                found = problems(reader(what, options.archives or Path(scratch)), seams)
-                print(f"{what:>8}  {len(seams) - len(found)} of {len(seams)} functions", flush=True)
-                for problem in found:
-                    print(f"          {problem}", flush=True)
-                status = status or int(bool(found))
-        except Unavailable as error:
-            print(error, file=sys.stderr)
-            return 2
-    return status
+        archives = options.archives or Path(scratch)
+        return check(
+            lambda: options.what or releases(),
+            lambda what: problems(reader(what, archives), seams),
+            len(seams),
+            "functions",
+        )
 
 
 def problems(read: Read, seams: list[Seam]) -> list[str]:
@@ -83,7 +77,7 @@ def source(release: str, archives: Path) -> Path:
     path = archives / f"deepspeed-{release}.tar.gz"
     if not path.exists():
         command = ["download", "--quiet", "--no-deps", "--no-binary=:all:", "--no-build-isolation"]
-        output = _pip(*command, "--dest", str(archives), f"deepspeed=={release}")
+        output = pip(*command, "--dest", str(archives), f"deepspeed=={release}", environment={"DS_BUILD_OPS": "0"})
         if not path.exists():
             raise Unavailable(f"deepspeed {release}: pip finds no source ({output.stderr.strip().splitlines()[-1:]})")
     return path
@@ -91,22 +85,7 @@ def source(release: str, archives: Path) -> Path:
 
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
-    listing = _pip("index", "versions", "deepspeed", "--ignore-requires-python")
-    line = re.search(r"^Available versions: (.*)$", listing.stdout, re.MULTILINE)
-    if line is None:
-        raise Unavailable(f"pip does not list the releases of deepspeed: {listing.stderr.strip()}")
-    numbers = [tuple(map(int, n.split("."))) for n in line[1].split(", ") if re.fullmatch(r"[\d.]+", n)]
-    return [".".join(map(str, number)) for number in sorted(numbers) if FIRST <= number < BELOW]
-
-
-def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pip", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "DS_BUILD_OPS": "0"},
-    )
+    return final("deepspeed", lambda number: FIRST <= number < BELOW)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,18 @@ import argparse
 import ast
 import inspect
 import re
-import subprocess
 import sys
 import tempfile
 import types
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Seam
+from scripts.releases import Read, Unavailable, check, final, pip
 
 WINDOW = ((0, 13), (0, 19))
 PYTHONS = ("3.12", "3.11", "3.10")
@@ -37,33 +37,21 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
 # Decorators that keep the function they were given in reach (functools.wraps), or that Python itself undoes.
 TRANSPARENT = ("staticmethod", "custom_fwd", "custom_bwd")
 
-Read = Callable[[str], str]
-
-
-class Unavailable(Exception):
-    """A release that pip does not give us."""
-
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("what", nargs="*", help="releases, or folders that hold megatron/core; default: the window")
     parser.add_argument("--wheels", type=Path, help="folder where downloaded wheels are kept and looked for")
     options = parser.parse_args(arguments)
-    status = 0
+    seams = megatron.seams()
     with tempfile.TemporaryDirectory() as scratch:
         wheels = options.wheels or Path(scratch)
-        try:
-            for what in options.what or releases():
-                found = problems(reader(what, wheels), megatron.seams())
-                total = len(megatron.seams())
-                print(f"{what:>8}  {total - len(found)} of {total} seams", flush=True)
-                for problem in found:
-                    print(f"          {problem}", flush=True)
-                status = status or int(bool(found))
-        except Unavailable as error:
-            print(error, file=sys.stderr)
-            return 2
-    return status
+        return check(
+            lambda: options.what or releases(),
+            lambda what: problems(reader(what, wheels), seams),
+            len(seams),
+            "seams",
+        )
 
 
 def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
@@ -175,7 +163,7 @@ def wheel(release: str, wheels: Path) -> Path:
         if kept:
             return kept[0]
         platforms = [f"--platform={platform}" for platform in (*PLATFORMS, "any")]
-        output = _pip(
+        output = pip(
             *("download", "--quiet", "--no-deps", "--only-binary=:all:", f"--python-version={python}", *platforms),
             *("--dest", str(wheels), f"megatron-core=={release}"),
         ).stderr
@@ -187,19 +175,8 @@ def wheel(release: str, wheels: Path) -> Path:
 
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
-    listing = _pip("index", "versions", "megatron-core", "--ignore-requires-python")
-    line = re.search(r"^Available versions: (.*)$", listing.stdout, re.MULTILINE)
-    if line is None:
-        raise Unavailable(f"pip does not list the releases of megatron-core: {listing.stderr.strip()}")
-    numbers = [tuple(map(int, n.split("."))) for n in line[1].split(", ") if re.fullmatch(r"[\d.]+", n)]
     first, last = WINDOW
-    return [".".join(map(str, number)) for number in sorted(numbers) if first <= number[:2] <= last]
-
-
-def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    return final("megatron-core", lambda number: first <= number[:2] <= last)
 
 
 if __name__ == "__main__":

@@ -16,24 +16,18 @@ from __future__ import annotations
 import argparse
 import ast
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import transformer_engine
 from flash_allreduce_plugin.patching import Seam
+from scripts.releases import Read, Unavailable, check, final, pip
 
 KEYWORDS = {"async_op", "quantizer"}  # tensor and group come by position
-
-Read = Callable[[str], str]
-
-
-class Unavailable(Exception):
-    """A release that pip does not give us."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,20 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, help="folder where downloaded wheels are kept and looked for")
     options = parser.parse_args(arguments)
     seams = transformer_engine.seams(FlashConfig)
-    status = 0
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            for what in options.what or releases():
-                read = reader(what, options.wheels or Path(scratch))
-                found = [f"{seam.target}: {problem}" for seam in seams if (problem := _problem(read, seam)) is not None]
-                print(f"{what:>8}  {len(seams) - len(found)} of {len(seams)} seams", flush=True)
-                for line in found:
-                    print(f"          {line}", flush=True)
-                status = status or int(bool(found))
-        except Unavailable as error:
-            print(error, file=sys.stderr)
-            return 2
-    return status
+        wheels = options.wheels or Path(scratch)
+        return check(
+            lambda: options.what or releases(),
+            lambda what: problems(reader(what, wheels), seams),
+            len(seams),
+            "seams",
+        )
+
+
+def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
+    """One line for each seam that does not fit the sources."""
+    return [f"{seam.target}: {problem}" for seam in seams if (problem := _problem(read, seam)) is not None]
 
 
 def _problem(read: Read, seam: Seam) -> str | None:
@@ -119,7 +112,7 @@ def reader(what: str, wheels: Path) -> Read:
     kept = wheels / f"transformer_engine-{what}-py3-none-any.whl"
     if not kept.exists():
         options = ("--quiet", "--no-deps", "--only-binary=:all:", "--platform=any", "--python-version=3.12")
-        output = _pip("download", *options, "--dest", str(wheels), f"transformer_engine=={what}").stderr
+        output = pip("download", *options, "--dest", str(wheels), f"transformer_engine=={what}").stderr
         if not kept.exists():
             raise Unavailable(f"transformer_engine {what}: pip finds no wheel ({output.strip().splitlines()[-1:]})")
     archive = zipfile.ZipFile(kept)
@@ -128,19 +121,8 @@ def reader(what: str, wheels: Path) -> Read:
 
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
-    listing = _pip("index", "versions", "transformer_engine")
-    line = re.search(r"^Available versions: (.*)$", listing.stdout, re.MULTILINE)
-    if line is None:
-        raise Unavailable(f"pip does not list the releases of transformer_engine: {listing.stderr.strip()}")
-    numbers = [tuple(map(int, n.split("."))) for n in line[1].split(", ") if re.fullmatch(r"[\d.]+", n)]
     first, last = transformer_engine.WINDOW
-    return [".".join(map(str, number)) for number in sorted(numbers) if first <= number[:2] <= last]
-
-
-def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    return final("transformer_engine", lambda number: first <= number[:2] <= last)
 
 
 if __name__ == "__main__":

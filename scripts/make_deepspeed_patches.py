@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flash_allreduce_plugin.deepspeed import engine
 from scripts import make_megatron_patches
-from scripts.check_deepspeed_versions import Read, reader, spelled
+from scripts.check_deepspeed_versions import reader, spelled
+from scripts.releases import Read
 
 RELEASES = ("0.17.6", "0.19.8")
 PATCHES = make_megatron_patches.PATCHES

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.patching import Seam
-from scripts.check_megatron_versions import Read, find, reader
+from scripts.check_megatron_versions import find, reader
+from scripts.releases import Read
 
 RELEASES = ("0.16.1", "0.19.2")
 PATCHES = Path(__file__).resolve().parent.parent / "patches"

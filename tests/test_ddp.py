@@ -145,6 +145,20 @@ def test_a_dict_is_refused() -> None:
         fap.ddp_hook({"bits": 8})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("grad_bits", 4)])
+def test_a_key_without_effect_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in ddp_hook, where .*; leave it out\.$"):
+        fap.ddp_hook(fap.FlashConfig(**{key: value}))
+
+
+def test_keys_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_GRAD_BITS", "4")  # Megatron's, in the same job
+    assert fap.ddp_hook().reduction.config.grad_bits == 4
+    monkeypatch.setenv("FLASH_ALLREDUCE_EXCLUDE", "*.norm")
+    with pytest.raises(fap.ConfigError, match=r"^FLASH_ALLREDUCE_EXCLUDE=\['\*\.norm'\] has no effect in ddp_hook"):
+        fap.ddp_hook()
+
+
 def test_buckets_in_flight_find_a_width_together(ranks: Callable[[int], Ranks]) -> None:
     config = fap.FlashConfig(bits=2, min_bytes=0, target_sqnr_db=20.0, quality_interval=2)
     outcomes = ranks(3).run(train, config)

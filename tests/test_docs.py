@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flash_allreduce_plugin import FlashConfig, megatron
+from flash_allreduce_plugin.config import refusals
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.errors import install_command
 from scripts import licences
@@ -67,5 +71,33 @@ def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
     keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
     fields, others = keys.split("An unknown key", 1)
     for field in FlashConfig.model_fields:
-        assert (f"`{field}`" in fields) == (field not in section._OF_MEGATRON), field
+        assert (f"`{field}`" in fields) == (field not in refusals.with_megatrons(section.LACKS)), field
     assert "`grad_bits`" in others
+
+
+def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 95
+    links = re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]+))?\)", readme)
+    for page, anchor in links:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in slugs, f"{page}#{anchor}"
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} == {
+        page.removeprefix("docs/") for page, _ in links if page.startswith("docs/")
+    }
+
+
+def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [(script, says)] = re.findall(r"^```python\n(.*?)^```\n+```\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "try_it.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "try_it.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flash_allreduce_plugin import environment
+from flash_allreduce_plugin import autoload, environment
 from flash_allreduce_plugin.errors import ConfigError
 
 
@@ -29,3 +29,8 @@ def test_anything_else_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv(environment.REFERENCE, "maybe")
     with pytest.raises(ConfigError, match="FLASH_ALLREDUCE_REFERENCE='maybe' is not valid; expected 1 or 0"):
         environment.is_on(environment.REFERENCE)
+
+
+def test_autoload_writes_the_same_names_again() -> None:
+    """It imports nothing of the package: `import torch` works where half of it is missing."""
+    assert (autoload.PREFIX, autoload.SWITCH) == (environment.PREFIX, environment.AUTOLOAD)

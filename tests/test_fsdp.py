@@ -111,6 +111,16 @@ def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Cal
         assert list(eight[rank]["sites"]) == ["fsdp.gradients"]
 
 
+@pytest.mark.parametrize("made", [fap.FlashReduceScatter, fap.FlashAllGather])
+@pytest.mark.parametrize(
+    ("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("warmup_steps", 1), ("expert_bits", 8)]
+)
+def test_a_key_without_effect_is_refused(made: Any, key: str, value: Any) -> None:
+    with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in {made.__name__}, .*; leave it out\.$"):
+        made(fap.FlashConfig(**{key: value}))
+    assert made(fap.FlashConfig(preset="int4")).config == fap.FlashConfig(preset="int4")
+
+
 def test_a_dict_is_refused() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.FlashReduceScatter({"bits": 8})  # type: ignore[arg-type]

@@ -105,5 +105,14 @@ def test_tensor_parallelism_is_refused(ranks: Callable[[int], Ranks]) -> None:
 def test_bad_configurations_are_refused() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.fsdp1_hook({"bits": 8})  # type: ignore[arg-type]
-    with pytest.raises(fap.ConfigError, match="error_feedback does not go together with fsdp1_hook"):
-        fap.fsdp1_hook(fap.FlashConfig(error_feedback=True))
+    given = {"include": ["a"], "exclude": ["a"], "warmup_steps": 1, "error_feedback": True, "grad_bits": 8}
+    for key, value in given.items():
+        with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in fsdp1_hook, .*; leave it out\.$"):
+            fap.fsdp1_hook(fap.FlashConfig(**{key: value}))
+
+
+def test_error_feedback_of_a_preset_is_left_out(ranks: Callable[[int], Ranks]) -> None:
+    four = ranks(2).run(train, fap.FlashConfig(preset="int4", min_bytes=0), "FULL_SHARD", {})
+    same = ranks(2).run(train, fap.FlashConfig(preset="int4", error_feedback=False, min_bytes=0), "FULL_SHARD", {})
+    for a, b in zip(four, same, strict=True):
+        assert torch.equal(a["weights"], b["weights"]) and a["quantized"] == a["calls"] > 0

@@ -27,6 +27,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("quality",),
     ("groups", "checks"),
     ("decision", "checkpoint"),
+    ("running",),
     ("dispatch",),
     ("megatron", "deepspeed", "ddp", "fsdp", "fsdp1", "apex"),
     ("cli",),
@@ -44,6 +45,7 @@ HEAVY = {
     "typer": ("cli",),
     "pydantic": ("config",),
     "numpy": (),
+    "benchmarks": (),  # in a checkout alone: inside the commands that need it, after cli/checkout.py has looked
 }
 
 
@@ -121,6 +123,39 @@ def loaded_by(statement: str) -> set[str]:
     return set(
         subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     )
+
+
+# Modules without a test file of their own name, and the files that test them.
+TESTED_IN = {
+    "deepspeed/engine": "deepspeed/test_engines",
+    "deepspeed/places": "deepspeed/test_stages",  # each stage calls its functions
+    "deepspeed/reduction": "deepspeed/test_stages",
+    "megatron/tensor_parallel": "megatron/test_seams",  # one model has the seams of both
+    "megatron/sequence_parallel": "megatron/test_seams",
+    "megatron/refusals": "megatron/test_arguments",  # which refuses what it lists
+    "cli/output": "cli/test_bench",  # and every other command, piped
+    "config/wording": "config/test_fields",  # the sentences of its mistakes
+    "cli/machine": "cli/test_bench",  # whose results say what they were measured with
+}
+SMALL = 40  # lines: such a module is tested with its users
+
+
+def test_tests_mirror_the_package() -> None:
+    """A module has a test file of its name; the modules of a command share that of the command."""
+    tests = Path(__file__).parent
+    names = {path.stem for path in tests.rglob("test_*.py")}
+    without = []
+    for path in sources():
+        module = path.relative_to(ROOT).with_suffix("").as_posix()
+        if path.stem.startswith("__") or len(path.read_text().splitlines()) <= SMALL:
+            continue
+        if module in TESTED_IN:
+            assert (tests / f"{TESTED_IN[module]}.py").exists(), f"{TESTED_IN[module]} is to test {module}"
+            continue
+        command = path.parent.name if module.startswith("cli/") else path.stem
+        if not {f"test_{path.stem}", f"test_{command}"} & names:
+            without.append(module)
+    assert not without, f"no test file has the name of {without}"
 
 
 def test_importing_the_package_imports_next_to_nothing() -> None:

@@ -56,14 +56,14 @@ ALLOWED: dict[str, dict[str, str]] = {
     "megatron/monitor.py": {"importlib.import_module": _OWN_NAME},
     "megatron/transformer_engine.py": {"importlib.import_module": _OWN_NAME},
     "deepspeed/engine.py": {"importlib.import_module": _OWN_NAME},
-    "groups.py": {"socket.gethostname": "the name of the host, to tell which ranks share one"},
-    "ops.py": {"torch.ops.load_library": "the compiled libraries, from the package's own folder"},
-    "symmetric.py": {
+    "topology.py": {"socket.gethostname": "the name of the host, to tell which ranks share one"},
+    "codec/ops.py": {"torch.ops.load_library": "the compiled libraries, from the package's own folder"},
+    "collectives/two_shot.py": {
         "import ctypes": "an integer that the kernel counts up in memory of this process's own workspace",
         "ctypes.c_uint32.from_address": "the same",
         "ctypes.c_uint32": "the same",
     },
-    "run_log.py": {
+    "telemetry/run_log.py": {
         "socket.gethostname": "the name of the host, for the log",
         "multiprocessing.util.Finalize": "the last line at the end of a process; starts none",
         "os.open": "the file that FLASH_ALLREDUCE_LOG names",
@@ -74,25 +74,19 @@ ALLOWED: dict[str, dict[str, str]] = {
         "torch.save": "this rank's state, into it; what is read there is read with weights_only=True",
         "os.replace": "the state under its name when it is whole",
     },
-    "netlab.py": {
-        "subprocess.Popen": "ranks, and ip and tc: lists of arguments, no shell",
-        "subprocess.run": "the same",
+    "cli/launch.py": {
+        "subprocess.Popen": "the ranks of a command: a list of arguments, no shell",
         "os.killpg": "ranks that it started",
-        "os.kill": "processes in the namespaces that it made",
-        "socket.create_server": "a free port of 127.0.0.1; and the probe of a rate, inside the namespaces",
-        "socket.create_connection": "the probe's other end, inside the namespaces",
-        "socket.socket": "the type of what that gives",
-        "socket.SHUT_WR": "a constant",
+        "socket.create_server": "a free port of 127.0.0.1",
         "tempfile.TemporaryFile": "what a rank prints",
     },
-    "cli/bench.py": {"write_text": _GIVEN},
-    "cli/plan.py": {"write_text": _GIVEN},
-    "cli/report.py": {"write_text": _GIVEN},
-    "cli/tune.py": {"write_text": _GIVEN, "savefig": _GIVEN},
-    "cli/plan_report.py": {"savefig": _GIVEN},
-    "cli/demo_report.py": {"savefig": "demo.png, in the folder that --output names"},
+    "cli/output.py": {"write_text": "the file that --json names"},
+    "cli/plan/plot.py": {"savefig": _GIVEN},
+    "cli/report/command.py": {"write_text": _GIVEN},
+    "cli/tune/command.py": {"write_text": _GIVEN, "savefig": _GIVEN},
+    "cli/demo/report.py": {"savefig": "demo.png, in the folder that --output names"},
     "cli/ranks.py": {"importlib.import_module": _CHILD},
-    "cli/demo.py": {
+    "cli/demo/command.py": {
         "multiprocessing.get_context": "the ranks of the demo: processes of this one, which it speaks with by pickle",
         "multiprocessing.parent_process": "a rank ends with its parent",
         "socket.if_nameindex": "whether there is a loopback interface",
@@ -100,24 +94,21 @@ ALLOWED: dict[str, dict[str, str]] = {
         "mkdir": "the folder that --output names",
         "write_text": "inside it, or the file that --json names",
     },
-    "cli/doctor.py": {
-        "tempfile.TemporaryDirectory": "what the checks write, and where the ranks meet",
-        "write_text": _GIVEN,
-    },
-    "cli/doctor_child.py": {
+    "cli/doctor/command.py": {"tempfile.TemporaryDirectory": "what the checks write, and where the ranks meet"},
+    "cli/doctor/child.py": {
         "subprocess.Popen": "this Python with a check of this package, no shell",
         "os.killpg": "that check, and itself when its parent is gone",
         "importlib.import_module": _CHILD,
-        "open for writing": "the findings of a check, in the folder that doctor.py made",
+        "open for writing": "the findings of a check, in the folder that command.py made",
     },
-    "cli/doctor_environment.py": {
+    "cli/doctor/environment.py": {
         "importlib.import_module": _OWN_NAME,
         "socket.gethostname": "which address the host name has,",
         "socket.gethostbyname": "as gloo asks for it: the host's resolver may ask a name server",
     },
-    "cli/doctor_frameworks.py": {"importlib.import_module": _OWN_NAME},
-    "cli/doctor_selftest.py": {"socket.if_nameindex": "whether there is a loopback interface"},
-    "cli/doctor_versions.py": {"importlib.import_module": _OWN_NAME},
+    "cli/doctor/frameworks.py": {"importlib.import_module": _OWN_NAME},
+    "cli/doctor/selftest.py": {"socket.if_nameindex": "whether there is a loopback interface"},
+    "cli/doctor/versions.py": {"importlib.import_module": _OWN_NAME},
 }
 
 

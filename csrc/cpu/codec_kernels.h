@@ -420,6 +420,14 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   if (worst > more + static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
 }
 
+// The last group of a tensor, of n < g elements, filled up with its first one.
+template <int kBytes>
+FLASH_INLINE void fill_ragged(const uint8_t* first, int64_t n, int g, uint8_t* group) {
+  for (int i = 0; i < g; ++i) {
+    __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
+  }
+}
+
 template <DType kType, int kBits, Layout kLayout>
 void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                   int64_t end) {
@@ -441,13 +449,9 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
     encode_batch<kType, kBits, kLayout>(x + i * g * kBytes, count_from(i), bounds_of[now],
                                         count_from(i + batch), bounds_of[now ^ 1], c, payload + i * record);
   }
-  if (whole < end) {  // the ragged group, filled up with its first element
+  if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
-    const uint8_t* first = x + whole * g * kBytes;
-    const int n = static_cast<int>(numel - whole * g);
-    for (int i = 0; i < g; ++i) {
-      __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
-    }
+    fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
     Bounds& ragged = bounds_of[0];
     take_bounds<kType, kZeros>(group, g, ragged, 0);
     encode_batch<kType, kBits, kLayout>(group, 1, ragged, 0, ragged, c, payload + whole * record);

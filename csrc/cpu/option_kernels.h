@@ -328,13 +328,9 @@ void encode_with_options(const uint8_t* x, int64_t numel, const Codec& c, uint8_
     load_groups<kType>(x + i * g * kBytes, count, c, groups);
     encode_floats<kBits, kLayout>(groups, count, c, c.first_group + i, payload + i * record);
   }
-  if (whole < end) {  // the ragged group, filled up with its first element
+  if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
-    const uint8_t* first = x + whole * g * kBytes;
-    const int n = static_cast<int>(numel - whole * g);
-    for (int i = 0; i < g; ++i) {
-      __builtin_memcpy(group + i * kBytes, first + (i < n ? i : 0) * kBytes, kBytes);
-    }
+    fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
     load_groups<kType>(group, 1, c, groups);
     encode_floats<kBits, kLayout>(groups, 1, c, c.first_group + whole, payload + whole * record);
   }

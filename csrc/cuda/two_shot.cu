@@ -1,4 +1,4 @@
-// The fused all-reduce on the device: a launch of the blocks of two_shot.h on torch's current stream. Nothing
+// The two-shot kernel on the device: a launch of the blocks of two_shot.h on torch's current stream. Nothing
 // synchronizes, nothing allocates, so that a graph can capture it.
 //
 //   block, 8 warps    each item of two_shot.h is a warp's: 1024 elements

@@ -1,6 +1,6 @@
-// The fused all-reduce: what one block of one rank does, for ranks that can write each other's memory. One
-// text for the device (two_shot.cu) and the host (tests/host/two_shot.cpp), as codec_warp.h, which does the
-// arithmetic.
+// The two-shot kernel, an all-reduce in one launch: what one block of one rank does, for ranks that can write
+// each other's memory. One text for the device (two_shot.cu) and the host (tests/host/two_shot.cpp), as
+// codec_warp.h, which does the arithmetic.
 //
 // A piece is the 1024 elements of a warp; piece q is owned by rank q mod world, which sums it. `world` pieces
 // that follow each other, one of each owner, are a stripe; stripe s is done by block s mod blocks, on every
@@ -33,16 +33,15 @@
 // compare-and-swap by both sides; these words lie in our own allocation instead. Differences are taken modulo
 // 2^32: they may wrap.)
 //
-// Why two halves and no third meeting. Call n uses half n mod 2. What could be overwritten too early is what
-// a slower peer still reads, and that is safe:
+// Why two halves and no third meeting. Call n uses half n mod 2. Rank r writes that half again in call n + 2.
+// No peer still reads it then:
 //
-//   rank r, call n + 2   writes half n mod 2
-//     because its own    call n + 1 has ended, of which a block met block 0 of every peer,
-//     each of which had  begun call n + 1, and so had ended call n: kernels of a stream do not overlap
-//   peer, call n         has read half n mod 2
+//   1  rank r begins call n + 2 after its own call n + 1 has ended: kernels of a stream do not overlap;
+//   2  in call n + 1 its block 0 met block 0 of every peer: each peer had begun call n + 1;
+//   3  so each peer had ended call n, and with it its reads of half n mod 2.
 //
-// It takes one block that meets in every call, whatever its size: block 0, since a call has at least a
-// stripe. It does not matter how the calls cut their halves. Within a call, inbox and sums are apart, and a
+// Block 0 meets in every call, because a call has at least one stripe. How the calls divide their halves does
+// not matter. Within a call, inbox and sums are apart, and a
 // block reads only what blocks of its own number wrote before they met. The tensor is read and written by the
 // same block.
 //
@@ -131,14 +130,16 @@ FLASH_HD bool await(Memory& memory, const TwoShot& call, int block, int peer, ui
   return false;
 }
 
-// What a block of a rank does in a call.
+// What a block of a rank does in a call. The block gives:
 //
-//   block.index, block.blocks          which one of how many
-//   block.count(), block.set_count(n)  its meetings so far
-//   block.failed()                     whether a call has failed in this workspace
-//   block.each_item(n, f)              f(warp, item, image) of a warp for each item 0 ... n - 1; image:
-//   kMostPieceBytes block.copy(image, to, bytes)       by a warp, 16 bytes at a time block.meet(n) by all its
-//   warps: what they wrote can be read by peers; false: one is missing
+//   index, blocks            which block it is, and how many there are
+//   count(), set_count(n)    its meetings so far
+//   failed()                 whether a call has failed in this workspace
+//   each_item(n, f)          a warp calls f(warp, item, image) for each item 0 ... n - 1
+//                            image: kMostPieceBytes of memory that the warp has to itself
+//   copy(image, to, bytes)   a warp copies 16 bytes at a time
+//   meet(n)                  all warps of the block: peers can read what was written before it;
+//                            false: a peer has not come
 template <DType kType, bool kOptions, class Block>
 FLASH_HD void two_shot(Block& block, const TwoShot& call) {
   const int world = call.world, rank = call.rank, groups_a_piece = kPieceElements / call.reduce.group_size;

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flash_allreduce_plugin.cli.plan.command import plan
-from flash_allreduce_plugin.config import strict_json
+
+Json = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, the text to stderr.")
+]
+_RANKS = "Ranks on this machine, 2 by default; with --link, hosts of one rank each."
+_LINK = "Rate of each host's link, such as 1gbit (in a checkout, as root)."
+_CONFIG = 'The rest of the configuration: a JSON file, or JSON such as \'{"range": "mse"}\'.'
 
 app = typer.Typer(
     name="flash-allreduce",
@@ -27,7 +35,10 @@ def _commands() -> None:
 def demo(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 2, 4 or 8.")] = 2,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each variant.")] = 300,
+    long: Annotated[bool, typer.Option("--long", help="A larger model for more steps: about 6 minutes.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of each variant. Default: 120, with --long 300.")
+    ] = None,
     bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
     options: Annotated[
         str, typer.Option(help='More of the configuration of these, as JSON: \'{"range": "mse"}\'.')
@@ -46,8 +57,10 @@ def demo(
         bool,
         typer.Option("--noise-control", help="Also train with tiny and with large noise instead of quantization."),
     ] = False,
-    hidden: Annotated[int, typer.Option(min=8, help="Hidden size of the model.")] = 256,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 4,
+    hidden: Annotated[
+        int | None, typer.Option(min=8, help="Hidden size of the model. Default: 192, with --long 256.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model. Default: 3, with --long 4.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
 ) -> None:
     """Train a small tensor-parallel GPT of megatron-core with quantized reductions and compare it with full
@@ -55,8 +68,9 @@ def demo(
 
     Exit status 0 only if every check printed at the end holds.
     """
-    from flash_allreduce_plugin.cli.demo.command import DemoError, run_demo
+    from flash_allreduce_plugin.cli.demo.command import LONG, SHORT, DemoError, run_demo
     from flash_allreduce_plugin.cli.demo.model import ModelSize
+    from flash_allreduce_plugin.config import strict_json
 
     try:
         widths = [int(width) for width in bits.split(",")]
@@ -68,18 +82,19 @@ def demo(
         raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
     if not isinstance(fields, dict):
         raise typer.BadParameter(f"--options {options}: expected a JSON object")
+    scale = LONG if long else SHORT
     try:
         held = run_demo(
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
-            steps=steps,
+            steps=steps or scale.steps,
             bits=widths,
             seed=seed,
             data=data,
             output=output,
             json_file=json_file,
             noise_control=noise_control,
-            size=ModelSize(hidden=hidden, layers=layers, sequence=sequence),
+            size=ModelSize(hidden=hidden or scale.hidden, layers=layers or scale.layers, sequence=sequence),
             options=fields,
         )
     except ValueError as error:
@@ -94,7 +109,7 @@ def demo(
 def doctor(
     ranks: Annotated[int, typer.Option(min=2, max=64, help="Ranks of the self-test's all-reduce.")] = 2,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that each check may take.")] = 120,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write it as JSON.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Check the installation: versions, libraries, machine, environment, seams; and test it.
 
@@ -115,46 +130,36 @@ def bench(
     minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "16K",
     maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "64M",
     stepfactor: Annotated[int, typer.Option("--stepfactor", "-f", min=2, help="From one size to the next.")] = 4,
-    stepbytes: Annotated[str | None, typer.Option("--stepbytes", "-i", help="The same, added instead.")] = None,
     iters: Annotated[int, typer.Option("--iters", "-n", min=1, help="Calls in a row in a round.")] = 5,
     warmup_iters: Annotated[int, typer.Option("--warmup_iters", "-w", min=0, help="Calls before the rounds.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every variant has its turn.")] = 10,
     check: Annotated[int, typer.Option("--check", "-c", min=0, max=1, help="1: check results first; 0: do not.")] = 1,
+    datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "float32",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each times every variant once, in turn.")] = 10,
     collective: Annotated[
         str, typer.Option(help="all_reduce, reduce_scatter, all_gather, codec; several with commas.")
     ] = "all_reduce",
     algorithm: Annotated[
-        str, typer.Option(help="two-step, ring (all_reduce alone, for comparison), or both.")
+        str, typer.Option(help="two-step, ring (all_reduce alone, in a checkout), or both.")
     ] = "two-step",
-    datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "float32",
-    bits: Annotated[str | None, typer.Option(help="Widths to measure. Default: 8,4, or those of --config.")] = None,
-    options: Annotated[str, typer.Option(help='More of the configuration, as JSON: \'{"range": "mse"}\'.')] = "{}",
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="Measure this configuration, min_bytes too. Without: min_bytes is 0."
-        ),
-    ] = None,
-    ranks: Annotated[str | None, typer.Option(help="Ranks on this machine, 2 by default; 2,4,8: in turn.")] = None,
-    link: Annotated[str, typer.Option(help="Rate of the link of each host, such as 1gbit (root only).")] = "loopback",
-    hosts: Annotated[str | None, typer.Option(help="Hosts, with --link; 2 by default.")] = None,
+    bits: Annotated[str | None, typer.Option(help="Widths to measure. Default: those of --config, else 8,4.")] = None,
+    config: Annotated[str | None, typer.Option(help=f"{_CONFIG} min_bytes is 0 unless a file says otherwise.")] = None,
+    ranks: Annotated[str | None, typer.Option(help=f"{_RANKS} 2,4,8: one after the other.")] = None,
+    link: Annotated[str, typer.Option(help=_LINK)] = "loopback",
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write the rows there too.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Time the quantized collectives beside torch.distributed's own, after checking them.
 
-    By itself or under torchrun. Columns as nccl-tests has them; wire: what a rank sends. Exit status 0 only if no
-    element was wrong: every rank has the same bits, within the codec's error of the exact result.
+    Alone or under torchrun. The columns are those of nccl-tests; wire: bytes that a rank sends. Exit status 0 only if
+    no element is wrong: all ranks have the same bits, within the codec's error of the exact result.
     """
     from flash_allreduce_plugin.cli.bench.command import run_bench
-    from flash_allreduce_plugin.cli.ranks import RanksError
 
-    try:
+    with _one_sentence("bench"):
         right = run_bench(
             minbytes=minbytes,
             maxbytes=maxbytes,
             stepfactor=stepfactor,
-            stepbytes=stepbytes,
             iters=iters,
             warmup_iters=warmup_iters,
             rounds=rounds,
@@ -163,74 +168,73 @@ def bench(
             algorithms=algorithm,
             datatype=datatype,
             bits=bits,
-            options=options,
             config=config,
             rank_counts=ranks,
             link=link,
-            hosts=hosts,
             device=device,
             json_file=json_file,
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    except RanksError as error:
-        typer.echo(f"bench: {error}", err=True)
-        raise typer.Exit(1) from None
     raise typer.Exit(0 if right else 1)
 
 
 @app.command()
 def tune(
-    collective: Annotated[
-        str, typer.Option(help="all_reduce, reduce_scatter, all_gather; several with commas.")
-    ] = "all_reduce",
-    bits: Annotated[str, typer.Option(help="Widths to measure; the configuration is for the first.")] = "8,4",
-    options: Annotated[str, typer.Option(help="More of the configuration, as JSON: '{\"group_size\": 64}'.")] = "{}",
     minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "1K",
     maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "256M",
     datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "bfloat16",
     seconds: Annotated[float, typer.Option(min=0.0, help="To measure a size for; at least five rounds.")] = 2.0,
-    ranks: Annotated[str | None, typer.Option(help="Ranks on this machine, 2 by default.")] = None,
-    link: Annotated[str, typer.Option(help="Rate of the link of each host, such as 1gbit (root only).")] = "loopback",
-    hosts: Annotated[str | None, typer.Option(help="Hosts, with --link; 2 by default.")] = None,
+    collective: Annotated[
+        str, typer.Option(help="all_reduce, reduce_scatter, all_gather; several with commas.")
+    ] = "all_reduce",
+    bits: Annotated[str, typer.Option(help="Widths to measure; the configuration is for the first.")] = "8,4",
+    config: Annotated[str | None, typer.Option(help=_CONFIG)] = None,
+    ranks: Annotated[str | None, typer.Option(help=_RANKS)] = None,
+    link: Annotated[str, typer.Option(help=_LINK)] = "loopback",
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
     output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The configuration.")] = Path(
         "flash_allreduce.json"
     ),
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Everything measured.")] = None,
+    json_file: Json = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of the sweep, PNG.")] = None,
 ) -> None:
-    """Measure where quantizing pays on these ranks and write chunk_bytes and min_bytes to a configuration file.
+    """Measure from which size on quantizing is faster here, and write chunk_bytes and min_bytes to a configuration.
 
-    Under torchrun on the group of the job, or by itself. The choice is measured once more: exit status 0 only if with
-    it no size takes more than 1.05 times full precision.
+    Under torchrun on the group of the job, or alone. The choice is then measured: exit status 0 only if no size takes
+    more than 1.05 times as long as in full precision.
     """
-    from flash_allreduce_plugin.cli.ranks import RanksError
     from flash_allreduce_plugin.cli.tune.command import run_tune
 
-    try:
+    with _one_sentence("tune"):
         held = run_tune(
             collectives=collective,
             bits=bits,
-            options=options,
+            config=config,
             minbytes=minbytes,
             maxbytes=maxbytes,
             datatype=datatype,
             seconds=seconds,
-            rank_counts=ranks,
+            rank_count=ranks,
             link=link,
-            hosts=hosts,
             device=device,
-            output=output,
+            output_file=output,
             json_file=json_file,
             plot_file=plot,
         )
+    raise typer.Exit(0 if held else 1)
+
+
+@contextlib.contextmanager
+def _one_sentence(command: str) -> Iterator[None]:
+    """Bad usage ends with exit status 2, a failed rank with 1, each with one sentence on stderr."""
+    from flash_allreduce_plugin.cli.ranks import RanksError
+
+    try:
+        yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except RanksError as error:
-        typer.echo(f"tune: {error}", err=True)
+        typer.echo(f"{command}: {error}", err=True)
         raise typer.Exit(1) from None
-    raise typer.Exit(0 if held else 1)
 
 
 @app.command()
@@ -239,9 +243,7 @@ def report(
     html_file: Annotated[
         Path | None, typer.Option("--html", dir_okay=False, help="Where one HTML page with plots goes.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Where what is printed goes, as JSON.")
-    ] = None,
+    json_file: Json = None,
 ) -> None:
     """Show what a run's collectives did, from its log.
 

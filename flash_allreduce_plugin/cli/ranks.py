@@ -7,6 +7,7 @@ there when measure is called.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
 import json
@@ -15,10 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks import netlab
+from flash_allreduce_plugin.cli import checkout, launch
+from flash_allreduce_plugin.cli.launch import LOOPBACK
 
 Say = Callable[..., None]
 OnMessage = Callable[[dict[str, Any]], None]
@@ -36,12 +38,17 @@ def launched() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def speaks() -> bool:
+    """Whether this process prints: the command itself, or rank 0 of a launcher."""
+    return not launched() or os.environ["RANK"] == "0"
+
+
 def run(
     measure: str,
     settings: Mapping[str, Any],
     *,
     world_size: int,
-    link: str = netlab.LOOPBACK,
+    link: str = LOOPBACK,
     device: str = "cpu",
     on_message: OnMessage = lambda content: None,
     timeout: float = 3600.0,
@@ -50,14 +57,14 @@ def run(
 
     Args:
         world_size, link: of ranks of our own: on this machine, or with a rate such as "1gbit" on as many hosts
-            (netlab.hosts; needs root). Without meaning under a launcher.
+            (benchmarks/netlab.py; needs a checkout and root). Not used under a launcher.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
         on_message: given what rank 0 says, from a thread of its own.
         timeout: seconds for all of it, for ranks of our own.
 
     Raises:
         RanksError: a rank failed, or the hosts cannot be made here. No rank of our own outlives the call.
-        ValueError: a world size or a link that there is not.
+        ValueError: a bad world size or link, or a link without a checkout.
     """
     if launched():
         return _measure(measure, settings, device, on_message)
@@ -72,14 +79,30 @@ def run(
                 on_message(message["said"])
 
     command = [sys.executable, "-m", __name__, measure, json.dumps(settings), device]
-    try:
-        with netlab.hosts(world_size, link) as lab:
-            lab.run(command, timeout=timeout, on_line=on_line)
-    except netlab.NetlabError as error:
-        raise RanksError(str(error)) from error
+    with _hosts(world_size, link) as hosts:
+        try:
+            hosts.run(command, timeout=timeout, on_line=on_line)
+        except launch.RankError as error:
+            raise RanksError(str(error)) from error
     if not results:
         raise RanksError("rank 0 ended without a result")
     return results[0]
+
+
+@contextlib.contextmanager
+def _hosts(world_size: int, link: str) -> Iterator[launch.Ranks]:
+    if link == LOOPBACK:
+        with launch.on_this_machine(world_size) as here:
+            yield here
+        return
+    checkout.need(f"--link {link}", "netlab")
+    from benchmarks import netlab
+
+    try:
+        with netlab.hosts(world_size, link) as lab:
+            yield lab
+    except netlab.NetlabError as error:
+        raise RanksError(str(error)) from error
 
 
 def _measure(measure: str, settings: Mapping[str, Any], device: str, on_message: OnMessage) -> Any:

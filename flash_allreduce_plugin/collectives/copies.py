@@ -45,10 +45,10 @@ def sharding(mesh: Any, placements: Sequence[Any]) -> Sharding:
 
 
 def among(shardings: Sequence[Sharding], config: FlashConfig) -> list[bool]:
-    """Which parameters of one call are copies on ranks where others of it are split.
+    """Which parameters of one call are copies on ranks where others of the call are split.
 
-    Where nothing is split, all is the same on those ranks, and so is what comes out.
-    Raises ConfigError where they would be the same at one width only, and the width is chosen.
+    Where nothing is split, the gradients and so the results are the same on those ranks anyway. Raises ConfigError
+    where they would be the same at one width only, and the width is adapted (target_sqnr_db or min_sqnr_db).
     """
     split: Sharding = frozenset().union(*shardings)
     found = [one != split for one in shardings]

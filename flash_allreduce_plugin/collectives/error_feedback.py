@@ -48,9 +48,11 @@ _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
 
 
 class Residual:
-    """What one call lost, as records of 8 bits [groups, bytes]: `before` the sum for every group of the call, `after`
-    it for the groups whose sum this rank encodes, as they are encoded (rotated, if they are). Zeros stand for nothing.
-    `momentum` is the share of it that stays when a call adds its own.
+    """The error that one call left, as records of 8 bits [groups, bytes].
+
+    `before` has every group of the call, as it was before the sum; `after` the groups whose sum this rank encodes, as
+    they are encoded (rotated, if they are). Zeros: nothing was lost. `momentum` is the share that stays when a call
+    adds its own.
     """
 
     __slots__ = ("after", "before", "layout", "loaded", "momentum", "site")
@@ -70,8 +72,8 @@ class Residual:
 class Feedback:
     """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
 
-    A call finds its residual by a key, or by its place in the backward pass. One that was left by a call of another
-    layout (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" what was
+    A call finds its residual by a key, or by its place in the backward pass. A residual of a call of another layout
+    (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" how many were
     dropped and why. Calls in full precision neither use nor change a residual.
     """
 
@@ -225,7 +227,7 @@ class Slot:
 def encode(part: Tensor, payload: Tensor, wire: Format, draw: Draw, kept: Tensor, momentum: float) -> None:
     """rows.encode of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
 
-    What is not finite leaves nothing behind. What is 0 is held back: it travels as 0, and its residual stays.
+    A non-finite element leaves no residual. A zero travels as zero and keeps its residual.
     """
     own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
     numel, on_cpu = part.shape[1], part.device.type == "cpu"
@@ -293,7 +295,7 @@ def _finite(records: Tensor, group_size: int) -> bool:
     return bool(numbers.isfinite().all())
 
 
-# What state_dict gives; in the language of shapes.py.
+# The result of state_dict; in the language of shapes.py.
 _RESIDUAL = {"layout": str, "before": _are_records, "after": _are_records}
 STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 

@@ -17,14 +17,14 @@ Each function is a generator that yields once, when the first chunks are on the 
 another thread (work.py). Tensors are 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
 `key` is the call's, for stochastic rounding: before the sum every rank has random numbers of its own, after it every
 group, whoever encodes it. `residual`, for gradients, has what the last call of the same kind lost and is left with what
-this one loses (feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
+this one loses (error_feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,76 +88,104 @@ def all_reduce(
     meter: Meter | None = None,
 ) -> Iterator[None]:
     """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
-    world, rank = label.group.size(), label.group.rank()
-    group_size = plan.reduce.group_size
-    chunks = _chunks_of_tensor(tensor.numel(), plan, world)
-    slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
-    reduce_key, gather_key = rows.draw_key(key, _REDUCE, rank), rows.draw_key(key, _GATHER)
-    label.reserve(2 * chunks.count)
-    sent = pool.take(chunks.count * slot)
-    received = pool.take(chunks.window * chunks.size * plan.reduce.record_bytes)
-    exchanges: deque[Pending] = deque()
-    gathers: deque[tuple[int, Pending]] = deque()
+    call = _AllReduce(tensor, factor, plan, label, pool, key, residual, meter)
+    count, window = call.chunks.count, call.chunks.window
+    for i in range(window):
+        call.send(i)
+    yield
+    for i in range(count):
+        call.reduce(i)
+        if i + window < count:
+            call.send(i + window)
+        if i + 1 >= window:  # the order in which the peers put them on the wire
+            call.write()
+    while call.gathers:
+        call.write()
+    pool.give(call.sent, call.received)
 
-    def elements(i: int) -> Tensor:
-        first, last = chunks[i]
-        return tensor[first * group_size : last * group_size].view(1, -1)
 
-    def payload(i: int, record: int) -> tuple[Tensor, int]:
-        """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
-        first, last = chunks[i]
-        shard = -(-(last - first) // world)
-        return sent[i * slot : i * slot + world * shard * record], (last - first) * record
+class _AllReduce:
+    """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
 
-    def inbox(i: int) -> Tensor:
-        out, _ = payload(i, plan.reduce.record_bytes)
-        start = i % chunks.window * chunks.size * plan.reduce.record_bytes
-        return received[start : start + out.numel()]
+    __slots__ = (
+        *("chunks", "exchanges", "factor", "gather_key", "gathers", "label", "meter", "plan", "rank", "received"),
+        *("reduce_key", "residual", "sent", "slot", "tensor", "world"),
+    )
 
-    def send(i: int) -> None:
-        out, real = payload(i, plan.reduce.record_bytes)
-        first, last = chunks[i]
-        _encode(elements(i), out[:real].view(1, -1), plan.reduce, Draw(reduce_key, first), residual, first, last)
-        if meter is not None:
-            meter.encoded(elements(i), out[:real].view(1, -1), plan.reduce)
+    def __init__(
+        self,
+        tensor: Tensor,
+        factor: float,
+        plan: Plan,
+        label: Label,
+        pool: BufferPool,
+        key: int,
+        residual: Residual | None,
+        meter: Meter | None,
+    ) -> None:
+        self.tensor, self.factor, self.plan, self.label = tensor, factor, plan, label
+        self.residual, self.meter = residual, meter
+        self.world, self.rank = label.group.size(), label.group.rank()
+        self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
+        self.slot = self.chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+        self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
+        label.reserve(2 * self.chunks.count)
+        self.sent = pool.take(self.chunks.count * self.slot)
+        self.received = pool.take(self.chunks.window * self.chunks.size * plan.reduce.record_bytes)
+        self.exchanges: deque[Pending] = deque()
+        self.gathers: deque[tuple[int, Pending]] = deque()
+
+    def send(self, i: int) -> None:
+        """Encode chunk i and put it on the wire."""
+        out, real = self._payload(i, self.plan.reduce.record_bytes)
+        first, last = self.chunks[i]
+        part, payload, draw = self._elements(i), out[:real].view(1, -1), Draw(self.reduce_key, first)
+        _encode(part, payload, self.plan.reduce, draw, self.residual, first, last, self.meter)
         out[real:].zero_()
-        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
-        exchanges.append(transport.all_to_all(inbox(i), out, label, doing))
+        doing = f"exchanging the shards of chunk {i + 1} of {self.chunks.count}"
+        self.exchanges.append(transport.all_to_all(self._inbox(i), out, self.label, doing))
 
-    def reduce(i: int) -> None:
-        exchanges.popleft().wait()
-        out, _ = payload(i, plan.gather.record_bytes)
-        mine = out.view(world, -1)[rank]
-        shard, first = len(mine) // plan.gather.record_bytes, i * (chunks.size // world)
-        draw = Draw(gather_key, chunks[i][0] + rank * shard)
-        half = (inbox(i).view(world, -1), mine, plan.reduce, plan.gather, factor, draw)
+    def reduce(self, i: int) -> None:
+        """Wait for chunk i, the oldest on the wire, sum this rank's shard of it, and put the sum on the wire."""
+        self.exchanges.popleft().wait()
+        plan, residual = self.plan, self.residual
+        out, _ = self._payload(i, plan.gather.record_bytes)
+        mine = out.view(self.world, -1)[self.rank]
+        shard, first = len(mine) // plan.gather.record_bytes, i * (self.chunks.size // self.world)
+        draw = Draw(self.gather_key, self.chunks[i][0] + self.rank * shard)
+        half = (self._inbox(i).view(self.world, -1), mine, plan.reduce, plan.gather, self.factor, draw)
         if residual is None:
             rows.decode_sum_encode(*half)
         else:
             error_feedback.decode_sum_encode(*half, residual.after[first : first + shard], residual.momentum)
-        if meter is not None:
-            meter.summed(*half[:5])
-        doing = f"gathering the sums of chunk {i + 1} of {chunks.count}"
-        gathers.append((i, transport.all_gather(out, mine, label, doing)))
+        if self.meter is not None:
+            self.meter.summed(*half[:5])
+        doing = f"gathering the sums of chunk {i + 1} of {self.chunks.count}"
+        self.gathers.append((i, transport.all_gather(out, mine, self.label, doing)))
 
-    def write() -> None:
-        i, gather = gathers.popleft()
+    def write(self) -> None:
+        """Wait for the sums of the oldest chunk and decode them into the tensor."""
+        i, gather = self.gathers.popleft()
         gather.wait()
-        out, real = payload(i, plan.gather.record_bytes)
-        rows.decode(out[:real].view(1, -1), elements(i), plan.gather)
+        out, real = self._payload(i, self.plan.gather.record_bytes)
+        rows.decode(out[:real].view(1, -1), self._elements(i), self.plan.gather)
 
-    for i in range(chunks.window):
-        send(i)
-    yield
-    for i in range(chunks.count):
-        reduce(i)
-        if i + chunks.window < chunks.count:
-            send(i + chunks.window)
-        if i + 1 >= chunks.window:  # the order in which the peers put them on the wire
-            write()
-    while gathers:
-        write()
-    pool.give(sent, received)
+    def _elements(self, i: int) -> Tensor:
+        first, last = self.chunks[i]
+        group_size = self.plan.reduce.group_size
+        return self.tensor[first * group_size : last * group_size].view(1, -1)
+
+    def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
+        """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
+        first, last = self.chunks[i]
+        shard = -(-(last - first) // self.world)
+        return self.sent[i * self.slot : i * self.slot + self.world * shard * record], (last - first) * record
+
+    def _inbox(self, i: int) -> Tensor:
+        record = self.plan.reduce.record_bytes
+        out, _ = self._payload(i, record)
+        start = i % self.chunks.window * self.chunks.size * record
+        return self.received[start : start + out.numel()]
 
 
 def reduce_scatter(
@@ -201,9 +229,7 @@ def reduce_scatter(
                 first += chunks[i][0]
                 draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
                 payload = payload.view(len(part), -1)
-                _encode(part, payload, plan.reduce, draw, residual, first, last)
-                if meter is not None:
-                    meter.encoded(part, payload, plan.reduce)
+                _encode(part, payload, plan.reduce, draw, residual, first, last, meter)
         size = plan.reduce.payload_bytes(len(mine))
         inbox = received[start : start + world * size]
         even = None if isinstance(shards, Tensor) else [size] * world
@@ -211,7 +237,7 @@ def reduce_scatter(
         arrives = transport.all_to_all(inbox, out, label, doing, even, even and sizes)
         exchanges.append((mine, inbox, arrives))
 
-    def reduce() -> None:
+    def reduce(_: int) -> None:
         mine, inbox, arrives = exchanges.popleft()
         arrives.wait()
         if len(mine):
@@ -219,13 +245,7 @@ def reduce_scatter(
             if meter is not None:
                 meter.result(mine)
 
-    for i in range(chunks.window):
-        send(i)
-    yield
-    for i in range(chunks.count):
-        reduce()
-        if i + chunks.window < chunks.count:
-            send(i + chunks.window)
+    yield from _in_turn(chunks, send, reduce)
     pool.give(sent, received)
 
 
@@ -289,24 +309,38 @@ def all_gather(
             if len(payload):
                 rows.decode(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
 
+    yield from _in_turn(chunks, send, write)
+    pool.give(buffer)
+
+
+def _in_turn(chunks: Chunks, send: Callable[[int], None], receive: Callable[[int], None]) -> Iterator[None]:
+    """Send the first chunks, yield, then receive every chunk in order and send the one that takes its place."""
     for i in range(chunks.window):
         send(i)
     yield
     for i in range(chunks.count):
-        write(i)
+        receive(i)
         if i + chunks.window < chunks.count:
             send(i + chunks.window)
-    pool.give(buffer)
 
 
 def _encode(
-    part: Tensor, payload: Tensor, wire: Format, draw: Draw, residual: Residual | None, first: int, last: int
+    part: Tensor,
+    payload: Tensor,
+    wire: Format,
+    draw: Draw,
+    residual: Residual | None,
+    first: int,
+    last: int,
+    meter: Meter | None,
 ) -> None:
     """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call."""
     if residual is None:
         rows.encode(part, payload, wire, draw)
     else:
         error_feedback.encode(part, payload, wire, draw, residual.before[first:last], residual.momentum)
+    if meter is not None:
+        meter.encoded(part, payload, wire)
 
 
 def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
 
-MOST_TEXT = 1 << 20  # bytes of what a rank tells the others, whatever a peer says
+MOST_TEXT = 1 << 20  # bytes that a rank sends, whatever length a peer asks for
 
 
 def gather(mine: bytes, label: Label, device: torch.device, doing: str = "gathering the configurations") -> list[bytes]:
-    """`mine` of every rank; of one length."""
+    """`mine` of every rank, in rank order; all have one length."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received: Tensor = sent.new_empty(label.group.size() * sent.numel())
     transport.all_gather(received, sent, label, doing).wait()
@@ -33,13 +33,23 @@ def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple
     return tuple(map(sum, zip(*ranks, strict=True)))
 
 
-def gather_json(mine: Mapping[str, Any], label: Label, doing: str) -> list[dict[str, Any]]:
-    """`mine` of every rank of the label's group, in rank order; of what JSON can say."""
-    try:
-        label.group._get_backend(device := torch.device("cpu"))
-    except RuntimeError:
-        device = torch.device("cuda", torch.cuda.current_device())
+def gather_json(
+    mine: Mapping[str, Any], label: Label, doing: str, device: torch.device | None = None
+) -> list[dict[str, Any]]:
+    """`mine`, of what JSON can say, of every rank of the label's group, in rank order.
+
+    device: the messages lie there; None: on the CPU if the group has a backend for it, else on the current GPU.
+    """
+    device = _device_of(label) if device is None else device
     text = json.dumps(mine).encode()
     said = max(struct.unpack("<Q", n)[0] for n in gather(struct.pack("<Q", len(text)), label, device, doing))
     longest = min(MOST_TEXT, said)
     return [json.loads(t.rstrip(b"\0")) for t in gather(text[:longest].ljust(longest, b"\0"), label, device, doing)]
+
+
+def _device_of(label: Label) -> torch.device:
+    try:
+        label.group._get_backend(device := torch.device("cpu"))
+    except RuntimeError:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,8 +1,10 @@
-"""Who uses this package on a process group: said by every rank in the group's own store, before its first exchange.
+"""Which ranks use this package on a process group: every rank says so in the group's store before its first exchange.
 
 A rank without the plugin, or without its flag, calls something else, and its peers would wait for it in silence until
-the group's timeout. So who waits for more than a few seconds asks the store, and says once who is missing; and the
-error at the end names them. The keys are the group's: one of a few bytes for each rank, beside torch's own.
+the group's timeout. So a rank that waits for more than a few seconds asks the store and says once which ranks are
+missing; the error at the end names them.
+
+The keys are the group's: one of a few bytes for each rank, beside torch's own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError
 
-PATIENCE = 5.0  # seconds that a first exchange may take before anything is said
+GRACE = 5.0  # seconds that a first exchange may take before anything is said
 _ANSWER = 5.0  # seconds that the store has for an answer: its host may be what died
 _MOST = 8  # ranks that a sentence names
 
@@ -30,9 +32,10 @@ _log = logging.getLogger("flash_allreduce_plugin")
 
 @contextmanager
 def first_use(label: Label) -> Iterator[None]:
-    """Around the first exchange of a group: says that this rank is there, and who is not if it takes long.
+    """Around the first exchange of a group: says that this rank is there, and, if it takes long, which ranks are
+    missing.
 
-    Raises CollectiveError that names the ranks which have not said so, in place of one from inside.
+    Raises CollectiveError that names the missing ranks, in place of one from inside.
     """
     store = _store(label.group)
     if store is None:
@@ -71,7 +74,7 @@ def _key(rank: int) -> str:
 
 
 def _missing(store: Any, ranks: range) -> Iterator[int]:
-    """Those of `ranks` that have not said so: log2(ranks) questions for each, and one if there is none."""
+    """Those of `ranks` that have not said so: log2(ranks) questions for each, and one if none is missing."""
     if not ranks or store.check([_key(rank) for rank in ranks]):
         return
     if len(ranks) == 1:
@@ -113,7 +116,7 @@ class _Watcher:
         self._running = False
 
     def begin(self, store: Any, label: Label) -> object:
-        """What `end` is to be given."""
+        """Returns the argument for `end`."""
         key = object()
         with self._lock:
             self._waiting[key] = time.monotonic(), store, label
@@ -128,13 +131,13 @@ class _Watcher:
 
     def _run(self) -> None:
         while True:
-            time.sleep(PATIENCE / 5)
+            time.sleep(GRACE / 5)
             with self._lock:
                 if not self._waiting:
                     self._running = False
                     return
                 now = time.monotonic()
-                late = [key for key, (since, _, _) in self._waiting.items() if now - since >= PATIENCE]
+                late = [key for key, (since, _, _) in self._waiting.items() if now - since >= GRACE]
                 found = [self._waiting.pop(key)[1:] for key in late]
             for store, label in found:
                 _say_who_is_missing(store, label)
@@ -157,7 +160,7 @@ def _say_who_is_missing(store: Any, label: Label) -> None:
     if missing and _is_first(store):
         _log.warning(
             "%s at site %r, rank %d, has waited for %g seconds: %s",
-            *(label.collective, label.site, label.group.rank(), PATIENCE, _sentence(missing, label.group)),
+            *(label.collective, label.site, label.group.rank(), GRACE, _sentence(missing, label.group)),
         )
 
 

@@ -1,7 +1,7 @@
 """The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
 
 (ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs; each has a node
-that owns it (hierarchy.py). Per slab:
+that owns it (topology.py). Per slab:
 
     1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
     2 between   that rank sums its node's in rank order, encodes with plan.reduce -> the owner of the part
@@ -13,7 +13,7 @@ gets the shard, two roundings; all_gather 3 and 4 with the shards in place of su
 a part changes nothing in its sums: a group has the same result in any tensor and chunk size. Between nodes goes one
 payload where the flat collectives send one for each of the node's ranks.
 
-Slabs are in flight in each stage while others are in the next. Signatures and generators are those of collectives.py.
+Slabs are in flight in each stage while others are in the next. Signatures and generators are those of flat.py.
 """
 
 from __future__ import annotations
@@ -360,7 +360,7 @@ class _Stages:
         return self._arrived(i, len(self.nodes), own * self._plan.reduce.record_bytes)
 
     def _piece(self, i: int, peer: int) -> Tensor:
-        """What this rank's part and a peer's have in common, under plan.gather."""
+        """The overlap of this rank's part and a peer's, under plan.gather."""
         first, last = self._slabs[i].meet(self.rank, peer)
         record = self._plan.gather.record_bytes
         return self.whole(i, self._plan.gather)[first * record : last * record]

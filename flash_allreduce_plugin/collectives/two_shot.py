@@ -1,15 +1,14 @@
 """All-reduce in one kernel over torch's symmetric memory: small calls of ranks that reach each other's memory.
 
-csrc/cuda/two_shot.h draws the kernel. Its results have the bits of collectives.all_reduce. Here are the workspaces,
-one a group and device, made at the first call that may use one, and which calls do; every other call goes the way of
-collectives.py, and `counts` says why. Ranks agree about it: what only one of them can know is exchanged when the
+csrc/cuda/two_shot.h draws the kernel. Its results have the bits of flat.all_reduce. This file decides which calls take
+it and makes the workspaces, one a group and device, at the first call that may use one. Every other call takes
+flat.all_reduce, and `counts` says why. The ranks decide alike: they gather what only one of them can know when the
 workspace is made.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ WORLD = f"more than {MOST_RANKS} ranks"
 ASYNCHRONOUS = "asynchronous"
 FEEDBACK = "error feedback"
 MEASURED = "measured"
-LEVELS = "hierarchical"
+LEVELS = "two-level"
 CAPTURED = "captured before the group's first call"
 NOT_BUILT = "built without CUDA"
 FEW_BLOCKS = f"a GPU with fewer than {BLOCKS} multiprocessors"
@@ -62,7 +61,7 @@ NO_RENDEZVOUS = "no rendezvous in symmetric memory"
 #: All-reduces of CUDA tensors that were quantized: TWO_SHOT, or why not.
 counts: Counter[str] = Counter()
 
-_INFO_BYTES = 2048  # what a rank says of itself
+_SETTING_UP = "setting up symmetric memory"
 _op: Any = torch.ops.flash_allreduce
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace | str]] = WeakKeyDictionary()
 
@@ -77,10 +76,10 @@ def refusal(
     feedback: bool = False,
     measured: bool = False,
 ) -> str | None:
-    """Why a call does not take the fused path, or None; whether its group has a workspace is another question.
+    """Why a call does not take the two-shot kernel, or None; whether its group has a workspace is another question.
 
-    nbytes: of the tensor. asynchronous: such a call is to overlap with computation, from which a kernel that spins
-    on the caller's stream would take it. measured: its error is, from payloads that the kernel keeps to itself.
+    nbytes: of the tensor. asynchronous: such a call is to overlap with computation, and the kernel would keep the
+    caller's stream busy while it waits. measured: from payloads, which the kernel keeps to itself.
     """
     if limit == 0:
         return OFF
@@ -98,7 +97,7 @@ def refusal(
 
 
 def limit_of_environment() -> int:
-    """Bytes of the largest tensor that takes the fused path. Raises ConfigError."""
+    """Bytes of the largest tensor that takes the two-shot kernel. Raises ConfigError."""
     given = os.environ.get(LIMIT, "").strip()
     if not given:
         return DEFAULT_LIMIT
@@ -108,7 +107,7 @@ def limit_of_environment() -> int:
 
 
 def half_bytes(numel: int, world_size: int, reduce: Format, gather: Format) -> int:
-    """What a call needs of half a workspace."""
+    """The bytes that a call uses of one half of a workspace."""
     pieces = -(-numel // _PIECE_ELEMENTS)
     return -(-pieces // world_size) * world_size * (_piece_bytes(reduce) + _piece_bytes(gather))
 
@@ -118,7 +117,7 @@ def _piece_bytes(wire: Format) -> int:
 
 
 def workspace_bytes(limit: int, world_size: int) -> int:
-    """Of a workspace that serves every tensor of up to `limit` bytes, whatever the configuration."""
+    """The size of a workspace for every tensor of up to `limit` bytes, whatever the configuration."""
     return HEADER_BYTES + 2 * half_bytes(limit // 2, world_size, _LARGEST, _LARGEST)
 
 
@@ -133,10 +132,10 @@ def all_reduce(
     feedback: bool = False,
     measured: bool = False,
 ) -> bool:
-    """tensor [numel] on a GPU, contiguous, in place: as collectives.all_reduce, in the order of the current stream.
+    """tensor [numel] on a GPU, contiguous, in place: as flat.all_reduce, in the order of the current stream.
 
-    Returns False, the tensor untouched, if the call is to go the other way. Kernels of a group's workspace must not
-    overlap: calls from several streams are ordered here, graphs that are replayed by who replays them.
+    Returns False, the tensor untouched, if the call is to take flat.all_reduce. Kernels of a group's workspace must not
+    overlap: calls from several streams are ordered here, replayed graphs by their user.
 
     Raises:
         CollectiveError: a peer did not come within the group's timeout, in an earlier call; that call's result is NaN.
@@ -170,12 +169,12 @@ def all_reduce(
 
 
 def draw_keys(key: int, rank: int) -> tuple[int, int]:
-    """For stochastic rounding, of both halves, as collectives.all_reduce has them."""
+    """For stochastic rounding, of both halves, as flat.all_reduce has them."""
     return rows.draw_key(key, 0, rank), rows.draw_key(key, 1)
 
 
-class Report:
-    """What a kernel leaves in its report word: which peer did not come, to which half, and who waited."""
+class MissingPeer:
+    """The report word of a kernel, decoded: which peer did not come, to which half, and which block waited."""
 
     def __init__(self, word: int) -> None:
         self.peer, self.block = word >> 8 & 0xFF, word >> 16 & 0xFF
@@ -213,17 +212,17 @@ class Workspace:
         """Raises CollectiveError if a call has failed, as far as the host knows: it does not wait for the GPU."""
         word = self._word.value
         if word:
-            report = Report(word)
+            missing = MissingPeer(word)
             raise label.error(
-                "waiting for a peer in the fused path, in an earlier call of the group",
+                "waiting for a peer in the two-shot kernel, in an earlier call of the group",
                 TimeoutError(
-                    f"rank {report.peer} did not come to the {report.half} within {self.timeout_ms} ms, "
-                    f"block {report.block}"
+                    f"rank {missing.peer} did not come to the {missing.half} within {self.timeout_ms} ms, "
+                    f"block {missing.block}"
                 ),
             )
 
     def order(self) -> None:
-        """Behind the calls of other streams. A stream that is captured is ordered by who replays it."""
+        """Behind the calls of other streams. A captured stream is ordered by the user of its graph."""
         if torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(self.device)
@@ -233,7 +232,7 @@ class Workspace:
 
 
 def _workspace(label: Label, device: torch.device, limit: int) -> Workspace | str:
-    """The group's, made now if there is none; or why there is none, the same on all ranks."""
+    """The group's workspace, made at the first call; or why it has none, the same on all ranks."""
     of_group = _workspaces.setdefault(label.group, {})
     workspace = of_group.get(device)
     if workspace is None:
@@ -244,7 +243,7 @@ def _workspace(label: Label, device: torch.device, limit: int) -> Workspace | st
 
 
 def _set_up(label: Label, device: torch.device, limit: int) -> Workspace | str:
-    ranks = _exchange(_describe(device, limit), label, device)
+    ranks = messages.gather_json(_describe(device, limit), label, _SETTING_UP, device)
     reason = common_refusal(ranks)
     if reason is not None:
         return reason
@@ -254,12 +253,12 @@ def _set_up(label: Label, device: torch.device, limit: int) -> Workspace | str:
         failure = ""
     except RuntimeError as error:  # on this rank, perhaps on no other
         workspace, failure = NO_RENDEZVOUS, str(error)[:200]
-    everyone = _exchange({"failure": failure}, label, device)
+    everyone = messages.gather_json({"failure": failure}, label, _SETTING_UP, device)
     return NO_RENDEZVOUS if any(rank["failure"] for rank in everyone) else workspace
 
 
 def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
-    """Why a group has no workspace, from what its ranks say of themselves (_describe); None: it may have one.
+    """Why a group has no workspace, from what each rank says of itself (_describe); None: it may have one.
 
     Raises MismatchError where their limits differ.
     """
@@ -278,7 +277,7 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _describe(device: torch.device, limit: int) -> dict[str, Any]:
-    """What the other ranks need to know of this one. blocked: the GPUs seen here that this one has no access to."""
+    """The facts about this rank that the others need. blocked: the GPUs seen here that this one has no access to."""
     properties = torch.cuda.get_device_properties(device)
     refuses = ""
     if not hasattr(_op, "two_shot_all_reduce"):
@@ -296,12 +295,6 @@ def _describe(device: torch.device, limit: int) -> dict[str, Any]:
         "uuid": str(properties.uuid),
         "blocked": [str(torch.cuda.get_device_properties(i).uuid) for i in blocked],
     }
-
-
-def _exchange(mine: dict[str, Any], label: Label, device: torch.device) -> list[dict[str, Any]]:
-    text = json.dumps(mine).encode().ljust(_INFO_BYTES)
-    gathered = messages.gather(text, label, device, "setting up symmetric memory")
-    return [json.loads(text) for text in gathered]
 
 
 def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:

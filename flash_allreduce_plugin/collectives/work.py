@@ -157,8 +157,8 @@ class Work:
 class Helper:
     """A thread that makes the asynchronous calls of one group progress, in the order in which they were made.
 
-    One for each group: calls of two groups may be made in different orders by two ranks. It starts with the first call
-    and ends with this object.
+    One for each group, because two ranks may make calls of two groups in different orders. It starts with the first
+    call and ends with this object.
     """
 
     def __init__(self) -> None:

@@ -6,12 +6,11 @@ was expected, and for an unknown key the nearest valid one.  Nothing is ignored.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -29,10 +28,12 @@ from pydantic_core import PydanticCustomError
 
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, MAX_BITS, MIN_BITS, Format
-from flash_allreduce_plugin.config import strict_json
+from flash_allreduce_plugin.config import presets, strict_json
+from flash_allreduce_plugin.config.wording import nearest, parse, sentences, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
+_OR_FULL = f'{_WIDTH} or "full"'
 _COUNT = "a whole number, 0 or more"
 _BOOL = "true or false"
 _PATTERNS = "a list of name patterns (strings)"
@@ -54,8 +55,16 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given)
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _field(default: Any, expected: str, meaning: str) -> Any:
-    return Field(default, description=meaning, json_schema_extra={"expected": expected})
+def _field(default: Any, expected: str, meaning: str, *, group: str, exclude: bool = False) -> Any:
+    return Field(
+        default, description=meaning, exclude=exclude, json_schema_extra={"expected": expected, "group": group}
+    )
+
+
+GROUPS = ("width", "format", "feedback", "quality", "places", "advanced")
+_width, _format = partial(_field, group="width"), partial(_field, group="format")
+_feedback, _quality = partial(_field, group="feedback"), partial(_field, group="quality")
+_places, _advanced = partial(_field, group="places"), partial(_field, group="advanced")
 
 
 class _Frozen(BaseModel):
@@ -65,7 +74,7 @@ class _Frozen(BaseModel):
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(
-                f"{name} cannot be set to {_shown(value)}: a configuration is frozen; "
+                f"{name} cannot be set to {shown(value)}: a configuration is frozen; "
                 f"take config.model_copy(update={{{name!r}: ...}})."
             )
 
@@ -86,80 +95,99 @@ class FlashConfig(_Frozen):
 
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
     constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
-    call, one per line.  The defaults of chunk_bytes and min_bytes are what
-    `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
+    call, one per line.  A preset fills in what is not given (presets.py).  The defaults of chunk_bytes and
+    min_bytes are what `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
     """
 
     from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)
 
-    enabled: bool = _field(True, _BOOL, "quantize at all; false: every call goes in full precision")
-    bits: Width = _field(8, _WIDTH, "width of the codes, both halves of a collective")
-    reduce_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half before the sum")
-    gather_bits: Width | None = _field(None, f"{_WIDTH} or none", "width of the half after the sum")
-    backward_bits: Width | Literal["full"] = _field(
-        "full", f'{_WIDTH} or "full"', "width for the collectives of the backward pass (Megatron)"
+    # Width: how many bits, of what.
+    preset: Literal["int8", "int4", "thin"] | None = _width(
+        None,
+        '"int8", "int4", "thin" or none',
+        "the best measured setting for a purpose; keys that are given go before it",
+        exclude=True,
     )
-    group_size: GroupSize = _field(
+    enabled: bool = _width(True, _BOOL, "quantize at all; false: every call goes in full precision")
+    bits: Width = _width(8, _WIDTH, "width of the codes, both halves of a collective")
+    backward_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for the collectives of the backward pass (Megatron)"
+    )
+    grad_bits: Width | Literal["full"] = _width("full", _OR_FULL, "width for Megatron's data-parallel gradients")
+    sequence_parallel_gather_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for the all-gathers of sequence parallelism (Megatron)"
+    )
+    expert_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for the hidden states that Megatron moves between experts"
+    )
+
+    # Format: how a group of elements is written.
+    group_size: GroupSize = _format(
         128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
     )
-    symmetric: bool = _field(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
-    compact: bool = _field(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
-    range: Literal["min-max", "mse"] = _field(
+    compact: bool = _format(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
+    range: Literal["min-max", "mse"] = _format(
         "min-max", '"min-max" or "mse"', "mse: of several ranges of each group, the one with the least squared error"
     )
-    rounding: Literal["nearest", "stochastic"] = _field(
-        "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
+
+    # Feedback: what rounding has taken from a gradient.
+    error_feedback: bool = _feedback(False, _BOOL, "carry the error over to the next step; gradients only")
+
+    # Quality: how exact it is, and what follows.
+    quality_interval: Count = _quality(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
+    target_sqnr_db: float | None = _quality(
+        None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
     )
-    seed: Count = _field(0, _COUNT, "of the random numbers of stochastic rounding")
-    spike_reserving: bool = _field(False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)")
-    hadamard: bool = _field(False, _BOOL, "rotate each group before quantizing")
-    error_feedback: bool = _field(False, _BOOL, "carry the error over to the next step; gradients only")
-    error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _field(
-        0.8,
-        "a number, 0 or more and below 1",
-        "share of what was carried over that stays; 0: all is made up for at once",
+    min_sqnr_db: float | None = _quality(
+        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
     )
-    error_feedback_reset_interval: Count = _field(
-        0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
-    )
-    chunk_bytes: Annotated[int, Field(ge=4096)] = _field(
-        1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
-    )
-    min_bytes: Count = _field(
+
+    # Places: which calls are quantized.
+    include: Patterns = _places((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
+    exclude: Patterns = _places((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
+    warmup_steps: Count = _places(0, _COUNT, "full precision for so many first steps")
+    min_bytes: Count = _places(
         1 << 20, "a whole number of bytes, 0 or more", "tensors of fewer bytes go in full precision"
     )
-    hierarchical: Literal["off", "auto"] | Hierarchy = _field(
+    hierarchical: Literal["off", "auto"] | Hierarchy = _places(
         "off",
         '"off", "auto" or {"intra_bits": 2 to 8, "inter_bits": 2 to 8, "ranks_per_node": 1 or more}',
         "fewer bits on the slow link between nodes than inside one",
     )
-    sequence_parallel_gather_bits: Width | Literal["full"] = _field(
-        "full", f'{_WIDTH} or "full"', "width for the all-gathers of sequence parallelism"
+
+    # Advanced: few people need these.
+    reduce_bits: Width | None = _advanced(None, f"{_WIDTH} or none", "width of the half before the sum")
+    gather_bits: Width | None = _advanced(None, f"{_WIDTH} or none", "width of the half after the sum")
+    symmetric: bool = _advanced(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
+    rounding: Literal["nearest", "stochastic"] = _advanced(
+        "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
     )
-    grad_bits: Width | Literal["full"] = _field(
-        "full", f'{_WIDTH} or "full"', "width for Megatron's data-parallel gradients"
+    seed: Count = _advanced(0, _COUNT, "of the random numbers of stochastic rounding")
+    spike_reserving: bool = _advanced(
+        False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)"
     )
-    quantize_embedding: bool = _field(False, _BOOL, "quantize the reduction of the embedding too")
-    expert_bits: Width | Literal["full"] = _field(
-        "full", f'{_WIDTH} or "full"', "width for the hidden states that Megatron moves between experts"
+    hadamard: bool = _advanced(False, _BOOL, "rotate each group before quantizing")
+    error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _advanced(
+        0.8,
+        "a number, 0 or more and below 1",
+        "share of what was carried over that stays; 0: all is made up for at once",
     )
-    quantize_evaluation: bool = _field(True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)")
-    include: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
-    exclude: Patterns = _field((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
-    warmup_steps: Count = _field(0, _COUNT, "full precision for so many first steps")
-    quality_interval: Count = _field(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
-    quality_measure: Literal["local", "exact"] = _field(
+    error_feedback_reset_interval: Count = _advanced(
+        0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
+    )
+    quality_measure: Literal["local", "exact"] = _advanced(
         "local",
         '"local" or "exact"',
         "local: from what every rank has lost; exact: against the same call in full precision",
     )
-    target_sqnr_db: float | None = _field(
-        None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
+    chunk_bytes: Annotated[int, Field(ge=4096)] = _advanced(
+        1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
     )
-    min_sqnr_db: float | None = _field(
-        None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
+    quantize_embedding: bool = _advanced(False, _BOOL, "quantize the reduction of the embedding too (Megatron)")
+    quantize_evaluation: bool = _advanced(
+        True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)"
     )
-    check_ranks: bool = _field(True, _BOOL, "compare the configuration across the group at first use")
+    check_ranks: bool = _advanced(True, _BOOL, "compare the configuration across the group at first use")
 
     # A type checker keeps the constructor that pydantic derives from the fields, with their names and types.
     if not TYPE_CHECKING:
@@ -172,21 +200,33 @@ class FlashConfig(_Frozen):
 
         `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
         """
-        lines = list(problems)
+        lines, resolved = list(problems), presets.resolved(values)
         try:
-            super().__init__(**values)
+            super().__init__(**resolved)
         except ValidationError as error:
-            lines += _sentences(error, values, spelled)
+            lines += sentences(error, resolved, spelled, type(self).model_fields)
         if lines:
             raise ConfigError("\n".join(lines))
+        self.model_fields_set.intersection_update(values)
         _ = self.text
 
-    @field_validator("compact", mode="after")
+    def given(self) -> dict[str, Any]:
+        """The keys that were given, `preset` among them, without what the preset and the defaults have filled in."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
+
+    def __eq__(self, other: object) -> bool:
+        """Whether every field but `preset` is the same: what counts is what it stands for."""
+        return isinstance(other, FlashConfig) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    @field_validator("symmetric", mode="after")
     @classmethod
     def _refuse_two_layouts(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("symmetric"):
+        if value and info.data.get("compact"):
             raise PydanticCustomError(
-                "combination", "excludes symmetric=True, which sends no zero point at all; drop one of the two"
+                "combination", "excludes compact=True, which has a zero point; drop one of the two"
             )
         return value
 
@@ -246,7 +286,7 @@ class FlashConfig(_Frozen):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
         """A copy with `update` applied and validated (pydantic's own copy would not validate it)."""
-        return type(self).from_dict({**self.to_dict(), **(update or {})})
+        return type(self).from_dict({**self.given(), **(update or {})})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FlashConfig:
@@ -279,17 +319,17 @@ class FlashConfig(_Frozen):
         """
         FlashConfig.from_env_was_called = True
         texts = {}
-        keys = {_variable(key): key for key in cls.model_fields}
+        keys = {variable(key): key for key in cls.model_fields}
         unknown = []
-        for variable, text in sorted(os.environ.items()):
-            if not variable.startswith(environment.PREFIX) or variable in environment.VARIABLES:
+        for name, text in sorted(os.environ.items()):
+            if not name.startswith(environment.PREFIX) or name in environment.VARIABLES:
                 continue
-            if variable not in keys:
-                nearest = _nearest(variable.upper(), [*keys, *environment.VARIABLES])
-                unknown.append(f"{variable}={_shown(text)} is not a known variable; the nearest is {nearest}.")
+            if name not in keys:
+                closest = nearest(name.upper(), [*keys, *environment.VARIABLES])
+                unknown.append(f"{name}={shown(text)} is not a known variable; the nearest is {closest}.")
             elif text.strip():
-                texts[keys[variable]] = text
-        return cls.from_texts(texts, spelled=_variable, base=base, problems=unknown)
+                texts[keys[name]] = text
+        return cls.from_texts(texts, spelled=variable, base=base, problems=unknown)
 
     @classmethod
     def from_texts(
@@ -304,13 +344,13 @@ class FlashConfig(_Frozen):
         spelled: how a problem names a field, for example as the flag its user typed.
         problems: lines that were found before and are raised with the rest.
         """
-        values: dict[str, Any] = {} if base is None else base.to_dict()
+        values = {} if base is None else base.given()
         problems = list(problems)
         for key, text in texts.items():
             try:
-                values[key] = _parse(text.strip(), cls.model_fields[key].default)
+                values[key] = parse(text.strip(), cls.model_fields[key].default)
             except strict_json.DuplicateKeyError as error:
-                problems.append(f"{spelled(key)}={_shown(text)}: {error}.")
+                problems.append(f"{spelled(key)}={shown(text)}: {error}.")
         config = cls.__new__(cls)
         config._fill(values, spelled=spelled, problems=problems)
         return config
@@ -324,23 +364,30 @@ class FlashConfig(_Frozen):
         return f"{field.description}; {field.json_schema_extra['expected']} (default: {default})"
 
     @classmethod
+    def group_of(cls, key: str) -> str:
+        """Which of GROUPS a field is listed in."""
+        extra = cls.model_fields[key].json_schema_extra
+        assert isinstance(extra, dict)
+        return str(extra["group"])
+
+    @classmethod
     def _from_mapping(cls, values: Any, source: str = "", base: FlashConfig | None = None) -> FlashConfig:
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{source}expected keys and values, got {_shown(values)}.")
+            raise ConfigError(f"{source}expected keys and values, got {shown(values)}.")
         named = {key: value for key, value in values.items() if isinstance(key, str)}
         unnamed = [
-            f"{source}{_shown(key)}={_shown(values[key])} is not a known key; keys are strings."
+            f"{source}{shown(key)}={shown(values[key])} is not a known key; keys are strings."
             for key in values
             if key not in named
         ]
         config = cls.__new__(cls)
         if base is not None:
-            named = {**base.to_dict(), **named}
+            named = {**base.given(), **named}
         config._fill(named, spelled=lambda key: source + key, problems=unnamed)
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in JSON types; from_dict of it is equal to self."""
+        """Every field but `preset`, whose fields are among them, in JSON types; from_dict of it is equal to self."""
         return self.model_dump(mode="json")
 
     @cached_property
@@ -354,53 +401,3 @@ class FlashConfig(_Frozen):
         """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()
-
-
-def _sentences(error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str]) -> list[str]:
-    """One line for each key that `error` complains about, in the order of the fields."""
-    lines: dict[str, str] = {}
-    for problem in error.errors(include_url=False, include_context=False):
-        # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
-        key = str(problem["loc"][0])
-        if key in lines:
-            continue
-        given = f"{spelled(key)}={_shown(values[key])}"
-        if problem["type"] == "extra_forbidden":
-            nearest = _nearest(key.lower().replace("-", "_"), FlashConfig.model_fields)
-            lines[key] = f"{given} is not a known key; the nearest is {nearest}."
-        elif problem["type"] == "combination":
-            lines[key] = f"{given} {problem['msg']}."
-        else:
-            extra = FlashConfig.model_fields[key].json_schema_extra
-            assert isinstance(extra, dict)
-            lines[key] = f"{given} is not valid; expected {extra['expected']}."
-    return list(lines.values())
-
-
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
-
-
-def _variable(key: str) -> str:
-    return environment.PREFIX + key.upper()
-
-
-def _shown(value: Any) -> str:
-    text = repr(list(value) if isinstance(value, tuple) else value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _parse(text: str, default: Any) -> Any:
-    """The value that an environment variable's text stands for, by the kind of its field's default."""
-    try:
-        value = strict_json.loads(text)
-    except strict_json.DuplicateKeyError:
-        raise
-    except (ValueError, RecursionError):
-        value = text
-    if isinstance(default, tuple):
-        names = [name.strip() for name in text.split(",") if name.strip()]
-        return value if isinstance(value, list) else names
-    if isinstance(default, bool) and text in ("0", "1"):
-        return text == "1"
-    return {"true": True, "false": False, "none": None}.get(text.lower(), value)

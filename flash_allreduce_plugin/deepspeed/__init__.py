@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
-from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import engine, places
-from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.deepspeed import engine, places, section
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -26,14 +26,12 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: for engines without a section, default `FlashConfig.from_env()`; a section goes before it. Enabled already:
     only the configuration for coming engines changes.
-    Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows.
+    Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows, and
+    ConfigError for keys that have no effect there.
     """
-    if config is not None and not isinstance(config, FlashConfig):
-        raise TypeError(
-            f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
-        )
+    config = refusals.serve(config, "DeepSpeed", section.LACKS)
     engine.verify()
-    engine.attach(FlashConfig.from_env() if config is None else config)
+    engine.attach(config)
 
 
 def disable() -> None:
@@ -58,13 +56,12 @@ def feedback(served: Any) -> Feedback | None:
     return engine.reduction_of(served).feedback
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
     in_place = engine.sites_in_place()
-    entries = counters.Report()
-    for site, (target, covers) in places.SITES.items():
-        counts = sites.get(site, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[site] = {"target": target, "covers": covers, "in_place": site in in_place}
-        entries[site].update((key, counts[key]) for key in ("calls", "quantized", "full_precision"))
-    return entries
+    return of_sites(
+        {
+            site: {"target": target, "covers": covers, "in_place": site in in_place}
+            for site, (target, covers) in places.SITES.items()
+        }
+    )

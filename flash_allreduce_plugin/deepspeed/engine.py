@@ -20,9 +20,9 @@ from weakref import WeakSet
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.deepspeed.places import places
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Reduction, gradients
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, gradients
 from flash_allreduce_plugin.errors import ConfigError, PatchError
-from flash_allreduce_plugin.patching import Patchset, Seam, below_mark, is_in_source
+from flash_allreduce_plugin.patching import Function, Patchset, Seam, below_mark, is_in_source
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
 
 CONSTRUCTOR = "deepspeed.engine"
@@ -127,19 +127,19 @@ def _put_on(engine: Any, reduction: Reduction, bound: list[_Bound]) -> None:
 
 
 def _steps(engine: Any) -> run_log.StepSource:
-    """What gives the number of an engine's finished steps; it does not keep the engine alive."""
+    """Gives the number of an engine's finished steps; does not keep the engine alive."""
     own = weakref.ref(engine)
     return lambda: None if (alive := own()) is None else int(alive.global_steps)
 
 
 def replacements(owner: Any) -> dict[str, Function]:
-    """What those functions of an owner that carry seams are to be, by seam; empty if it is not served."""
+    """The replacements of those functions of an owner that carry seams, by seam; empty if it is not served."""
     found: dict[str, Function] = vars(owner).get(_IN_SOURCE, {})
     return found
 
 
 def reduction_of(engine: Any) -> Reduction:
-    """What serves an engine. Raises ValueError if nothing does."""
+    """The Reduction of an engine. Raises ValueError if nothing does."""
     if not hasattr(engine, _BOUND):
         raise ValueError(f"this {type(engine).__name__} has no flash_allreduce section and was not built after enable.")
     reduction: Reduction = getattr(engine, _BOUND)[0]
@@ -239,7 +239,7 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
 
 
 def start_line(engine: Any, config: FlashConfig) -> str:
-    """What is attached, with which bits, and every other setting that is not at its default: one line."""
+    """One line: what is attached, with which bits, and every other setting that is not at its default."""
     optimizer = type(getattr(engine, "optimizer", None)).__name__
     to = f"{type(engine).__name__} with {optimizer}, ZeRO stage {int(engine.zero_optimization_stage())}"
     return notices.attached(to, f"gradients in {config.bits} bits", config)

@@ -11,19 +11,15 @@ import functools
 import inspect
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Function, Slices, gradients, owned
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.telemetry.beside import ours
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.telemetry.beside import ours
-from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 ENGINE = "deepspeed.runtime.engine"
 STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
@@ -47,12 +43,16 @@ SITES = {
 
 def places(reduction: Reduction | None) -> list[Seam]:
     """Every function, for one engine's reduction; None serves to check that they are as expected."""
-    # Nothing of it is called where it is None.
-    all_reduce = getattr(reduction, "all_reduce", None)
-    reduce = getattr(reduction, "reduce", None)
-    coalesced = getattr(reduction, "reduce_scatter_coalesced", None)
-    bucket = ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group")
-    ranks = ("self", "small_bucket", "communication_data_type", "log", "divide", "process_group", "bucket_ranks")
+    return [*_of_engine(reduction), *_of_stages_1_and_2(reduction), *_of_stage_3(reduction), *_of_the_run(reduction)]
+
+
+def _collective(reduction: Reduction | None, name: str) -> Function | None:
+    """A collective for the functions to call; None, which is never called, where they are only checked."""
+    return getattr(reduction, name, None)
+
+
+def _of_engine(reduction: Reduction | None) -> list[Seam]:
+    all_reduce = _collective(reduction, "all_reduce")
     return [
         Seam(
             "deepspeed.engine.bucket",
@@ -70,6 +70,14 @@ def places(reduction: Reduction | None) -> list[Seam]:
             lambda original: _counted(original, reduction),
             "counts sparse gradients, which stay in full precision",
         ),
+    ]
+
+
+def _of_stages_1_and_2(reduction: Reduction | None) -> list[Seam]:
+    all_reduce, reduce = _collective(reduction, "all_reduce"), _collective(reduction, "reduce")
+    bucket = ("self", "bucket", "communication_data_type", "rank", "log", "divide", "process_group")
+    ranks = ("self", "small_bucket", "communication_data_type", "log", "divide", "process_group", "bucket_ranks")
+    return [
         Seam(
             "deepspeed.zero.bucket",
             STAGE_1_AND_2,
@@ -96,6 +104,13 @@ def places(reduction: Reduction | None) -> list[Seam]:
             lambda original: _bucket(original, rebound(original, "dist.all_reduce", all_reduce), reduction),
             "all-reduce of a bucket at stages 1 and 2 with reduce_scatter: false",
         ),
+    ]
+
+
+def _of_stage_3(reduction: Reduction | None) -> list[Seam]:
+    all_reduce = _collective(reduction, "all_reduce")
+    coalesced = _collective(reduction, "reduce_scatter_coalesced")
+    return [
         Seam(
             "deepspeed.stage3.scatter",
             STAGE_3,
@@ -114,6 +129,12 @@ def places(reduction: Reduction | None) -> list[Seam]:
             lambda original: _bucket(original, _rebound_below_nvtx(original, "dist.all_reduce", all_reduce), reduction),
             "all-reduce of a bucket at stage 3 with reduce_scatter: false",
         ),
+    ]
+
+
+def _of_the_run(reduction: Reduction | None) -> list[Seam]:
+    """Checkpoints and monitors."""
+    return [
         Seam(
             "deepspeed.engine.save",
             ENGINE,

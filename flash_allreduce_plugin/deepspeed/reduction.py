@@ -23,8 +23,8 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.section import SECTION
-from flash_allreduce_plugin.dispatch import Plain
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars

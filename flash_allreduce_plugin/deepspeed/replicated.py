@@ -79,7 +79,7 @@ def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, bool]]) -> list[tup
 
 
 def _between(found: Sequence[Range], numel: int) -> list[Range]:
-    """What the ranges leave free of `numel` elements."""
+    """The ranges of `numel` elements between those that are found."""
     free, start = [], 0
     for first, last in [*found, (numel, numel)]:
         if start < first:

@@ -7,50 +7,44 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError
 
 SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
-# Fields for collectives that DeepSpeed does not have: in the section they would do nothing.
-_OF_MEGATRON = (
-    "backward_bits",
-    "sequence_parallel_gather_bits",
-    "grad_bits",
-    "quantize_embedding",
-    "expert_bits",
-    "quantize_evaluation",
-    "include",
-    "exclude",
-)
-_NO_EFFECT = "{key}={value!r} has no effect in DeepSpeed, whose gradients all travel at `bits`; leave it out."
+LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     """The configuration that DeepSpeed's raw dict asks for; None without the section.
 
-    Keys that the section leaves out come from the file that its key "config" names, else from the environment
-    (FLASH_ALLREDUCE_BITS and so on), else they are the defaults. Raises ConfigError with every problem, one a line,
-    each naming `flash_allreduce.<key>`.
+    The section is an object, or the name of a preset. Keys that it leaves out come from the file that its key "config"
+    names, else from the environment (FLASH_ALLREDUCE_BITS and so on), else they are the preset's, else the defaults.
+    Raises ConfigError with every problem, one a line, each naming `flash_allreduce.<key>` or the variable.
     """
     if SECTION not in raw:
         return None
-    section = raw[SECTION]
+    section = {"preset": raw[SECTION]} if isinstance(raw[SECTION], str) else raw[SECTION]
     if not isinstance(section, Mapping):
-        raise ConfigError(f'{SECTION} is {section!r}; expected keys and values, as in "{SECTION}": {{"bits": 4}}.')
+        raise ConfigError(
+            f'{SECTION} is {section!r}; expected keys and values, as in "{SECTION}": {{"bits": 4}}, or the name of a '
+            f'preset, as in "{SECTION}": "int4".'
+        )
     config, base = None, FlashConfig.from_env()
     fields = {key: value for key, value in section.items() if key != FILE}
-    lines = [_NO_EFFECT.format(key=key, value=fields[key]) for key in _OF_MEGATRON if key in fields]
+    stray = refusals.refusals(base.given(), "DeepSpeed", LACKS, variable)
+    lines = refusals.refusals(fields, "DeepSpeed", refusals.with_megatrons(LACKS))
     try:
         if FILE in section:
             base = _from_file(section[FILE], base, lines)
-        config = FlashConfig.from_dict({**base.to_dict(), **fields})
+        config = FlashConfig.from_dict({**base.given(), **fields})
     except ConfigError as error:
         lines += str(error).splitlines()
-    if lines:
-        raise ConfigError("\n".join(f"{SECTION}.{line}" for line in lines))
+    if lines or stray:
+        raise ConfigError("\n".join([*(f"{SECTION}.{line}" for line in lines), *stray]))
     return config
 
 
@@ -72,10 +66,9 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
         config = FlashConfig.from_file(path, base=base)
     except ConfigError as error:
         raise ConfigError("\n".join(f"{FILE}={line}" for line in str(error).splitlines())) from None
-    for key in _OF_MEGATRON:
-        value = getattr(config, key)
-        if value != getattr(base, key):
-            lines.append(f"{FILE}={path}: " + _NO_EFFECT.format(key=key, value=value))
+    own = {key: value for key, value in config.given().items() if base.given().get(key) != value}
+    found = refusals.refusals(own, "DeepSpeed", refusals.with_megatrons(LACKS))
+    lines += [f"{FILE}={path}: {line}" for line in found]
     return config
 
 

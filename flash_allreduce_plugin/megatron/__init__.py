@@ -15,6 +15,7 @@ import warnings
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.megatron import (
     checkpoints,
@@ -31,7 +32,8 @@ from flash_allreduce_plugin.megatron.scopes import full_precision as full_precis
 from flash_allreduce_plugin.megatron.scopes import set_step as set_step
 from flash_allreduce_plugin.megatron.scopes import step as step
 from flash_allreduce_plugin.patching import Patchset, Seam
-from flash_allreduce_plugin.telemetry import beside, counters, run_log
+from flash_allreduce_plugin.telemetry import beside, run_log
+from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 _config: FlashConfig | None = None
 _patchset: Patchset | None = None  # what `enable` put in place
@@ -52,7 +54,7 @@ def enable(config: FlashConfig | None = None) -> None:
         raise TypeError(
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
-    config = FlashConfig.from_env() if config is None else config
+    config = for_megatron(FlashConfig.from_env() if config is None else config)
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
     fresh: Patchset | None = None
     if _patchset is None:
@@ -72,7 +74,7 @@ def enable(config: FlashConfig | None = None) -> None:
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
         fresh = _made(optional + ([] if without else saving))
-    if config.error_feedback and config.grad_bits == "full":
+    if config.given().get("error_feedback") and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
             'grad_bits is "full"; set grad_bits, or leave error_feedback out.',
@@ -133,17 +135,12 @@ def feedback() -> Feedback | None:
     return data_parallel.residuals.feedback
 
 
-def report() -> counters.Report:
+def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    sites = counters.stats()["sites"]
     found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
-    rows = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    entries = counters.Report()
-    for seam, entry in {**rows, **transformer_engine.rows(found)}.items():
-        counts = sites.get(seam, {"calls": 0, "quantized": 0, "full_precision": {}})
-        entries[seam] = {**entry, **{key: counts[key] for key in ("calls", "quantized", "full_precision")}}
-    return entries
+    own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
+    return of_sites({**own, **transformer_engine.rows(found)})
 
 
 def seams() -> tuple[Seam, ...]:

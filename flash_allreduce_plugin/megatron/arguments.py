@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 from flash_allreduce_plugin import environment, megatron
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.fields import GROUPS
+from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron.refusals import refusals
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
@@ -30,7 +32,8 @@ from flash_allreduce_plugin.telemetry import counters, notices
 FILE = "--flash-allreduce-config"
 _ABOUT = (
     f"Quantized collectives of flash_allreduce_plugin. {SWITCH} turns them on; a setting comes from its flag, else "
-    f"from {FILE}, else from the environment (FLASH_ALLREDUCE_BITS and so on), else it is the default."
+    f"from {FILE}, else from the environment (FLASH_ALLREDUCE_BITS and so on), else from the preset, else it is the "
+    "default."
 )
 
 
@@ -117,17 +120,20 @@ def _unknown(word: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the group "flash all-reduce" to `parser`, and return it.
+    """Add the group "flash all-reduce" and one for each group of fields to `parser`, and return it.
 
     Values stay text until `config_from`: argparse would answer a bad one with Megatron's whole usage.
     """
-    group = parser.add_argument_group("flash all-reduce", _ABOUT)
-    group.add_argument(SWITCH, action="store_true", help="quantize Megatron's collectives")
-    group.add_argument(FILE, metavar="FILE", help="a JSON file with settings, keys as in FlashConfig")
+    switches = parser.add_argument_group("flash all-reduce", _ABOUT)
+    switches.add_argument(SWITCH, action="store_true", help="quantize Megatron's collectives")
+    switches.add_argument(FILE, metavar="FILE", help="a JSON file with settings, keys as in FlashConfig")
+    groups = {name: parser.add_argument_group(f"flash all-reduce: {name}") for name in GROUPS}
     for key, field in FlashConfig.model_fields.items():
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if isinstance(field.default, bool) else {}
         name = key.rpartition("_")[2].upper()
-        group.add_argument(flag(key), metavar=name, help=FlashConfig.describe(key).replace("%", "%%"), **bare)
+        groups[FlashConfig.group_of(key)].add_argument(
+            flag(key), metavar=name, help=FlashConfig.describe(key).replace("%", "%%"), **bare
+        )
     return parser
 
 
@@ -184,6 +190,9 @@ def start(args: Any) -> None:
     config = config_from(args)
     if config is None:
         return
+    config = for_megatron(config)
+    if _without_buffers(args):
+        config = without(config, ("grad_bits", "error_feedback"))  # a preset's
     refuse_incompatible(args, config)
     megatron.enable(config)
     if getattr(args, "rank", 0) == 0:
@@ -197,14 +206,18 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
     """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize."""
     lines = refusals(args, _option, SWITCH)
     if config.grad_bits != "full":
-        for name in ("use_torch_fsdp2", "use_megatron_fsdp"):
-            if getattr(args, name, False):
-                lines.append(
-                    f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
-                    f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
-                )
+        for name in _without_buffers(args):
+            lines.append(
+                f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
+                f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
+            )
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _without_buffers(args: Any) -> list[str]:
+    """The options with which gradients pass other buffers than Megatron's own."""
+    return [name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if getattr(args, name, False)]
 
 
 def _option(name: str, value: str | None = None) -> str:
@@ -213,13 +226,14 @@ def _option(name: str, value: str | None = None) -> str:
 
 
 def start_line(config: FlashConfig) -> str:
-    """What is attached, with which bits, and every other setting that is not at its default: one line."""
+    """One line: what is attached, with which bits, and every other setting that is not at its default."""
     in_place = sum(entry["in_place"] for entry in megatron.report().values())
     if not config.enabled or environment.is_on(environment.DISABLE):
         return f"{in_place} seams attached, but switched off: every call goes in full precision"
     said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
     return (
-        f"{in_place} seams attached, forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
+        f"{in_place} seams attached, {notices.preset(config)}"
+        f"forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
         f"groups of {config.group_size}, from {config.min_bytes} bytes{notices.settings(config, said)}"
     )
 
@@ -229,7 +243,7 @@ def _bits(bits: int | str) -> str:
 
 
 def doubts(args: Any, config: FlashConfig) -> list[str]:
-    """What a user should know because little or nothing will be quantized with these arguments."""
+    """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
         lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")

@@ -1,6 +1,6 @@
-"""Megatron-LM's checkpoints: each rank's state lies in the folder of the iteration, beside what Megatron-LM writes.
+"""Megatron-LM's checkpoints: each rank's state lies in the folder of the iteration, beside Megatron-LM's files.
 
-That is in `save_checkpoint` and `load_checkpoint` of its training package. A script that saves with megatron-core's
+The seams are `save_checkpoint` and `load_checkpoint` of its training package. A script that saves with megatron-core's
 dist_checkpointing or by itself calls fap.state_dict and fap.load_state_dict.
 """
 
@@ -20,8 +20,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import checkpoint
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.megatron import data_parallel, scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.patching import Function, Seam
 
 CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = "megatron.training.training"  # imports the two functions by name
@@ -29,7 +28,7 @@ _GLOBALS = "megatron.training.global_vars"
 
 
 class _Gradients:
-    """What a checkpoint has of Megatron in this process."""
+    """The state of Megatron in this process that a checkpoint has."""
 
     @property
     def feedback(self) -> Feedback | None:

@@ -29,9 +29,10 @@ from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import replicated, scopes
-from flash_allreduce_plugin.megatron.tensor_parallel import CurrentConfig, Function
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.megatron.scopes import CurrentConfig
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry.beside import ours
 
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -192,7 +193,7 @@ def _all_reduce(config: CurrentConfig) -> Function:
     return all_reduce
 
 
-def _how(bucket: torch.Tensor, theirs: dispatch.Plain) -> dict[str, Any]:
+def _how(bucket: torch.Tensor, theirs: Plain) -> dict[str, Any]:
     """What the collective of one bucket is called with. theirs: Megatron's own."""
     scope = scopes.current()
     return {

@@ -23,9 +23,8 @@ from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.transport import all_gather_single, reduce_scatter_single
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import scopes
-from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
-from flash_allreduce_plugin.megatron.tensor_parallel import MAPPINGS, CurrentConfig, Function
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.megatron.scopes import MAPPINGS, CurrentConfig, Scope, recalls, remembers
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"

@@ -1,6 +1,6 @@
-"""Megatron-LM's own monitors: TensorBoard, and Weights & Biases, get our scalars where it writes its own.
+"""Megatron-LM's own monitors, TensorBoard and Weights & Biases, get our scalars beside Megatron's.
 
-That is in `training_log` of its training package, on the rank that has the writer (the last one), every
+The seam is `training_log` of its training package, on the rank that has the writer (the last one), every
 --tensorboard-log-interval iterations.
 """
 
@@ -12,8 +12,7 @@ import inspect
 import sys
 from typing import Any
 
-from flash_allreduce_plugin.megatron.tensor_parallel import Function
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.patching import Function, Seam
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 TRAINING = "megatron.training.training"

@@ -1,7 +1,7 @@
-"""Megatron's options that replace or bypass the collectives we quantize: refused, rather than silently not served.
+"""Megatron's options that replace or bypass the collectives that we quantize: they are refused with an error.
 
-The launch flags ask about Megatron-LM's arguments; while enabled, every configuration that is built is asked too,
-for those who call `enable` in a script of their own.
+The launch flags check Megatron-LM's arguments. While enabled, every configuration that is built is checked too, for
+scripts that call `enable` themselves.
 """
 
 from __future__ import annotations

@@ -24,18 +24,27 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.policy import matches
+from flash_allreduce_plugin.patching import Function
+from flash_allreduce_plugin.policy import Role, Site, matches
+from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 ON_REQUEST = "full_precision()"
 EVALUATION = "evaluation"
+OTHER_GROUP = "not the tensor-parallel group"
 SWITCH = "--flash-allreduce"
+# megatron-core's modules in which several files have seams
+MAPPINGS = "megatron.core.tensor_parallel.mappings"
+LAYERS = "megatron.core.tensor_parallel.layers"
 
-Function = Callable[..., Any]
+EMBEDDING = Site("megatron.embedding.forward", Role.EMBEDDING)
+
+CurrentConfig = Callable[[], FlashConfig]
 Pass = Literal["forward", "backward"]
 
 
@@ -67,7 +76,7 @@ def flag(key: str) -> str:
 
 
 class _State:
-    """What `start` set going in this process."""
+    """The state of this process between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.config: FlashConfig | None = None
@@ -216,6 +225,45 @@ def moving_hidden_states(site: str) -> Iterator[None]:
         yield
     finally:
         _hidden_states.reset(token)
+
+
+def site_of(site: Site, scope: Scope) -> Site:
+    """The site with its module. A forward reduction may be the embedding's: it reaches the same functions as the
+    row-parallel layers.
+    """
+    if scope.embedding and site.role is Role.FORWARD:
+        site = EMBEDDING
+    return site if scope.module is None else Site(site.name, site.role, scope.module)
+
+
+def left_alone(group: dist.ProcessGroup | None, scope: Scope) -> str | None:
+    """Why Megatron's own function serves a call, or None if this plugin does."""
+    return scope.full_precision if _is_tensor_parallel(group) else OTHER_GROUP
+
+
+def _is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
+    """Whether `group` is Megatron's tensor-parallel group; those of experts come by here too."""
+    from megatron.core import parallel_state
+
+    return group is not None and group is parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+
+
+def record_original(
+    site: Site,
+    reason: str,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    all_reduce: bool,
+    whole: int = 1,
+) -> None:
+    """Count a call that goes to Megatron's own function, with the ring volume over `group` of a tensor that is
+    `whole` times `tensor`.
+    """
+    world_size = dist.get_world_size(group)
+    message = whole * tensor.numel() * tensor.element_size()
+    volume = message * (world_size - 1) // world_size
+    counters.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)
 
 
 def _enter(module: torch.nn.Module, _arguments: Any) -> None:

@@ -15,17 +15,18 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.megatron import expert_parallel, scopes
-from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
-from flash_allreduce_plugin.megatron.tensor_parallel import (
+from flash_allreduce_plugin.megatron.scopes import (
     LAYERS,
     MAPPINGS,
     CurrentConfig,
-    Function,
+    Scope,
     left_alone,
+    recalls,
     record_original,
+    remembers,
     site_of,
 )
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
 from flash_allreduce_plugin.telemetry.beside import ours
 
@@ -58,6 +59,10 @@ _LINEAR_FORWARD = (
 
 def seams(config: CurrentConfig) -> list[Seam]:
     """The seams of this file; `config` is asked at every call."""
+    return [*_in_mappings(config), *_in_layers(config)]
+
+
+def _in_mappings(config: CurrentConfig) -> list[Seam]:
     return [
         Seam(
             G_FORWARD.name,
@@ -106,6 +111,11 @@ def seams(config: CurrentConfig) -> list[Seam]:
             lambda original: recalls(rebound(original, _GATHER, _gather(SCATTER_BACKWARD, config))),
             "all-gather of the gradient at an explicit scatter (position embeddings, custom code), backward",
         ),
+    ]
+
+
+def _in_layers(config: CurrentConfig) -> list[Seam]:
+    return [
         Seam(
             LINEAR_GATHER.name,
             LAYERS,
@@ -148,7 +158,7 @@ def helpers() -> list[Seam]:
 
 
 def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._reduce_scatter_along_first_dim`: [s, ...] -> [s / ranks, ...]."""
+    """Stands in for `mappings._reduce_scatter_along_first_dim`: [s, ...] -> [s / ranks, ...]."""
 
     def reduce_scatter(
         input_: torch.Tensor,
@@ -183,7 +193,7 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
 
 
 def _gather(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._gather_along_first_dim`: [s, ...] -> [s * ranks, ...]."""
+    """Stands in for `mappings._gather_along_first_dim`: [s, ...] -> [s * ranks, ...]."""
 
     def gather(
         input_: torch.Tensor,
@@ -213,7 +223,7 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
 
 
 def _all_gather(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for the all-gather of a column-parallel layer's input."""
+    """Stands in for the all-gather of a column-parallel layer's input."""
 
     def all_gather(
         output_tensor: torch.Tensor,
@@ -236,7 +246,7 @@ def _all_gather(site: Site, config: CurrentConfig) -> Function:
 
 
 def _linear_reduce_scatter(site: Site, config: CurrentConfig, original: Function) -> Function:
-    """What stands in for the reduce-scatter that layers.py starts for an input gradient."""
+    """Stands in for the reduce-scatter that layers.py starts for an input gradient."""
 
     def reduce_scatter(
         output: torch.Tensor,

@@ -13,29 +13,28 @@ the wait, stay Megatron's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
-from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import scopes
-from flash_allreduce_plugin.megatron.scopes import Scope, recalls, remembers
-from flash_allreduce_plugin.patching import Seam, rebound
+from flash_allreduce_plugin.megatron.scopes import (
+    EMBEDDING,
+    LAYERS,
+    MAPPINGS,
+    CurrentConfig,
+    left_alone,
+    recalls,
+    record_original,
+    remembers,
+    site_of,
+)
+from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
-from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
 
-MAPPINGS = "megatron.core.tensor_parallel.mappings"
-LAYERS = "megatron.core.tensor_parallel.layers"
-OTHER_GROUP = "not the tensor-parallel group"
-
-CurrentConfig = Callable[[], FlashConfig]
-Function = Callable[..., Any]
-
-EMBEDDING = Site("megatron.embedding.forward", Role.EMBEDDING)
 G_FORWARD = Site("megatron.g.forward", Role.FORWARD)
 F_BACKWARD = Site("megatron.f.backward", Role.BACKWARD)
 LINEAR_DGRAD = Site("megatron.linear.dgrad", Role.BACKWARD)
@@ -114,7 +113,7 @@ _ALL_REDUCE = "torch.distributed.all_reduce"
 
 
 def _reduce(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `mappings._reduce`: sums in place, and returns the sum for a non-contiguous input
+    """Stands in for `mappings._reduce`: sums in place, and returns the sum for a non-contiguous input
     too.
     """
 
@@ -136,7 +135,7 @@ def _reduce(site: Site, config: CurrentConfig) -> Function:
 
 
 def _all_reduce(site: Site, config: CurrentConfig) -> Function:
-    """What stands in for `torch.distributed.all_reduce` inside one backward function of Megatron's."""
+    """Stands in for `torch.distributed.all_reduce` inside one backward function of Megatron's."""
 
     def all_reduce(
         tensor: torch.Tensor,
@@ -167,42 +166,3 @@ def mark_embedding(original: Function) -> Function:
             return original(self, input_)
 
     return forward
-
-
-def site_of(site: Site, scope: Scope) -> Site:
-    """The site with its module. A forward reduction may be the embedding's: it reaches the same functions as the
-    row-parallel layers.
-    """
-    if scope.embedding and site.role is Role.FORWARD:
-        site = EMBEDDING
-    return site if scope.module is None else Site(site.name, site.role, scope.module)
-
-
-def left_alone(group: dist.ProcessGroup | None, scope: Scope) -> str | None:
-    """Why Megatron's own function serves a call, or None if this plugin does."""
-    return scope.full_precision if is_tensor_parallel(group) else OTHER_GROUP
-
-
-def is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` is Megatron's tensor-parallel group; those of experts come by here too."""
-    from megatron.core import parallel_state
-
-    return group is not None and group is parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-
-
-def record_original(
-    site: Site,
-    reason: str,
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    all_reduce: bool,
-    whole: int = 1,
-) -> None:
-    """Count a call that goes to Megatron's own function, with the ring volume over `group` of a tensor that is
-    `whole` times `tensor`.
-    """
-    world_size = dist.get_world_size(group)
-    message = whole * tensor.numel() * tensor.element_size()
-    volume = message * (world_size - 1) // world_size
-    counters.record_full_precision(site, reason, 2 * volume if all_reduce else volume, message=message)

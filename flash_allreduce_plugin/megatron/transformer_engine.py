@@ -26,22 +26,22 @@ import torch.distributed as dist
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import scopes
-from flash_allreduce_plugin.megatron.scopes import recalls, remembers
-from flash_allreduce_plugin.megatron.tensor_parallel import (
+from flash_allreduce_plugin.megatron.scopes import (
     CurrentConfig,
-    Function,
     left_alone,
+    recalls,
     record_original,
+    remembers,
     site_of,
 )
-from flash_allreduce_plugin.patching import Patchset, Seam
+from flash_allreduce_plugin.patching import Function, Patchset, Seam
 from flash_allreduce_plugin.policy import ONE_RANK, Role, Site
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
 
 TE_MODULES = "transformer_engine.pytorch.module"
 WINDOW = ((1, 13), (2, 20))
-LAYERS = {"linear": "_Linear", "layernorm_linear": "_LayerNormLinear", "layernorm_mlp": "_LayerNormMLP"}
+AUTOGRAD = {"linear": "_Linear", "layernorm_linear": "_LayerNormLinear", "layernorm_mlp": "_LayerNormMLP"}
 OUTSIDE = "outside of the layer's autograd function"
 TE_FORMAT = "in a format of Transformer Engine's"
 
@@ -103,9 +103,9 @@ GATHER_GRADIENT = _Collective("gather_along_first_dim", _GATHER, SP_G_BACKWARD, 
 
 # Which modules call it.
 CALLERS = {
-    ALL_REDUCE: tuple(LAYERS),
-    REDUCE_SCATTER: tuple(LAYERS),
-    GATHER: tuple(LAYERS),
+    ALL_REDUCE: tuple(AUTOGRAD),
+    REDUCE_SCATTER: tuple(AUTOGRAD),
+    GATHER: tuple(AUTOGRAD),
     GATHER_GRADIENT: ("base",),
 }
 
@@ -157,7 +157,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
     """The seams of this file; `config` is asked at every call."""
     found = [_seam(layer, collective, config) for collective, layers in CALLERS.items() for layer in layers]
     note = "remembers the module for the backward"
-    for layer, function in LAYERS.items():
+    for layer, function in AUTOGRAD.items():
         module, path = f"{TE_MODULES}.{layer}", f"{_NAME}.{layer}"
         found += [
             Seam(f"{path}.forward", module, f"{function}.forward", ("ctx", ...), remembers, note),
@@ -206,7 +206,7 @@ def _seam(layer: str, collective: _Collective, config: CurrentConfig) -> Seam:
 
 
 def _served(collective: _Collective, config: CurrentConfig, original: Function) -> Function:
-    """What stands in for one of TE's functions in one of its modules; TE passes tensor and group by position."""
+    """Stands in for one of TE's functions in one of its modules; TE passes tensor and group by position."""
 
     def function(
         tensor: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False, quantizer: Any = None

@@ -1,1 +1,1 @@
-"""The error of live calls: how it is measured, and the decisions that follow from it."""
+"""Measures the error of live calls, and chooses their widths by it."""

@@ -1,12 +1,11 @@
-"""How large the error of live calls is, and what follows from it.
+"""Measures the error of live calls, and lets widths.py and guard.py choose their widths by it.
 
 SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
 the same call in full precision beside it; an all-to-all always locally, since nothing is summed and the sender knows
-the whole error. What local measurements the counters, target_sqnr_db (adaptive.py) and
-min_sqnr_db (guard.py) are to know, and what all measurements decide, the ranks add up at the start of the next measured
-call, the one place that they pass in the same order however late they wait for their handles.
+the whole error. The ranks add up their measurements at the start of the next measured call (sites.py says why there):
+for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 """
 
 from __future__ import annotations
@@ -30,25 +29,26 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
     from flash_allreduce_plugin.groups import GroupState
     from flash_allreduce_plugin.quality.guard import SiteGuard
-    from flash_allreduce_plugin.quality.widths import SiteWidth, Sums
+    from flash_allreduce_plugin.quality.sites import Sums
+    from flash_allreduce_plugin.quality.widths import SiteWidth
 
 
 class Quality:
-    """Of one call that may be quantized: whether it is measured, how, and for whom."""
+    """The measurement of one call that may be quantized, and the width that earlier ones give it."""
 
     def __init__(
         self, collective: Collective, site: Site, label: Label, state: GroupState, config: FlashConfig
     ) -> None:
         self.measured = False
-        #: of a local measurement: to be given to the collective
+        #: for the collective, where the call is measured locally
         self.meter: Meter | None = None
         self._collective, self._site, self._label, self._state, self._config = collective, site, label, state, config
         self._exact: Measurement | None = None
-        self._error: Sums | None = None  # for the counters, where they are not told at once
+        self._error: Sums | None = None  # of local measurements, for the counters
         self._width: SiteWidth | None = None
         self._guard: SiteGuard | None = None
-        self._bits = self._level = 0  # of the two, in this call
-        self._watched: Plan | None = None  # what the guard would come back to from full precision
+        self._bits = self._level = 0  # of the width and of the guard, in this call
+        self._watched: Plan | None = None  # the plan in 8 bits, to which the guard would come back from full precision
 
     @property
     def watching(self) -> bool:
@@ -71,7 +71,7 @@ class Quality:
         if plan.width is not None:
             self._width = self._state.width(name, config, plan.width)
         if config.min_sqnr_db is not None:
-            # With a target, that moves the width; what is left to the guard is full precision.
+            # With a target, that moves the width: the guard is left with the choice of full precision.
             start = plan.narrowest(self._collective) if plan.width is None else MAX_BITS
             self._guard = self._state.guard(name, config, start)
         if self.measured and number:
@@ -104,7 +104,7 @@ class Quality:
             self._guard.record(self._level, signal, noise)
 
     def watch(self, parts: Iterable[Tensor], factor: float) -> None:
-        """1-D parts, of this rank's input, go in full precision; factor: for their sum."""
+        """1-D parts of this rank's input go in full precision; factor: for their sum."""
         if self._watched is None:
             return
         plan = self._watched
@@ -120,7 +120,7 @@ class Quality:
                     self.meter.would_lose(part, plan.inside, summed=True)
 
     def watched(self, result: Tensor) -> None:
-        """The result [numel] of that is in place: what 8 bits would have cost is the guard's."""
+        """Their result [numel] is in place: the guard is told the error that 8 bits would have made."""
         if self._watched is None or self.meter is None or self._guard is None:
             return
         if self._collective == "reduce_scatter":
@@ -134,7 +134,7 @@ class Quality:
         self._guard.record(FULL, *self.meter.read())
 
     def _agree(self, number: int, device: torch.device) -> None:
-        """The start of measured call `number` of the site: what was measured before it becomes known."""
+        """At the start of measured call `number` of the site the ranks add up what was measured before it."""
         known = [sums for sums in (self._error, self._width, self._guard) if sums is not None]
         if not known:
             return
@@ -166,7 +166,7 @@ class Measurement:
     def __init__(
         self, collective: str, input: Tensor, op: object, factor: float, label: Label, parts: list[int] | None = None
     ) -> None:
-        """input: what the plain collective takes, evenly split; factor: what its result is to be multiplied with.
+        """input: as the plain collective takes it, evenly split; factor: its result is multiplied with it.
 
         parts: of an all_gather, elements of each rank's part, where they differ.
         """

@@ -1,27 +1,23 @@
 """The guard: a site whose measured SQNR falls below config.min_sqnr_db gets more bits, then full precision.
 
-What is measured at one call of a site is added up over the ranks at the start of the next measured call (dispatch.py),
-as for target_sqnr_db (adaptive.py): all ranks decide by the same numbers, at the same call. The decision is a pure
-function of a Stand and a number.
+All ranks decide by the same numbers at the same call (sites.py). The decision is a pure function of a Stand and a
+number:
 
     up    one bit (after 8 bits: full precision) at LOW measurements in a row below the floor
     down  one bit (from full precision: to 8) at `patience` measurements in a row after which the site is expected
           MARGIN_DB above the floor with a bit less; never below the configured width
 
-Whoever went down and has to go up again needs twice the patience from then on: a series of measurements of whatever
-kind turns the guard round a number of times that grows with the logarithm of its length.
+A site that went down and has to go up again needs twice the patience from then on. So the number of times that a
+series of measurements, of any kind, can turn the guard round grows with the logarithm of its length.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from flash_allreduce_plugin.codec.format import MAX_BITS
-from flash_allreduce_plugin.quality.widths import Sums, gain_db
+from flash_allreduce_plugin.quality.sites import SiteBits, Standing, gain_db
 from flash_allreduce_plugin.telemetry import counters
 
 #: A width that stands for full precision.
@@ -39,10 +35,9 @@ _log = logging.getLogger("flash_allreduce_plugin")
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Where a site is. low, good: measurements in a row; came_down: since it last went up."""
+class Stand(Standing):
+    """bits: the least width, or FULL. low, good: measurements in a row; came_down: since it last went up."""
 
-    bits: int
     low: int = 0
     good: int = 0
     patience: int = PATIENCE
@@ -50,7 +45,7 @@ class Stand:
 
 
 def decide(stand: Stand, sqnr_db: float, floor_db: float, start: int, symmetric: bool = False) -> Stand:
-    """What follows from a measurement at stand.bits; in full precision, from what 8 bits would have given.
+    """Where a site stands after a measurement at stand.bits; in full precision, of what 8 bits would have given.
 
     start: the configured width, below which the guard does not go.
     """
@@ -68,53 +63,32 @@ def decide(stand: Stand, sqnr_db: float, floor_db: float, start: int, symmetric:
     return Stand(stand.bits - 1, patience=stand.patience, came_down=True)
 
 
-class SiteGuard(Sums):
-    """The guard of one site on one process group, the same on all its ranks, and what this rank measured there."""
+class SiteGuard(SiteBits):
+    """The least width of one site on one process group, or FULL, where config.min_sqnr_db is set."""
+
+    _standing: Stand
 
     def __init__(self, name: str, start: int, floor_db: float, symmetric: bool) -> None:
         """start: the narrowest width of the site's calls as they are configured."""
-        super().__init__()
+        super().__init__(name, floor_db, symmetric)
         self.start = start
-        self._stand = Stand(start)
-        self._name, self._floor_db, self._symmetric = name, floor_db, symmetric
+        self._standing = Stand(start)
 
-    @property
-    def bits(self) -> int:
-        """The least width of the site's calls, or FULL."""
-        return self._stand.bits
+    def _decide(self, sqnr_db: float) -> Stand:
+        return decide(self._standing, sqnr_db, self._threshold_db, self.start, self._symmetric)
 
-    def record(self, bits: int, signal: float, noise: float) -> None:
-        """Sums of squares that were measured at calls for which `bits` was asked; of others they are left out."""
-        if bits == self.bits:
-            self.add(signal, noise)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **asdict(self._stand)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._stand = Stand(**{field.name: state[field.name] for field in fields(Stand)})
-
-    def update(self, signal: float, noise: float, call: int, log: bool) -> None:
-        """Decide for the calls of number `call` and on. signal, noise: sums over the ranks of what they took.
-
-        Sums that are not finite (a step that overflowed) and zeros (nothing was measured) decide nothing.
-        """
-        if not (math.isfinite(signal) and math.isfinite(noise)) or signal == noise == 0:
+    def _decided(self, before: Stand, sqnr_db: float, call: int, log: bool) -> None:
+        if self.bits == before.bits:
             return
-        sqnr_db = counters.sqnr_db(signal, noise)
-        before, self._stand = self.bits, decide(self._stand, sqnr_db, self._floor_db, self.start, self._symmetric)
-        if self.bits == before:
-            return
-        raised = self.bits > before
+        raised = self.bits > before.bits
         counters.record_guard(self._name, RAISED if raised else LOWERED)
         if log:
             _log.log(
                 logging.WARNING if raised else logging.INFO,
                 "%s goes from %s to %s at call %d: %.1f dB %s, the floor is %.1f dB",
-                *(self._name, _shown(before), _shown(self.bits), call, sqnr_db),
-                "expected of 8 bits" if before == FULL else "measured",
-                self._floor_db,
+                *(self._name, _shown(before.bits), _shown(self.bits), call, sqnr_db),
+                "expected of 8 bits" if before.bits == FULL else "measured",
+                self._threshold_db,
             )
 
 

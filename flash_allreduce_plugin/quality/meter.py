@@ -1,13 +1,15 @@
-"""The error of a call from what each rank has at hand: quality_measure "local" (docs/accuracy_controls.md#the-guard).
+"""The error of a call from what each rank has at hand: quality_measure "local".
+
+How-to: docs/accuracy_controls.md#what-is-measured.
 
 A rank decodes what it encodes and compares. Where the errors of different ranks have nothing to do with each other,
 
     noise   = factor^2 x sum of |x - q|^2 before the sum + sum of |s - t|^2 after it
     signal  = sum of |s|^2 + factor^2 x sum of (|x|^2 - |q|^2)
 
-x is what a rank encodes, q what that decodes to; s is a part of the sum, times factor, as its owner has it in float32,
-and t what that decodes to. Every term is known to one rank. The last one takes off the signal what the errors have
-added to the sums, or puts back what they have taken, where small values become zeros.
+A rank encodes x, which decodes to q. s is a part of the sum, times factor, as its owner has it in float32, and decodes
+to t. Every term is known to one rank. The last one corrects the signal: it takes off what the errors have added to the
+sums, and puts back what they have taken away where small values become zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Meter:
     """This rank's share of the signal and the noise of one call."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
-        """factor: what the sum over the ranks is multiplied with."""
+        """factor: the sum over the ranks is multiplied with it."""
         self._weight = factor * factor
         self._signal, self._faded, self._before, self._after = torch.zeros(4, dtype=torch.float64, device=device)
 
@@ -54,12 +56,12 @@ class Meter:
             self._arrives(piece, bytes_, wire)
 
     def result(self, part: Tensor) -> None:
-        """A part [numel] of the result that this rank alone tells of."""
+        """A part [numel] of the result that no other rank measures."""
         for piece in part.split(_PIECE):
             self._signal += _energy(piece.float())
 
     def would_lose(self, part: Tensor, wire: Format, *, summed: bool) -> None:
-        """part [numel] is not encoded, but would be; summed: by all ranks, and then summed."""
+        """part [numel] adds the error that encoding it would make. summed: on all ranks, before the sum."""
         for piece in part.split(_PIECE):
             if piece.numel():
                 row = piece.view(1, -1)

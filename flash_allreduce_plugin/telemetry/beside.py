@@ -1,4 +1,4 @@
-"""What torch.distributed sends beside us, counted by collective and group while an integration is attached.
+"""Counts the traffic of torch.distributed that is not ours, by collective and group while an integration is attached.
 
 All functions of torch.distributed end in a method of ProcessGroup, by whatever name they were imported: those methods
 are replaced on the class, and put back when the last integration goes. What the package sends itself passes through
@@ -30,7 +30,7 @@ Volume = Callable[[Any, dist.ProcessGroup, int], int]
 
 
 class _Ours(threading.local):
-    """`with ours:` around a call of torch.distributed's that is counted elsewhere; a thread's own."""
+    """`with ours:` around a call of torch.distributed's that is counted elsewhere. Each thread has its own."""
 
     depth = 0
 

@@ -26,23 +26,6 @@ _log = logging.getLogger("flash_allreduce_plugin")
 NOT_OURS = "not ours"
 
 
-class Report(dict[str, dict[str, Any]]):
-    """What an integration has attached. Per site: `target`, `covers`, `in_place`, `calls`, `quantized`,
-    `full_precision` {reason: count}; prints as a table, and below it what all of the process sent beside us.
-    """
-
-    def __str__(self) -> str:
-        lines = []
-        for site, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
-                lines[-1] += f", in full precision: {reasons}"
-            lines.append(f"    {entry['covers']} [{entry['target']}]")
-        return "\n".join(lines + beside_us())
-
-
 @dataclass(slots=True)
 class Counters:
     """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call;
@@ -84,7 +67,7 @@ class Counters:
         )
 
     def minus(self, before: Counters) -> Counters:
-        """What was counted since `before`; bits is None if no call was quantized."""
+        """The counts since `before`; bits is None if no call was quantized."""
         return Counters(
             self.quantized - before.quantized,
             self.bits if self.quantized > before.quantized else None,
@@ -168,7 +151,7 @@ def largest(site: str, reason: str) -> int | None:
 
 
 def record_beside(what: str, bytes: int) -> None:
-    """Count a call of torch.distributed's that is none of ours. what: its collective and group."""
+    """Count a call of torch.distributed's that is not ours. what: its collective and group."""
     with _lock:
         counters = _beside.get(what)
         if counters is None:
@@ -224,7 +207,7 @@ def stats() -> dict[str, Any]:
     bytes_full_precision is what would have been sent without this plugin, whichever way the calls went.
     bytes_plain is what of bytes_sent went in full precision, by our decision; beside, what torch.distributed sent while
     an integration was attached and never asked us about (beside.py).
-    bytes_between_nodes is what of bytes_sent went to another node, in hierarchical calls: others know no nodes.
+    bytes_between_nodes is what of bytes_sent went to another node, in two-level calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
     sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was

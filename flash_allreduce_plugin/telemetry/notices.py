@@ -1,4 +1,4 @@
-"""What rank 0 prints: what is attached, and after the first steps which site has quantized nothing, and why.
+"""The lines that rank 0 prints: what is attached and, after the first steps, which site has quantized nothing and why.
 
 An integration has a `FirstSteps` and tells it the step at its calls; no communication.
 """
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from flash_allreduce_plugin import environment, policy
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, presets
+from flash_allreduce_plugin.config.refusals import OF_MEGATRON
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 Where = Callable[[str], str]
@@ -38,17 +39,27 @@ def say(line: str) -> None:
 
 
 def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] = ("bits",)) -> str:
-    """What is attached, and every setting that is not at its default: a line.
+    """One line: what is attached, and every setting that is not at its default.
 
     to: the framework's part. gives: what it does there, with the fields in `said`.
     """
     if not config.enabled or environment.is_on(environment.DISABLE):
         why = "enabled is false" if not config.enabled else f"{environment.DISABLE} is set"
         return f"attached to {to}, but switched off ({why}): every call goes in full precision"
-    line = f"attached to {to}: {gives}, groups of {config.group_size}, buckets from {config.min_bytes} bytes"
-    line += settings(config, (*said, "enabled", "group_size", "min_bytes"))
+    line = f"attached to {to}: {preset(config, OF_MEGATRON)}{gives}, "
+    line += f"groups of {config.group_size}, buckets from {config.min_bytes} bytes"
+    line += settings(config, (*said, "enabled", "group_size", "min_bytes", *OF_MEGATRON))
     ranks = run_log.rank_and_world()
     return line + ("; there is one rank and nothing to reduce" if ranks is not None and ranks[1] == 1 else "")
+
+
+def preset(config: FlashConfig, without: tuple[str, ...] = ()) -> str:
+    """The name of the preset and what the configuration has instead, but for `without`: begins a line; or nothing."""
+    if config.preset is None:
+        return ""
+    changed = presets.changed(config.preset, config.to_dict())
+    but = ", ".join(f"{key}={json.dumps(value)}" for key, value in changed.items() if key not in without)
+    return f"preset {config.preset}{' but ' * bool(but)}{but}, "
 
 
 def settings(config: FlashConfig, said: tuple[str, ...]) -> str:

@@ -46,9 +46,9 @@ _finished_steps: StepSource | None = None
 def start(config: FlashConfig, step: StepSource | None = None) -> None:
     """Begin the log that the environment asks for, if this rank is to write it; once it runs, add `config` to it.
 
-    step: what gives the number of finished training steps, None where it is not known now; the last one given counts.
-    Does nothing without the variable, or while the rank is not known: then it is called again.
-    Raises ConfigError if the file cannot be written.
+    step: gives the number of finished training steps, None while it is unknown; the last one given counts. Does nothing
+    without the variable. While the rank is not known nothing happens: call it again later. Raises ConfigError if the
+    file cannot be written.
     """
     if not os.environ.get(environment.LOG):
         return
@@ -114,7 +114,7 @@ class RunLog:
             self._counts("interval")
 
     def _counts(self, kind: str) -> None:
-        """What was counted since the last line that was written; nothing: no line but the last."""
+        """The counts since the last line; without any there is no line, except the last."""
         now, beside = counters.totals(), counters.beside()
         sites = counters.difference(now, self._told)
         others = counters.difference(beside, self._told_beside)
@@ -179,7 +179,7 @@ def _cannot_be_written(path: str, why: str | None) -> ConfigError:
 
 
 def rank_and_world() -> tuple[int, int] | None:
-    """None: not known yet."""
+    """This rank and the number of ranks; None while they are unknown."""
     import torch.distributed as dist  # here, because a report of a log needs no torch
 
     if dist.is_available() and dist.is_initialized():
@@ -223,7 +223,7 @@ def _versions() -> dict[str, str]:
 
 
 def _site(counters: Counters) -> dict[str, Any]:
-    """What was counted, as a line says it: what is zero or unknown and not always there is left out."""
+    """The counters of a site, for a line: optional keys that are zero or unknown are left out."""
     fields: dict[str, Any] = {
         "calls": counters.calls,
         "quantized": counters.quantized,

@@ -30,7 +30,7 @@ class Writer(Protocol):
 
 
 class Scalars:
-    """What one place is told: each time what came to pass since the last time."""
+    """The scalars for one writer: each time, of the calls since the last time."""
 
     def __init__(self, before: dict[str, Counters] | None = None) -> None:
         """before: counters.totals() where it begins; None: now."""
@@ -49,10 +49,10 @@ _told: WeakKeyDictionary[Any, Scalars] = WeakKeyDictionary()
 
 
 def log_to(writer: Writer, step: int) -> None:
-    """Give `writer` the scalars of what was counted since it was last given some, the first time since the start.
+    """Give `writer` the scalars of the calls since it was last given some, the first time since the start.
 
-    To be called now and then on the ranks that have a writer; each tells its own counts. No communication.
-    Raises TypeError if writer has no add_scalar.
+    To be called now and then on the ranks that have a writer; each tells its own counts. No communication. Raises
+    TypeError if writer has no add_scalar.
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise TypeError(f"writer is {type(writer).__name__}; expected one with add_scalar(tag, value, step).")

@@ -23,11 +23,12 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from benchmarks import netlab
-from flash_allreduce_plugin.cli import ranks
+from flash_allreduce_plugin.cli import checkout, ranks
 from flash_allreduce_plugin.cli.bench import command as bench
 from flash_allreduce_plugin.cli.bench import rank as bench_rank
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.config import FlashConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["-n", "2", "--rounds", "2"]
@@ -50,8 +51,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 def test_steps() -> None:
-    assert bench.sizes("1K", "20K", 4, None) == [1024, 4096, 16384]
-    assert bench.sizes("1K", "4K", 4, "1K") == [1024, 2048, 3072, 4096]
+    assert bench.sizes("1K", "20K", 4) == [1024, 4096, 16384]
 
 
 @pytest.mark.parametrize(
@@ -63,24 +63,21 @@ def test_steps() -> None:
         (["-b", "8K", "-e", "4K"], "the first size is larger"),
         (["-b", "4"], "expected at least 8 bytes, one float32 a rank"),
         (["-f", "1"], "not in the range x>=2|greater than or equal to 2"),
-        (["-i", "0"], "-i 0: expected"),
         (["-d", "int8"], "expected one of float32, bfloat16, float16"),
         (["-d", "float32,float16"], "expected one of float32, bfloat16, float16"),
         (["-d", "float16", "-n", "21"], "so many calls in a row overflow float16; expected at most 20"),
         (["--collective", "broadcast"], "of all_reduce, reduce_scatter, all_gather, codec"),
         (["--algorithm", "tree"], "of two-step, ring"),
         (["--algorithm", "ring", "--collective", "all_gather"], "expected --collective all_reduce"),
-        (["--algorithm", "ring", "--options", '{"gather_bits": 8}'], "it has one width"),
+        (["--algorithm", "ring", "--config", '{"gather_bits": 8}'], "it has one width"),
         (["--bits", "9"], "bits=9 is not valid; expected a whole number from 2 to 8"),
         (["--bits", "8,four"], "expected whole numbers from 2 to 8"),
-        (["--options", "[1]"], "expected a JSON object"),
-        (["--options", '{"rang": "mse"}'], "the nearest is range"),
-        (["--options", '{"target_sqnr_db": 20, "quality_interval": 1}'], "give --bits"),
-        (["--config", "no-such-file"], "does not exist"),
+        (["--config", "[1]"], "expected a JSON object"),
+        (["--config", '{"rang": "mse"}'], "the nearest is range"),
+        (["--config", '{"target_sqnr_db": 20, "quality_interval": 1}'], "give --bits"),
+        (["--config", "no-such-file"], "--config no-such-file: cannot be read (No such file"),
         (["--ranks", "1"], "--ranks 1: expected whole numbers from 2 to 250"),
         (["--ranks", "2,x"], "--ranks 2,x: expected whole numbers"),
-        (["--hosts", "4"], "expected --link with it"),
-        (["--ranks", "2", "--hosts", "2", "--link", "1gbit"], "give one of them"),
         (["--link", "fast"], "rate 'fast' is not a number"),
         (["--device", "tpu"], "expected cpu or cuda"),
         (["--device", "cuda", "--ranks", "99"], "99 ranks need a GPU each"),
@@ -100,7 +97,7 @@ def test_bad_usage_is_answered_before_anything_starts(
 
 def test_a_link_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    done = run("--link", "1gbit", "--hosts", "4")
+    done = run("--link", "1gbit", "--ranks", "4")
     assert done.exit_code == 2
     assert "--link 1gbit: rate-limited hosts are network namespaces, which need root" in " ".join(
         done.stderr.replace("│", " ").split()
@@ -118,7 +115,7 @@ def test_every_collective(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     collectives = "all_reduce,reduce_scatter,all_gather,codec"
     sizes = ["-b", "3000", "-e", "192000", "-f", "64", "-d", "bfloat16", "--bits", "8,3"]
-    options = ["--options", '{"group_size": 64, "gather_bits": 5, "hadamard": true}']
+    options = ["--config", '{"group_size": 64, "gather_bits": 5, "hadamard": true}']
     done = run("--collective", collectives, *sizes, *options, *SHORT, "--ranks", "3", "--json", str(file))
     assert done.exit_code == 0, done.output
     result, rows = json.loads(file.read_text()), rows_of(file)
@@ -171,6 +168,16 @@ def test_a_ring_beside_two_steps_and_several_numbers_of_ranks(tmp_path: Path) ->
         assert ring["wire_bytes"] == two_step["wire_bytes"] == ring["wire_bytes_formula"]
     assert rows[4, "INT4 ring"]["sqnr_db"] < rows[2, "INT4 ring"]["sqnr_db"] - 1.5
     assert abs(rows[4, "INT4"]["sqnr_db"] - rows[2, "INT4"]["sqnr_db"]) < 0.4
+
+
+def test_a_preset_is_measured_as_it_stands(tmp_path: Path) -> None:
+    (config,) = bench.configs(None, '{"preset": "int4"}', None).values()
+    assert config == FlashConfig(preset="int4", min_bytes=0)
+    file = tmp_path / "flash.json"
+    file.write_text('{"preset": "thin", "group_size": 64}')
+    assert list(bench.configs(None, "{}", file).values()) == [FlashConfig(preset="thin", group_size=64)]
+    wider = bench.configs("8,6", '{"preset": "int4"}', None)
+    assert list(wider.values()) == [FlashConfig(preset="int4", min_bytes=0, bits=bits) for bits in (8, 6)]
 
 
 def test_a_file_is_measured_as_it_stands(tmp_path: Path) -> None:
@@ -309,3 +316,47 @@ def test_interrupted_it_leaves_nothing(link: str) -> None:
     if link != "loopback":
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
         assert f"{netlab.PREFIX}-{process.pid}-" not in listed
+
+
+def test_piped_stdout_has_rows_alone_and_json_is_pure() -> None:
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "bench", "-b", "64K", "-e", "64K", "--bits", "8", *SHORT]
+    text, pure = (
+        subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, timeout=90)
+        for more in ([], ["--json", "-"])
+    )
+    assert text.returncode == pure.returncode == 0, text.stderr + pure.stderr
+    rows = [line.split() for line in text.stdout.splitlines() if not line.startswith("#")]
+    assert [row[:2] for row in rows] == [["65536", "16384"]] * 2
+    assert all(line.startswith("# all_reduce of 64K") for line in text.stderr.splitlines())
+    assert [row["variant"] for row in json.loads(pure.stdout)["rows"]] == ["full precision", "INT8"]
+    assert "# wrong elements: 0" in pure.stderr
+
+
+def test_progress_goes_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_SILENCE", 0.0)
+    assert run("-b", "64K", "-e", "64K", "--bits", "8", *SHORT).stderr.startswith("# all_reduce of 64K: checking\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--link", "1gbit"], "--link 1gbit needs benchmarks/netlab.py, which is only in a checkout of the plugin"),
+        (["--algorithm", "ring"], "--algorithm ring needs benchmarks/ring.py, which is only in a checkout"),
+    ],
+)
+def test_installed_without_the_checkout_it_says_what_is_needed(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    monkeypatch.setattr(ranks, "run", lambda *_, **__: pytest.fail("it started"))
+    done = run(*arguments)
+    text = " ".join(done.stderr.replace("│", " ").split())
+    assert done.exit_code == 2 and says in text and "git clone it and run `pip install" in text
+
+
+def test_without_benchmarks_the_commands_run(tmp_path: Path) -> None:
+    """As in a wheel, which has none."""
+    script = "import sys; sys.modules['benchmarks'] = None\nfrom flash_allreduce_plugin.cli import run; run()"
+    for command in (["bench", "-b", "64K", "-e", "64K", "-c", "0", *SHORT], ["plan", "--list"], ["tune", "--help"]):
+        done = subprocess.run([sys.executable, "-c", script, *command], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

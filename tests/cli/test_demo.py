@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,10 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
+from flash_allreduce_plugin.cli import checkout
+from flash_allreduce_plugin.cli.demo import command as demo_command
 from flash_allreduce_plugin.cli.demo import report as demo_report
+from flash_allreduce_plugin.cli.demo import slow_link
 from flash_allreduce_plugin.cli.demo.command import DemoError, run_ranks
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import ModelSize
@@ -77,7 +82,27 @@ def test_a_short_demo(tmp_path, text, sequence_parallel):
         assert name in done.stdout
     assert variants["full precision"]["sites"] == {}
     assert result["versions"]["megatron-core"] and result["corpus"]["validation_bytes"] > 0
-    assert "step 4/4" in done.stdout
+    assert "step 4/4" in done.stderr and "step" not in done.stdout.split("Held-out loss")[0]
+    for link in slow_link.RATES:
+        assert re.search(rf"│ {link} +│ +\d+ │ +\d+ │ +\d+ │ +\d+ │", done.stdout)
+    assert slow_link.FORMULA in done.stdout
+    assert all(line in done.stdout for _, line in demo_report.SWITCH_ON.values())
+
+
+def test_the_lines_that_switch_it_on_are_the_readmes():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{line}`" in readme for _, line in demo_report.SWITCH_ON.values())
+
+
+def test_make_demo_says_what_it_installs_and_builds_in_four_steps(tmp_path):
+    done = subprocess.run(
+        ["make", "--dry-run", "demo", f"VENV={tmp_path / 'venv'}", "TORCH=torch==2.12.0"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("echo")]
+    assert [line[6:11] for line in said if "/4]" in line] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert "torch==2.12.0" in said[1]
 
 
 def refusal(*arguments):
@@ -129,10 +154,10 @@ def ended(pid):
 def test_no_rank_outlives_the_demo(tmp_path, text, sent):
     arguments = [*COMMAND, "--steps", "100000", *TINY, "--data", text, "--output", str(tmp_path)]
     process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        arguments, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
     try:
-        assert any(line.startswith("step 1/") for line in process.stdout)
+        assert any(line.startswith("step 1/") for line in process.stderr)
         ranks = children(process.pid)
         assert len(ranks) >= 2
         process.send_signal(sent)
@@ -152,6 +177,75 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(text):
     )
     with pytest.raises(DemoError, match=r"(?s)rank \d failed:.*Traceback.*must match the size"):
         run_ranks(indivisible, lambda step, losses: None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], (120, 192, 3)), (["--long"], (300, 256, 4)), (["--long", "--steps", "7", "--layers", "2"], (7, 256, 2))],
+)
+def test_the_scale_is_short_unless_asked_and_options_go_before_it(monkeypatch, arguments, expected):
+    asked = []
+    monkeypatch.setattr(demo_command, "run_demo", lambda **options: asked.append(options) or True)
+    assert CliRunner().invoke(app, ["demo", *arguments]).exit_code == 0
+    [options] = asked
+    assert (options["steps"], options["size"].hidden, options["size"].layers) == expected
+
+
+def test_the_noise_control_needs_a_checkout_and_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkout, "ROOT", tmp_path)
+    says = refusal("--noise-control", "--output", str(tmp_path / "output"))
+    assert "--noise-control needs benchmarks/noise.py, which is only in a checkout of the plugin" in says
+    assert not (tmp_path / "output").exists()
+
+
+def test_the_demo_does_not_import_benchmarks():
+    """They are not in the wheel."""
+    program = (
+        "import sys; sys.modules['benchmarks'] = None; "
+        "import flash_allreduce_plugin.cli.demo.command, flash_allreduce_plugin.cli.demo.training"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def measured(bits, seconds, sent):
+    return {
+        "bits": bits,
+        "seconds_per_step": seconds,
+        "bytes_sent_per_step": sent,
+        "bytes_full_precision_per_step": 0 if bits is None else 1_000_000,
+    }
+
+
+def test_the_estimate_for_slow_links_is_its_formula():
+    variants = {
+        "full precision": measured(None, 0.10, 0),
+        "INT8": measured(8, 0.11, 250_000),
+        "INT4": measured(4, 0.09, 125_000),
+        "noise 0.3": measured(None, 0.20, 0),
+    }
+    found = slow_link.costs(variants)
+    assert found == {
+        "full precision": (0.10, 1_000_000),
+        "bf16": (0.10, 500_000),
+        "INT8": (0.11, 250_000),
+        "INT4": (0.09, 125_000),
+    }
+    assert slow_link.step_seconds(found["full precision"], 1e8) == pytest.approx(0.10 + 0.08)
+    assert slow_link.step_seconds(found["INT8"], 1e8) == pytest.approx(0.11 + 0.02)
+    rate = slow_link.faster_below(found["INT8"], found["full precision"])
+    assert rate == pytest.approx(8 * 750_000 / 0.01)
+    both = [slow_link.step_seconds(found[name], rate) for name in ("INT8", "full precision")]
+    assert both[0] == pytest.approx(both[1])
+    assert slow_link.faster_below(found["INT4"], found["bf16"]) == math.inf
+    assert slow_link.faster_below(found["full precision"], found["INT8"]) == 0
+    assert (
+        slow_link.verdict("INT8", found)
+        == "INT8 is faster than full precision below 600 Mbit/s, and than bf16 below 200 Mbit/s."
+    )
+
+
+def test_no_estimate_without_a_timed_step():
+    assert slow_link.costs({"full precision": measured(None, None, None), "INT8": measured(8, None, None)}) == {}
 
 
 SETTINGS = Settings((Variant("full precision"), Variant("INT8", bits=8)), steps=2, size=ModelSize(layers=1))

@@ -22,7 +22,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import flash_allreduce_plugin
-from flash_allreduce_plugin import megatron
+from flash_allreduce_plugin import megatron, tensors
 from flash_allreduce_plugin.cli.doctor import command as doctor
 from flash_allreduce_plugin.cli.doctor import environment as doctor_environment
 from flash_allreduce_plugin.cli.doctor import frameworks as doctor_frameworks
@@ -30,7 +30,7 @@ from flash_allreduce_plugin.cli.doctor import selftest as doctor_selftest
 from flash_allreduce_plugin.cli.doctor import versions as doctor_versions
 from flash_allreduce_plugin.cli.doctor.child import Child, Report
 from flash_allreduce_plugin.cli.main import app
-from flash_allreduce_plugin.codec import ops, rows
+from flash_allreduce_plugin.codec import ops
 from flash_allreduce_plugin.patching import Seam
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +76,18 @@ def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tup
     done = subprocess.run(
         command, cwd=folder, env=environment(*path, **variables), capture_output=True, text=True, timeout=100
     )
-    assert not done.stderr, done.stderr
+    assert all(line.startswith("# ") for line in done.stderr.splitlines()), done.stderr  # progress, and nothing else
+    assert "# importing torch" in done.stderr and "#" not in done.stdout
     found = json.loads((folder / "found.json").read_text())["findings"]
     return done.returncode, done.stdout, {(line["section"], line["name"]): line for line in found}
+
+
+def test_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "-"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    found = json.loads(done.stdout)
+    assert done.returncode == (found["problems"] > 0) and "# reducing over 2 ranks" in done.stderr
+    assert "self-test" in {line["section"] for line in found["findings"]} and "\nself-test\n" in done.stderr
 
 
 def by_level(found: dict[tuple[str, str], dict[str, str]], level: str) -> set[tuple[str, str]]:
@@ -276,14 +285,14 @@ def test_what_the_ranks_answer_is_compared() -> None:
 def test_other_bits_than_the_reference_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    right = getattr(rows, function)
+    right = getattr(tensors, function)
 
     def wrong(*arguments: Any) -> Any:
         result = right(*arguments)
         result[-1] = result[-1] + 1  # of a payload: the code of an element behind the last one, which decode drops
         return result
 
-    monkeypatch.setattr(rows, function, wrong)
+    monkeypatch.setattr(tensors, function, wrong)
     monkeypatch.setattr(doctor_selftest, "NUMEL", 1000)
     report = Report(str(tmp_path / "results"))
     doctor_selftest.codec(report)

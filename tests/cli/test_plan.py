@@ -1,8 +1,9 @@
-"""`flash-allreduce plan`: presets, inputs, refusals, outputs, and its two checks."""
+"""`flash-allreduce plan`: presets, inputs, refusals and outputs."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,16 +16,14 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from benchmarks import plan_measured, plan_published
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.cli.plan import inputs as plan_inputs
+from flash_allreduce_plugin.cli.plan import layout_file
 from flash_allreduce_plugin.cli.plan import presets as plan_presets
-from flash_allreduce_plugin.cli.plan.step_model import predict, quantizable
 from flash_allreduce_plugin.config import FlashConfig
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21"
-SMALL = "--layers 8 --hidden 1024 --heads 16 --sequence 1024"
-SLOW = "--peak-flops 100T --ranks-per-node 1 --intra 1GB/s --inter 1gbit"
+SMALL = {"layers": 8, "hidden": 1024, "heads": 16, "sequence": 1024}
+SLOW = {"peak_flops": "100T", "ranks_per_node": 1, "intra": "1GB/s", "inter": "1gbit"}
 
 
 def run(line: str):
@@ -35,6 +34,18 @@ def planned(tmp_path, line: str):
     done = run(f"{line} --json {tmp_path / 'plan.json'}")
     assert done.exit_code == 0, done.output
     return json.loads((tmp_path / "plan.json").read_text())
+
+
+@pytest.fixture
+def layout(tmp_path):
+    """--layout of the small model on the slow cluster, with changes."""
+
+    def write(**more) -> str:
+        file = tmp_path / "layout.json"
+        file.write_text(json.dumps(SMALL | SLOW | more))
+        return f"--layout {file}"
+
+    return write
 
 
 # Presets -------------------------------------------------------------------------------------------------------------
@@ -94,7 +105,7 @@ def test_adapters_are_shared_by_the_ranks_of_a_node():
     ],
 )
 def test_speeds(text, value):
-    assert plan_inputs.speed(text, "--inter") == pytest.approx(value)
+    assert plan_inputs.speed(text, "inter") == pytest.approx(value)
 
 
 # Models from elsewhere -----------------------------------------------------------------------------------------------
@@ -142,43 +153,44 @@ def test_the_arguments_of_megatron(tmp_path):
 # What it says --------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_link_pays_and_says_what_to_set(tmp_path):
-    found = planned(tmp_path, f"{SMALL} {SLOW} --tp 4 --dp 2")
+def test_a_slow_link_pays_and_says_what_to_set(tmp_path, layout):
+    line = f"{layout()} --tp 4 --dp 2"
+    found = planned(tmp_path, line)
     eight, four = found["widths"]["8"], found["widths"]["4"]
     assert 1 < eight["speed-up"] < four["speed-up"] < four["at most"]
     assert eight["settings"] == {"bits": 8, "backward_bits": 8, "grad_bits": 8}
     assert found["full precision"]["seconds"] == pytest.approx(eight["seconds"] * eight["speed-up"])
-    out = run(f"{SMALL} {SLOW} --tp 4 --dp 2").output
+    out = run(line).output
     assert "--flash-allreduce --flash-allreduce-bits 8 --flash-allreduce-backward-bits 8" in out
     assert '{"bits": 8, "backward_bits": 8, "grad_bits": 8}' in out and "An estimate." in out
 
 
-def test_a_fast_link_does_not_pay():
-    done = run(f"{SMALL} --peak-flops 1T --ranks-per-node 8 --intra 400GB/s --inter 400GB/s --tp 8")
+def test_a_fast_link_does_not_pay(layout):
+    done = run(f"{layout(peak_flops='1T', ranks_per_node=8, intra='400GB/s', inter='400GB/s')} --tp 8")
     assert done.exit_code == 0 and "INT8: leave it off" in done.output and "INT4: leave it off" in done.output
 
 
-def test_only_gradients_pay(tmp_path):
+def test_only_gradients_pay(tmp_path, layout):
     """Tensor parallelism inside fast nodes, data parallelism over a slow wire: the one without the other."""
-    line = f"{SMALL} --peak-flops 10T --ranks-per-node 4 --intra 900GB/s --inter 1gbit --tp 4 --dp 4 --bits 8"
+    line = f"{layout(peak_flops='10T', ranks_per_node=4, intra='900GB/s')} --tp 4 --dp 4 --bits 8"
     settings = planned(tmp_path, line)["widths"]["8"]["settings"]
     assert settings == {"bits": 8, "grad_bits": 8, "exclude": ["*"]}
     assert FlashConfig.from_dict(settings).grad_bits == 8
     assert "--flash-allreduce-exclude '*'" in run(line).output
 
 
-def test_a_section_of_deepspeed(tmp_path):
+def test_a_section_of_deepspeed(tmp_path, layout):
     from flash_allreduce_plugin.deepspeed.section import parse
 
-    line = f"{SMALL} --peak-flops 100T --ranks-per-node 4 --intra 100GB/s --inter 10gbit --dp 16 --zero 3 --bits 4"
+    line = f"{layout(ranks_per_node=4, intra='100GB/s', inter='10gbit')} --dp 16 --zero 3 --bits 4"
     found = planned(tmp_path, line)
     settings = found["widths"]["4"]["settings"]
     assert settings == {"bits": 4, "hierarchical": "auto"} and parse({"flash_allreduce": settings}) is not None
     assert found["layout"]["framework"] == "deepspeed" and '"flash_allreduce": {"bits": 4' in run(line).output
 
 
-def test_the_hooks_of_torch(tmp_path):
-    line = f"{SMALL} {SLOW} --dp 4 --framework torch --bits 8"
+def test_the_hooks_of_torch(tmp_path, layout):
+    line = f"{layout()} --dp 4 --framework torch --bits 8"
     ddp = run(line).output
     assert "INT8: fap.ddp_hook(fap.FlashConfig(bits=8))" in ddp and "DP gradients" in ddp
     fsdp = run(f"{line} --zero 3").output
@@ -189,20 +201,66 @@ def test_the_hooks_of_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more, overlap",
-    [("", True), ("--zero 1 --framework deepspeed", False), ("--zero 3", True), ("--no-overlap", False)],
+    "more, training, overlap",
+    [
+        ("", {}, True),
+        ("--zero 1 --framework deepspeed", {}, False),
+        ("--zero 3", {}, True),
+        ("", {"overlap": False}, False),
+    ],
 )
-def test_what_is_sent_beside_the_arithmetic(tmp_path, more, overlap):
-    assert planned(tmp_path, f"{SMALL} {SLOW} --dp 4 {more}")["layout"]["overlap"] is overlap
+def test_what_is_sent_beside_the_arithmetic(tmp_path, layout, more, training, overlap):
+    assert planned(tmp_path, f"{layout(**training)} --dp 4 {more}")["layout"]["overlap"] is overlap
 
 
-def test_numbers_of_ranks_plot_and_batch(tmp_path):
-    line = f"{SMALL} {SLOW} --tp 2 --dp 2 --global-batch 8 --scale 3,4,8,64 --plot {tmp_path / 'plan.png'}"
+def test_numbers_of_ranks_plot_and_batch(tmp_path, layout):
+    line = f"{layout()} --tp 2 --dp 2 --global-batch 8 --scale 3,4,8,64 --plot {tmp_path / 'plan.png'}"
     rows = planned(tmp_path, line)["scale"]
     assert [row["ranks"] for row in rows] == [3, 4, 8, 64]
-    assert "no multiple of TP x PP = 2" in rows[0]["why not"] and "cannot be dealt" in rows[3]["why not"]
+    assert "not a multiple of TP x PP = 2" in rows[0]["why not"] and "does not divide by" in rows[3]["why not"]
     assert [row["layout"]["accumulation"] for row in rows[1:3]] == [4, 2]
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layout_that_does_not_fit_is_warned_about(tmp_path):
+    """16 bytes a parameter of 70 G over eight ranks are 141 GB, and activations."""
+    line = "--model llama-2-70b --cluster h100-8x1 --tp 8 --framework deepspeed --bits 8"
+    memory = planned(tmp_path, line)["memory"]
+    assert memory["fits"] is False and memory["of"] == 80e9
+    assert memory["parameters"] + memory["gradients"] + memory["optimizer"] == pytest.approx(138e9, rel=0.01)
+    out = run(f"{line} --scale 8,64").output
+    assert "Warning: this layout does not fit" in out and "of 80 GB" in out and "! does not fit the GPU" in out
+    fits = "--model llama-2-70b --cluster h100-8x16 --tp 8 --sequence-parallel --zero 1 --pp 2 --bits 8"
+    assert planned(tmp_path, fits)["memory"]["fits"] is True and "Warning" not in run(fits).output
+    assert planned(tmp_path, "--model llama-7b --cluster cpu --dp 2 --bits 8")["memory"]["fits"] is None
+
+
+def test_words_and_units_are_explained():
+    out = run("--model llama-3-70b --cluster h100-8x16 --tp 8 --pp 4 --sequence-parallel --zero 1 --bits 8").output
+    for word in ("traffic", "setting", "exposed", "bubble", "speed-up", "t_comm / t_compute"):
+        assert f"  {word}: " in out
+    assert re.search(r"SP forward, scatter .* 75.2 GB ", out), out
+
+
+# Where it says it ----------------------------------------------------------------------------------------------------
+
+
+def test_piped_stdout_has_the_result_alone(layout):
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "plan", *shlex.split(layout()), "--dp", "2"]
+    text, pure = (subprocess.run([*command, *more], capture_output=True, text=True) for more in ([], ["--json", "-"]))
+    assert text.returncode == pure.returncode == 0 and not text.stderr
+    assert json.loads(pure.stdout)["layout"]["dp"] == 2 and pure.stderr == text.stdout
+
+
+def test_the_example_of_a_layout_is_json_that_can_be_planned(tmp_path):
+    done = run("--layout-example")
+    file = tmp_path / "layout.json"
+    file.write_text(done.stdout)
+    assert json.loads(done.stdout) == json.loads(layout_file.example())
+    assert "# latency_us: microseconds of one exchange" in done.stderr
+    found = planned(tmp_path, f"--layout {file} --dp 32 --bits 4")
+    assert found["model"]["ffn"] == 24576 and found["layout"]["zero"] == 3 and found["layout"]["recompute"]
+    assert found["layout"]["dp"] == 32, "flags go before the file"
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------
@@ -225,30 +283,18 @@ def test_numbers_of_ranks_plot_and_batch(tmp_path):
         ("--model llama-7b --cluster h100 --pp 5", "--pp 5 does not divide the 32 layers"),
         ("--model llama-7b --cluster h100-8x2 --tp 4 --dp 3", "= 12 is not the 16 ranks"),
         ("--model llama-7b --cluster h100-8x3 --tp 16", "= 16 does not divide the 24 ranks"),
-        ("--model llama-7b --cluster h100-8x2 --ranks-per-node 4", "--ranks-per-node says 4"),
         ("--model llama-7b --cluster h100 --dp 4 --global-batch 6", "--global-batch 6 is not a multiple"),
         ("--model llama-7b --cluster h100 --zero 3 --framework megatron", "--zero 3 is DeepSpeed's"),
         ("--model llama-7b --cluster h100 --zero 2 --pp 2", "--zero 2 does not go with --pp 2"),
         ("--model llama-7b --cluster h100 --framework torch --tp 2", "--framework torch is data-parallel"),
         ("--model llama-7b --cluster h100 --framework torch --zero 1", "--framework torch is data-parallel"),
-        ("--model llama-7b --cluster h100 --sequence-parallel --tp 8 --sequence 1001", "the sequence of 1001"),
-        ("--model llama-7b --cluster h100 --inter 400", "--inter 400: expected a speed such as 450GB/s"),
-        ("--model llama-7b --cluster h100 --intra fast", "--intra fast: expected a speed"),
-        ("--model llama-7b --cluster h100 --intra 0GB/s", "--intra 0GB/s: expected a speed"),
-        ("--model llama-7b --cluster h100 --peak-flops many", "--peak-flops many: expected a number above 0"),
-        ("--model llama-7b --cluster h100 --efficiency 1.5", "--efficiency 1.5: expected a share"),
         ("--model llama-7b --cluster h100 --bits 9", "--bits 9: expected different whole numbers from 2 to 8"),
         ("--model llama-7b --cluster h100 --bits eight", "--bits eight: expected"),
         ("--model llama-7b --cluster h100 --scale 8,,16", "--scale 8,,16: expected"),
         ("--model llama-7b --cluster h100 --framework jax", "--framework jax: expected megatron, deepspeed, torch"),
-        ("--model llama-7b --cluster h100 --gradients int8", "--gradients int8: expected fp32"),
         ("--model llama-7b --cluster h100 --json /nowhere/x.json", "--json /nowhere/x.json: cannot be written"),
         ("--model llama-7b --cluster h100 --plot /nowhere/x.png", "--plot /nowhere/x.png: cannot be written"),
         ("--model /nowhere/config.json --cluster h100", "cannot be read"),
-        ("--layers 2 --hidden 100 --heads 3 --cluster h100", "--hidden 100 is not a multiple of the 3 attention heads"),
-        ("--layers 2 --cluster h100", "--hidden, --heads too"),
-        ("--check --results /work", "expected"),
-        ("--layers 0 --cluster h100", "--layers"),
     ],
 )
 def test_bad_input_is_one_sentence(line, said):
@@ -256,6 +302,54 @@ def test_bad_input_is_one_sentence(line, said):
     assert done.exit_code == 2, done.output
     words = " ".join(done.output.replace("│", " ").split())
     assert said in words and "Traceback" not in words
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"layer": 2}, "layer is not known; the nearest is layers."),
+        ({"layers": 0}, "layers is 0; expected a whole number above 0."),
+        ({"layers": True}, "layers is true; expected a whole number above 0."),
+        ({"layers": "many"}, 'layers is "many"; expected a whole number above 0.'),
+        ({"gated": 1}, "gated is 1; expected true or false."),
+        ({"hidden": 100, "heads": 3}, "hidden 100 is not a multiple of the 3 attention heads"),
+        ({"sequence": 1001, "tp": 8, "sequence_parallel": True}, "of 1001"),
+        ({"inter": 400}, 'inter is 400; expected a text such as "450GB/s" or "400gbit".'),
+        ({"inter": "400"}, "inter 400: expected a speed such as 450GB/s"),
+        ({"intra": "fast"}, "intra fast: expected a speed"),
+        ({"intra": "0GB/s"}, "intra 0GB/s: expected a speed"),
+        ({"peak_flops": "many"}, "peak_flops many: expected a number above 0"),
+        ({"memory": "80"}, "memory 80: expected a size such as 80GB"),
+        ({"efficiency": 1.5}, "efficiency is 1.5; expected a number above 0 and up to 1"),
+        ({"ranks_per_node": 4}, "ranks_per_node is 4"),
+        ({"gradients": "int8"}, 'gradients is "int8"; expected "fp32", "bf16", "fp16".'),
+        ({"zero": 4}, "zero is 4; expected 0, 1, 2, 3."),
+        ("[]", "expected a JSON object; plan --layout-example prints one."),
+        ("{", "expected a JSON object ("),
+        ('{"heads": 1, "heads": 2}', "heads"),
+        (None, "cannot be read (No such file or directory)."),
+    ],
+)
+def test_a_bad_layout_is_one_sentence(tmp_path, content, said):
+    file = tmp_path / "layout.json"
+    if content is not None:
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+    done = CliRunner().invoke(
+        app, ["plan", "--model", "llama-7b", "--cluster", "h100-8x2", "--layout", str(file)], env={"COLUMNS": "999"}
+    )
+    words = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2 and said in words and "Traceback" not in words, words
+
+
+def test_without_model_or_cluster_the_keys_that_lack_are_named(tmp_path):
+    file = tmp_path / "layout.json"
+    for sections, said in (
+        ({"layers": 2}, "--layout FILE with hidden, heads."),
+        (SMALL | {"intra": "1GB/s", "inter": "1gbit"}, "--layout FILE with peak_flops, ranks_per_node."),
+    ):
+        file.write_text(json.dumps(sections))
+        done = CliRunner().invoke(app, ["plan", "--layout", str(file)], env={"COLUMNS": "999"})
+        assert done.exit_code == 2 and said in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -273,12 +367,11 @@ def test_a_bad_config_is_one_sentence(tmp_path, content, said):
     assert done.exit_code == 2 and said in " ".join(done.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("package, more", [("rich.console", ""), ("matplotlib", "--plot x.png")])
-def test_a_missing_package_is_one_sentence(monkeypatch, tmp_path, package, more):
+def test_without_matplotlib_one_sentence(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)
-    done = run(f"--model llama-7b --cluster h100 --dp 2 {more}")
-    assert done.exit_code == 1 and f"plan: {package.partition('.')[0]} is not installed: " in done.output
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("--model llama-7b --cluster h100 --dp 2 --plot x.png")
+    assert done.exit_code == 1 and "plan: matplotlib is not installed: " in done.output
 
 
 def test_a_name_with_brackets(tmp_path):
@@ -296,94 +389,3 @@ def test_the_command_line_stays_light():
     script = "import sys; from flash_allreduce_plugin.cli.plan import step_model; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     assert not {"torch", "pydantic"} & set(loaded)
-
-
-# Against measurements ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def measured():
-    return plan_measured.rows(RESULTS)
-
-
-def test_every_measured_row_is_predicted_within_15_percent(measured):
-    beyond = [(row.what, f"{row.error:+.1%}") for row in measured if not row.within]
-    assert len(measured) == 56 and not beyond
-
-
-def test_three_steps_without_a_limit_are_the_only_inputs(measured):
-    """The inputs are no rows; the same rows come out of a file in which every other time is another."""
-    assert not any("no limit, bf16" in row.what or "no limit, INT8" in row.what for row in measured)
-    steps = json.loads((RESULTS / "step_time.json").read_text())
-    before = plan_measured.calibrated(steps)
-    for table in steps["tables"]:
-        for variant, row in table["variants"].items():
-            if table["rate"] != "none" or variant in ("INT6", "INT4"):
-                row["seconds"] *= 7
-    assert plan_measured.calibrated(steps) == before
-
-
-def test_bytes_are_those_that_the_runs_counted():
-    steps = json.loads((RESULTS / "step_time.json").read_text())
-    core = plan_measured.calibrated(steps)
-    model, layout = plan_measured._model(steps["about"]["arguments"])
-    for variant, row in steps["tables"][0]["variants"].items():
-        if variant == "no collectives":
-            continue
-        bits = variant.removeprefix("INT")
-        widths = dict.fromkeys(quantizable(model, core, layout), int(bits)) if bits != variant else {}
-        parts = predict(model, core, layout, widths).parts
-        assert sum(part.after.bytes_sent for part in parts) == pytest.approx(1e6 * row["megabytes sent"])
-
-
-def test_gradients_of_stages_1_to_3_are_half_of_stage_0s(measured):
-    """Quantized they go to their owners alone: 4.125 and 2.125 bits an element between two ranks."""
-    core = plan_measured.calibrated(json.loads((RESULTS / "step_time.json").read_text()))
-    for bits, sent in (("INT8", 8.25), ("INT4", 4.25)):
-        said = [row.communication[1] for row in measured if "DeepSpeed" in row.what and row.what.endswith(bits)]
-        link, start = 8 * 2048**2 * sent / 8 / plan_measured.link("1gbit"), core.start
-        assert said == pytest.approx([link + start, link / 2 + start, link / 2 + start, link / 2 + 8 * start])
-
-
-def test_what_the_preset_of_a_core_says_is_what_was_measured():
-    steps = json.loads((RESULTS / "step_time.json").read_text())
-    core, preset = plan_measured.calibrated(steps), plan_inputs.cluster_of("cpu")[0]
-    for field in ("flops", "start", "transport", "codec"):
-        assert getattr(preset, field) == pytest.approx(getattr(core, field), rel=0.02), field
-
-
-def test_the_check_prints_both_tables_and_fails_beyond_15_percent(tmp_path):
-    done = run(f"--check --results {RESULTS} --json {tmp_path / 'check.json'}")
-    assert done.exit_code == 0, done.output
-    assert "56 rows" in done.output and "0 beyond 15%" in done.output and "ZeRO++ over ZeRO-3" in done.output
-    found = json.loads((tmp_path / "check.json").read_text())
-    assert len(found["measured"]) == 56 and all(row["within"] for row in found["measured"])
-    for name in plan_measured.FILES:
-        content = json.loads((RESULTS / name).read_text())
-        if name == "deepspeed_step.json":
-            content["tables"][0]["variants"]["INT8"]["step, seconds"] *= 1.3
-        (tmp_path / name).write_text(json.dumps(content))
-    failed = run(f"--check --results {tmp_path}")
-    assert failed.exit_code == 1 and "1 beyond 15%" in failed.output and "beyond" in failed.output
-
-
-def test_the_newest_day_of_results_is_taken():
-    folder = plan_measured.results_folder()
-    assert folder is not None and folder.name >= "2026-11-21"
-
-
-def test_published_rows_are_shown_with_their_differences():
-    rows = plan_published.rows()
-    assert {row.source for row in rows} == {
-        plan_published.FLASH, plan_published.ZEROPP, plan_published.COCCL, plan_published.TACO,
-    }  # fmt: skip
-    for row in rows:
-        assert row.note and row.published[0] <= row.published[1]
-        if row.predicted is None:
-            assert row.difference is None
-            continue
-        assert 0.9 < row.predicted[0] <= row.predicted[1] and row.difference is not None
-    by_hand = plan_published.Row("", "", (2.0, 2.2), (1.0, 1.8), "")
-    assert by_hand.difference == pytest.approx(-0.1)
-    assert plan_published.Row("", "", (2.0, 2.2), (2.1, 9.0), "").difference == 0
-    assert plan_published.Row("", "", (2.0, 2.0), (3.0, 3.0), "").difference == pytest.approx(0.5)

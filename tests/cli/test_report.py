@@ -157,6 +157,20 @@ def test_the_table(log: Log, tmp_path: Path) -> None:
     assert told["total"]["bytes_sent"] == 11793
 
 
+def test_piped_stdout_has_the_report_alone(log: Log, tmp_path: Path) -> None:
+    file, page = log(), tmp_path / "page.html"
+    text, pure = (
+        subprocess.run(
+            [sys.executable, "-m", "flash_allreduce_plugin", "report", str(file), *more],
+            cwd=ROOT, capture_output=True, text=True,
+        )
+        for more in (["--html", str(page)], ["--json", "-"])
+    )  # fmt: skip
+    assert text.returncode == pure.returncode == 0, text.stderr + pure.stderr
+    assert text.stderr == f"written: {page}\n" and "written" not in text.stdout
+    assert json.loads(pure.stdout)["logs"][0]["log"] == str(file) and pure.stderr == text.stdout
+
+
 def test_several_logs(log: Log) -> None:
     done = report(log(), log([{**HEADER, "rank": 1}, *RUN[1:]], "other.jsonl"))
     assert done.exit_code == 0

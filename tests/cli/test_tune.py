@@ -65,7 +65,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     files = ["-o", "tuned.json", "--json", "all.json", "--plot", "sweep.png"]
     done = subprocess.run(
         [sys.executable, "-m", "flash_allreduce_plugin", "tune", *QUICK, *files, "--collective", collectives,
-         "--options", '{"group_size": 64}'],
+         "--config", '{"group_size": 64}'],
         cwd=folder, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr  # 1: on a busy machine a call may seem slower than allowed
@@ -105,7 +105,17 @@ def test_what_it_measures(tuned: tuple[Path, dict[str, Any], str]) -> None:
         assert row["ratio"] == pytest.approx(row["seconds"]["tuned"] / row["seconds"]["full precision"])
     for collective in ("all_reduce", "reduce_scatter", "all_gather"):
         assert f"{collective}, ms of a call" in printed
-    assert '"flash_allreduce": {"config": "tuned.json"}' in printed
+    assert '"flash_allreduce": {"config": "tuned.json"}' in printed and "# all_reduce of" not in printed
+
+
+def test_piped_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
+    quick = ["-b", "64K", "-e", "64K", "--seconds", "0", "--bits", "4", "-o", "tuned.json", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_allreduce_plugin", "tune", *quick],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert json.loads(done.stdout)["written"] == json.loads((tmp_path / "tuned.json").read_text()), done.stderr
+    assert "all_reduce, ms of a call" in done.stderr
 
 
 def test_under_a_launcher_one_rank_speaks(tmp_path: Path) -> None:
@@ -137,9 +147,9 @@ def test_a_size_that_is_slower_than_allowed_is_exit_status_1(tmp_path: Path, mon
         (["-b", "many"], "-b many: expected a number of bytes"),
         (["-b", "2M", "-e", "1M"], "the first size is larger than the last one"),
         (["-b", "4"], "expected at least 8 bytes"),
-        (["--options", "[]"], "expected a JSON object"),
-        (["--options", '{"min_bytes": 5}'], "min_bytes is what tune finds"),
-        (["--options", '{"bts": 5}'], "bts=5 is not a known key; the nearest is bits"),
+        (["--config", "[]"], "expected a JSON object"),
+        (["--config", '{"min_bytes": 5}'], "min_bytes is what tune finds"),
+        (["--config", '{"bts": 5}'], "bts=5 is not a known key; the nearest is bits"),
         (["--ranks", "2,4"], "--ranks 2,4: expected one number"),
         (["--ranks", "1"], "expected whole numbers from 2"),
         (["--link", "quick"], "rate 'quick'"),

@@ -30,7 +30,7 @@ class Heard(logging.Handler):
 
 def without_it(absent: int, patience: float, subgroup: bool) -> tuple[str, float | None, list[str]]:
     """The error, seconds until the notice (None: there was none), the notices."""
-    presence.PATIENCE = patience
+    presence.GRACE = patience
     heard = Heard()
     logging.getLogger("flash_allreduce_plugin").addHandler(heard)
     group = dist.new_group([1, 2], timeout=timedelta(seconds=3)) if subgroup else dist.group.WORLD
@@ -74,7 +74,7 @@ def used() -> None:
 
 
 def late(patience: float) -> list[str]:
-    presence.PATIENCE = patience
+    presence.GRACE = patience
     heard = Heard()
     logging.getLogger("flash_allreduce_plugin").addHandler(heard)
     if dist.get_rank() == 0:

@@ -5,7 +5,6 @@ encode every rank's tensor -> sum each node in rank order -> encode -> sum the n
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -425,33 +424,6 @@ def test_between_nodes_goes_one_payload_a_node(collective: str, nodes: Nodes) ->
             "all_gather": shares[node] * (len(nodes) - 1),
         }
         assert 0.99 < between / (halves[collective] * plan.reduce.payload_bytes(numel)) < 1.01
-
-
-@pytest.mark.parametrize("nodes", [((0,),), ((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), ((0, 3), (1,), (2, 4, 5))])
-@pytest.mark.parametrize("numel", [1, 5, 64, 1000])
-def test_every_node_has_every_group_of_a_slab_once(nodes: Nodes, numel: int) -> None:
-    world = sum(map(len, nodes))
-    uneven = tuple(numel * rank % 71 + (rank == 0) for rank in range(world))
-    tensor = topology.slabs_of_tensor(numel, 17, nodes)
-    shards = [slab for _, slab in topology.slabs_of_shards(uneven, 17, nodes)]
-    assert sum(slab.groups for slab in tensor) == numel and max(slab.groups for slab in tensor) <= 17
-    assert sum(slab.groups for slab in shards) == sum(uneven)
-    for slabs in (tensor, shards):
-        owned = []
-        for slab in slabs:
-            for ranks in nodes:
-                ends = [0, *itertools.chain(*(slab.parts[rank] for rank in ranks)), slab.groups]
-                assert all(a == b for a, b in zip(ends[::2], ends[1::2], strict=True))
-            for rank in nodes[slab.node]:
-                first, last = slab.parts[rank]
-                owned += range(slab.numbers[rank], slab.numbers[rank] + last - first)
-        assert sorted(owned) == list(range(len(owned)))  # every group of the call has one owner
-
-
-def test_nodes() -> None:
-    assert topology.neighbours(8, 3) == ((0, 1, 2), (3, 4, 5), (6, 7))
-    assert topology.neighbours(3, 8) == ((0, 1, 2),)
-    assert topology.by_host("abba") == ((0, 3), (1, 2))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class Host:
 def compile_host(output: Path, *flags: str) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("no C++ compiler to compile the fused path with")
+        pytest.skip("no C++ compiler to compile the two-shot kernel with")
     always = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-pthread"]
     subprocess.run([compiler, *always, *flags, str(SOURCE), "-o", str(output)], check=True, timeout=240)
     return output
@@ -219,7 +219,7 @@ def test_a_peer_that_does_not_come(host: Host, dtype: torch.dtype) -> None:
     wrong, run = host.run(calls, [0, 1, 2] * 20, dead_rank=1, timeout=6 * 10**8)
     assert wrong == 120 and run.lost == 2 * 20 * 8001
     for rank in (0, 2):
-        word = two_shot.Report(run.reports[rank])
+        word = two_shot.MissingPeer(run.reports[rank])
         assert word.peer == 1 and word.block < 3 and word.half == "sum"
     assert run.reports[1] == 0
 
@@ -382,7 +382,7 @@ def test_ranks_agree_about_the_workspace(ranks: Callable[[int], Ranks]) -> None:
 
 
 def only_on_gpus() -> bool:
-    """A CPU tensor's all-reduce, with the fused path's function out of order."""
+    """A CPU tensor's all-reduce, with the two-shot kernel's function out of order."""
     x = gaussian(3000, seed=dist.get_rank())
     with mock.patch.object(two_shot, "all_reduce", side_effect=AssertionError):
         fap.all_reduce(x, config=fap.FlashConfig(min_bytes=0))

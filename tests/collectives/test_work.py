@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from tests.codecs import same_bits
 from tests.distributed import Ranks
 from tests.simulation import Call
@@ -323,25 +322,6 @@ def test_a_shard_may_lie_inside_the_whole(ranks: GetRanks, world_size: int) -> N
 
 def helpers() -> int:
     return sum(thread.name == "flash_allreduce" for thread in threading.enumerate())
-
-
-def states_left_behind() -> tuple[int, int]:
-    gc.collect()
-    before, threads = len(groups._states), helpers()
-    for _ in range(3):
-        group = dist.new_group()
-        fap.all_reduce(torch.ones(20_000), group=group, config=CONFIG, async_op=True).wait()
-        dist.destroy_process_group(group)
-        del group
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while helpers() > threads and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return len(groups._states) - before, helpers() - threads
-
-
-def test_what_is_remembered_of_a_group_dies_with_it(ranks: GetRanks) -> None:
-    assert ranks(2).run(states_left_behind) == [(0, 0), (0, 0)]
 
 
 def threads_of_synchronous_calls() -> int:

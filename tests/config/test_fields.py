@@ -14,14 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.errors import ConfigError, FlashAllReduceError
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 
 WIDTHS = st.integers(2, 8)
 AVAILABLE = {
+    "preset": st.sampled_from([None, "int8", "int4", "thin"]),
     "enabled": st.booleans(),
     "bits": WIDTHS,
     "reduce_bits": st.none() | WIDTHS,
@@ -56,6 +59,7 @@ AVAILABLE = {
     "error_feedback_reset_interval": st.integers(0, 1 << 40),
 }
 WRONG: dict[str, list[Any]] = {
+    "preset": ["int5", "INT8", "", True, 8, ["int4"]],
     "enabled": [1, 0, "true", None],
     "bits": ["8", True, 8.0, 1, 9, None, "full", [8]],
     "reduce_bits": ["4", True, 4.0, 1, 9, "full"],
@@ -446,39 +450,35 @@ def test_env_problems_are_spelled_as_variables_and_come_together(monkeypatch: py
     assert problems(FlashConfig.from_env) == [
         "FLASH_ALLREDUCE_BIT='4' is not a known variable; the nearest is FLASH_ALLREDUCE_BITS.",
         "FLASH_ALLREDUCE_BITS='nine' is not valid; expected a whole number from 2 to 8.",
-        "FLASH_ALLREDUCE_SYMMETRIC=2 is not valid; expected true or false.",
         "FLASH_ALLREDUCE_MIN_SQNR_DB=20.0 needs measurements, and quality_interval is 0: never; set it, for example to "
         "100.",
+        "FLASH_ALLREDUCE_SYMMETRIC=2 is not valid; expected true or false.",
     ]
 
 
 # ---------------------------------------------------------------------------------------------- the page
 
 
+def test_the_page_lists_every_field_in_its_group() -> None:
+    sections = re.split(r"^### (\w+)$", DOCS.read_text(), flags=re.MULTILINE)[1:]
+    found = {
+        name.lower(): re.findall(r"^\| `(\w+)` \|", text.split("\n## ")[0], re.MULTILINE)
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+    assert tuple(found) == GROUPS
+    for name, keys in found.items():
+        assert keys == [key for key in FlashConfig.model_fields if FlashConfig.group_of(key) == name]
+
+
 def test_the_page_lists_every_field_with_its_default() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", DOCS.read_text(), re.MULTILINE))
     assert list(rows) == list(FlashConfig.model_fields)
-    for key, default in FlashConfig().to_dict().items():
-        _values, shown, _meaning = (cell.strip() for cell in rows[key].split(" | "))
+    for key, default in {"preset": None, **FlashConfig().to_dict()}.items():
+        shown, _meaning = (cell.strip() for cell in rows[key].split(" | "))
         assert json.loads(shown.strip("`")) == default, key
 
 
-def test_the_examples_and_the_answers_on_the_page_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = DOCS.read_text()
-    (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    FlashConfig.from_dict(json.loads(example))
-
-    mistakes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[-1]
-    from_python, from_env, from_file = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
-    assert problems(exec, mistakes, {"FlashConfig": FlashConfig}) == from_python.splitlines()
-
-    for variable, value in {"BIT": "4", "BITS": "nine", "SYMMETRIC": "2"}.items():
-        assert f"FLASH_ALLREDUCE_{variable}={value}" in text
-        monkeypatch.setenv(f"FLASH_ALLREDUCE_{variable}", value)
-    assert problems(FlashConfig.from_env) == from_env.splitlines()
-
-    monkeypatch.chdir(tmp_path)
-    content = '{"bits": 4, "min_byte": 0}'
-    assert f"`flash.json` holding `{content}`" in text
-    Path("flash.json").write_text(content)
-    assert problems(FlashConfig.from_file, "flash.json") == from_file.splitlines()
+def test_the_example_of_mistakes_on_the_page_is_real() -> None:
+    mistakes = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)[-1]
+    [answer] = re.findall(r"```text\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert problems(exec, mistakes, {"fap": fap}) == answer.splitlines()

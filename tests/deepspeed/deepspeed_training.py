@@ -63,7 +63,7 @@ def model(width: int = 48) -> nn.Module:
     )
 
 
-def configuration(options: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
+def configuration(options: dict[str, Any], flash: dict[str, Any] | str | None) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 8,
         "zero_allow_untested_optimizer": True,
@@ -138,7 +138,7 @@ def compare(options: dict[str, Any], eight: dict[str, Any] = EIGHT) -> list[dict
     return [train(options, flash) for flash in (None, OFF, eight)]
 
 
-def sparse(flash: dict[str, Any] | None) -> dict[str, Any]:
+def sparse(flash: dict[str, Any] | str | None) -> dict[str, Any]:
     """Two steps with an embedding whose gradients are sparse."""
     fap.reset_stats()
     torch.manual_seed(2)

@@ -56,6 +56,7 @@ REFUSED: list[tuple[dict[str, Any], Any, list[str]]] = [
         ["flash_allreduce.bits='auto' is not valid", "\nflash_allreduce.group_size=100 is not valid"],
     ),
     ({}, {"grad_bits": 4}, ["flash_allreduce.grad_bits=4 has no effect in DeepSpeed"]),
+    ({}, "int5", ["flash_allreduce.preset='int5' is not valid; expected "]),
     ({}, 4, ["flash_allreduce is 4; expected keys and values"]),
     ({}, None, ["flash_allreduce is None; expected keys and values"]),
     (
@@ -116,16 +117,39 @@ def test_what_cannot_go_together(given: dict[str, Any], named: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("key", "value"),
     [
-        *("backward_bits", "sequence_parallel_gather_bits", "grad_bits", "quantize_embedding", "expert_bits"),
-        *("quantize_evaluation", "include", "exclude"),
+        *((key, 8) for key in ("backward_bits", "sequence_parallel_gather_bits", "grad_bits", "expert_bits")),
+        *(("quantize_embedding", True), ("quantize_evaluation", False), ("include", ["a"]), ("exclude", ["a"])),
     ],
 )
-def test_a_key_of_megatron_has_no_effect_here(key: str) -> None:
-    value = fap.FlashConfig().to_dict()[key]
-    with pytest.raises(fap.ConfigError, match=f"^flash_allreduce.{key}=.* has no effect in DeepSpeed"):
+def test_a_key_of_megatron_has_no_effect_here(key: str, value: Any) -> None:
+    with pytest.raises(fap.ConfigError, match=rf"^flash_allreduce\.{key}=.* has no effect in DeepSpeed, where "):
         section.parse({"flash_allreduce": {key: value}})
+    assert section.parse({"flash_allreduce": {key: fap.FlashConfig().to_dict()[key]}}) == fap.FlashConfig()
+
+
+def test_the_environment_may_be_megatrons_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ALLREDUCE_GRAD_BITS", "4")
+    assert section.parse({"flash_allreduce": {"bits": 6}}) == fap.FlashConfig(bits=6, grad_bits=4)
+    monkeypatch.setenv("FLASH_ALLREDUCE_EXCLUDE", "*.norm")
+    with pytest.raises(fap.ConfigError, match=r"^FLASH_ALLREDUCE_EXCLUDE=\['\*\.norm'\] has no effect in DeepSpeed, "):
+        section.parse({"flash_allreduce": {"bits": 6}})
+
+
+def test_a_preset_in_the_section_or_instead_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    four = fap.FlashConfig(preset="int4")
+    for written in ("int4", {"preset": "int4"}):
+        config = section.parse({"flash_allreduce": written})
+        assert config == four and config.preset == "int4" and config.grad_bits == 4, "Megatron's keys of it do no harm"
+    assert section.parse({"flash_allreduce": {"preset": "int4", "bits": 6}}) == fap.FlashConfig(preset="int4", bits=6)
+    monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "64")
+    (tmp_path / "flash.json").write_text('{"preset": "thin", "range": "min-max"}')
+    both = {"config": str(tmp_path / "flash.json"), "preset": "int4"}
+    expected = fap.FlashConfig(preset="int4", range="min-max", group_size=64)
+    assert section.parse({"flash_allreduce": both}) == expected
+    with pytest.raises(fap.ConfigError, match=r"^flash_allreduce\.preset='int5' is not valid; expected"):
+        section.parse({"flash_allreduce": "int5"})
 
 
 def from_file(folder: str) -> list[str]:
@@ -152,6 +176,15 @@ def test_from_a_file_and_a_loud_line_on_rank_0(engines: Callable[[int], Ranks], 
     assert first == [
         "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: gradients in 4 bits, "
         "groups of 64, buckets from 0 bytes, gather_bits=8"
+    ]
+
+
+def test_a_presets_name_is_the_whole_section(engines: Callable[[int], Ranks], tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.json").write_text(json.dumps(configuration({"zero_optimization": {"stage": 2}}, "int4")))
+    first, _ = engines(2).run(from_file, str(tmp_path))
+    assert first == [
+        "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: preset int4, "
+        'gradients in 4 bits, groups of 32, buckets from 0 bytes, compact=true, range="mse", error_feedback=true'
     ]
 
 

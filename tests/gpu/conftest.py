@@ -17,7 +17,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
     """gpu_ranks(n, backend, two_shot): n running ranks, spawned: a process that was forked cannot always use CUDA.
 
-    two_shot: bytes of the largest all-reduce that takes the fused path; 0: none does.
+    two_shot: bytes of the largest all-reduce that takes the two-shot kernel; 0: none does.
     """
     started: dict[tuple[int, str, int], Ranks] = {}
 

@@ -1,4 +1,4 @@
-"""What the fused path needs of torch, without the fused path: ranks of one GPU that write to each other's memory.
+"""What the two-shot kernel needs of torch, without it: ranks of one GPU that write to each other's memory.
 
 If this fails, torch's symmetric memory does not work on this machine, and nothing that builds on it can.
 """

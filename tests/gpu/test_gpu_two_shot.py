@@ -1,4 +1,4 @@
-"""The fused path on real ranks that share one GPU: the bits of the other path, thousands of calls, CUDA graphs."""
+"""The two-shot kernel on real ranks that share one GPU: the bits of the other path, thousands of calls, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 4 << 20  # bytes
 
 
 def counted() -> dict[str, int]:
-    """Calls of this rank that took the fused path, and why the others did not."""
+    """Calls of this rank that took the two-shot kernel, and why the others did not."""
     return dict(two_shot.counts)
 
 
@@ -34,7 +34,7 @@ def fused_digests(calls: list[Call]) -> tuple[list[str], dict[str, int]]:
 
 
 def check(ranks: Ranks, calls: list[Call]) -> None:
-    """Every call took the fused path, and has the bits of the simulation."""
+    """Every call took the two-shot kernel, and has the bits of the simulation."""
     results, expected = ranks.run(fused_digests, calls), expected_of(calls, ranks.world_size)
     for rank, (digests, counts) in enumerate(results):
         assert counts == {"two-shot": len(calls)}, f"rank {rank}: {counts} of {len(calls)} calls"
@@ -59,7 +59,7 @@ def test_not_finite_values_and_wide_ranges(gpu_ranks: GetRanks, kind: str) -> No
 
 
 def test_the_other_path_has_the_same_bits(gpu_ranks: GetRanks) -> None:
-    """Asynchronous calls do not take the fused path."""
+    """Asynchronous calls do not take the two-shot kernel."""
     call = Call("all_reduce", 100_003, "bfloat16", {"bits": 4})
     results = gpu_ranks(3, two_shot=LIMIT).run(fused_digests, [call, replace(call, async_op=True), call])
     for digests, counts in results:
@@ -67,7 +67,7 @@ def test_the_other_path_has_the_same_bits(gpu_ranks: GetRanks) -> None:
 
 
 def many(count: int) -> tuple[bool, int]:
-    """Whether `count` calls of changing shapes, some too large for the fused path, were right; how many took it."""
+    """Whether `count` calls of changing shapes, some too large for the kernel, were right; how many took it."""
     world, before = dist.get_world_size(), counted().get("two-shot", 0)
     configs = [fap.FlashConfig(bits=bits, min_bytes=0) for bits in (8, 4, 3)]
     right = torch.ones((), dtype=torch.bool, device=here())

@@ -139,6 +139,6 @@ def test_a_peer_that_does_not_come(dtype: torch.dtype) -> None:
             group.launch(call, tensors, rank)
         torch.cuda.synchronize()
         assert tensors[0].isnan().all() and tensors[2].isnan().all() and not tensors[1].isnan().any()
-    reports = [two_shot.Report(int(word)) if word else None for word in group.reports]
+    reports = [two_shot.MissingPeer(int(word)) if word else None for word in group.reports]
     assert reports[1] is None
     assert all(report and report.peer == 1 and report.half == "sum" for report in (reports[0], reports[2]))

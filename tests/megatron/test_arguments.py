@@ -47,12 +47,16 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> list[FlashConfig]:
 
 def test_every_field_has_its_flag_with_meaning_values_and_default() -> None:
     parser = arguments.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    (group,) = [group for group in parser._action_groups if group.title == "flash all-reduce"]
-    flags = {flag: action for action in group._group_actions for flag in action.option_strings}
+    groups = {group.title or "": group for group in parser._action_groups}
+    flags = {
+        flag: action for group in groups.values() for action in group._group_actions for flag in action.option_strings
+    }
+    flags = {flag: action for flag, action in flags.items() if flag.startswith("--flash-allreduce")}
     expected = {"--flash-allreduce-" + key.replace("_", "-"): key for key in FlashConfig.model_fields}
     assert set(flags) == {"--flash-allreduce", "--flash-allreduce-config", *expected}
     for flag, key in expected.items():
         field = FlashConfig.model_fields[key]
+        assert flags[flag] in groups[f"flash all-reduce: {FlashConfig.group_of(key)}"]._group_actions
         text = flags[flag].help or ""
         assert (field.description or "?") in text
         assert field.json_schema_extra["expected"] in text  # type: ignore[index, operator]
@@ -67,6 +71,31 @@ def test_flags_reach_the_configuration() -> None:
         *("--flash-allreduce-reduce-bits", "none"),
     )
     assert arguments.config_from(given) == FlashConfig(bits=4, symmetric=True, check_ranks=False, min_bytes=0)
+
+
+def test_a_preset_and_what_is_said_beside_it(
+    enabled: list[FlashConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "flash.json"
+    file.write_text('{"preset": "int4", "bits": 6}')
+    words = ("--flash-allreduce", "--flash-allreduce-config", str(file), "--flash-allreduce-backward-bits", "8")
+    arguments.start(parse(*words, rank=0, tensor_model_parallel_size=2))
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert enabled == [FlashConfig(preset="int4", bits=6, backward_bits=8)]
+    assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 32," in line
+    assert 'grad_bits=4, compact=true, range="mse", error_feedback=true' in line
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "thin", rank=1))
+    assert enabled[1:] == [FlashConfig(preset="thin", bits=4)], "activations need more bits than gradients"
+    other = arguments.config_from(parse(*words, "--flash-allreduce-preset", "thin"))
+    assert other == FlashConfig(preset="thin", bits=6, backward_bits=8)
+
+
+@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_megatron_fsdp"])
+def test_grad_bits_of_a_preset_are_left_out_where_gradients_pass_other_buffers(
+    enabled: list[FlashConfig], name: str
+) -> None:
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "int4", rank=1, **{name: True}))
+    assert enabled == [FlashConfig(preset="int4", grad_bits="full", error_feedback=False)]
 
 
 def test_without_the_switch_nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:

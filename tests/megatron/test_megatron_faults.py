@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 
 from flash_allreduce_plugin import errors, megatron
 from flash_allreduce_plugin.cli.demo.model import build_model, prepare_cpu
-from tests.megatron.test_scope import SIZE, WORLD, config, train
+from tests.megatron.test_scopes import SIZE, WORLD, config, train
 
 TIMEOUT = timedelta(seconds=3)
 

@@ -20,6 +20,7 @@ from test_data_parallel import WAYS, enabled, start_megatron, train, wrapped
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.collectives import error_feedback
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.presets import PRESETS
 from flash_allreduce_plugin.telemetry import counters
 
 OFF = FlashConfig(grad_bits=3, min_bytes=0)
@@ -88,6 +89,8 @@ def warned() -> list[str]:
         warnings.simplefilter("always")
         with enabled(FlashConfig(error_feedback=True)):
             pass
+        with enabled(FlashConfig(preset="int4", grad_bits="full")):  # nobody has asked for feedback
+            pass
     return [str(warning.message) for warning in caught if "error_feedback" in str(warning.message)]
 
 
@@ -97,6 +100,8 @@ def observe() -> dict[str, Any]:
     seen["forgotten"] = forgotten()
     seen["warned"] = warned()
     seen["training"] = [train(config, 1, **WAYS[3]) for config in (OFF, ON)]
+    spelled_out = FlashConfig(**{**PRESETS["thin"], "bits": 4, "min_bytes": 0})
+    seen["preset"] = [train(c, 1, **WAYS[3]) for c in (FlashConfig(preset="thin", min_bytes=0), spelled_out)]
     return seen
 
 
@@ -131,6 +136,14 @@ def test_training_uses_them_and_replicas_agree(observed):
         assert on["replicas equal"]
         assert not torch.equal(on["parameters"], off["parameters"])
         assert on["losses"][0] == off["losses"][0]
+
+
+def test_a_preset_trains_as_what_it_stands_for(observed):
+    for seen in observed:
+        preset, spelled_out = seen["preset"]
+        assert preset["replicas equal"]
+        assert torch.equal(preset["parameters"], spelled_out["parameters"])
+        assert not torch.equal(preset["parameters"], seen["training"][0]["parameters"])
 
 
 def test_without_grad_bits_there_is_a_warning(observed):

@@ -25,7 +25,7 @@ from flash_allreduce_plugin import dispatch, megatron, policy
 from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import scopes, sequence_parallel, tensor_parallel
 from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2
@@ -411,7 +411,7 @@ def test_another_group_of_the_same_ranks_is_left_alone_and_counted(plain):
     for seen in plain:
         found, fired = seen["other group"]
         assert torch.equal(found, seen["total"])
-        assert fired == {G: (0, {tensor_parallel.OTHER_GROUP: 1})}
+        assert fired == {G: (0, {scopes.OTHER_GROUP: 1})}
 
 
 def test_f_backward(plain):

@@ -42,7 +42,7 @@ from flash_allreduce_plugin.cli.demo.model import (
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron import transformer_engine
-from flash_allreduce_plugin.megatron.tensor_parallel import OTHER_GROUP
+from flash_allreduce_plugin.megatron.scopes import OTHER_GROUP
 from flash_allreduce_plugin.telemetry import counters
 
 WORLD = 2

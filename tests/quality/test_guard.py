@@ -18,14 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.cli.report import log as report_log
 from flash_allreduce_plugin.cli.report import text as report_text
-from flash_allreduce_plugin.collectives import messages
-from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.policy import LOW_SQNR
 from flash_allreduce_plugin.quality.guard import FULL, LOW, MARGIN_DB, PATIENCE, SiteGuard, Stand, decide
-from flash_allreduce_plugin.quality.widths import gain_db
+from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.telemetry import counters, run_log
 from tests.codecs import gaussian
 from tests.distributed import Ranks
@@ -284,11 +281,6 @@ def test_more_bits_then_full_precision_then_back(ranks: GetRanks, world: int, ah
     assert "dB expected of 8 bits, the floor is" in first["logged"][5][1]
 
 
-def test_the_interval_decides_when(ranks: GetRanks) -> None:
-    for outcome in ranks(2).run(reduces, [(20, 100.0)], {"quality_interval": 4}):
-        assert outcome["result"] == [4] * 8 + [5] * 8 + [6] * 4
-
-
 @pytest.mark.parametrize("times", [math.nan, 1e4])
 def test_an_overflow_and_a_spike_change_nothing(ranks: GetRanks, times: float) -> None:
     phases = [(3, 0.0), (1, times)] * 6 if times == 1e4 else [(2, 0.0), (5, times), (5, 0.0)]
@@ -339,122 +331,6 @@ def test_with_a_target_the_guard_takes_the_last_step_only(ranks: GetRanks) -> No
         "up to 8 at once for the target, full precision for the floor"
     )
     assert widths[-1] == 4 and outcomes[0]["guard"] == {"raised": 1, "lowered": 1}
-
-
-# ---- what is measured ----
-
-
-def correlated(numel: int, seed: int, rank: int) -> Tensor:
-    """As gradients of parts of a batch: the ranks' share a half."""
-    return gaussian(numel, seed=1000 + seed) + gaussian(numel, seed=100 * seed + rank)
-
-
-def channels(numel: int, seed: int, rank: int) -> Tensor:
-    """As activations: of every 64 channels one has 20 times the others' size, and all have sizes of their own."""
-    sizes = torch.linspace(0.2, 2.0, 64)
-    sizes[17] = 20.0
-    return (gaussian(numel, seed=100 * seed + rank).view(-1, 64) * sizes).view(-1)
-
-
-def heavy(numel: int, seed: int, rank: int) -> Tensor:
-    """Laplace, of sizes that differ from group to group by 1e6."""
-    x = gaussian(numel, seed=100 * seed + rank) * gaussian(numel, seed=100 * seed + rank + 50)
-    return (x.view(128, -1) * torch.logspace(-9, -3, 128).unsqueeze(1)).view(-1)
-
-
-KINDS = {"gaussian": lambda numel, seed, rank: cancelling(numel, 0.0, seed, rank)} | {
-    function.__name__: function for function in (correlated, channels, heavy)
-}
-
-
-def both_measures(kind: str, changes: dict[str, Any], collective: str, floor_db: float | None) -> list[float]:
-    """SQNR of the same calls, measured exactly and locally; with a floor, of what full precision is spared."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found = []
-    for measure in ("exact", "local"):
-        watched = floor_db if measure == "local" else None
-        config = fap.FlashConfig(
-            **{"min_bytes": 0, "quality_interval": 1, "quality_measure": measure, "min_sqnr_db": watched, **changes}
-        )
-
-        def run(group: dist.ProcessGroup, config: fap.FlashConfig = config) -> Any:
-            for number in range(5):
-                x = KINDS[kind](16384 * world, number, rank)
-                op = dist.ReduceOp.AVG
-                if collective == "all_gather":
-                    fap.all_gather(x.new_empty(world * len(x)), x, group=group, config=config, site=SITE)
-                elif collective == "reduce_scatter":
-                    fap.reduce_scatter(x.new_empty(16384), x, op, group, config, site=SITE)
-                else:
-                    fap.all_reduce(x, op, group, config, site=SITE)
-            if config.min_sqnr_db is None:
-                return None
-            guard = groups.state_of(group).guard(SITE.name, config, 8)
-            assert guard.bits == FULL
-            return messages.add_up(guard.take(), Label("test", SITE.name, group), torch.device("cpu"))
-
-        outcome = in_group(run)
-        found.append(outcome["sqnr_db"] if outcome["result"] is None else counters.sqnr_db(*outcome["result"]))
-    return found
-
-
-NODES = {"hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2}}
-
-
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-def all_measures(
-    kinds: list[str], changes: dict[str, Any], floor_db: float | None = None
-) -> dict[tuple[str, str], list[float]]:
-    """both_measures of every kind and collective."""
-    return {
-        (kind, collective): both_measures(kind, changes, collective, floor_db)
-        for kind in kinds
-        for collective in COLLECTIVES
-    }
-
-
-@pytest.mark.parametrize(
-    ("world", "changes", "tolerance"),
-    [
-        (2, {"bits": 4}, 0.3),
-        (3, {"bits": 3, "symmetric": True}, 0.6),
-        (3, {"bits": 2}, 0.6),
-        (3, {"bits": 4, **NODES}, 0.3),
-        (2, {"bits": 4, "hadamard": True, "rounding": "stochastic"}, 0.3),
-        (2, {"reduce_bits": 4, "gather_bits": 8, "chunk_bytes": 4096}, 0.3),
-    ],
-    ids=["4", "3 symmetric", "2", "two levels", "options", "4 and 8 in chunks"],
-)
-def test_the_local_measure_agrees_with_the_exact_one(
-    ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
-) -> None:
-    for outcome in ranks(world).run(all_measures, list(KINDS), changes):
-        off = {
-            call: (exact, local)
-            for call, (exact, local) in outcome.items()
-            # Of a reduce-scatter a rank that measures exactly sees its own part.
-            if abs(exact - local) > tolerance + 0.2 * (call[1] == "reduce_scatter")
-        }
-        assert not off
-
-
-@pytest.mark.parametrize(
-    ("world", "changes", "tolerance"),
-    [
-        (2, {}, 0.3),
-        # Sums of a node are not there: they are taken to lose what their terms do.
-        (3, {"hierarchical": {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}}, 1.2),
-    ],
-    ids=["flat", "two levels"],
-)
-def test_full_precision_is_watched_for_what_8_bits_would_give(
-    ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
-) -> None:
-    for outcome in ranks(world).run(all_measures, ["correlated", "channels"], {"bits": 8, **changes}, 90.0):
-        off = {call: found for call, found in outcome.items() if abs(found[0] - found[1]) > tolerance}
-        assert not off
 
 
 def floors(floors_db: list[float]) -> str:

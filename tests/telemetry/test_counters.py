@@ -239,17 +239,3 @@ def test_what_is_sent_beside_us_outlives_a_reset_too() -> None:
     record_beside("all_gather, dp of 2 ranks", 20)
     found = counters.difference(counters.beside(), before)["all_gather, dp of 2 ranks"]
     assert (found.calls, found.bytes_sent) == (2, 30)
-
-
-def test_a_report_says_what_all_of_it_was() -> None:
-    record_quantized(A, 400_000, 1_600_000)
-    record_full_precision(A, "warm-up", 200_000)
-    assert str(counters.Report()) == ""
-    record_beside("broadcast, dp of 2 ranks", 0)
-    record_beside("all_gather, dp of 2 ranks", 400_000)
-    assert str(counters.Report()).splitlines() == [
-        "not ours: all_gather, dp of 2 ranks: 1 calls, 0.40 MB sent",
-        "not ours: broadcast, dp of 2 ranks: 1 calls, 0.00 MB sent",
-        "of 1.00 MB that this rank sent, 40.0 % were quantized, 20.0 % in full precision by our decision, "
-        "40.0 % not ours",
-    ]

@@ -111,6 +111,24 @@ def test_what_quantizes_is_left_in_peace(train: Any) -> None:
     assert not any("calls" in line for line in first)
 
 
+@pytest.mark.parametrize(
+    ("train", "said", "left"),
+    [
+        (ddp, "DistributedDataParallel: preset int4", ", error_feedback=true"),
+        (fsdp, "FSDP2: preset int4", ", error_feedback=true"),
+        (fsdp1, "FullyShardedDataParallel: preset int4 but error_feedback=false", ""),
+        (apex, "apex.parallel: preset int4", ", error_feedback=true"),
+    ],
+)
+def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: str) -> None:
+    first, _ = run_ranks(2, train, fap.FlashConfig(preset="int4", min_bytes=0))
+    [line] = [line for line in first if "gradients in" in line]
+    assert line == (
+        f"flash all-reduce: attached to {said}, gradients in 4 bits, groups of 32, buckets from 0 bytes, "
+        f'compact=true, range="mse"{left}'
+    )
+
+
 def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
     first, _ = run_ranks(2, ddp, fap.FlashConfig(enabled=False))
     assert first == [

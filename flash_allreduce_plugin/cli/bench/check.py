@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ring import RingAllReduce
 from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.policy import Collective, Plan
+
+if TYPE_CHECKING:
+    from benchmarks.ring import RingAllReduce
 
 PIECE = 1 << 20  # elements that are made and compared at a time: whole groups of any size
 _FLOAT32 = 2.0**-21  # of a group's greatest magnitude: what the float32 arithmetic of a rounding may add

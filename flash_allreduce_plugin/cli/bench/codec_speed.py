@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,65 +30,69 @@ def codec_rows(
     """encode and decode of a tensor of `size` bytes, and the decode and sum of two payloads of such."""
     device = torch.device(settings["device"])
     dtype: torch.dtype = getattr(torch, settings["datatype"])
-    numel = size // dtype.itemsize
-    size = numel * dtype.itemsize
-    inputs = Inputs("all_reduce", numel, dtype, 2)
+    inputs = Inputs("all_reduce", size // dtype.itemsize, dtype, 2)
     tensors = [inputs.tensor(number).to(device) for number in range(2)]
     x, y = tensors[0], torch.empty_like(tensors[0])
     runs: dict[str, Callable[[], object]] = {COPY: lambda: y.copy_(x), ADD: lambda: y.add_(x)}
-    facts: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {COPY: {}, ADD: {}}
     for name, fields in settings["configs"].items():
         config = FlashConfig.from_dict(fields)
         wire = config.format(config.reduce_bits)
-        payloads = torch.empty(2, wire.payload_bytes(numel), dtype=torch.uint8, device=device)
-        for tensor, payload in zip(tensors, payloads, strict=True):
-            rows.encode(tensor.view(1, -1), payload.view(1, -1), wire)
-        spare = torch.empty_like(payloads[:1])  # what decode reads is not what encode writes: either may be first
-        for what, sources, run in (
-            (ENCODE, (0,), partial(rows.encode, x.view(1, -1), spare, wire)),
-            (DECODE, (0,), partial(rows.decode, payloads[:1], y.view(1, -1), wire)),
-            (SUM, (0, 1), partial(rows.decode_sum, payloads, y, wire, 1.0)),
-        ):
+        for what, sources, payloads, run in _operations(tensors, y, wire):
             runs[f"{name} {what}"] = run
             run()
             if what == ENCODE:
-                rows.decode(spare, y.view(1, -1), wire)
+                rows.decode(payloads, y.view(1, -1), wire)
             found = _check(y, inputs, sources, wire) if settings["check"] else {}
             facts[f"{name} {what}"] = {**found, "wire_bytes": payloads.shape[1], "beside": BESIDE[what]}
-    right = {name: run for name, run in runs.items() if not facts.get(name, {}).get("wrong")}
     times = interleaved(
-        right,
+        {name: run for name, run in runs.items() if not facts[name].get("wrong")},
         settings["rounds"],
         settings["iters"],
         warmup=settings["warmup"],
         before=lambda: y.copy_(x),
         on_round=progress,
     )
+    return [_row(name, collective, inputs, settings["datatype"], times, facts[name]) for name in runs]
+
+
+def _operations(
+    tensors: Sequence[torch.Tensor], output: torch.Tensor, wire: Format
+) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, Callable[[], object]]]:
+    """(name, numbers of the tensors in the result, payloads, call) of what is timed."""
+    x, numel = tensors[0], tensors[0].numel()
+    payloads = torch.empty(2, wire.payload_bytes(numel), dtype=torch.uint8, device=x.device)
+    for tensor, payload in zip(tensors, payloads, strict=True):
+        rows.encode(tensor.view(1, -1), payload.view(1, -1), wire)
+    spare = torch.empty_like(payloads[:1])  # what decode reads is not what encode writes: either may be first
+    yield ENCODE, (0,), spare, partial(rows.encode, x.view(1, -1), spare, wire)
+    yield DECODE, (0,), payloads, partial(rows.decode, payloads[:1], output.view(1, -1), wire)
+    yield SUM, (0, 1), payloads, partial(rows.decode_sum, payloads, output, wire, 1.0)
+
+
+def _row(
+    name: str, collective: str, inputs: Inputs, datatype: str, times: Mapping[str, list[float]], facts: dict[str, Any]
+) -> dict[str, Any]:
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    measured = []
-    for name in runs:
-        seconds, of_it = medians.get(name), facts.get(name, {})
-        measured.append(
-            {
-                "ranks": dist.get_world_size(),
-                "collective": collective,
-                "size": size,
-                "count": numel,
-                "type": settings["datatype"],
-                "redop": None,
-                "variant": name,
-                "seconds": seconds,
-                "seconds_by_round": times.get(name, []),
-                "algbw": seconds and size / seconds,
-                "busbw": None,
-                "wrong": of_it.get("wrong"),
-                "wire_bytes": of_it.get("wire_bytes"),
-                "sqnr_db": of_it.get("sqnr_db"),
-                "speedup": seconds and medians[of_it.get("beside", name)] / seconds,
-                "of_the_line": None,
-            }
-        )
-    return measured
+    seconds, size = medians.get(name), inputs.numel * inputs.dtype.itemsize
+    return {
+        "ranks": dist.get_world_size(),
+        "collective": collective,
+        "size": size,
+        "count": inputs.numel,
+        "type": datatype,
+        "redop": None,
+        "variant": name,
+        "seconds": seconds,
+        "seconds_by_round": times.get(name, []),
+        "algbw": seconds and size / seconds,
+        "busbw": None,
+        "wrong": facts.get("wrong"),
+        "wire_bytes": facts.get("wire_bytes"),
+        "sqnr_db": facts.get("sqnr_db"),
+        "speedup": seconds and medians[facts.get("beside", name)] / seconds,
+        "of_the_line": None,
+    }
 
 
 def _check(result: torch.Tensor, inputs: Inputs, sources: tuple[int, ...], wire: Format) -> dict[str, Any]:

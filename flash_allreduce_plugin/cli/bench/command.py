@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks import netlab
-from flash_allreduce_plugin.cli import machine, ranks
+from flash_allreduce_plugin.cli import checkout, machine, ranks
 from flash_allreduce_plugin.cli.bench import table
+from flash_allreduce_plugin.cli.launch import LOOPBACK
+from flash_allreduce_plugin.cli.output import Doing, Output
 from flash_allreduce_plugin.config import FlashConfig, strict_json
 
 MEASURE = "flash_allreduce_plugin.cli.bench.rank:measure"
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "codec")
 ALGORITHMS = ("two-step", "ring")
 DATATYPES = ("float32", "bfloat16", "float16")
-# Powers of two between the smallest and the largest value that sums may reach from call to call (bench_rank.py).
+# Powers of two between the smallest and the largest value that sums may reach from call to call (bench/rank.py).
 _EXPONENTS = {"float32": 200, "bfloat16": 200, "float16": 20}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_MOST_BYTES, _MOST_SIZES = 1 << 50, 10_000
+_MOST_BYTES = 1 << 50
 _TIMEOUT = 24 * 3600.0
 _SILENCE = 3.0  # seconds after which a line says how far it is, where there is no bar
 
@@ -38,7 +34,6 @@ def run_bench(
     minbytes: str,
     maxbytes: str,
     stepfactor: int,
-    stepbytes: str | None,
     iters: int,
     warmup_iters: int,
     rounds: int,
@@ -47,11 +42,9 @@ def run_bench(
     algorithms: str,
     datatype: str,
     bits: str | None,
-    options: str,
-    config: Path | None,
+    config: str | None,
     rank_counts: str | None,
     link: str,
-    hosts: str | None,
     device: str,
     json_file: Path | None,
 ) -> bool:
@@ -60,62 +53,89 @@ def run_bench(
     Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
     chosen = names("--collective", collectives, COLLECTIVES)
-    worlds = worlds_of(rank_counts, hosts, link, chosen)
+    worlds = worlds_of(rank_counts, link, chosen)
     settings: dict[str, Any] = {
         "collectives": chosen,
-        "sizes": sizes(minbytes, maxbytes, stepfactor, stepbytes),
+        "sizes": sizes(minbytes, maxbytes, stepfactor),
         "datatype": names("--datatype", datatype, DATATYPES, single=True)[0],
         "algorithms": names("--algorithm", algorithms, ALGORITHMS),
-        "configs": {name: c.to_dict() for name, c in configs(bits, options, config).items()},
+        "configs": {name: c.to_dict() for name, c in configs(bits, config).items()},
         "device": device_of(device, max(worlds)),
         "iters": iters,
         "warmup": warmup_iters,
         "rounds": rounds,
         "check": check,
-        "line": netlab.goodput(link) / 8 if netlab.goodput(link) < math.inf else None,
+        "line": _line_speed(link),
     }
     for world in worlds:
         _check_together(settings, world)
-    console = Console(width=max(Console().width, table.WIDTH), highlight=False, soft_wrap=True)
+    output = Output(json_file, width=table.WIDTH, silent=not ranks.speaks())
     about = machine.about()
-    rows: list[dict[str, Any]] = []
-    speaks = not ranks.launched() or os.environ["RANK"] == "0"
-    if speaks:
-        console.print(table.heading(about, settings, link))
-    for world in worlds:
-        with _shown(console, speaks, settings, world, link) as on_message:
-            found = ranks.run(
-                MEASURE,
-                settings,
-                world_size=world,
-                link=link,
-                device=device,
-                on_message=on_message,
-                timeout=_TIMEOUT,
-            )
-        rows += found or []
+    output.results.print(table.heading(about, settings, link))
+    rows = [row for world in worlds for row in _measured(output, settings, world, link)]
     wrong = sum(row["wrong"] or 0 for row in rows)
-    if speaks:
-        if check:
-            console.print(f"# wrong elements: {wrong}")
-        if json_file:
-            result = {"about": {**about, "link": link}, "settings": settings, "rows": rows}
-            json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if check:
+        output.results.print(f"# wrong elements: {wrong}")
+    output.write_json({"about": {**about, "link": link}, "settings": settings, "rows": rows})
     return wrong == 0
 
 
-def sizes(minbytes: str, maxbytes: str, stepfactor: int, stepbytes: str | None) -> list[int]:
-    """From minbytes to maxbytes, each stepfactor times the last or stepbytes more."""
+def _measured(output: Output, settings: dict[str, Any], world: int, link: str) -> list[dict[str, Any]]:
+    """The rows of `world` ranks, each printed as it comes; none in a launcher's other ranks."""
+    with output.progress(_SILENCE) as doing:
+        shown = _Shown(output, doing, settings, world, link)
+        found: list[dict[str, Any]] | None = ranks.run(
+            MEASURE,
+            settings,
+            world_size=world,
+            link=link,
+            device=settings["device"],
+            on_message=shown,
+            timeout=_TIMEOUT,
+        )
+    return found or []
+
+
+class _Shown:
+    """Takes the messages of rank 0: each row as it comes, a header before the first of a collective, and progress."""
+
+    def __init__(self, output: Output, doing: Doing, settings: Mapping[str, Any], world: int, link: str) -> None:
+        self.output, self.doing, self.settings, self.world, self.link = output, doing, settings, world, link
+        self.collective = ""
+
+    def __call__(self, message: dict[str, Any]) -> None:
+        if row := message.get("row"):
+            if row["collective"] != self.collective:
+                self.collective = row["collective"]
+                self.output.results.print(table.header(self.collective, self.world, self.link, self.settings))
+            self.output.results.print(table.line(row, self.settings))
+            self.doing.heard()
+            return
+        what = f"{message['collective']} of {table.bytes_text(message['size'])}"
+        at = f"round {message['round']} of {self.settings['rounds']}" if message["round"] else "checking"
+        self.doing(what, message["done"], message["of"], more=at)
+
+
+def _line_speed(link: str) -> float | None:
+    """Payload bytes a second of a rate-limited link."""
+    if link == LOOPBACK:
+        return None
+    checkout.need(f"--link {link}", "netlab")
+    from benchmarks import netlab
+
+    speed = netlab.goodput(link) / 8
+    return speed if speed < math.inf else None
+
+
+def sizes(minbytes: str, maxbytes: str, stepfactor: int) -> list[int]:
+    """From minbytes to maxbytes, each stepfactor times the last."""
     size, last = parse_size("-b", minbytes), parse_size("-e", maxbytes)
-    step = 0 if stepbytes is None else parse_size("-i", stepbytes)
     if size > last:
         raise ValueError(f"-b {minbytes} -e {maxbytes}: the first size is larger than the last one")
     found: list[int] = []
     while size <= last:
-        if len(found) == _MOST_SIZES:
-            raise ValueError(f"-b {minbytes} -e {maxbytes} -i {stepbytes}: expected at most {_MOST_SIZES} sizes")
         found.append(size)
-        size = size + step if step else size * stepfactor
+        size *= stepfactor
     return found
 
 
@@ -127,30 +147,49 @@ def parse_size(option: str, text: str) -> int:
     return int(size)
 
 
-def configs(bits: str | None, options: str, file: Path | None) -> dict[str, FlashConfig]:
-    """The configurations to measure, by name: one for each of `bits`, or the file's own."""
-    try:
-        fields = strict_json.loads(options)
-        assert isinstance(fields, dict)
-    except strict_json.DuplicateKeyError as error:
-        raise ValueError(f"--options {options}: {error}") from None
-    except (ValueError, RecursionError, AssertionError):
-        raise ValueError(f"--options {options}: expected a JSON object, such as '{{\"group_size\": 64}}'") from None
-    # Every call in full precision is one that tells nothing; a file is measured as it stands.
-    base = FlashConfig.from_dict({"min_bytes": 0}) if file is None else FlashConfig.from_file(file)
-    # A width that follows from measurements would be another one in every round.
-    fields = {**base.to_dict(), "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0, **fields}
-    if fields["target_sqnr_db"] is not None:
-        raise ValueError("--options: target_sqnr_db finds a width while a job runs; bench measures widths: give --bits")
-    if bits is None and file is not None:
-        widths: list[int] = [fields["bits"]]
+def configs(bits: str | None, config: str | None) -> dict[str, FlashConfig]:
+    """The configurations to measure, by name: one for each of `bits`, or that of --config alone.
+
+    Calls below min_bytes would tell nothing: it is 0 unless a file says otherwise. A width that follows from
+    measurements would be another one in every round: target_sqnr_db and min_sqnr_db are off.
+    """
+    file, fields = fields_of(config)
+    if fields.get("target_sqnr_db") is not None and file is None:
+        raise ValueError("--config: target_sqnr_db finds a width while a job runs; bench measures widths: give --bits")
+    given = fields if file is not None else {"min_bytes": 0, **fields}
+    base = {**given, "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0}
+    if bits is None and (file is not None or {"bits", "preset"} & fields.keys()):
+        found = [FlashConfig.from_dict(base)]
     else:
         try:
             widths = [int(width) for width in (bits or "8,4").split(",")]
         except ValueError:
             raise ValueError(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
-    found = (FlashConfig.from_dict({**fields, "bits": width}) for width in widths)
-    return {_name(config): config for config in found}
+        found = [FlashConfig.from_dict({**base, "bits": width}) for width in widths]
+    return {_name(each): each for each in found}
+
+
+def fields_of(config: str | None) -> tuple[Path | None, dict[str, Any]]:
+    """(the file, its fields) of --config FILE; (None, the fields) of --config '{"group_size": 64}'."""
+    if config is None:
+        return None, {}
+    text, file = config, None
+    if not config.lstrip().startswith(("{", "[")):
+        file = Path(config)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"--config {config}: cannot be read ({why}); expected a JSON file or JSON") from None
+    try:
+        fields = strict_json.loads(text)
+    except strict_json.DuplicateKeyError as error:
+        raise ValueError(f"--config {config}: {error}") from None
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise ValueError(f"--config {config}: expected a JSON object, such as '{{\"group_size\": 64}}'")
+    return file, fields
 
 
 def _name(config: FlashConfig) -> str:
@@ -166,33 +205,26 @@ def names(option: str, text: str, known: Sequence[str], single: bool = False) ->
     return names
 
 
-def worlds_of(rank_counts: str | None, hosts: str | None, link: str, collectives: list[str]) -> list[int]:
+def worlds_of(rank_counts: str | None, link: str, collectives: list[str]) -> list[int]:
     """How many ranks, one run after the other."""
     if ranks.launched():
-        if rank_counts or hosts or link != netlab.LOOPBACK:
-            raise ValueError("--ranks, --hosts and --link are for ranks that bench starts; a launcher started these")
+        if rank_counts or link != LOOPBACK:
+            raise ValueError("--ranks and --link are for ranks that bench starts; a launcher started these")
         return [int(os.environ["WORLD_SIZE"])]
-    if link != netlab.LOOPBACK:
-        netlab.parse_rate(link)
+    if link != LOOPBACK:
+        _line_speed(link)  # refuses a rate that is none
         if os.geteuid() != 0:
             raise ValueError(
                 f"--link {link}: rate-limited hosts are network namespaces, which need root: run it as root"
             )
-    elif hosts:
-        raise ValueError(
-            f"--hosts {hosts}: expected --link with it, such as --link 1gbit; on this machine it is --ranks"
-        )
-    if rank_counts and hosts:
-        raise ValueError("--ranks and --hosts say the same; give one of them")
     least = 1 if collectives == ["codec"] else 2
-    text = hosts or rank_counts or str(least)
+    text = rank_counts or str(least)
     try:
         worlds = [int(number) for number in text.split(",")]
     except ValueError:
         worlds = [0]
     if not all(least <= world <= 250 for world in worlds):
-        option = "--hosts" if hosts else "--ranks"
-        raise ValueError(f"{option} {text}: expected whole numbers from {least} to 250, separated by commas")
+        raise ValueError(f"--ranks {text}: expected whole numbers from {least} to 250, separated by commas")
     return worlds
 
 
@@ -216,52 +248,11 @@ def _check_together(settings: Mapping[str, Any], world: int) -> None:
             f"{settings['datatype']}; expected at most {most}"
         )
     if "ring" in settings["algorithms"]:
+        checkout.need("--algorithm ring", "ring")
         if settings["collectives"] != ["all_reduce"] or settings["device"] != "cpu":
-            raise ValueError("--algorithm ring: expected --collective all_reduce and --device cpu, it has no others")
+            raise ValueError("--algorithm ring: expected --collective all_reduce and --device cpu")
         for config in settings["configs"].values():
             if config["reduce_bits"] != config["gather_bits"] or config["hierarchical"] != "off":
                 raise ValueError(
                     "--algorithm ring: it has one width and one level; drop reduce_bits, gather_bits, hierarchical"
                 )
-
-
-def progress_bar(console: Console) -> Progress:
-    """Drawn when it is told to: a thread of its own would take its share of the cores from the ranks."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    )
-
-
-@contextlib.contextmanager
-def _shown(
-    console: Console, speaks: bool, settings: Mapping[str, Any], world: int, link: str
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what takes the messages of rank 0: a bar on a terminal, and each row as it comes."""
-    bar = progress_bar(console)
-    task = bar.add_task("starting the ranks", total=None)
-    collective, spoke = "", time.monotonic()
-
-    def on_message(message: dict[str, Any]) -> None:
-        nonlocal collective, spoke
-        if row := message.get("row"):
-            if row["collective"] != collective:
-                collective = row["collective"]
-                console.print(table.header(collective, world, link, settings))
-            console.print(table.line(row, settings))
-        else:
-            doing = f"{message['collective']} of {table.bytes_text(message['size'])}"
-            bar.update(task, completed=message["done"], total=message["of"], description=doing)
-            bar.refresh()
-            if console.is_terminal or time.monotonic() - spoke < _SILENCE:
-                return
-            at = f"round {message['round']} of {settings['rounds']}" if message["round"] else "checking"
-            console.print(f"# {doing}: {at}")
-        spoke = time.monotonic()
-
-    with bar if speaks and console.is_terminal else contextlib.nullcontext():
-        yield on_message

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ring import RingAllReduce, sent_bytes
 from flash_allreduce_plugin import dispatch, environment, groups
+from flash_allreduce_plugin.cli import checkout
 from flash_allreduce_plugin.cli.bench import check
 from flash_allreduce_plugin.cli.bench.check import Inputs
 from flash_allreduce_plugin.cli.bench.codec_speed import codec_rows
@@ -24,6 +24,9 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
 from flash_allreduce_plugin.telemetry import counters
+
+if TYPE_CHECKING:
+    from benchmarks.ring import RingAllReduce
 
 FULL_PRECISION = "full precision"
 BUSBW_FACTOR = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # x (N-1)/N, as nccl-tests has it
@@ -75,6 +78,7 @@ def measure(settings: dict[str, Any], say: Say) -> list[dict[str, Any]]:
 def collective_rows(
     collective: Collective, size: int, settings: dict[str, Any], progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
+    """One row a variant: checked first, then timed in turn with the others; a wrong one is not timed."""
     group = dist.group.WORLD
     assert group is not None
     rank, world = group.rank(), group.size()
@@ -82,30 +86,10 @@ def collective_rows(
     dtype: torch.dtype = getattr(torch, settings["datatype"])
     parts = 1 if collective == "all_reduce" else world
     numel = size // dtype.itemsize // parts
-    count = numel * parts  # of the whole tensor
-    size = count * dtype.itemsize
     inputs = Inputs(collective, numel, dtype, world)
-    variants = _variants(inputs, count, settings, device, group)
-    checked: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
+    variants = _variants(inputs, numel * parts, settings, device, group)
     buffers = _Buffers(inputs, rank, device)
-    for v in variants:
-        progress(0)
-        buffers.fresh()
-        counters.reset_stats()
-        v.run(buffers.output, buffers.input)
-        sent = counters.stats()["bytes_sent"] if v.ring is None else v.ring.bytes_sent
-        v.wire_bytes = sent or v.wire_bytes
-        if settings["check"]:
-            checked[v.name] = _check(v, buffers.output, inputs, rank)
-    if settings["check"]:
-        exact = [v for v in variants if v.travel is None]
-        numbers = Inputs(collective, numel, dtype, world, whole=True)
-        whole = _Buffers(numbers, rank, device)
-        for v in exact:
-            whole.fresh()
-            v.run(whole.output, whole.input)
-            checked[v.name]["wrong"] = _check(v, whole.output, numbers, rank)["wrong"]
-        del whole
+    checked = _checked(variants, buffers, inputs, settings, progress)
     # In place, sums grow by the number of ranks from call to call: they begin as far below 1 as they end above.
     if collective == "all_reduce":
         buffers.input.mul_(float(world) ** (-settings["iters"] / 2))
@@ -120,34 +104,70 @@ def collective_rows(
         before=buffers.fresh,
         on_round=progress,
     )
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    full = medians.get(FULL_PRECISION)
-    rows = []
+    return [_row(v, inputs, numel * parts, settings, times, checked[v.name]) for v in variants]
+
+
+def _checked(
+    variants: list[Variant],
+    buffers: _Buffers,
+    inputs: Inputs,
+    settings: dict[str, Any],
+    progress: Callable[[int], None],
+) -> dict[str, dict[str, Any]]:
+    """Run every variant once, note the bytes that it sends, and, if asked for, compare its result."""
+    rank = dist.get_rank()
+    found: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
     for v in variants:
-        seconds = medians.get(v.name)
-        algbw = None if seconds is None else size / seconds
-        rows.append(
-            {
-                "ranks": world,
-                "collective": collective,
-                "size": size,
-                "count": numel,
-                "type": settings["datatype"],
-                "redop": None if collective == "all_gather" else "sum",
-                "variant": v.name,
-                "seconds": seconds,
-                "seconds_by_round": times.get(v.name, []),
-                "algbw": algbw,
-                "busbw": algbw and algbw * BUSBW_FACTOR[collective] * (world - 1) / world,
-                "wrong": checked[v.name].get("wrong"),
-                "wire_bytes": round(v.wire_bytes),
-                "sqnr_db": checked[v.name].get("sqnr_db"),
-                "speedup": seconds and full and full / seconds,
-                "of_the_line": seconds and settings["line"] and v.wire_bytes / settings["line"] / seconds,
-                **v.facts,
-            }
-        )
-    return rows
+        progress(0)
+        buffers.fresh()
+        counters.reset_stats()
+        v.run(buffers.output, buffers.input)
+        sent = counters.stats()["bytes_sent"] if v.ring is None else v.ring.bytes_sent
+        v.wire_bytes = sent or v.wire_bytes
+        if settings["check"]:
+            found[v.name] = _check(v, buffers.output, inputs, rank)
+    if settings["check"]:
+        numbers = replace(inputs, whole=True)
+        whole = _Buffers(numbers, rank, buffers.input.device)
+        for v in variants:
+            if v.travel is None:
+                whole.fresh()
+                v.run(whole.output, whole.input)
+                found[v.name]["wrong"] = _check(v, whole.output, numbers, rank)["wrong"]
+    return found
+
+
+def _row(
+    v: Variant,
+    inputs: Inputs,
+    count: int,
+    settings: dict[str, Any],
+    times: dict[str, list[float]],
+    checked: dict[str, Any],
+) -> dict[str, Any]:
+    collective, world, size = inputs.collective, inputs.world_size, count * inputs.dtype.itemsize
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    seconds, full = medians.get(v.name), medians.get(FULL_PRECISION)
+    algbw = None if seconds is None else size / seconds
+    return {
+        "ranks": world,
+        "collective": collective,
+        "size": size,
+        "count": inputs.numel,
+        "type": settings["datatype"],
+        "redop": None if collective == "all_gather" else "sum",
+        "variant": v.name,
+        "seconds": seconds,
+        "seconds_by_round": times.get(v.name, []),
+        "algbw": algbw,
+        "busbw": algbw and algbw * BUSBW_FACTOR[collective] * (world - 1) / world,
+        "wrong": checked.get("wrong"),
+        "wire_bytes": round(v.wire_bytes),
+        "sqnr_db": checked.get("sqnr_db"),
+        "speedup": seconds and full and full / seconds,
+        "of_the_line": seconds and settings["line"] and v.wire_bytes / settings["line"] / seconds,
+        **v.facts,
+    }
 
 
 class _Buffers:
@@ -167,6 +187,8 @@ class _Buffers:
 def _variants(
     inputs: Inputs, count: int, settings: dict[str, Any], device: torch.device, group: dist.ProcessGroup
 ) -> list[Variant]:
+    if "ring" in settings["algorithms"]:
+        checkout.need("--algorithm ring", "ring")
     world, collective = inputs.world_size, inputs.collective
     size = count * inputs.dtype.itemsize
     ring_bytes = BUSBW_FACTOR[collective] * size * (world - 1) / world
@@ -180,6 +202,8 @@ def _variants(
             elif isinstance(plan, Plan) and collective == "all_reduce":
                 variants.append(_ring(f"{name} ring", inputs, plan, group))
         if settings["algorithms"] != ["two-step"] and isinstance(plan, Plan):
+            from benchmarks.ring import sent_bytes
+
             formula = sent_bytes(count, plan.reduce, world)
             for v in variants[1:]:
                 v.facts.setdefault("wire_bytes_formula", formula)
@@ -242,6 +266,8 @@ def _two_step(name: str, inputs: Inputs, config: FlashConfig, plan: Plan | FullP
 
 
 def _ring(name: str, inputs: Inputs, plan: Plan, group: dist.ProcessGroup) -> Variant:
+    from benchmarks.ring import RingAllReduce
+
     wire = plan.reduce
     ring = RingAllReduce(inputs.numel, wire, plan.chunk_bytes, group)
     return Variant(

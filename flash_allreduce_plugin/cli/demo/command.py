@@ -16,12 +16,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from flash_allreduce_plugin.cli import checkout
 from flash_allreduce_plugin.cli.demo import report
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, ModelSize
@@ -31,6 +33,19 @@ from flash_allreduce_plugin.errors import install_command
 FULL_PRECISION = Variant("full precision")
 NOISE_LEVELS = (1e-6, 0.3)
 SILENCE_SECONDS = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How long and how large a run is where no option says it."""
+
+    steps: int
+    hidden: int
+    layers: int
+
+
+SHORT = Scale(steps=120, hidden=192, layers=3)  # about 70 seconds on two cores
+LONG = Scale(steps=300, hidden=256, layers=4)  # about 6 minutes
 
 
 class DemoError(RuntimeError):
@@ -54,11 +69,12 @@ def run_demo(
     """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png; whether
     all checks held.
 
-    Raises ValueError for settings that cannot work, before anything is started, and DemoError if a rank
-    fails.
+    Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything
+    is started, and DemoError if a rank fails.
     """
     variants = [FULL_PRECISION, *(Variant(f"INT{width}", bits=width) for width in dict.fromkeys(bits))]
     if noise_control:
+        checkout.need("--noise-control", "noise")
         variants += [Variant(f"noise {level:g}", noise=level) for level in NOISE_LEVELS]
     settings = Settings(
         variants=tuple(variants),
@@ -74,9 +90,8 @@ def run_demo(
     _check(settings)
     _missing_packages()
     output.mkdir(parents=True, exist_ok=True)
-    console = report.console()
     begin = time.perf_counter()
-    with _progress(console, settings) as on_step:
+    with _progress(report.progress_console(), settings) as on_step:
         result = run_ranks(settings, on_step)
     result["settings"] = report.settings_dict(settings)
     result["versions"] = report.versions()
@@ -85,7 +100,7 @@ def run_demo(
     json_file = json_file or output / "demo.json"
     json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report.plot(result, output / "demo.png")
-    report.show(console, result, [json_file, output / "demo.png"])
+    report.show(report.console(), result, [json_file, output / "demo.png"])
     return all(check["held"] for check in result["checks"])
 
 
@@ -119,7 +134,11 @@ def _check(settings: Settings) -> None:
 def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, dict[str, float]], None]]:
     """Yields what to call after each step: a bar on a terminal, a line now and then elsewhere."""
     names = ", ".join(variant.name for variant in settings.variants)
-    console.print(f"Training {names} in lock-step on {settings.tensor_parallel} ranks, {settings.steps} steps")
+    console.print(
+        f"Training {names} in turn on {settings.tensor_parallel} ranks, {settings.steps} steps each; "
+        "the first step comes after some seconds",
+        highlight=False,
+    )
     losses = TextColumn("{task.fields[losses]}")
     bar = Progress(
         TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), losses, console=console
@@ -132,6 +151,8 @@ def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, d
         bar.update(task, completed=step + 1, losses=text)
         if not console.is_terminal and ((step + 1) % every == 0 or step == 0):
             console.print(f"step {step + 1}/{settings.steps}  loss: {text}", highlight=False)
+        if step + 1 == settings.steps:
+            console.print("Validating on held-out text")
 
     if not console.is_terminal:
         yield on_step

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.noise import noise_patchset
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import (
@@ -237,6 +236,8 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
         finally:
             megatron.disable()
     elif variant.noise:
+        from benchmarks.noise import noise_patchset  # only in a checkout: run_demo has asked for it
+
         patchset = noise_patchset(variant.noise, settings.seed * 1_000_003 + step)
         patchset.apply()
         try:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import signal
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.cli import launch
 from flash_allreduce_plugin.cli.doctor import frameworks, selftest, versions
 from flash_allreduce_plugin.cli.doctor.child import NOTE, OK, PROBLEM, Child, Finding, children
 from flash_allreduce_plugin.cli.doctor.selftest import REPORT_IT
+from flash_allreduce_plugin.cli.output import Output
 
 WIDTH = 100
 _INDENT = 11
@@ -39,27 +37,32 @@ def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
 
     ranks: of the self-test. seconds: how long each check may take.
     """
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    output = Output(json_file)
     when = datetime.now(timezone.utc)
-    console.print(f"flash-allreduce doctor, {when:%Y-%m-%d %H:%M} UTC")
+    output.results.print(f"flash-allreduce doctor, {when:%Y-%m-%d %H:%M} UTC")
     found: list[Finding] = []
-    with _ending_on_signals(), console.status("starting") as status, tempfile.TemporaryDirectory() as scratch:
+    with (
+        launch.ending_on_signals(),
+        output.progress(every=0) as progress,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         for doing, findings in _checks(Path(scratch), ranks, seconds):
             if findings:
                 found += findings
-                _show(console, findings)
-            status.update(doing)
+                _show(output.results, findings)
+            if doing:
+                progress(doing)
     problems, notes = (sum(finding.level == level for finding in found) for level in (PROBLEM, NOTE))
-    console.print(f"\n{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
-    if json_file is not None:
-        result: dict[str, Any] = {
+    output.results.print(f"\n{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
+    output.write_json(
+        {
             "version": versions.ours().__version__,
             "time": when.isoformat(timespec="seconds"),
             "problems": problems,
             "notes": notes,
             "findings": [asdict(finding) for finding in found],
         }
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    )
     return problems == 0
 
 
@@ -104,14 +107,14 @@ def _show(console: Console, findings: list[Finding]) -> None:
         lines = [finding for finding in findings if finding.section == section]
         width = min(max(len(finding.name) for finding in lines), 44)
         hang = width + 2 if width <= 30 else 0
-        console.print(f"\n{section}")
+        console.print(f"\n{section}", markup=False)
         for finding in lines:
             first, *rest = _wrapped(f"{finding.name:<{width}}  {finding.text}", "", hang)
             if finding.remedy:
                 rest += _wrapped(f"-> {finding.remedy}", " " * hang, hang + 3)
             console.print(Text.assemble((f"  {finding.level:<{_INDENT - 2}}", _STYLES[finding.level]), first))
             for line in rest:
-                console.print(" " * _INDENT + line)
+                console.print(" " * _INDENT + line, markup=False)
 
 
 def _wrapped(text: str, first: str, hang: int) -> list[str]:
@@ -123,18 +126,3 @@ def _wrapped(text: str, first: str, hang: int) -> list[str]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
-
-
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, with everything cleaned up."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -89,6 +89,7 @@ class Cluster:
     nodes. start: seconds of a quantized call, whatever its size. transport: bytes that the device itself sends; inf:
     adapters do it.
     backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these numbers.
+    memory: bytes; inf: not known.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Cluster:
     transport: float = math.inf
     backend: Literal["nccl", "gloo"] = "nccl"
     sources: tuple[str, ...] = ()
+    memory: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

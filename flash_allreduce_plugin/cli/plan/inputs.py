@@ -7,17 +7,21 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.plan import presets as presets
 from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Model
+from flash_allreduce_plugin.cli.plan.step_model import Layout
 from flash_allreduce_plugin.config import strict_json
 
 _SPEED = re.compile(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kKMGTmgt]?)(bit|b|B|byte|bytes)(?:/s|ps)?")
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+#: Bytes of a bucket by default: Megatron's 40 M fp32 elements, DeepSpeed's 500 M of bf16, DDP's 25 MiB.
+_BUCKETS = {"megatron": 160_000_000, "deepspeed": 1_000_000_000, "torch": 25 << 20}
 #: Model types of Hugging Face whose MLP has two matrices; those of the others are gated.
 _PLAIN_MLP = ("gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2")
 
@@ -25,28 +29,37 @@ _PLAIN_MLP = ("gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "gptj", "opt", "bloo
 def positive(text: str, what: str, example: str) -> float:
     """A number such as 312e12, 312T or 8k."""
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kKmMgGtT]?)", text.strip())
-    try:
-        value = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise ValueError(f"{what} {text}: expected a number above 0, such as {example}.")
-    return value
+    return _scaled(match, ValueError(f"{what} {text}: expected a number above 0, such as {example}."))
 
 
 def speed(text: str, what: str) -> float:
     """Bytes a second of 450GB/s, 400gbit, 100Gb/s: B is bytes, b and bit are bits."""
     match = _SPEED.fullmatch(text.strip())
+    value = _scaled(
+        match,
+        ValueError(
+            f"{what} {text}: expected a speed such as 450GB/s (bytes) or 400gbit (bits), or one of "
+            f"{', '.join(presets.LINKS)}."
+        ),
+    )
+    return value if match and match[3] in ("B", "byte", "bytes") else value / 8
+
+
+def size(text: str, what: str) -> float:
+    """Bytes of 80GB."""
+    match = re.fullmatch(r"([0-9.]+)\s*([MGT])B", text.strip())
+    return _scaled(match, ValueError(f"{what} {text}: expected a size such as 80GB."))
+
+
+def _scaled(match: re.Match[str] | None, otherwise: ValueError) -> float:
+    """The first group times the second, a unit such as G."""
     try:
         value = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
     except ValueError:
         value = 0.0
-    if match is None or not 0 < value < math.inf:
-        raise ValueError(
-            f"{what} {text}: expected a speed such as 450GB/s (bytes) or 400gbit (bits), or one of "
-            f"{', '.join(presets.LINKS)}."
-        )
-    return value if match[3] in ("B", "byte", "bytes") else value / 8
+    if not 0 < value < math.inf:
+        raise otherwise
+    return value
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> ValueError:
@@ -56,31 +69,16 @@ def nearest(name: str, known: Iterable[str], what: str) -> ValueError:
 
 
 def model_of(
-    name: str | None,
-    megatron: dict[str, Any] | None,
-    numbers: dict[str, int | None],
-    gated: bool,
-    untied: bool,
-    sequence: int | None,
+    name: str | None, megatron: dict[str, Any] | None, given: Mapping[str, Any] | None = None
 ) -> tuple[Model, str, str]:
-    """The model, its name and its source. Numbers given one by one replace those of a preset or a file."""
-    given = {key: value for key, value in numbers.items() if value is not None}
+    """The model, its name and its source. given: --layout's, before a preset's."""
+    given = given or {}
     if name is not None and megatron is not None:
         raise ValueError("--model and --megatron-args both describe the model; give one of them.")
     if megatron is not None:
         model, title, source = model_of_megatron(megatron), "the model of --megatron-args", "--megatron-args"
     elif name is None:
-        missing = [f"--{key}" for key in ("layers", "hidden", "heads") if key not in given]
-        if missing:
-            raise ValueError(
-                f"no model: expected --model NAME or config.json, --megatron-args, or {', '.join(missing)} too."
-            )
-        hidden = given["hidden"]
-        model = Model(
-            given["layers"], hidden, given["heads"], given.get("kv_heads", given["heads"]),
-            given.get("ffn", 4 * hidden), given.get("vocabulary", 50304), 2048, gated=gated, tied=not untied,
-        )  # fmt: skip
-        title, source, given = "the model given", "the command line", {}
+        return _model_of_numbers(given), "the model given", "--layout"
     elif name in presets.MODELS:
         preset = presets.MODELS[name]
         model, title, source = preset.model, name, preset.source
@@ -88,10 +86,18 @@ def model_of(
         model, title, source = model_of_hf(Path(name)), name, "Hugging Face's config.json"
     else:
         raise nearest(name, presets.MODELS, "--model")
-    model = replace(model, **given, gated=model.gated or gated, tied=model.tied and not untied)
-    if sequence is not None:
-        model = replace(model, sequence=sequence)
-    return model, title, source
+    return replace(model, **given), title, source
+
+
+def _model_of_numbers(given: Mapping[str, Any]) -> Model:
+    missing = [key for key in ("layers", "hidden", "heads") if key not in given]
+    if missing:
+        raise ValueError(
+            "no model: expected --model NAME or config.json, --megatron-args, or --layout FILE with "
+            f"{', '.join(missing)}."
+        )
+    defaults = {"kv_heads": given["heads"], "ffn": 4 * given["hidden"], "vocabulary": 50304, "sequence": 2048}
+    return Model(**{**defaults, **given})
 
 
 def model_of_hf(path: Path) -> Model:
@@ -203,61 +209,86 @@ def cluster_of(
     *,
     peak_flops: str | None = None,
     efficiency: float | None = None,
+    memory: str | None = None,
     codec: str | None = None,
     ranks_per_node: int | None = None,
     intra: str | None = None,
     inter: str | None = None,
     adapters: int | None = None,
     link_efficiency: float | None = None,
-    latency: float | None = None,
+    latency_us: float | None = None,
 ) -> tuple[Cluster, int | None]:
     """The cluster, and its number of ranks if the name says it: h100-8x16 is 16 nodes of 8 ranks.
 
-    What is given replaces what the preset has.
+    The keywords are keys of --layout and go before what the preset has.
     """
     base, ranks, nodes = _named(name)
     machine = presets.CLUSTERS.get(base) if base else None
     if machine is None and base != presets.CPU:
-        needed = {"--peak-flops": peak_flops, "--ranks-per-node": ranks_per_node, "--intra": intra, "--inter": inter}
-        missing = [flag for flag, value in needed.items() if value is None]
+        needed = {"peak_flops": peak_flops, "ranks_per_node": ranks_per_node, "intra": intra, "inter": inter}
+        missing = [key for key, value in needed.items() if value is None]
         if missing:
-            raise ValueError(f"no cluster: expected --cluster NAME, or {', '.join(missing)} too.")
-    per_node = ranks_per_node or ranks or (machine.ranks if machine else 1)
+            raise ValueError(f"no cluster: expected --cluster NAME, or --layout FILE with {', '.join(missing)}.")
     if ranks and ranks_per_node and ranks != ranks_per_node:
-        raise ValueError(f"--cluster {name} has {ranks} ranks a node, --ranks-per-node says {ranks_per_node}.")
-    inside, inside_source = _link(intra or (machine.intra if machine else "pcie4"), "--intra", link_efficiency)
-    wire, wire_source = _link(inter or (machine.inter if machine else "ethernet-1g"), "--inter", link_efficiency)
+        raise ValueError(f"--cluster {name} has {ranks} ranks a node, ranks_per_node is {ranks_per_node}.")
+    per_node = ranks_per_node or ranks or (machine.ranks if machine else 1)
+    inside, inside_source = _link(intra or (machine.intra if machine else "pcie4"), "intra", link_efficiency)
+    wire, wire_source = _link(inter or (machine.inter if machine else "ethernet-1g"), "inter", link_efficiency)
     cards = adapters or (min(machine.adapters, per_node) if machine and inter is None else per_node)
-    sources = [inside_source] if per_node > 1 else []
+    links = [inside_source] if per_node > 1 else []
     if nodes != 1:
-        sources.append(f"{wire_source}; {cards} for the {per_node} ranks of a node" if per_node > 1 else wire_source)
+        links.append(f"{wire_source}; {cards} for the {per_node} ranks of a node" if per_node > 1 else wire_source)
+    latency = None if latency_us is None else latency_us * 1e-6
     if base == presets.CPU:
-        flops = positive(peak_flops, "--peak-flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
-        device = "one core of the machine of docs/benchmarks.md, measured; gloo"
-        cluster = Cluster(
-            name or "", flops, presets.CPU_CODEC, per_node, inside, wire * cards / per_node,
-            latency or 0.0, latency or 0.0, presets.CPU_START, presets.CPU_TRANSPORT, "gloo",
-            (f"device: {device}", *sources),
-        )  # fmt: skip
+        cluster = _core(name, peak_flops, efficiency, latency)
     else:
-        sheet = presets.DEVICES[machine.device] if machine else None
-        peak = positive(peak_flops, "--peak-flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
-        share = presets.EFFICIENCY if efficiency is None else efficiency
-        said = "given" if peak_flops or sheet is None else sheet.source
-        sources.insert(0, f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})")
-        moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
-        about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of 1 TB/s, assumed"
-        if codec:
-            moved, about = speed(codec, "--codec"), "given"
-        sources.insert(1, f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured")
         pcie = "pcie" in (intra or (machine.intra if machine else ""))
-        assumed = presets.LATENCY_PCIE if pcie else presets.LATENCY_NVLINK
-        cluster = Cluster(
-            name or "the cluster given", share * peak, moved, per_node, inside, wire * cards / per_node,
-            assumed if latency is None else latency, presets.LATENCY_NODES if latency is None else latency,
-            3 * presets.LAUNCH, sources=tuple(sources),
-        )  # fmt: skip
+        cluster = _gpus(name, machine.device if machine else None, peak_flops, efficiency, codec, latency, pcie)
+    bytes_ = size(memory, "memory") if memory else cluster.memory
+    cluster = replace(
+        cluster, ranks_per_node=per_node, intra=inside, inter=wire * cards / per_node, memory=bytes_,
+        sources=(*cluster.sources, *links),
+    )  # fmt: skip
     return cluster, per_node * nodes if nodes else None
+
+
+def _core(name: str | None, peak_flops: str | None, efficiency: float | None, latency: float | None) -> Cluster:
+    """One core over gloo, as measured; its links follow."""
+    peak = positive(peak_flops, "peak_flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
+    return Cluster(
+        name or "", peak, presets.CPU_CODEC, 1, 0.0, 0.0, latency or 0.0, latency or 0.0, presets.CPU_START,
+        presets.CPU_TRANSPORT, "gloo", ("device: one core of the machine of docs/benchmarks.md, measured; gloo",),
+    )  # fmt: skip
+
+
+def _gpus(
+    name: str | None,
+    device: str | None,
+    peak_flops: str | None,
+    efficiency: float | None,
+    codec: str | None,
+    latency: float | None,
+    pcie: bool,
+) -> Cluster:
+    """A GPU's arithmetic, codec and memory; its links follow."""
+    sheet = presets.DEVICES[device] if device else None
+    peak = positive(peak_flops, "peak_flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
+    share = presets.EFFICIENCY if efficiency is None else efficiency
+    said = "given" if peak_flops or sheet is None else sheet.source
+    moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
+    about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of 1 TB/s, assumed"
+    if codec:
+        moved, about = speed(codec, "codec"), "given"
+    sources = (
+        f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})",
+        f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured",
+    )
+    near = presets.LATENCY_PCIE if pcie else presets.LATENCY_NVLINK
+    return Cluster(
+        name or "the cluster given", share * peak, moved, 1, 0.0, 0.0,
+        near if latency is None else latency, presets.LATENCY_NODES if latency is None else latency,
+        3 * presets.LAUNCH, sources=sources, memory=sheet.memory if sheet else math.inf,
+    )  # fmt: skip
 
 
 def _named(name: str | None) -> tuple[str | None, int | None, int | None]:
@@ -273,3 +304,78 @@ def _named(name: str | None) -> tuple[str | None, int | None, int | None]:
     if not int(match[2]) or not int(match[3]):
         raise ValueError(f"--cluster {name}: expected ranks a node and nodes above 0, such as {base}-8x16.")
     return base, int(match[2]), int(match[3])
+
+
+def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) -> Layout:
+    """The layout of what was given, else of Megatron's arguments `a`, else the defaults; dp from the number of ranks.
+
+    given: the flags, and keys of --layout.
+    """
+    tp = given.get("tp") or megatron_number(a, "tensor_model_parallel_size", 1)
+    pp = given.get("pp") or megatron_number(a, "pipeline_model_parallel_size", 1)
+    zero = given.get("zero", 1 if "use_distributed_optimizer" in a else 0)
+    framework = given.get("framework") or ("deepspeed" if zero >= 2 else "megatron")
+    if framework not in _BUCKETS:
+        raise ValueError(f"--framework {framework}: expected {', '.join(_BUCKETS)}.")
+    plain = "bf16" if framework != "megatron" or "grad_reduce_in_bf16" in a else "fp32"
+    itemsize = _ITEMSIZE[given.get("gradients", plain)]
+    overlap = "overlap_grad_reduce" in a if a else framework != "deepspeed" or zero == 3
+    layout = Layout(
+        tp=tp,
+        dp=_data_parallel(ranks, tp, pp, given.get("dp")),
+        pp=pp,
+        sequence_parallel=given.get("sequence_parallel", "sequence_parallel" in a),
+        zero=zero,
+        framework=framework,  # type: ignore[arg-type]
+        micro_batch=given.get("micro_batch") or megatron_number(a, "micro_batch_size", 1),
+        accumulation=1 if pp == 1 else 4 * pp,
+        gradient_itemsize=itemsize,
+        overlap=given.get("overlap", overlap),
+        recompute=given.get("recompute", a.get("recompute_granularity") == "full"),
+        bucket=_BUCKETS[framework] // itemsize,
+    )
+    batch = global_batch(a, given)
+    return replace(layout, accumulation=accumulation(layout, batch)) if batch else layout
+
+
+def _data_parallel(ranks: int | None, tp: int, pp: int, dp: int | None) -> int:
+    """ranks: of the cluster, None: not known."""
+    if ranks is None:
+        return dp or 1
+    if dp is None and ranks % (tp * pp):
+        raise ValueError(f"--tp {tp} x --pp {pp} = {tp * pp} does not divide the {ranks} ranks of --cluster.")
+    if dp is not None and tp * dp * pp != ranks:
+        raise ValueError(
+            f"--tp {tp} x --dp {dp} x --pp {pp} = {tp * dp * pp} is not the {ranks} ranks of --cluster; leave --dp out."
+        )
+    return ranks // (tp * pp)
+
+
+def global_batch(a: dict[str, Any], given: Mapping[str, Any]) -> int | None:
+    """Sequences of a step; None: not given."""
+    if "global_batch" in given:
+        return int(given["global_batch"])
+    return megatron_number(a, "global_batch_size") if "global_batch_size" in a else None
+
+
+def accumulation(layout: Layout, batch: int) -> int:
+    """Micro-batches of a rank in a step of `batch` sequences."""
+    if batch % (layout.micro_batch * layout.dp):
+        raise ValueError(
+            f"--global-batch {batch} is not a multiple of --micro-batch {layout.micro_batch} x --dp {layout.dp}; "
+            "choose one that is."
+        )
+    return batch // (layout.micro_batch * layout.dp)
+
+
+def whole_numbers(flag: str, text: str, low: int, high: int, example: str) -> list[int]:
+    """Of "8,6,4": all different, from low to high."""
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(low <= number <= high for number in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"{flag} {text}: expected different whole numbers from {low} to {high} with commas between, like {example}."
+        )
+    return numbers

@@ -65,11 +65,12 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together."""
+    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together. memory: bytes."""
 
     peak_flops: float
     copy: Speed
     source: str
+    memory: float
 
 
 #: Of a data sheet's memory bandwidth, what a copy reaches: the H100's share (below), assumed of the others.
@@ -86,22 +87,23 @@ def _copy(peak: float, sheet: str) -> Speed:
     return Speed(COPY * peak, peak, f"{COPY:g} of {peak / 1e9:g} GB/s in {sheet}, an assumption")
 
 
-def _device(flops: float, memory: float, sheet: str) -> Device:
-    return Device(flops, _copy(memory, sheet), sheet)
+def _device(flops: float, bandwidth: float, memory: float, sheet: str) -> Device:
+    return Device(flops, _copy(bandwidth, sheet), sheet, memory)
 
 
 DEVICES = {
-    "a100": _device(312e12, 2039e9, "NVIDIA's A100 80GB SXM data sheet"),
-    "a800": _device(312e12, 2039e9, "NVIDIA's A100 80GB data sheet (the A800 differs in NVLink)"),
+    "a100": _device(312e12, 2039e9, 80e9, "NVIDIA's A100 80GB SXM data sheet"),
+    "a800": _device(312e12, 2039e9, 80e9, "NVIDIA's A100 80GB data sheet (the A800 differs in NVLink)"),
     "h100": Device(
         989e12,
         Speed(3.0e12, 3.35e12, "3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"),
         "NVIDIA's H100 SXM data sheet",
+        80e9,
     ),
-    "h200": _device(989e12, 4800e9, "NVIDIA's H200 data sheet"),
-    "h800": _device(989e12, 3350e9, "NVIDIA's H100 SXM data sheet (the H800 differs in NVLink)"),
-    "l40": _device(181e12, 864e9, "NVIDIA's L40 data sheet"),
-    "v100": _device(125e12, 900e9, "NVIDIA's V100 SXM data sheet (fp16)"),
+    "h200": _device(989e12, 4800e9, 141e9, "NVIDIA's H200 data sheet"),
+    "h800": _device(989e12, 3350e9, 80e9, "NVIDIA's H100 SXM data sheet (the H800 differs in NVLink)"),
+    "l40": _device(181e12, 864e9, 48e9, "NVIDIA's L40 data sheet"),
+    "v100": _device(125e12, 900e9, 32e9, "NVIDIA's V100 SXM data sheet (fp16)"),
 }
 
 _NCCL = "of the peak reach applications (NCCL's maintainer, github.com/NVIDIA/nccl/issues/1054)"
@@ -155,6 +157,6 @@ CLUSTERS = {
     "l40": Machine("l40", 8, "pcie4", "ethernet-100g", 1, "8 L40 on PCIe, one 100 Gbit/s Ethernet a node"),
     "v100": Machine("v100", 16, "nvlink-v100", "infiniband-100g", 8, "DGX-2"),
 }
-#: One core of the machine of docs/benchmarks.md over gloo, as `plan --check` works it out of step_time.json.
+#: One core of the machine of docs/benchmarks.md over gloo, from step_time.json (benchmarks/plan_measured.py).
 CPU = "cpu"
 CPU_FLOPS, CPU_CODEC, CPU_START, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9

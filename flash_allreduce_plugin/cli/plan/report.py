@@ -1,14 +1,15 @@
-"""What `plan` prints, draws and writes: a step in full precision and at each width."""
+"""What `plan` prints and writes: a step in full precision and at each width."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Model, dp_ratio, pp_ratio, tp_ratio
+from flash_allreduce_plugin.cli.plan.memory import Memory, estimate
 from flash_allreduce_plugin.cli.plan.step_model import (
     FORWARD,
     GRADIENT,
@@ -19,18 +20,18 @@ from flash_allreduce_plugin.cli.plan.step_model import (
     predict,
     quantizable,
 )
-from flash_allreduce_plugin.cli.plan.tables import grid, ms
+from flash_allreduce_plugin.cli.plan.tables import amount, grid, ms
 from flash_allreduce_plugin.config import FlashConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_WIDE = 150  # columns that the table of traffic needs for bytes and times of three widths
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "the optimizer, memory, accuracy. Not quantized by this plugin: parameters (but for FSDP2's), pipeline sends, the "
-    "embedding."
+    "the optimizer's time, accuracy. Not quantized here: parameters (but for FSDP2's), pipeline sends, the embedding."
 )
 
 
@@ -46,6 +47,15 @@ class Plan:
     widths: dict[int, dict[str, int]]
     steps: dict[int, Step]
     every: dict[int, Step]
+
+    @property
+    def memory(self) -> Memory:
+        return estimate(self.model, self.layout)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a GPU has the memory; None: its size is not known."""
+        return self.memory.total <= self.cluster.memory if self.cluster.memory < math.inf else None
 
     @property
     def full(self) -> Step:
@@ -137,34 +147,75 @@ def show(plan: Plan, console: Console) -> None:
     )
     for source in plan.cluster.sources:
         console.print(f"  {source}", highlight=False, markup=False, style="dim")
-    console.print(_traffic_table(plan))
+    _show_memory(plan, console)
+    both = len(plan.steps) <= 3 and console.width >= _WIDE
+    console.print(_traffic_table(plan, both))
     console.print(_step_table(plan))
     for kind, ratio in ratios(plan).items():
-        verdict = "can be hidden" if ratio <= 1 else "cannot be hidden whole"
+        verdict = "can be hidden" if ratio <= 1 else "cannot be hidden entirely"
         console.print(f"t_comm / t_compute, {kind}: {ratio:.2f}, {verdict}", highlight=False)
+    for word, meaning in legend(plan, both).items():
+        console.print(f"  {word}: {meaning}", highlight=False, markup=False, style="dim")
     console.print(_advice(plan), highlight=False, markup=False)
     console.print(LEFT_OUT, style="dim", highlight=False)
 
 
-def _traffic_table(plan: Plan) -> Table:
-    columns = ["traffic", "setting", "where", "MB", "ms", "exposed"]
+def _show_memory(plan: Plan, console: Console) -> None:
+    found, has = plan.memory, plan.cluster.memory
+    parts = (f"{name} {amount(nbytes)}" for name, nbytes in dataclasses.asdict(found).items())
+    of = "" if plan.fits is None else f" of {amount(has)}"
+    console.print(f"Memory of a GPU, roughly: {amount(found.total)}{of} ({', '.join(parts)})", highlight=False)
+    if plan.fits is False:
+        console.print(
+            f"Warning: this layout does not fit: {amount(found.total)} on a GPU of {amount(has)}. Raise --tp, --pp or "
+            '--zero, lower --micro-batch, or set "recompute" in --layout FILE.',
+            style="bold red", highlight=False, markup=False,
+        )  # fmt: skip
+
+
+def legend(plan: Plan, both: bool) -> dict[str, str]:
+    """What the words of the tables mean, those that appear."""
+    kinds = {part.kind.split()[0] for part in plan.full.parts}
+    names = {
+        "TP": "tensor parallel", "SP": "sequence parallel", "DP": "data parallel", "PP": "pipeline",
+        "ZeRO-3": "divided parameters",
+    }  # fmt: skip
+    words = {"traffic": ", ".join(f"{kind}: {names[kind]}" for kind in names if kind in kinds)}
+    if any("(g)" in part.kind or "(f)" in part.kind for part in plan.full.parts):
+        words["g, f"] = "Megatron's names of the all-reduces of a layer's forward and backward pass"
+    words["setting"] = "the field of the configuration that quantizes it; never: it stays in full precision"
+    words["sent, ms"] = "what a rank sends in a step, and how long that takes"
+    words["exposed"] = "the ms of it that nothing is computed beside: the step waits for them"
+    if not both:
+        words["INT8 and such"] = "exposed ms at that width"
+    if plan.layout.pp > 1:
+        words["bubble"] = "ms that a pipeline stage waits for the others"
+    words["speed-up"] = "with the settings below; everything quantized: with every setting; at most: if it cost nothing"
+    if ratios(plan):
+        words["t_comm / t_compute"] = "time of a transfer over that of the computing beside it; above 1 the step waits"
+    return words
+
+
+def _traffic_table(plan: Plan, both: bool) -> Table:
+    """both: bytes and exposed ms of each width, else the latter alone."""
+    columns = ["traffic", "setting", "where", "sent", "ms", "exposed"]
     for bits in plan.steps:
-        columns += [f"INT{bits}: MB", "exposed"] if len(plan.steps) <= 3 else [f"INT{bits}"]
+        columns += [f"INT{bits}: sent", "exposed"] if both else [f"INT{bits}"]
     table = grid("Communication of one step and rank, in full precision and quantized", columns, left=3)
     for number, part in enumerate(plan.full.parts):
         cells = [
             part.kind,
             setting(plan.layout, part.field) if part.field else "never",
             where(part.group),
-            f"{part.before.bytes_sent / 1e6:.0f}",
+            amount(part.before.bytes_sent),
         ]
         cells += [ms(part.before.seconds), ms(part.before.exposed)]
         for step in plan.every.values():
             after = step.parts[number].after
             none = step.parts[number].bits is None
             two = " *" if after.way == "two levels" else ""
-            both = ["", ""] if none else [f"{after.bytes_sent / 1e6:.0f}{two}", ms(after.exposed)]
-            cells += both if len(plan.steps) <= 3 else [both[1] + (two if both[1] else "")]
+            cost = ["", ""] if none else [f"{amount(after.bytes_sent)}{two}", ms(after.exposed)]
+            cells += cost if both else [cost[1] + (two if cost[1] else "")]
         table.add_row(*cells)
     if any(part.after.way == "two levels" for step in plan.every.values() for part in step.parts):
         table.caption = '* in two levels: needs "hierarchical": "auto"'
@@ -221,14 +272,18 @@ def _advice(plan: Plan) -> str:
 def show_scale(rows: Sequence[tuple[int, Plan | str]], console: Console) -> None:
     """Plans for several numbers of ranks, or why there is none."""
     bits = next((list(plan.steps) for _, plan in rows if not isinstance(plan, str)), [])
-    table = grid("By number of ranks", ["ranks", "DP", "full precision ms", *(f"INT{b}" for b in bits), "what pays"], 1)
+    columns = ["ranks", "DP", "GPU memory", "full precision ms", *(f"INT{b}" for b in bits), "what pays"]
+    table = grid("By number of ranks", columns, 1)
     for ranks, plan in rows:
         if isinstance(plan, str):
-            table.add_row(str(ranks), "", "", *("" for _ in bits), plan)
+            table.add_row(str(ranks), "", "", "", *("" for _ in bits), plan)
             continue
         gains = (f"{step.speedup:.2f} x" for step in plan.steps.values())
         pays = ", ".join(setting(plan.layout, field) for field in plan.widths[bits[0]]) or "nothing"
-        table.add_row(str(ranks), str(plan.layout.dp), ms(plan.full.before), *gains, pays)
+        memory = amount(plan.memory.total) + (" !" if plan.fits is False else "")
+        table.add_row(str(ranks), str(plan.layout.dp), memory, ms(plan.full.before), *gains, pays)
+    if any(not isinstance(plan, str) and plan.fits is False for _, plan in rows):
+        table.caption = "! does not fit the GPU"
     console.print(table)
 
 
@@ -236,8 +291,11 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     return {
         "model": {"name": plan.name, "source": plan.source, "parameters": plan.model.parameters}
         | dataclasses.asdict(plan.model),
-        "cluster": dataclasses.asdict(plan.cluster) | {"transport": _finite(plan.cluster.transport)},
+        "cluster": dataclasses.asdict(plan.cluster)
+        | {key: _finite(getattr(plan.cluster, key)) for key in ("transport", "memory")},
         "layout": dataclasses.asdict(plan.layout) | {"ranks": plan.layout.ranks},
+        "memory": dataclasses.asdict(plan.memory)
+        | {"total": plan.memory.total, "of": _finite(plan.cluster.memory), "fits": plan.fits},
         "ratios": ratios(plan),
         "full precision": {
             "seconds": plan.full.before, "compute": plan.full.compute, "bubble": plan.full.bubble_before,
@@ -264,40 +322,3 @@ def _part(part: Any) -> dict[str, Any]:
     return {"kind": part.kind, "setting": part.field, "bits": part.bits, "group": group} | {
         name: dataclasses.asdict(cost) for name, cost in (("full precision", part.before), ("quantized", part.after))
     }
-
-
-def plot(plan: Plan, scale: Sequence[tuple[int, Plan | str]], path: Path) -> None:
-    """Steps as stacked bars; with several numbers of ranks the speed-up over them too."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    planned = [(ranks, each) for ranks, each in scale if not isinstance(each, str)]
-    figure, axes = pyplot.subplots(1, 2 if planned else 1, figsize=(11 if planned else 7, 4.5), squeeze=False)
-    bars = axes[0][0]
-    names = ["full precision", *(f"INT{bits}" for bits in plan.steps)]
-    steps = list(plan.steps.values())
-    layers = {"computing": [plan.full.compute] * len(names)}
-    layers["bubble"] = [plan.full.bubble_before, *(step.bubble_after for step in steps)]
-    for number, part in enumerate(plan.full.parts):
-        layers[part.kind] = [part.before.exposed, *(step.parts[number].after.exposed for step in steps)]
-    bottom = [0.0] * len(names)
-    for kind, heights in layers.items():
-        if any(heights):
-            bars.bar(names, [1e3 * height for height in heights], bottom=bottom, label=kind)
-            bottom = [low + 1e3 * height for low, height in zip(bottom, heights, strict=True)]
-    bars.set(ylabel="ms of a step, exposed", title=f"{plan.name}, {plan.cluster.name}, {plan.layout.ranks} ranks")
-    bars.legend(fontsize=8)
-    if planned:
-        curves = axes[0][1]
-        for bits in plan.steps:
-            curves.plot(
-                [n for n, _ in planned], [each.steps[bits].speedup for _, each in planned], "o-", label=f"INT{bits}"
-            )
-        curves.set(xlabel="ranks", ylabel="speed-up over full precision", xscale="log")
-        curves.set_xticks([n for n, _ in planned], [str(n) for n, _ in planned])
-        curves.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -56,14 +56,14 @@ class Layout:
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Raises ValueError, one sentence, for a layout that there cannot be."""
+    """Raises ValueError, one sentence, for an impossible layout."""
     for what, value in (("attention heads", model.heads), ("columns of the MLP", model.ffn)):
         if value % layout.tp:
             raise ValueError(f"--tp {layout.tp} does not divide the {value} {what}; choose a divisor.")
     if not model.head_size and model.hidden % model.heads:
-        raise ValueError(f"--hidden {model.hidden} is not a multiple of the {model.heads} attention heads.")
+        raise ValueError(f"hidden {model.hidden} is not a multiple of the {model.heads} attention heads.")
     if model.heads % model.kv_heads:
-        raise ValueError(f"--kv-heads {model.kv_heads} does not divide the {model.heads} attention heads.")
+        raise ValueError(f"kv_heads {model.kv_heads} does not divide the {model.heads} attention heads.")
     if model.kv_heads % layout.tp and layout.tp % model.kv_heads:
         raise ValueError(
             f"--tp {layout.tp} and the {model.kv_heads} heads of keys and values do not divide each other."

@@ -1,13 +1,10 @@
-"""The tables of `plan --list` and `plan --check`, and how all of plan's tables look."""
+"""The tables of `plan --list`, and how all of plan's tables look."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.plan_measured import WITHIN
-from benchmarks.plan_measured import Row as Measured
-from benchmarks.plan_published import Row as Published
 from flash_allreduce_plugin.cli.plan import presets as presets
 
 if TYPE_CHECKING:
@@ -36,52 +33,20 @@ def show_presets(console: Console) -> None:
         counts = (f"{m.parameters / 1e9:.3f}", f"{preset.published / 1e9:.4g}", str(m.layers), str(m.hidden))
         table.add_row(name, *counts, str(m.sequence), preset.source)
     console.print(table)
-    columns = ["name", "a node", "ranks", "--intra", "--inter", "adapters", "peak TFLOPS"]
+    columns = ["name", "a node", "ranks", "intra", "inter", "adapters", "peak TFLOPS", "GB"]
     table = grid("Clusters (--cluster NAME, NAME-RANKSxNODES)", columns, left=2)
     for name, machine in presets.CLUSTERS.items():
-        peak = f"{presets.DEVICES[machine.device].peak_flops / 1e12:g}"
-        table.add_row(
-            name, machine.about, str(machine.ranks), machine.intra, machine.inter, str(machine.adapters), peak
-        )
-    table.add_row(presets.CPU, "a core of docs/benchmarks.md, gloo", "1", "", "ethernet-1g", "1", "0.27, reached")
+        device = presets.DEVICES[machine.device]
+        figures = (str(machine.adapters), f"{device.peak_flops / 1e12:g}", f"{device.memory / 1e9:g}")
+        table.add_row(name, machine.about, str(machine.ranks), machine.intra, machine.inter, *figures)
+    table.add_row(presets.CPU, "a core of docs/benchmarks.md, gloo", "1", "", "ethernet-1g", "1", "0.27, reached", "")
     console.print(table)
-    table = grid("Links (--intra, --inter), GB/s in one direction", ["name", "reached", "peak", "source"])
+    table = grid("Links (intra, inter of --layout), GB/s in one direction", ["name", "reached", "peak", "source"])
     for name, link in presets.LINKS.items():
         table.add_row(name, f"{link.reached / 1e9:.4g}", f"{link.peak / 1e9:g}", link.source)
     console.print(table)
 
 
-def show_check(measured: Sequence[Measured], published: Sequence[Published], console: Console) -> None:
-    columns = ["", "measured ms", "predicted ms", "", "communication ms", "predicted ms", ""]
-    table = grid("This project's own measurements on rate-limited links (benchmarks/results)", columns)
-    for row in measured:
-        cells = [row.what, f"{1e3 * row.measured:.1f}", f"{1e3 * row.predicted:.1f}", f"{row.error:+.1%}"]
-        if not row.within:
-            cells[3] += " beyond"
-        if row.communication:
-            there, said = row.communication
-            cells += [f"{1e3 * there:.0f}", f"{1e3 * said:.0f}", f"{said / there - 1:+.0%}"]
-        table.add_row(*cells)
-    console.print(table)
-    worst = max(abs(row.error) for row in measured)
-    beyond = sum(not row.within for row in measured)
-    console.print(
-        f"{len(measured)} rows, the worst {worst:.1%} off, {beyond} beyond {WITHIN:.0%}. Communication alone is shown, "
-        "not judged: it is a difference of two measured steps.",
-        highlight=False,
-    )
-    table = grid("Published by others: shown, not judged", ["source", "what", "published", "predicted", "", "note"], 2)
-    for other in published:
-        difference = other.difference
-        table.add_row(
-            other.source, other.what, _span(other.published), _span(other.predicted),
-            "" if difference is None else f"{difference:+.0%}", other.note,
-        )  # fmt: skip
-    console.print(table)
-
-
-def _span(values: tuple[float, float] | None) -> str:
-    if values is None:
-        return "-"
-    low, high = values
-    return f"{low:.2f} x" if low == high else f"{low:.2f} to {high:.2f} x"
+def amount(nbytes: float) -> str:
+    """In GB, or in MB below one."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from datetime import datetime, timezone
@@ -11,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
+from flash_allreduce_plugin.cli.output import STDOUT, Output
 from flash_allreduce_plugin.cli.report import page
 from flash_allreduce_plugin.cli.report.log import Log, read, total
 from flash_allreduce_plugin.cli.report.text import (
@@ -30,26 +29,33 @@ from flash_allreduce_plugin.cli.report.text import (
 )
 from flash_allreduce_plugin.telemetry.counters import Counters
 
+_SILENCE = 3.0  # seconds between two lines of progress where there is no terminal
+
 
 def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None) -> None:
     """Read the logs, write the files that are asked for, and print a table for each log.
 
     Raises LogError for a bad log, OSError for a file that cannot be written.
     """
-    console = Console() if sys.stdout.isatty() else Console(width=170)
-    errors = Console(stderr=True)
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("reading", total=sum(path.stat().st_size for path in paths if path.is_file()))
-        logs = [read(path, lambda count: progress.advance(task, count)) for path in paths]
-    if json_file is not None:
-        json_file.write_text(json.dumps({"logs": [as_dict(log) for log in logs]}, indent=2) + "\n")
+    output = Output(json_file, width=0 if sys.stdout.isatty() else 170, soft_wrap=False)
+    total_bytes = sum(path.stat().st_size for path in paths if path.is_file())
+    done = 0
+    with output.progress(_SILENCE) as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            progress("reading", done, total_bytes, more=percent(done, total_bytes))
+
+        logs = [read(path, on_bytes) for path in paths]
+    output.write_json({"logs": [as_dict(log) for log in logs]})
     if html_file is not None:
         html_file.write_text(page.page(logs), encoding="utf-8")
     for log in logs:
-        show(console, log)
-    written = [str(file) for file in (html_file, json_file) if file is not None]
+        show(output.results, log)
+    written = [str(file) for file in (html_file, json_file) if file not in (None, STDOUT)]
     if written:
-        console.print(escape(f"written: {', '.join(written)}"), highlight=False)
+        output.note(f"written: {', '.join(written)}")
 
 
 def show(console: Console, log: Log) -> None:

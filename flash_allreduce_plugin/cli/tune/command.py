@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +13,7 @@ from rich.table import Table
 from flash_allreduce_plugin.cli import machine, ranks
 from flash_allreduce_plugin.cli.bench import command as bench
 from flash_allreduce_plugin.cli.bench.table import bytes_text
+from flash_allreduce_plugin.cli.output import STDOUT, Output
 from flash_allreduce_plugin.cli.tune.rank import FULL_PRECISION, TUNED
 from flash_allreduce_plugin.config import FlashConfig
 
@@ -25,23 +22,22 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 LIMIT = 1.05
 CHUNKS = tuple(1 << power for power in range(17, 23))  # 128 KiB to 4 MiB
 CHUNK_SIZES = (8 << 20, 64 << 20)
-_LINE = 10.0  # seconds between two lines of progress where there is no terminal
+_SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
 
 
 def run_tune(
     *,
     collectives: str,
     bits: str,
-    options: str,
+    config: str | None,
     minbytes: str,
     maxbytes: str,
     datatype: str,
     seconds: float,
-    rank_counts: str | None,
+    rank_count: str | None,
     link: str,
-    hosts: str | None,
     device: str,
-    output: Path,
+    output_file: Path,
     json_file: Path | None,
     plot_file: Path | None,
 ) -> bool:
@@ -50,16 +46,16 @@ def run_tune(
     Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
     chosen = bench.names("--collective", collectives, COLLECTIVES)
-    world, *more = bench.worlds_of(rank_counts, hosts, link, chosen)
+    world, *more = bench.worlds_of(rank_count, link, chosen)
     if more:
-        raise ValueError(f"{'--hosts' if hosts else '--ranks'} {hosts or rank_counts}: expected one number")
-    sizes = bench.sizes(minbytes, maxbytes, 2, None)
+        raise ValueError(f"--ranks {rank_count}: expected one number")
+    sizes = bench.sizes(minbytes, maxbytes, 2)
     settings: dict[str, Any] = {
         "collectives": chosen,
         "sizes": sizes,
         "datatype": bench.names("--datatype", datatype, bench.DATATYPES, single=True)[0],
         "device": bench.device_of(device, world),
-        "configs": {name: config.to_dict() for name, config in _configs(bits, options).items()},
+        "configs": {name: each.to_dict() for name, each in _configs(bits, config).items()},
         "chunks": sorted({*CHUNKS, FlashConfig().chunk_bytes}),
         "chunk_sizes": [size for size in CHUNK_SIZES if size <= sizes[-1]],
         "seconds": seconds,
@@ -67,68 +63,59 @@ def run_tune(
     }
     if sizes[0] < 4 * world:
         raise ValueError(f"-b {minbytes}: expected at least {4 * world} bytes, an element a rank")
-    for file in (output, json_file, plot_file):
-        if file is not None and not file.parent.is_dir():
+    for file in (output_file, json_file, plot_file):
+        if file not in (None, STDOUT) and not file.parent.is_dir():
             raise ValueError(f"{file}: expected a file in a folder that exists")
-    console = Console(width=max(Console().width, 100), highlight=False, soft_wrap=True)
-    speaks = not ranks.launched() or os.environ["RANK"] == "0"
-    with _progress(console, speaks) as on_message:
-        result = ranks.run(
+    output = Output(json_file, width=100, silent=not ranks.speaks())
+    result = _measured(output, settings, world, link)
+    if result is None:  # another rank of a launcher; rank 0 speaks
+        return True
+    result["written"] = _written(FlashConfig.from_dict(result["config"]))
+    result["about"] = {**machine.about(), "link": link, "ranks": world, "datatype": settings["datatype"]}
+    _show(output.results, result)
+    output_file.write_text(json.dumps(result["written"], indent=1) + "\n", encoding="utf-8")
+    output.results.print(f"wrote {output_file}: --flash-allreduce-config {output_file}, or in DeepSpeed's JSON")
+    output.results.print(f'    "flash_allreduce": {{"config": "{output_file}"}}')
+    output.write_json(result)
+    if plot_file:
+        plot([result], plot_file)
+    return not any(row["ratio"] > LIMIT for row in result["check"])
+
+
+def _measured(output: Output, settings: dict[str, Any], world: int, link: str) -> dict[str, Any] | None:
+    with output.progress(_SILENCE) as doing:
+
+        def on_message(message: dict[str, Any]) -> None:
+            done, of = message["done"], message["of"]
+            doing(message["doing"], done, of, more=f"{done} of {of}")
+
+        result: dict[str, Any] | None = ranks.run(
             MEASURE,
             settings,
             world_size=world,
             link=link,
-            device=device,
+            device=settings["device"],
             on_message=on_message,
             timeout=24 * 3600.0,
         )
-    if result is None:  # another rank of a launcher; rank 0 speaks
-        return True
-    config = FlashConfig.from_dict(result["config"])
-    result["about"] = {**machine.about(), "link": link, "ranks": world, "datatype": settings["datatype"]}
+    return result
+
+
+def _written(config: FlashConfig) -> dict[str, Any]:
+    """What the file holds: the width and what was found, and every other field that differs from its default."""
     defaults = FlashConfig().to_dict()
-    written = {key: value for key, value in config.to_dict().items() if value != defaults[key]}
-    written = {"bits": config.bits, "chunk_bytes": config.chunk_bytes, "min_bytes": config.min_bytes, **written}
-    result["written"] = written
-    _show(console, result)
-    slow = [row for row in result["check"] if row["ratio"] > LIMIT]
-    output.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    console.print(f"wrote {output}: --flash-allreduce-config {output}, or in DeepSpeed's JSON")
-    console.print(f'    "flash_allreduce": {{"config": "{output}"}}')
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if plot_file:
-        plot([result], plot_file)
-    return not slow
+    changed = {key: value for key, value in config.to_dict().items() if value != defaults[key]}
+    return {"bits": config.bits, "chunk_bytes": config.chunk_bytes, "min_bytes": config.min_bytes, **changed}
 
 
-def _configs(bits: str, options: str) -> dict[str, FlashConfig]:
+def _configs(bits: str, config: str | None) -> dict[str, FlashConfig]:
     """By name, one for each of `bits`, quantizing whatever the size."""
-    configs = bench.configs(bits, options, None)
-    for config in configs.values():
-        for key, expected in {"min_bytes": 0, "chunk_bytes": FlashConfig().chunk_bytes, "enabled": True}.items():
-            if getattr(config, key) != expected:
-                raise ValueError(f"--options: {key} is what tune finds; leave it out")
-    return configs
-
-
-@contextlib.contextmanager
-def _progress(console: Console, speaks: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields what takes the messages of rank 0: a bar on a terminal, a line now and then elsewhere."""
-    bar = bench.progress_bar(console)
-    task = bar.add_task("starting the ranks", total=None)
-    spoke = time.monotonic()
-
-    def on_message(message: dict[str, Any]) -> None:
-        nonlocal spoke
-        bar.update(task, completed=message["done"], total=message["of"], description=message["doing"])
-        bar.refresh()
-        if not console.is_terminal and time.monotonic() - spoke > _LINE:
-            console.print(f"# {message['doing']}: {message['done']} of {message['of']}")
-            spoke = time.monotonic()
-
-    with bar if speaks and console.is_terminal else contextlib.nullcontext():
-        yield on_message
+    _, fields = bench.fields_of(config)
+    for key in ("min_bytes", "chunk_bytes", "enabled"):
+        if key in fields:
+            raise ValueError(f"--config: {key} is what tune finds; leave it out")
+    found = bench.configs(bits, config)
+    return {name: each.model_copy(update={"min_bytes": 0}) for name, each in found.items()}
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:

@@ -1,0 +1,22 @@
+"""Some options of bench and tune need benchmarks/, which is beside the package in a checkout and not in a wheel."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def need(option: str, module: str) -> None:
+    """Make `import benchmarks.<module>` work, from the checkout that this package lies in.
+
+    Raises ValueError, one sentence that names the option and how to get the module, if there is no checkout.
+    """
+    if not (ROOT / "benchmarks" / f"{module}.py").is_file():
+        raise ValueError(
+            f"{option} needs benchmarks/{module}.py, which is only in a checkout of the plugin: git clone it and run "
+            '`pip install --no-build-isolation -e ".[cli]"` there'
+        )
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))

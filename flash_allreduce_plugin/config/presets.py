@@ -1,0 +1,56 @@
+"""The presets: for each purpose the setting that measured best, with all that belongs to it.
+
+        bits an   validation loss against full precision
+        element   gradients, ZeRO stage 0 / 2 / 3               tensor parallelism
+int8    8.25      +0.002 / +0.001 / +0.002 %                    -0.017 %
+int4    4.5       +0.065 / +0.034 / +0.034 %                    +0.119 %
+thin    3.5       +0.194 (range "min-max") / +0.119 / +0.124 %  at 4 bits, as int4; at 3 bits +0.900 % (one seed)
+
+Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/benchmarks.md):
+
+    O='"group_size": 32, "compact": true, "range": "mse", "error_feedback": true'
+    python -m benchmarks.deepspeed_training --sections '{"bits": 8}' "{\"bits\": 4, $O}" "{\"bits\": 3, $O}"
+    python -m benchmarks.training --hidden 288 --layers 5 --steps 400 --bits 8
+    python -m benchmarks.training --steps 400 --bits 4,3 --options '{"group_size": 32, "compact": true, "range": "mse"}'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FINE = {"group_size": 32, "compact": True, "range": "mse", "error_feedback": True}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "int8": {"bits": 8, "backward_bits": 8, "grad_bits": 8},
+    "int4": {"bits": 4, "backward_bits": 4, "grad_bits": 4, **_FINE},
+    "thin": {"bits": 3, "backward_bits": 4, "grad_bits": 3, **_FINE},
+}
+# Instead in Megatron, where `bits` is the width of activations.
+IN_MEGATRON: dict[str, dict[str, Any]] = {"thin": {"bits": 4}}
+
+# Given key and value -> the key of a preset that cannot go together with it, and stays at its default.
+_YIELDS = {
+    ("symmetric", True): "compact",
+    ("rounding", "stochastic"): "range",
+}
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, and what the preset among them has for the keys that are not given.
+
+    A key of the preset that a given one excludes is left out. An unknown preset stays to be refused.
+    """
+    preset = values.get("preset")
+    filled = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
+    for key, value in values.items():
+        if isinstance(value, bool | str):
+            filled.pop(_YIELDS.get((key, value), ""), None)
+    if values.get("hierarchical", "off") != "off":
+        filled.pop("error_feedback", None)
+    return {**filled, **values}
+
+
+def changed(preset: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that are not the preset's: of keys that were given, or that do not apply."""
+    return {key: values[key] for key, value in PRESETS.get(preset or "", {}).items() if values[key] != value}

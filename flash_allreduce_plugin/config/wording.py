@@ -1,0 +1,65 @@
+"""How a configuration is written as text, and what is said about mistakes in it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.config import strict_json
+
+
+def sentences(
+    error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str], fields: Mapping[str, FieldInfo]
+) -> list[str]:
+    """One line for each key that `error` complains about, in the order of the fields."""
+    lines: dict[str, str] = {}
+    for problem in error.errors(include_url=False, include_context=False):
+        # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
+        key = str(problem["loc"][0])
+        if key in lines:
+            continue
+        given = f"{spelled(key)}={shown(values[key])}"
+        if problem["type"] == "extra_forbidden":
+            closest = nearest(key.lower().replace("-", "_"), fields)
+            lines[key] = f"{given} is not a known key; the nearest is {closest}."
+        elif problem["type"] == "combination":
+            lines[key] = f"{given} {problem['msg']}."
+        else:
+            extra = fields[key].json_schema_extra
+            assert isinstance(extra, dict)
+            lines[key] = f"{given} is not valid; expected {extra['expected']}."
+    return list(lines.values())
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
+
+
+def variable(key: str) -> str:
+    return environment.PREFIX + key.upper()
+
+
+def shown(value: Any) -> str:
+    text = repr(list(value) if isinstance(value, tuple) else value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def parse(text: str, default: Any) -> Any:
+    """The value that an environment variable's text stands for, by the kind of its field's default."""
+    try:
+        value = strict_json.loads(text)
+    except strict_json.DuplicateKeyError:
+        raise
+    except (ValueError, RecursionError):
+        value = text
+    if isinstance(default, tuple):
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        return value if isinstance(value, list) else names
+    if isinstance(default, bool) and text in ("0", "1"):
+        return text == "1"
+    return {"true": True, "false": False, "none": None}.get(text.lower(), value)

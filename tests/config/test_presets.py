@@ -1,0 +1,110 @@
+"""Presets: what they stand for, that given keys go before them from every source, and that only fields are compared."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.presets import PRESETS
+from tests.distributed import Ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_fields_that_it_stands_for(name: Any) -> None:
+    config, spelled_out = FlashConfig(preset=name), FlashConfig(**PRESETS[name])
+    assert config == spelled_out and hash(config) == hash(spelled_out)
+    assert config.digest() == spelled_out.digest() and config.to_dict() == spelled_out.to_dict()
+    assert config.text == spelled_out.text and config != FlashConfig(min_bytes=0)
+    for same in (config, copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert same == config and same.preset == name and same.given() == {"preset": name}
+    assert FlashConfig.from_dict(config.to_dict()) == config
+    assert FlashConfig.from_dict({"preset": name, **config.to_dict()}) == config
+
+
+def test_given_keys_go_before_it_and_the_rest_stays() -> None:
+    config = FlashConfig(preset="int4", bits=6, range="min-max")
+    assert config == FlashConfig(bits=6, backward_bits=4, grad_bits=4, group_size=32, compact=True, error_feedback=True)
+    assert config.given() == {"preset": "int4", "bits": 6, "range": "min-max"}
+    assert FlashConfig(preset="int4", bits=8).bits == 8, "a default that is given is given"
+    assert FlashConfig(preset=None) == FlashConfig()
+
+
+def test_from_every_source_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment below a file below flags; the last preset, below every key that any of them gives."""
+    monkeypatch.setenv("FLASH_ALLREDUCE_PRESET", "thin")
+    monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "64")
+    assert FlashConfig.from_env() == FlashConfig(preset="thin", group_size=64)
+    file = tmp_path / "flash.json"
+    file.write_text(json.dumps({"preset": "int4", "range": "min-max"}))
+    config = FlashConfig.from_file(file, base=FlashConfig.from_env())
+    assert config == FlashConfig(preset="int4", range="min-max", group_size=64)
+    config = FlashConfig.from_texts({"bits": "5"}, base=config)
+    assert config == FlashConfig(preset="int4", range="min-max", group_size=64, bits=5)
+    assert FlashConfig.from_texts({"preset": "none"}, base=config) == FlashConfig(
+        range="min-max", group_size=64, bits=5
+    )
+
+
+def test_a_copy_may_take_another_preset() -> None:
+    config = FlashConfig(preset="int4", bits=6)
+    assert config.model_copy(update={"preset": "thin"}) == FlashConfig(preset="thin", bits=6)
+    assert config.model_copy(update={"bits": 8}).preset == "int4"
+    assert FlashConfig(min_bytes=0).model_copy(update={"preset": "int8"}) == FlashConfig(preset="int8", min_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"symmetric": True}, {"compact": False}),
+        ({"rounding": "stochastic"}, {"range": "min-max"}),
+        ({"hierarchical": "auto"}, {"error_feedback": False}),
+    ],
+)
+def test_what_a_given_key_excludes_is_left_out_of_the_preset(given: dict[str, Any], left: dict[str, Any]) -> None:
+    config = FlashConfig(preset="int4", **given)
+    assert config == FlashConfig(**{**PRESETS["int4"], **left, **given})
+    for key, value in left.items():
+        with pytest.raises(fap.ConfigError, match="excludes"):
+            FlashConfig(preset="int4", **given, **{key: PRESETS["int4"][key]})
+        assert getattr(config, key) == value
+
+
+def summed(name: str) -> list[torch.Tensor]:
+    """With the preset on one rank and its fields on the other, which are the same configuration."""
+    rank = torch.distributed.get_rank()
+    config = FlashConfig(preset=name) if rank else FlashConfig(**PRESETS[name])  # type: ignore[arg-type]
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    exact = x.clone()
+    torch.distributed.all_reduce(exact)
+    fap.all_reduce(x, config=config.model_copy(update={"min_bytes": 0}))
+    return [x, exact]
+
+
+@pytest.mark.parametrize(("name", "error"), [("int8", 0.01), ("int4", 0.12), ("thin", 0.25)])
+def test_ranks_compare_the_fields_and_not_the_name(ranks: Callable[[int], Ranks], name: str, error: float) -> None:
+    (first, exact), (second, _) = ranks(2).run(summed, name)
+    assert torch.equal(first, second)
+    assert 0 < (first - exact).norm() / exact.norm() < error
+
+
+def test_the_page_has_every_preset_with_its_fields() -> None:
+    rows = re.findall(r'^\| `"(\w+)"` \| ([^|]*) \| ([\d.]+) \|', DOCS.read_text(), re.MULTILINE)
+    assert [name for name, _, _ in rows] == list(PRESETS)
+    shared = json.loads("{" + re.findall(r"^- \*fine\*: `([^`]*)`", DOCS.read_text(), re.MULTILINE)[0] + "}")
+    for name, stated, bits in rows:
+        fields = {key: json.loads(value) for key, value in re.findall(r"`(\w+): ([^`]*)`", stated)}
+        fields |= shared if "*fine*" in stated else {}
+        assert fields == PRESETS[name]
+        assert FlashConfig(preset=name).format().bits_per_element == float(bits)

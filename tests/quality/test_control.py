@@ -1,0 +1,44 @@
+"""Which calls are measured, and what the ranks make of the measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flash_allreduce_plugin.quality.control import signal_and_noise
+from tests.distributed import Ranks
+from tests.quality.test_guard import reduces
+from tests.quality.test_meter import all_measures
+
+GetRanks = Callable[[int], Ranks]
+
+
+def test_signal_and_noise_are_sums_of_squares_in_float64() -> None:
+    exact, result = torch.tensor([[3.0, 4.0]]), torch.tensor([3.0, 3.5], dtype=torch.bfloat16)
+    assert signal_and_noise(exact, result) == (25.0, 0.25)
+    assert signal_and_noise(torch.full((2,), 1e30), torch.zeros(2))[0] == pytest.approx(2e60, rel=1e-6)
+
+
+def test_the_interval_decides_when(ranks: GetRanks) -> None:
+    for outcome in ranks(2).run(reduces, [(20, 100.0)], {"quality_interval": 4}):
+        assert outcome["result"] == [4] * 8 + [5] * 8 + [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("world", "changes", "tolerance"),
+    [
+        (2, {}, 0.3),
+        # Sums of a node are not there: they are taken to lose what their terms do.
+        (3, {"hierarchical": {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}}, 1.2),
+    ],
+    ids=["flat", "two levels"],
+)
+def test_full_precision_is_watched_for_what_8_bits_would_give(
+    ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
+) -> None:
+    for outcome in ranks(world).run(all_measures, ["correlated", "channels"], {"bits": 8, **changes}, 90.0):
+        off = {call: found for call, found in outcome.items() if abs(found[0] - found[1]) > tolerance}
+        assert not off

@@ -1,0 +1,49 @@
+"""What a site keeps of its measurements, whichever control it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from flash_allreduce_plugin.quality.guard import SiteGuard
+from flash_allreduce_plugin.quality.sites import SiteBits, Sums
+from flash_allreduce_plugin.quality.widths import SiteWidth
+
+KINDS: list[Callable[[], SiteBits]] = [
+    lambda: SiteWidth("site", 4, 18.0, symmetric=False),
+    lambda: SiteGuard("site", 4, 18.0, symmetric=False),
+]
+
+
+def test_sums_are_taken_once() -> None:
+    sums = Sums()
+    sums.add(1.0, 0.5)
+    sums.add(2.0, 0.25)
+    assert sums.take() == (3.0, 0.75)
+    assert sums.take() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("make", KINDS)
+def test_one_measurement_that_is_not_finite_cancels_the_whole_decision(
+    make: Callable[[], SiteBits], bad: float
+) -> None:
+    site, before = make(), make().state_dict()
+    site.record(4, 1.0, 1.0)  # 0 dB: more bits, by itself
+    site.record(4, 1.0, bad)
+    site.update(*site.take(), call=1, log=False)
+    assert site.state_dict() == before
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_what_it_saves_is_what_it_goes_on_from(make: Callable[[], SiteBits]) -> None:
+    site, other = make(), make()
+    for call in range(7):
+        site.update(*((1.0, 1.0) if call < 3 else (1e6, 1.0)), call=call, log=False)
+    site.record(site.bits, 3.0, 0.5)
+    assert site.state_dict() != other.state_dict()
+    other.load_state_dict(site.state_dict())
+    assert other.state_dict() == site.state_dict() and other.bits == site.bits
+    assert other.take() == (3.0, 0.5)

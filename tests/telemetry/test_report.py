@@ -1,0 +1,60 @@
+"""The report of what an integration has attached: its entries, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.telemetry import report
+from flash_allreduce_plugin.telemetry.counters import (
+    record_beside,
+    record_full_precision,
+    record_quantized,
+    reset_stats,
+)
+
+A, B = Site("a"), Site("b")
+
+
+@pytest.fixture(autouse=True)
+def from_zero() -> Iterator[None]:
+    reset_stats()
+    yield
+    reset_stats()
+
+
+def test_sites_are_there_with_and_without_calls() -> None:
+    attached = {
+        "b": {"target": "module.g", "covers": "the gather", "in_place": False},
+        "a": {"target": "module.f", "covers": "the sum", "in_place": True},
+    }
+    record_quantized(A, 100, 400)
+    record_full_precision(A, "warm-up", 7)
+    record_quantized(Site("another"), 100, 400)
+    found = report.of_sites(attached)
+    assert list(found.items()) == [
+        ("b", {**attached["b"], "calls": 0, "quantized": 0, "full_precision": {}}),
+        ("a", {**attached["a"], "calls": 2, "quantized": 1, "full_precision": {"warm-up": 1}}),
+    ]
+    assert str(found).splitlines()[:4] == [
+        "b (not in place): 0 calls, 0 quantized",
+        "    the gather [module.g]",
+        "a: 2 calls, 1 quantized, in full precision: 1 warm-up",
+        "    the sum [module.f]",
+    ]
+
+
+def test_a_report_says_what_all_of_it_was() -> None:
+    record_quantized(A, 400_000, 1_600_000)
+    record_full_precision(A, "warm-up", 200_000)
+    assert str(report.Report()) == ""
+    record_beside("broadcast, dp of 2 ranks", 0)
+    record_beside("all_gather, dp of 2 ranks", 400_000)
+    assert str(report.Report()).splitlines() == [
+        "not ours: all_gather, dp of 2 ranks: 1 calls, 0.40 MB sent",
+        "not ours: broadcast, dp of 2 ranks: 1 calls, 0.00 MB sent",
+        "of 1.00 MB that this rank sent, 40.0 % were quantized, 20.0 % in full precision by our decision, "
+        "40.0 % not ours",
+    ]
