@@ -63,16 +63,16 @@ class Call:
         x = gaussian(sum(self.rows[rank]), self.width, seed=rank)
         return x.to(getattr(torch, self.dtype))
 
-    def start(self) -> tuple[Tensor, Any]:
+    def start(self, device: str | torch.device = "cpu") -> tuple[Tensor, Any]:
         """The output and the handle, if there is one."""
         rank = dist.get_rank()
         received = [row[rank] for row in self.rows]
-        output = torch.full((sum(received), self.width), 7.0).to(getattr(torch, self.dtype))
+        output = torch.full((sum(received), self.width), 7.0, device=device).to(getattr(torch, self.dtype))
         how = {"config": self.flash_config, "site": fap.Site(self.site), "async_op": self.async_op}
-        return output, fap.all_to_all(output, self.input(rank), received, list(self.rows[rank]), **how)
+        return output, fap.all_to_all(output, self.input(rank).to(device), received, list(self.rows[rank]), **how)
 
-    def run(self) -> Tensor:
-        output, work = self.start()
+    def run(self, device: str | torch.device = "cpu") -> Tensor:
+        output, work = self.start(device)
         if work is not None:
             work.wait()
         return output

@@ -48,10 +48,11 @@ class Groups:
         for name, real in self.real.items():
             setattr(dispatch, name, real)
 
-    def _counted(self, real: Any, *tensors: torch.Tensor, **keywords: Any) -> Any:
-        ranks = tuple(dist.get_process_group_ranks(keywords["group"]))
+    def _counted(self, real: Any, *arguments: Any, **keywords: Any) -> Any:
+        given = (*arguments, keywords.get("group"))
+        ranks = tuple(dist.get_process_group_ranks(next(one for one in given if isinstance(one, dist.ProcessGroup))))
         self.counts[ranks] = self.counts.get(ranks, 0) + 1
-        return real(*tensors, **keywords)
+        return real(*arguments, **keywords)
 
 
 class CpuForCuda(TorchFunctionMode):
