@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import netlab
-from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Collective, Group, Model, Traffic, cost
+from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Kind, Model, Traffic, cost
 from flash_allreduce_plugin.cli.plan.step_model import Layout, predict, quantizable, traffic
 from flash_allreduce_plugin.codec.format import Format
 
@@ -174,7 +174,7 @@ def _deepspeed(results: dict[str, Any], cluster: Cluster) -> list[Row]:
     found = []
     for table in results["tables"]:
         stage, rest = table["stage"], float(table["variants"]["gradients not sent"]["step, seconds"])
-        collective: Collective = "reduce_scatter" if stage == 3 else "all_reduce"
+        collective: Kind = "reduce_scatter" if stage == 3 else "all_reduce"
         calls = a["layers"] if stage == 3 else 1
         t = Traffic(
             "gradients", None, collective, a["layers"] * a["width"] ** 2 / calls, 2, calls, Group(a["hosts"], 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flash_allreduce_plugin.cli.plan import presets as presets
-from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Collective, Group, Model, Traffic, cost
+from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Kind, Model, Traffic, cost
 from flash_allreduce_plugin.cli.plan.inputs import cluster_of
 from flash_allreduce_plugin.cli.plan.step_model import Layout, predict, quantizable, times
 from flash_allreduce_plugin.codec.format import Format
@@ -94,7 +94,7 @@ def zeropp_steps(c: Cluster, tokens: int, overlap: bool) -> tuple[float, float, 
     all_ranks, node = Group(384, c.ranks_per_node), Group(c.ranks_per_node, c.ranks_per_node)
 
     def passes(forward: Format | None, backward: Group, gradients: Format | None) -> float:
-        def whole(collective: Collective, group: Group, codec: Format | None) -> float:
+        def whole(collective: Kind, group: Group, codec: Format | None) -> float:
             return cost(Traffic("", None, collective, model.parameters, 2, 1, group), c, codec).seconds
 
         gathered = whole("all_gather", all_ranks, forward)
@@ -126,7 +126,7 @@ def _coccl() -> list[Row]:
     found = []
     c, _ = cluster_of("h800-8x4")
     group = Group(32, 8)
-    calls: tuple[tuple[Collective, float], ...] = (("all_reduce", 2.60), ("reduce_scatter", 2.58), ("all_gather", 5.66))
+    calls: tuple[tuple[Kind, float], ...] = (("all_reduce", 2.60), ("reduce_scatter", 2.58), ("all_gather", 5.66))
     for collective, published in calls:
         ratio = _ratio(Traffic("call", None, collective, 1 << 28, 4, 1, group), c)
         note = "1 GiB; four adapters of 400 Gbit/s a node assumed; kernels and link in turn, and at once"

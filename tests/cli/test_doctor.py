@@ -28,7 +28,7 @@ from flash_allreduce_plugin.cli.doctor import environment as doctor_environment
 from flash_allreduce_plugin.cli.doctor import frameworks as doctor_frameworks
 from flash_allreduce_plugin.cli.doctor import selftest as doctor_selftest
 from flash_allreduce_plugin.cli.doctor import versions as doctor_versions
-from flash_allreduce_plugin.cli.doctor.child import Child, Report
+from flash_allreduce_plugin.cli.doctor.child import Child, Findings
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.codec import ops
 from flash_allreduce_plugin.patching import Seam
@@ -156,7 +156,7 @@ def test_each_broken_part_is_a_problem_with_its_remedy(tmp_path: Path) -> None:
 
 
 def in_process(tmp_path: Path, check: str) -> dict[str, dict[str, str]]:
-    report = Report(str(tmp_path / "results"))
+    report = Findings(str(tmp_path / "results"))
     getattr(doctor_environment, check)(report)
     lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
     return {line["finding"]["name"]: line["finding"] for line in lines if "finding" in line}
@@ -198,7 +198,7 @@ def test_gpus_without_peer_access_are_named(tmp_path: Path, monkeypatch: pytest.
         "note",
         "missing for 2 of 6 pairs: 0-2, 2-0",
     )
-    assert found["symmetric memory"]["text"].endswith("the fused path is off")
+    assert found["symmetric memory"]["text"].endswith("the two-shot kernel is off")
 
 
 def test_autoload_that_is_off_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_a_seam_that_does_not_fit_is_a_problem(tmp_path: Path) -> None:
     def seam(*parameters: str) -> Seam:
         return Seam("some.seam", "json", "dumps", (*parameters, ...), lambda original: lambda: None, "nothing")
 
-    report = Report(str(tmp_path / "results"))
+    report = Findings(str(tmp_path / "results"))
     doctor_frameworks._verify(report, [seam("obj"), seam("other")], "install another json")
     lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
     fits, does_not = [line["finding"] for line in lines if "finding" in line]
@@ -294,7 +294,7 @@ def test_other_bits_than_the_reference_are_found(
 
     monkeypatch.setattr(tensors, function, wrong)
     monkeypatch.setattr(doctor_selftest, "NUMEL", 1000)
-    report = Report(str(tmp_path / "results"))
+    report = Findings(str(tmp_path / "results"))
     doctor_selftest.codec(report)
     assert (
         "other bits than the codec in plain PyTorch: 8 bits of float32 with no option"

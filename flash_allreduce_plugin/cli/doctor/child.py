@@ -41,7 +41,7 @@ class Finding:
     remedy: str = ""
 
 
-class Report:
+class Findings:
     """Where a check, in its child, says what it finds and what it is doing."""
 
     def __init__(self, path: str) -> None:
@@ -93,7 +93,7 @@ class Child:
     def __init__(
         self, folder: Path, name: str, check: str, *arguments: str, environment: Mapping[str, str | None] | None = None
     ) -> None:
-        """Start it. folder: where its files go. check: "module:function", which is called with a Report and the
+        """Start it. folder: where its files go. check: "module:function", which is called with a Findings and the
         arguments. environment: on top of this process's; None: without the variable.
         """
         self._results, self._printed = folder / f"{name}.results", folder / f"{name}.output"
@@ -186,7 +186,7 @@ def serve(results: str, check: str, *arguments: str) -> None:
     """The child's side."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, function = check.partition(":")
-    report = Report(results)
+    report = Findings(results)
     status = 0
     try:
         getattr(importlib.import_module(module), function)(report, *arguments)

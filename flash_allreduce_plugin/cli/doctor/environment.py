@@ -19,7 +19,7 @@ from flash_allreduce_plugin.cli.doctor import versions as versions
 from flash_allreduce_plugin.cli.doctor.child import described
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.cli.doctor.child import Report
+    from flash_allreduce_plugin.cli.doctor.child import Findings
 
 # Variables of others that change what a collective does: shown, not judged.
 _SHOWN = re.compile(
@@ -29,7 +29,7 @@ _SHOWN = re.compile(
 _OFF = ("0", "false", "no", "off")
 
 
-def check(report: Report) -> None:
+def check(report: Findings) -> None:
     """Versions and everything of this file; nothing after torch if it cannot be imported."""
     report.section("versions")
     versions.own(report)
@@ -59,7 +59,7 @@ def check(report: Report) -> None:
     variables(report)
 
 
-def backends(report: Report) -> None:
+def backends(report: Findings) -> None:
     """What torch.distributed was built with."""
     import torch
     import torch.distributed as dist
@@ -77,7 +77,7 @@ def backends(report: Report) -> None:
         report.ok("distributed", text)
 
 
-def libraries(report: Report) -> None:
+def libraries(report: Findings) -> None:
     """Which compiled codec serves tensors of the CPU and of GPUs."""
     import torch
 
@@ -113,7 +113,7 @@ def libraries(report: Report) -> None:
         report.problem("_cuda (GPU)", f"{ops.cuda_unavailable}: {without}", f"install nvcc and run {versions.INSTALL}")
 
 
-def machine(report: Report) -> None:
+def machine(report: Findings) -> None:
     report.section("machine")
     report.doing("asking for GPUs")
     model = _first_match("/proc/cpuinfo", r"model name\s*:\s*(.*)") or platform.processor() or platform.machine()
@@ -135,7 +135,7 @@ def machine(report: Report) -> None:
     gpus(report)
 
 
-def gpus(report: Report) -> None:
+def gpus(report: Findings) -> None:
     import torch
 
     from flash_allreduce_plugin.collectives import two_shot
@@ -170,11 +170,11 @@ def gpus(report: Report) -> None:
     except Exception as error:
         report.note("symmetric memory", described(error))
     else:
-        used = f"tensors of up to {limit} bytes take the fused path" if limit else "the fused path is off"
+        used = f"tensors of up to {limit} bytes take the two-shot kernel" if limit else "the two-shot kernel is off"
         report.ok("symmetric memory", f"torch has it; {two_shot.LIMIT} is {limit}: {used}")
 
 
-def entry_point(report: Report) -> None:
+def entry_point(report: Findings) -> None:
     """Whether flags and sections work in unmodified scripts: torch has been imported, so it shows."""
     report.section("autoload")
     points = [point for point in importlib.metadata.entry_points(group="torch.backends")]
@@ -198,7 +198,7 @@ def entry_point(report: Report) -> None:
         )
 
 
-def variables(report: Report) -> None:
+def variables(report: Findings) -> None:
     """FLASH_ALLREDUCE_* and whether they parse; others' that matter, as they are."""
     from flash_allreduce_plugin.collectives import two_shot
     from flash_allreduce_plugin.config import FlashConfig

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from flash_allreduce_plugin.cli.doctor.child import described
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.cli.doctor.child import Report
+    from flash_allreduce_plugin.cli.doctor.child import Findings
     from flash_allreduce_plugin.patching import Seam
 
 
-def megatron(report: Report) -> None:
+def megatron(report: Findings) -> None:
     """megatron-core's functions and, where Megatron runs with it, Transformer Engine's."""
     report.section("Megatron seams")
     if not _imported(report, "megatron.core", "megatron-core"):
@@ -39,7 +39,7 @@ def megatron(report: Report) -> None:
     _verify(report, no_call_is_made, "install a Transformer Engine of the supported versions, or do without its layers")
 
 
-def deepspeed(report: Report) -> None:
+def deepspeed(report: Findings) -> None:
     report.section("DeepSpeed seams")
     if not _imported(report, "deepspeed", "deepspeed"):
         return
@@ -48,7 +48,7 @@ def deepspeed(report: Report) -> None:
     _verify(report, engine.seams(), "pip install a deepspeed of the supported versions; report it if this is one")
 
 
-def apex(report: Report) -> None:
+def apex(report: Findings) -> None:
     from flash_allreduce_plugin import apex as ours
 
     report.section("apex seams")
@@ -59,7 +59,7 @@ def apex(report: Report) -> None:
         _verify(report, ours.seams(), "install NVIDIA's apex 23.05 to 25.05, or AMD's")
 
 
-def _imported(report: Report, module: str, package: str) -> bool:
+def _imported(report: Findings, module: str, package: str) -> bool:
     """Import it; says why not. One that is not there is no problem."""
     try:
         found = importlib.util.find_spec(module)
@@ -85,7 +85,7 @@ def remedy(module: str) -> str:
     return f"`python -c 'import {module}'` shows all of it; install it again, or uninstall it if it is not used"
 
 
-def _verify(report: Report, seams: Iterable[Seam], mend: str) -> None:
+def _verify(report: Findings, seams: Iterable[Seam], mend: str) -> None:
     from flash_allreduce_plugin.patching import Patchset
 
     for seam in seams:

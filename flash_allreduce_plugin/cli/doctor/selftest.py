@@ -17,7 +17,7 @@ from flash_allreduce_plugin.cli.doctor.child import OK, PROBLEM, Child, Finding,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from flash_allreduce_plugin.cli.doctor.child import Report
+    from flash_allreduce_plugin.cli.doctor.child import Findings
 
 SECTION = "self-test"
 WIDTHS = (8, 4, 2)
@@ -29,7 +29,7 @@ NUMEL = 100_003  # not a whole number of groups
 REPORT_IT = "report it with this text, as a bug of this package"
 
 
-def codec(report: Report) -> None:
+def codec(report: Findings) -> None:
     """Encode and decode, on the CPU and on a GPU if there is one, against the codec in plain PyTorch."""
     report.section(SECTION)
     report.doing("encoding and decoding")
@@ -162,7 +162,7 @@ def plain_environment() -> dict[str, str | None]:
     return found
 
 
-def one_rank(report: Report, rank: str, world_size: str, store: str, seconds: str) -> None:
+def one_rank(report: Findings, rank: str, world_size: str, store: str, seconds: str) -> None:
     """One rank: all-reduces at each width; the result is {width: {digest, sqnr_db, quantized}}."""
     report.doing("importing torch")
     import torch

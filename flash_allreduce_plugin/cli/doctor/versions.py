@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flash_allreduce_plugin.errors import install_command
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.cli.doctor.child import Report
+    from flash_allreduce_plugin.cli.doctor.child import Findings
 
 PACKAGE = "flash-allreduce-plugin"
 INSTALL = install_command()
@@ -25,7 +25,7 @@ def ours() -> Any:
     return importlib.import_module("flash_allreduce_plugin")
 
 
-def own(report: Report) -> None:
+def own(report: Findings) -> None:
     version, where = ours().__version__, Path(ours().__file__).parent
     try:
         installed = importlib.metadata.version(PACKAGE)
@@ -46,7 +46,7 @@ def own(report: Report) -> None:
         )
 
 
-def python(report: Report) -> None:
+def python(report: Findings) -> None:
     found = platform.python_version()
     shown = f"{found}, {platform.platform()}, {sys.executable}"
     try:
@@ -59,7 +59,7 @@ def python(report: Report) -> None:
         report.problem("python", f"{shown} is not supported (supported: {window})", "take another Python")
 
 
-def of(report: Report, package: str, module: str) -> None:
+def of(report: Findings, package: str, module: str) -> None:
     """The version of a package against what our metadata ask for."""
     window = supported(package)
     said = f"supported: {window}" if window else "supported versions: not in the installed metadata"
@@ -114,7 +114,7 @@ def _parsed(text: str) -> tuple[tuple[int, ...], bool]:
     return release, re.search(r"\d[.-]?(a|b|rc|dev)", text.partition("+")[0]) is None
 
 
-def transformer_engine(report: Report) -> None:
+def transformer_engine(report: Findings) -> None:
     from flash_allreduce_plugin.megatron.transformer_engine import WINDOW
 
     name, window = "transformer-engine", " to ".join(".".join(map(str, end)) for end in WINDOW)
@@ -134,7 +134,7 @@ def transformer_engine(report: Report) -> None:
         )
 
 
-def apex(report: Report) -> None:
+def apex(report: Findings) -> None:
     """NVIDIA's and AMD's apex have the version 0.1 forever: told apart by what is in them."""
     from flash_allreduce_plugin import apex as installed
 

@@ -14,7 +14,7 @@ from flash_allreduce_plugin.errors import install_command
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.output import Output
-    from flash_allreduce_plugin.cli.plan.report import Plan
+    from flash_allreduce_plugin.cli.plan.report import Forecast
 
 
 def plan(
@@ -103,10 +103,10 @@ def _planned(
     flags: dict[str, Any],
     bits: str,
     scale: str | None,
-) -> tuple[Plan, list[tuple[int, Plan | str]]]:
+) -> tuple[Forecast, list[tuple[int, Forecast | str]]]:
     """The plan, and those for the numbers of ranks of --scale."""
     from flash_allreduce_plugin.cli.plan import inputs, layout_file
-    from flash_allreduce_plugin.cli.plan.report import make_plan
+    from flash_allreduce_plugin.cli.plan.report import make_forecast
     from flash_allreduce_plugin.cli.plan.step_model import check
 
     given = layout_file.read(layout)
@@ -118,15 +118,15 @@ def _planned(
     check(m, spread)
     widths = inputs.whole_numbers("--bits", bits, 2, 8, "8,6,4")
     counts = inputs.whole_numbers("--scale", scale, 1, 1 << 24, "16,64,256") if scale else []
-    planned = make_plan(m, name, source, c, spread, widths)
+    planned = make_forecast(m, name, source, c, spread, widths)
     batch = inputs.global_batch(arguments, training)
     return planned, [(count, _scaled(planned, count, batch)) for count in counts]
 
 
-def _scaled(base: Plan, ranks: int, batch: int | None) -> Plan | str:
+def _scaled(base: Forecast, ranks: int, batch: int | None) -> Forecast | str:
     """The plan for another number of data-parallel ranks, or why there is none."""
     from flash_allreduce_plugin.cli.plan.inputs import accumulation
-    from flash_allreduce_plugin.cli.plan.report import make_plan
+    from flash_allreduce_plugin.cli.plan.report import make_forecast
 
     layout = base.layout
     if ranks % (layout.tp * layout.pp):
@@ -137,10 +137,10 @@ def _scaled(base: Plan, ranks: int, batch: int | None) -> Plan | str:
             layout = replace(layout, accumulation=accumulation(layout, batch))
         except ValueError:
             return f"a batch of {batch} does not divide by {layout.dp} x {layout.micro_batch}"
-    return make_plan(base.model, base.name, base.source, base.cluster, layout, list(base.steps))
+    return make_forecast(base.model, base.name, base.source, base.cluster, layout, list(base.steps))
 
 
-def _show(output: Output, planned: Plan, rows: list[tuple[int, Plan | str]], plot: Path | None) -> None:
+def _show(output: Output, planned: Forecast, rows: list[tuple[int, Forecast | str]], plot: Path | None) -> None:
     from flash_allreduce_plugin.cli.plan import report
 
     report.show(planned, output.results)

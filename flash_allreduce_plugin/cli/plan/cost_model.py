@@ -24,7 +24,7 @@ from typing import Literal
 
 from flash_allreduce_plugin.codec.format import MAX_BITS, Format
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 Way = Literal["ring", "flat", "two levels", "send"]
 HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
@@ -131,7 +131,7 @@ class Traffic:
 
     kind: str
     field: str | None
-    collective: Collective
+    collective: Kind
     numel: float
     itemsize: int
     calls: float
@@ -244,7 +244,7 @@ def _calls(t: Traffic, c: Cluster, sent: float, link: float, kernels: float, sta
     return Cost(t.calls * sent, t.calls * link, t.calls * busy, t.calls * hidden, t.calls * exposed, way)
 
 
-def _quantized_collective(t: Traffic) -> Collective:
+def _quantized_collective(t: Traffic) -> Kind:
     return "reduce_scatter" if t.owners else t.collective
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.cli.plan.report import Plan
+    from flash_allreduce_plugin.cli.plan.report import Forecast
 
 
-def draw(plan: Plan, scale: Sequence[tuple[int, Plan | str]], path: Path) -> None:
+def draw(plan: Forecast, scale: Sequence[tuple[int, Forecast | str]], path: Path) -> None:
     """Steps as stacked bars; with several numbers of ranks the speed-up over them too."""
     import matplotlib
 

@@ -36,7 +36,7 @@ LEFT_OUT = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Forecast:
     """widths: the fields that pay, by width; steps: with these; every: with every field that there is."""
 
     model: Model
@@ -68,10 +68,12 @@ class Plan:
         return step.before / (step.before - gone)
 
 
-def make_plan(model: Model, name: str, source: str, cluster: Cluster, layout: Layout, bits: Sequence[int]) -> Plan:
+def make_forecast(
+    model: Model, name: str, source: str, cluster: Cluster, layout: Layout, bits: Sequence[int]
+) -> Forecast:
     widths = {b: advise(model, cluster, layout, b) for b in bits}
     fields = quantizable(model, cluster, layout)
-    return Plan(
+    return Forecast(
         model, name, source, cluster, layout, widths,
         {b: predict(model, cluster, layout, widths[b]) for b in bits},
         {b: predict(model, cluster, layout, dict.fromkeys(fields, b)) for b in bits},
@@ -110,7 +112,7 @@ def where(group: Group) -> str:
     return "inside a node" if group.nodes == 1 else f"between nodes, {group.per_node} of {group.ranks} a node"
 
 
-def ratios(plan: Plan) -> dict[str, float]:
+def ratios(plan: Forecast) -> dict[str, float]:
     """t_comm / t_compute of the Ultra-Scale Playbook; above 1 it cannot be hidden."""
     c, a, m = plan.cluster, plan.layout, plan.model
     tokens = a.micro_batch * m.sequence
@@ -130,7 +132,7 @@ def ratios(plan: Plan) -> dict[str, float]:
     return found
 
 
-def show(plan: Plan, console: Console) -> None:
+def show(plan: Forecast, console: Console) -> None:
     from rich.markup import escape
 
     m, a = plan.model, plan.layout
@@ -160,7 +162,7 @@ def show(plan: Plan, console: Console) -> None:
     console.print(LEFT_OUT, style="dim", highlight=False)
 
 
-def _show_memory(plan: Plan, console: Console) -> None:
+def _show_memory(plan: Forecast, console: Console) -> None:
     found, has = plan.memory, plan.cluster.memory
     parts = (f"{name} {amount(nbytes)}" for name, nbytes in dataclasses.asdict(found).items())
     of = "" if plan.fits is None else f" of {amount(has)}"
@@ -173,7 +175,7 @@ def _show_memory(plan: Plan, console: Console) -> None:
         )  # fmt: skip
 
 
-def legend(plan: Plan, both: bool) -> dict[str, str]:
+def legend(plan: Forecast, both: bool) -> dict[str, str]:
     """What the words of the tables mean, those that appear."""
     kinds = {part.kind.split()[0] for part in plan.full.parts}
     names = {
@@ -196,7 +198,7 @@ def legend(plan: Plan, both: bool) -> dict[str, str]:
     return words
 
 
-def _traffic_table(plan: Plan, both: bool) -> Table:
+def _traffic_table(plan: Forecast, both: bool) -> Table:
     """both: bytes and exposed ms of each width, else the latter alone."""
     columns = ["traffic", "setting", "where", "sent", "ms", "exposed"]
     for bits in plan.steps:
@@ -222,7 +224,7 @@ def _traffic_table(plan: Plan, both: bool) -> Table:
     return table
 
 
-def _step_table(plan: Plan) -> Table:
+def _step_table(plan: Forecast) -> Table:
     columns = ["", "step ms", "computing", "bubble", "exposed", "speed-up", "everything quantized", "at most"]
     table = grid("Time of a step", columns)
     full = plan.full
@@ -237,7 +239,7 @@ def _step_table(plan: Plan) -> Table:
     return table
 
 
-def settings_of(plan: Plan, bits: int) -> dict[str, Any]:
+def settings_of(plan: Forecast, bits: int) -> dict[str, Any]:
     """What to set at `bits`, two levels included where they are faster."""
     settings = section(plan.layout, plan.widths[bits], bits)
     step = plan.steps[bits]
@@ -246,7 +248,7 @@ def settings_of(plan: Plan, bits: int) -> dict[str, Any]:
     return settings
 
 
-def _advice(plan: Plan) -> str:
+def _advice(plan: Forecast) -> str:
     lines = []
     for bits in plan.widths:
         settings = settings_of(plan, bits)
@@ -269,7 +271,7 @@ def _advice(plan: Plan) -> str:
     return "\n".join(["What to set:", *lines])
 
 
-def show_scale(rows: Sequence[tuple[int, Plan | str]], console: Console) -> None:
+def show_scale(rows: Sequence[tuple[int, Forecast | str]], console: Console) -> None:
     """Plans for several numbers of ranks, or why there is none."""
     bits = next((list(plan.steps) for _, plan in rows if not isinstance(plan, str)), [])
     columns = ["ranks", "DP", "GPU memory", "full precision ms", *(f"INT{b}" for b in bits), "what pays"]
@@ -287,7 +289,7 @@ def show_scale(rows: Sequence[tuple[int, Plan | str]], console: Console) -> None
     console.print(table)
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: Forecast) -> dict[str, Any]:
     return {
         "model": {"name": plan.name, "source": plan.source, "parameters": plan.model.parameters}
         | dataclasses.asdict(plan.model),
