@@ -269,7 +269,7 @@ def all_gather(
     group_size, record = plan.gather.group_size, plan.gather.record_bytes
     even = parts is None
     parts = [input.numel()] * world if parts is None else parts
-    groups, shards = [plan.gather.groups(numel) for numel in parts], output.split(list(parts))
+    groups = [plan.gather.groups(numel) for numel in parts]
     key, number = rows.draw_key(key, _GATHER), sum(groups[:rank])
     chunks = _chunks_of_shard(max(parts), record, plan, world)
     slot = world * chunks.size * record
@@ -287,7 +287,8 @@ def all_gather(
     def send(i: int) -> None:
         first, last = chunks[i]
         payloads, sizes = at(i)
-        mine = payloads.split(sizes)[rank]
+        before = sum(sizes[:rank])
+        mine = payloads[before : before + sizes[rank]]
         if len(mine):
             elements = input[first * group_size : last * group_size].view(1, -1)
             rows.encode(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
@@ -304,7 +305,7 @@ def all_gather(
         if even:
             rows.decode(payloads.view(world, -1), output.view(world, -1)[:, elements], plan.gather)
             return
-        for shard, payload in zip(shards, payloads.split(sizes), strict=True):
+        for shard, payload in zip(output.split(list(parts)), payloads.split(sizes), strict=True):
             if len(payload):
                 rows.decode(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from flash_allreduce_plugin import environment
 from tests.distributed import Ranks
 
 # Several ranks of a group share one GPU here.
@@ -24,11 +25,11 @@ def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
     def get(world_size: int, backend: str = "gloo", two_shot: int = 0) -> Ranks:
         key = world_size, backend, two_shot
         if key not in started or not started[key].alive:
-            os.environ[two_shot.LIMIT] = str(two_shot)
+            os.environ[environment.TWO_SHOT_BYTES] = str(two_shot)
             try:
                 started[key] = Ranks(world_size, backend=backend, method="spawn")
             finally:
-                os.environ.pop(two_shot.LIMIT, None)
+                os.environ.pop(environment.TWO_SHOT_BYTES, None)
         return started[key]
 
     yield get
