@@ -86,7 +86,7 @@ def all_reduce(
     call.theirs, call.full_precision = plain is not None, full_precision
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return running.plainly("all_reduce", site, call.group, plain)
+        return running.plainly("all_reduce", site, call.group, plain, async_op)
     steps = (
         running.plain_all_reduce(call, tensor, plain)
         if plan is None
@@ -149,7 +149,7 @@ def reduce_scatter(
         call.parts = [sum(map(Tensor.numel, part)) for part in parts]
     plan = _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return running.plainly("reduce_scatter", site, call.group, plain)
+        return running.plainly("reduce_scatter", site, call.group, plain, async_op)
     shards = like.detach().contiguous().view(call.world_size, -1) if parts is None else list(map(_joined, parts))
     steps = running.reduce_scatter(call, plan, outputs, shards, plain)
     return running.start(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
@@ -197,7 +197,7 @@ def all_gather(
         checks.check_part(input, output, call.parts[call.state.rank])
     plan = _decide(call, key, input)
     if plan is None and plain is not None and not call.quality.watching:
-        return running.plainly("all_gather", site, call.group, plain)
+        return running.plainly("all_gather", site, call.group, plain, async_op)
     return running.start(call, running.all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
 
 
@@ -243,7 +243,7 @@ def all_to_all(
     call.rule = rule = runs.Rule(call.itemsize, world, config.min_bytes)
     plan = _decide(call, None, input)
     if plan is None and plain is not None and not call.quality.watching:
-        return running.plainly("all_to_all", site, call.group, plain)
+        return running.plainly("all_to_all", site, call.group, plain, async_op)
     steps = running.all_to_all(call, plan, rule, output, input, received, sent, plain)
     return running.start(call, steps, plan, async_op, [output], input)
 

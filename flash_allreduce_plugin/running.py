@@ -27,13 +27,14 @@ Plain = Callable[[], Any]
 """Runs a framework's own collective, which leaves its result where ours would; returns its handle, if it has one."""
 
 
-def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain: Plain) -> Any:
-    """A plain collective as it is. Raises CollectiveError where it fails."""
+def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain: Plain, async_op: bool = False) -> Any:
+    """A plain collective as it is; its handle if async_op. Raises CollectiveError where it fails."""
     try:
         with ours:
-            return plain()
+            handle = plain()
     except RuntimeError as error:
         raise Label(collective, site.name, group).error(transport.PLAINLY, error) from error
+    return handle if async_op else None
 
 
 def start(

@@ -35,7 +35,7 @@ def their_own(async_op: bool) -> list[Any]:
 
         def theirs() -> Any:
             ran.append(tensors[0].fill_(7))
-            return dist.barrier(async_op=True) if async_op else None
+            return dist.barrier(async_op=True) if async_op else tensors[0]  # as Megatron's functions return the tensor
 
         def call() -> None:
             handle = getattr(fap, name)(*tensors, async_op=async_op, plain=theirs, **how)
