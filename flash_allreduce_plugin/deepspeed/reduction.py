@@ -32,7 +32,7 @@ from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 EXPERTS = Site("deepspeed.experts")
 SPARSE = "sparse gradient"
 
-# Why residuals of error feedback were dropped, beside the reasons in feedback.py.
+# Why residuals of error feedback were dropped, beside the reasons in error_feedback.py.
 SKIPPED = "step skipped"
 SCALED = "loss scale changed"
 
