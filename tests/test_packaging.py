@@ -229,11 +229,11 @@ def test_a_file_that_was_changed_after_the_record_is_refused(tmp_path: Path) -> 
     path = write_wheel(tmp_path / WHEEL, _wheel_files())
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    files[f"{PACKAGE}/wire.py"] += b"#"
+    files[f"{PACKAGE}/policy.py"] += b"#"
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    assert check_package.wheel_problems(path) == [f"RECORD does not have {PACKAGE}/wire.py as it is"]
+    assert check_package.wheel_problems(path) == [f"RECORD does not have {PACKAGE}/policy.py as it is"]
 
 
 @pytest.fixture(scope="module")

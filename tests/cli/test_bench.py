@@ -171,12 +171,12 @@ def test_a_ring_beside_two_steps_and_several_numbers_of_ranks(tmp_path: Path) ->
 
 
 def test_a_preset_is_measured_as_it_stands(tmp_path: Path) -> None:
-    (config,) = bench.configs(None, '{"preset": "int4"}', None).values()
+    (config,) = bench.configs(None, '{"preset": "int4"}').values()
     assert config == FlashConfig(preset="int4", min_bytes=0)
     file = tmp_path / "flash.json"
     file.write_text('{"preset": "thin", "group_size": 64}')
-    assert list(bench.configs(None, "{}", file).values()) == [FlashConfig(preset="thin", group_size=64)]
-    wider = bench.configs("8,6", '{"preset": "int4"}', None)
+    assert list(bench.configs(None, str(file)).values()) == [FlashConfig(preset="thin", group_size=64)]
+    wider = bench.configs("8,6", '{"preset": "int4"}')
     assert list(wider.values()) == [FlashConfig(preset="int4", min_bytes=0, bits=bits) for bits in (8, 6)]
 
 

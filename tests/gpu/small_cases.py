@@ -13,6 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
+from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import DTYPES, gaussian, same_bits
 from tests.gpu import device
@@ -32,9 +33,9 @@ CODECS = (
 
 def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
     """Outputs of exactly their size, nothing beside them."""
-    rows = gaussian(2, numel).to(dtype)
-    payloads = encoded(rows, c)
-    x, there = rows.to(device.DEVICE), payloads.to(device.DEVICE)
+    inputs = gaussian(2, numel).to(dtype)
+    payloads = encoded(inputs, c)
+    x, there = inputs.to(device.DEVICE), payloads.to(device.DEVICE)
     key = c.bits, c.group_size, c.options
 
     def compare(name: str, ours: Tensor, theirs: Tensor) -> bool:
@@ -46,11 +47,11 @@ def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
     ours = torch.empty_like(there)
     device.compiled.encode(x, ours, *key, DRAW.key, DRAW.first_group, DRAW.groups_a_row)
     results = [compare("encode", ours, payloads)]
-    decoded, expected = torch.empty_like(x), torch.empty_like(rows)
+    decoded, expected = torch.empty_like(x), torch.empty_like(inputs)
     device.compiled.decode(there, decoded, *key)
     rows.decode(payloads, expected, c)
     results.append(compare("decode", decoded, expected))
-    total, sum_ = torch.empty_like(x[0]), torch.empty_like(rows[0])
+    total, sum_ = torch.empty_like(x[0]), torch.empty_like(inputs[0])
     device.compiled.decode_sum(there, total, 0.5, *key)
     rows.decode_sum(payloads, sum_, c, 0.5)
     results.append(compare("decode_sum", total, sum_))
