@@ -24,6 +24,7 @@ from flash_allreduce_plugin.decision import Call, decide, full_precision_bytes, 
 from flash_allreduce_plugin.policy import LOW_SQNR, Collective, Plan, Site
 from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import ours
 
 _REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
 
@@ -79,7 +80,11 @@ def all_reduce(
         config = _default_config()
     key = None if async_op or full_precision else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
-        running.plainly("all_reduce", site, known, plain or (lambda: dist.all_reduce(tensor, group=known)))
+        try:
+            with ours:
+                dist.all_reduce(tensor, group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise running.failed("all_reduce", site, known, error) from error
         return None
     checks.check_written(tensor, "tensor")
     call = _call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
@@ -127,8 +132,11 @@ def reduce_scatter(
         config = _default_config()
     key = None if async_op or full_precision else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
-        theirs = plain or (lambda: transport.reduce_scatter_single(_flat(output), _flat(input), group=known))
-        running.plainly("reduce_scatter", site, known, theirs)
+        try:
+            with ours:
+                transport.reduce_scatter_single(_flat(output), _flat(input), group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise running.failed("reduce_scatter", site, known, error) from error
         return None
     outputs = [output] if isinstance(output, Tensor) else _pieces(output, "output")
     for number, one in enumerate(outputs):
@@ -183,8 +191,11 @@ def all_gather(
     if not async_op and not full_precision and output_split_sizes is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
-        theirs = plain or (lambda: transport.all_gather_single(_flat(output), _flat(input), group=known))
-        running.plainly("all_gather", site, known, theirs)
+        try:
+            with ours:
+                transport.all_gather_single(_flat(output), _flat(input), group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise running.failed("all_gather", site, known, error) from error
         return None
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")

@@ -20,6 +20,7 @@ from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.decision import Call
+from flash_allreduce_plugin.errors import CollectiveError
 from flash_allreduce_plugin.policy import Collective, Plan, Site
 from flash_allreduce_plugin.telemetry.beside import ours
 
@@ -33,8 +34,13 @@ def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain:
         with ours:
             handle = plain()
     except RuntimeError as error:
-        raise Label(collective, site.name, group).error(transport.PLAINLY, error) from error
+        raise failed(collective, site, group, error) from error
     return handle if async_op else None
+
+
+def failed(collective: Collective, site: Site, group: dist.ProcessGroup, cause: BaseException) -> CollectiveError:
+    """Of a plain collective."""
+    return Label(collective, site.name, group).error(transport.PLAINLY, cause)
 
 
 def start(
