@@ -270,7 +270,7 @@ traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wai
 def _key(
     collective: Collective, output: Any, input: Any, op: Any, config: FlashConfig, site: Site
 ) -> tuple[Any, ...] | None:
-    """What decides about a call, of those that torch.distributed can be given as they are; None: it is none of them."""
+    """The facts that decide about a call; None if torch.distributed cannot take its tensors as they are."""
     if (
         op is dist.ReduceOp.SUM
         and type(output) is Tensor

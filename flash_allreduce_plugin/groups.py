@@ -1,4 +1,4 @@
-"""What is remembered of a process group, and the agreement of its ranks about the configuration.
+"""The state that is kept for a process group, and the agreement of its ranks about the configuration.
 
 Everything here dies with the group; checkpoint.py brings what a resumed run goes on from.
 """
@@ -93,7 +93,7 @@ class GroupState:
         return guard
 
     def error(self, site: str) -> Sums:
-        """What was measured at a site since the ranks last added it up."""
+        """The measurements of a site since the ranks last added them up."""
         return self._errors.setdefault(site, Sums())
 
     def _go_on(self, kind: str, site: str, config: FlashConfig, new: SiteWidth | SiteGuard) -> None:
@@ -187,7 +187,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def known(group: Any) -> GroupState | None:
-    """What is remembered of a group, if it is one and anything is."""
+    """The state of a group; None if it is no group, or has none yet."""
     return _states.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 

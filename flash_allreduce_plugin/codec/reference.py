@@ -371,7 +371,7 @@ def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _half(codec: Format) -> int:
-    """What is added to a code so that none is negative."""
+    """The number that is added to each code, so that none is negative."""
     return (1 << (codec.bits - 1)) - 1 if codec.symmetric else 0
 
 

@@ -1,6 +1,6 @@
 """The collectives that an engine's reductions see in place of DeepSpeed's own.
 
-What goes in full precision goes by DeepSpeed's own collective, and is counted. Divisors, dtypes, streams and copies
+A call in full precision is DeepSpeed's own collective, and is counted. Divisors, dtypes, streams and copies
 stay DeepSpeed's, which calls these in the middle of its functions.
 """
 

@@ -53,7 +53,7 @@ class Findings:
         self._section = name
 
     def doing(self, what: str) -> None:
-        """What is under way, named if the child does not survive it."""
+        """The step that is under way; it is named if the child does not survive it."""
         self._write({"doing": what})
 
     def ok(self, name: str, text: str) -> None:

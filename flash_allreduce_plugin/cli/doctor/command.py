@@ -67,7 +67,7 @@ def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
 
 
 def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, list[Finding]]]:
-    """What is done next, and what has been found by then."""
+    """The next step, and the findings so far."""
     yield "importing torch", []
     with Child(folder, "environment", f"{_HERE}.doctor.environment:check") as checked:
         findings = _outcome(checked, "versions", seconds)

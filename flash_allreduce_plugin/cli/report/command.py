@@ -118,7 +118,7 @@ def headline(log: Log) -> str:
 
 
 def as_dict(log: Log) -> dict[str, Any]:
-    """What is printed, in JSON types."""
+    """The report in JSON types."""
     return {
         "log": str(log.path),
         "starts": [start.header for start in log.starts],

@@ -30,7 +30,7 @@ class LogError(ValueError):
 
 @dataclass(slots=True)
 class Interval:
-    """What was counted up to `seconds` after the start. step: finished training steps, None where nobody knows."""
+    """The counts up to `seconds` after the start. step: finished training steps, None if not known."""
 
     seconds: float
     step: int | None
