@@ -51,6 +51,10 @@ def test_the_supported_pythons_are_said_alike() -> None:
     assert f"| Python | {said[0]} to {said[-1]} |" in support_matrix.DOCUMENT.read_text(encoding="utf-8")
 
 
+def test_the_matrix_runs_tests_that_exist() -> None:
+    assert all((ROOT / file).is_file() for files in support_matrix.TESTS.values() for file in files)
+
+
 def test_the_matrix_has_the_ends_of_every_window() -> None:
     """The oldest torch is the one that the binary targets."""
     (torch,) = [text for text in PYPROJECT["dependencies"] if text.startswith("torch")]
