@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.collectives import transport
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
 from tests.test_dispatch import QUANTIZED, counts
@@ -98,3 +100,44 @@ def parts_in_pieces() -> list[bool]:
 
 def test_parts_in_pieces_are_parts(ranks: GetRanks) -> None:
     assert ranks(2).run(parts_in_pieces) == [[True] * 3] * 2
+
+
+def kept_by_the_guard() -> list[tuple[str, int, bool]]:
+    """Each collective until the guard keeps it in full precision, where it learns from the framework's own result."""
+    config = fap.FlashConfig(bits=8, min_bytes=0, quality_interval=1, min_sqnr_db=200.0)
+    world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        x = gaussian(3000 * world, seed=rank)
+        exact, ran, counted = x.clone(), 0, {}
+        for _ in range(8):
+            if name == "all_reduce":
+                ours, theirs, tensors = x.clone(), dist.all_reduce, ()
+                exact = x.clone()
+                dist.all_reduce(exact)
+            elif name == "reduce_scatter":
+                ours, theirs, tensors = torch.empty(3000), transport.reduce_scatter_single, (x,)
+                exact = torch.empty(3000)
+                transport.reduce_scatter_single(exact, x)
+            else:
+                ours, theirs, tensors = torch.empty(3000 * world), transport.all_gather_single, (x[:3000],)
+                exact = torch.empty(3000 * world)
+                transport.all_gather_single(exact, x[:3000])
+
+            def plain(ours: Tensor = ours, theirs: Any = theirs, tensors: Any = tensors) -> Tensor:
+                nonlocal ran
+                ran += 1
+                theirs(ours, *tensors)
+                return ours
+
+            call = partial(getattr(fap, name), ours, *tensors, config=config, site=fap.Site(name), plain=plain)
+            counted = counts(call)["full_precision"]
+        (reason,) = counted
+        found.append((reason, ran, same_bits(ours, exact)))
+    return found
+
+
+def test_the_guards_full_precision_is_the_frameworks_own_and_is_watched(ranks: GetRanks) -> None:
+    for found in ranks(2).run(kept_by_the_guard):
+        assert len(found) == 3
+        for reason, ran, exact in found:
+            assert reason == "below min_sqnr_db" and 4 <= ran < 8 and exact

@@ -221,8 +221,13 @@ def _sized(tag: int, message: Tensor) -> int:
 
 
 def plainly(issue: Callable[[], Any], label: Label) -> Pending:
-    """A framework's own collective. issue: starts it and returns its handle, None if it is done."""
-    return Pending(issue, label, PLAINLY)
+    """A framework's own collective. issue: starts it and returns its handle, or, if it is done, anything else."""
+
+    def started() -> Any:
+        handle = issue()
+        return handle if hasattr(handle, "wait") else None
+
+    return Pending(started, label, PLAINLY)
 
 
 def all_reduce(tensor: Tensor, op: Any, label: Label) -> Pending:
