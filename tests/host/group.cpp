@@ -1,6 +1,6 @@
 // One group encoded and decoded element by element with the functions of csrc/codec_math.h and the offsets of
-// csrc/wire_format.h: what a device kernel will do, on the host. tests/codec/test_codec_math.py compares it with
-// the codec.
+// csrc/wire_format.h: what a device kernel will do, on the host. tests/codec/test_codec_math.py compares it
+// with the codec.
 #include "../../csrc/codec_math.h"
 
 using namespace flash_allreduce;

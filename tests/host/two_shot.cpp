@@ -1,7 +1,8 @@
 // The fused all-reduce of csrc/cuda/two_shot.h on the host: every block of every rank is a thread, the ranks
 // share their workspaces, and nothing orders them but the words through which the blocks meet. The blocks of
-// a rank wait for each other between two calls, as the kernels of a stream do. tests/collectives/test_two_shot.py
-// compares the results with the codec. With -DTWO_SHOT_MAIN it is a program for a race detector.
+// a rank wait for each other between two calls, as the kernels of a stream do.
+// tests/collectives/test_two_shot.py compares the results with the codec. With -DTWO_SHOT_MAIN it is a
+// program for a race detector.
 #include <time.h>
 
 #include <algorithm>
