@@ -41,7 +41,7 @@ def text(tmp_path_factory):
     return str(file)
 
 
-def run(*arguments, timeout=100):
+def run(*arguments, timeout=200):
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=timeout)
 
 

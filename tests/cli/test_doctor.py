@@ -74,7 +74,7 @@ def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tup
     """Exit status, text, and findings by section and name."""
     command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "found.json"]
     done = subprocess.run(
-        command, cwd=folder, env=environment(*path, **variables), capture_output=True, text=True, timeout=100
+        command, cwd=folder, env=environment(*path, **variables), capture_output=True, text=True, timeout=200
     )
     assert all(line.startswith("# ") for line in done.stderr.splitlines()), done.stderr  # progress, and nothing else
     assert "# importing torch" in done.stderr and "#" not in done.stdout
@@ -84,7 +84,7 @@ def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tup
 
 def test_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "-"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200)
     found = json.loads(done.stdout)
     assert done.returncode == (found["problems"] > 0) and "# reducing over 2 ranks" in done.stderr
     assert "self-test" in {line["section"] for line in found["findings"]} and "\nself-test\n" in done.stderr
