@@ -164,7 +164,7 @@ def check_written(tensor: Any, name: str) -> None:
 
 def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Raises ValueError for what the group's backend would refuse in full precision, for a device that it does not
-    serve and for an operator that the dtype has not: else the failure would look like a peer's.
+    serve and for an operator that the dtype lacks: else the failure would look like a peer's.
     """
     try:
         backend = group._get_backend(tensor.device).name()

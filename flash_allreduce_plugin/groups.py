@@ -143,7 +143,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
     if state is None:
         if group in _inherited:
             raise ValueError(
-                "this process was forked from the one that made the group, whose connections and threads it has not; "
+                "this process was forked from the one that made the group, and lacks its connections and threads; "
                 "start it by spawn, or before init_process_group."
             )
         state = _states[group] = GroupState(group)

@@ -99,8 +99,7 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
     op, factor = (call.op, 1.0) if plain is not None else _plain_op(call)
     call.quality.watch([whole.view(-1)], call.factor)
     exactly = _exactly(call, [whole])
-    theirs = plain or (lambda: dist.all_reduce(whole, op, group=call.group, async_op=True))
-    pending = transport.plainly(theirs, call.label)
+    pending = transport.plainly(plain, call.label) if plain else transport.all_reduce(whole, op, call.label)
     yield
     pending.wait()
     if plain is not None and whole is not tensor:
@@ -184,8 +183,7 @@ def _plain_reduce_scatter(
     op, factor = _plain_op(call)
     even = shards if isinstance(shards, Tensor) else _padded(shards)
     sums = shard if even is shards else shard.new_empty(even.shape[1])
-    flat_in, how = even.view(-1), {"group": call.group, "async_op": True}
-    pending = transport.plainly(lambda: transport.reduce_scatter_single(sums, flat_in, op, **how), call.label)
+    pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
     yield
     pending.wait()
     if even is not shards:
@@ -211,11 +209,12 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
     own = input.detach().contiguous().view(-1)
     if plan is None:
         call.quality.watch([own], 1.0)
-        if plain is None and call.parts is not None:
+        if plain is not None:
+            pending = transport.plainly(plain, call.label)
+        elif call.parts is not None:
             pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
         else:
-            theirs = plain or (lambda: transport.all_gather_single(whole, own, group=call.group, async_op=True))
-            pending = transport.plainly(theirs, call.label)
+            pending = transport.all_gather_plainly(whole, own, call.label)
         yield
         pending.wait()
         if plain is not None and not in_place:

@@ -96,7 +96,7 @@ class Label:
         self.signature = zlib.crc32(repr((self.collective, self.site, what)).encode())
 
     def refused(self, doing: str, cause: BaseException) -> CollectiveError:
-        """The call could not be posted: its group is broken, or the backend has not its dtype or operator."""
+        """The call could not be posted: its group is broken, or the backend lacks its dtype or operator."""
         return CollectiveError(
             f"{self.collective} at site {self.site!r}, rank {self.group.rank()} of {self.group.size()}, failed "
             f"while {doing}: it could not be started, because a peer died or the backend does not take it ({cause})"
