@@ -41,6 +41,8 @@ PHASES: dict[str, tuple[Any, str, str, int]] = {
     "encode": (rows, "encode", "", 2),
     "encode, later": (rows, "encode", "", 12),
     "all-to-all": (transport, "all_to_all", "", 3),
+    "first all-to-all": (transport, "all_to_all", "", 1),
+    "last all-to-all": (transport, "all_to_all", "", -1),
     "sum": (rows, "decode_sum_encode", "", 3),
     "sum into the result": (rows, "decode_sum", "", 3),
     "all-gather": (transport, "all_gather", "gathering", 3),
@@ -64,7 +66,7 @@ OF = {
     ),
     ("reduce_scatter", "flat"): ("encode", "encode, later", "all-to-all", "sum into the result"),
     ("all_gather", "flat"): ("encode", "all-gather", "last all-gather", "decode"),
-    ("all_to_all", "flat"): ("encode", "all-to-all", "decode"),
+    ("all_to_all", "flat"): ("encode", "first all-to-all", "last all-to-all", "decode"),
     ("all_reduce", "levels"): ("encode", "inside", "sum", "between", "back", "forward", "last forward", "decode"),
     ("reduce_scatter", "levels"): ("encode", "inside", "sum", "between", "sum into the result"),
     ("all_gather", "levels"): ("encode", "back", "forward", "last forward", "decode"),
@@ -76,7 +78,7 @@ QUICK = {
     ("all_reduce", "flat", "last all-gather"),
     ("reduce_scatter", "flat", "sum into the result"),
     ("all_gather", "flat", "all-gather"),
-    ("all_to_all", "flat", "all-to-all"),
+    ("all_to_all", "flat", "first all-to-all"),
     ("all_reduce", "levels", "back"),
 }
 CASES = [
