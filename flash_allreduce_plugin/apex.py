@@ -36,7 +36,10 @@ REDUCER = Site("apex.reducer")
 
 _MODULE = "apex.parallel.distributed"
 _ALL_REDUCE = "dist.all_reduce"
-_LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
+_LACKS = {
+    **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
+    "param_bits": "where no parameters are gathered",
+}
 
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.

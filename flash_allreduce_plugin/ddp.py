@@ -32,7 +32,10 @@ SITE = Site("ddp.gradients")
 
 Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
-_LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
+_LACKS = {
+    **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
+    "param_bits": "where no parameters are gathered",
+}
 
 
 def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Parameter] = ()) -> "Hook":

@@ -42,6 +42,7 @@ SMALL = "message below min_bytes"
 BACKWARD_FULL = "backward_bits is full"
 GATHER_FULL = "sequence_parallel_gather_bits is full"
 GRADIENT_FULL = "grad_bits is full"
+PARAMETER_FULL = "param_bits is full"
 EMBEDDING = "embedding"
 EXPERT_FULL = "expert_bits is full"
 NOT_INCLUDED = "not in include"
@@ -61,6 +62,7 @@ class Role(str, Enum):
     SEQUENCE_PARALLEL_GATHER = "sequence_parallel_gather"
     SEQUENCE_PARALLEL_GRADIENT = "sequence_parallel_gradient"  # an all-gather too, of a gradient
     GRADIENT = "gradient"
+    PARAMETER = "parameter"
     EMBEDDING = "embedding"
     EXPERT = "expert"
     EXPERT_GRADIENT = "expert_gradient"
@@ -223,6 +225,7 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         Role.SEQUENCE_PARALLEL_GATHER: (config.sequence_parallel_gather_bits, GATHER_FULL),
         Role.SEQUENCE_PARALLEL_GRADIENT: (config.sequence_parallel_gather_bits, GATHER_FULL),
         Role.GRADIENT: (config.grad_bits, GRADIENT_FULL),
+        Role.PARAMETER: (config.param_bits, PARAMETER_FULL),
         Role.EXPERT: (config.expert_bits, EXPERT_FULL),
         Role.EXPERT_GRADIENT: (config.expert_bits, EXPERT_FULL),
     }.get(role, (config.bits, ""))

@@ -99,6 +99,7 @@ ROLES = [
     (Role.SEQUENCE_PARALLEL_GATHER, "sequence_parallel_gather_bits", policy.GATHER_FULL),
     (Role.SEQUENCE_PARALLEL_GRADIENT, "sequence_parallel_gather_bits", policy.GATHER_FULL),
     (Role.GRADIENT, "grad_bits", policy.GRADIENT_FULL),
+    (Role.PARAMETER, "param_bits", policy.PARAMETER_FULL),
     (Role.EXPERT, "expert_bits", policy.EXPERT_FULL),
     (Role.EXPERT_GRADIENT, "expert_bits", policy.EXPERT_FULL),
 ]
@@ -112,6 +113,7 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         "backward_bits": 8,
         "sequence_parallel_gather_bits": 8,
         "grad_bits": 8,
+        "param_bits": 8,
         "expert_bits": 8,
         key: 5,
     }
@@ -136,6 +138,7 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
         "backward_bits": 6,
         "sequence_parallel_gather_bits": 6,
         "grad_bits": 6,
+        "param_bits": 6,
         "expert_bits": 6,
     }
     site = Site("test", role)

@@ -114,6 +114,11 @@ class FlashConfig(_Frozen):
         "full", _OR_FULL, "width for the collectives of the backward pass (Megatron)"
     )
     grad_bits: Width | Literal["full"] = _width("full", _OR_FULL, "width for Megatron's data-parallel gradients")
+    param_bits: Width | Literal["full"] = _width(
+        "full",
+        _OR_FULL,
+        "width for gathers of parameters: their differences where every rank keeps them, their values elsewhere",
+    )
     sequence_parallel_gather_bits: Width | Literal["full"] = _width(
         "full", _OR_FULL, "width for the all-gathers of sequence parallelism (Megatron)"
     )

@@ -26,6 +26,7 @@ _FIELDS = {
     policy.BACKWARD_FULL: "backward_bits",
     policy.GATHER_FULL: "sequence_parallel_gather_bits",
     policy.GRADIENT_FULL: "grad_bits",
+    policy.PARAMETER_FULL: "param_bits",
     policy.EXPERT_FULL: "expert_bits",
     policy.EMBEDDING: "quantize_embedding",
 }
