@@ -20,6 +20,7 @@ _HOMES = {
     "FlashAllGather": "fsdp",
     "FlashConfig": "config",
     "FlashReduceScatter": "fsdp",
+    "HeldWeights": "collectives.differences",
     "Role": "policy",
     "Site": "policy",
     "all_gather": "dispatch",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin import megatron as megatron
     from flash_allreduce_plugin.checkpoint import load_state_dict as load_state_dict
     from flash_allreduce_plugin.checkpoint import state_dict as state_dict
+    from flash_allreduce_plugin.collectives.differences import HeldWeights as HeldWeights
     from flash_allreduce_plugin.collectives.error_feedback import Feedback as Feedback
     from flash_allreduce_plugin.config import FlashConfig as FlashConfig
     from flash_allreduce_plugin.ddp import ddp_hook as ddp_hook

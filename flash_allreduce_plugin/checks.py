@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.policy import Site
 
@@ -23,14 +25,19 @@ _TAKEN = {  # what torch's own backends take in full precision
 }
 
 
-def check_pair(shard: Tensor, shard_name: str, whole: Tensor, whole_name: str, world_size: int) -> None:
-    """Raises ValueError unless `whole` has world_size times the elements of `shard`, of its dtype and device."""
+def check_pair(
+    shard: Tensor, shard_name: str, whole: Tensor, whole_name: str, world_size: int, *, dtypes: bool = True
+) -> None:
+    """Raises ValueError unless `whole` has world_size times the elements of `shard`, of its dtype and device.
+
+    dtypes: False: these have been looked at.
+    """
     if shard.numel() * world_size != whole.numel():
         raise ValueError(
             f"{whole_name} has {whole.numel()} elements and {shard_name} {shard.numel()}; expected "
             f"{shard_name} x {world_size} ranks = {whole_name}."
         )
-    if shard.dtype != whole.dtype or shard.device != whole.device:
+    if dtypes and (shard.dtype != whole.dtype or shard.device != whole.device):
         raise ValueError(
             f"{shard_name} is {shard.dtype} on {shard.device} and {whole_name} {whole.dtype} on "
             f"{whole.device}; expected the same dtype and device."
@@ -78,11 +85,34 @@ def runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size:
     return [count * width for count in counts]
 
 
-def check_part(input: Tensor, output: Tensor, numel: int) -> None:
-    """Raises ValueError unless input has the elements that output_split_sizes gives this rank, of output's dtype."""
-    _check_alike(output, input)
+def check_part(input: Tensor, output: Tensor, numel: int, *, dtypes: bool = True) -> None:
+    """Raises ValueError unless input has the elements that output_split_sizes gives this rank, of output's dtype.
+
+    dtypes: False: these have been looked at.
+    """
+    if dtypes:
+        _check_alike(output, input)
     if input.numel() != numel:
         raise ValueError(f"input has {input.numel()} elements; expected {numel}, as output_split_sizes has them.")
+
+
+def check_held(held: Any, output: Tensor, input: Tensor, exact: Sequence[Range]) -> None:
+    """Raises TypeError, ValueError unless output can take differences to input, the exact values."""
+    if held is None:
+        if exact:
+            raise ValueError("exact is of gathers by differences; give held as well, or leave exact out.")
+        return
+    if not isinstance(held, HeldWeights):
+        raise TypeError(f"held is {type(held).__name__}; expected fap.HeldWeights(), one for each output, or None.")
+    if not output.is_contiguous():
+        raise ValueError(f"output has strides {output.stride()}; expected contiguous weights, to which is added.")
+    if input.dtype not in (torch.float32, output.dtype) or input.device != output.device:
+        raise ValueError(
+            f"input is {input.dtype} on {input.device} and output {output.dtype} on {output.device}; expected the "
+            "exact values in float32 or in output's dtype, on its device."
+        )
+    if _share_memory(output, input):
+        raise ValueError("output and input share memory; exact values cannot lie where the rounded ones are held.")
 
 
 def check_exchange(output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], rank: int) -> None:

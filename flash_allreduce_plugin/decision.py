@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Call:
         full_precision: why the caller wants full precision, on all ranks: they agree on nothing else; None: the policy
             decides.
         rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
+        whole: of weights that travel by differences: asks all ranks whether their whole values have to, and why.
     """
 
     collective: Collective
@@ -80,6 +81,7 @@ class Call:
     theirs: bool = False
     full_precision: str | None = None
     rule: Rule | None = None
+    whole: Callable[[], str | None] | None = None
     label: Label = field(init=False)
     state: GroupState = field(init=False)
     quality: Quality = field(init=False)
@@ -136,6 +138,8 @@ def decide(call: Call) -> Plan | FullPrecision:
         answer = _planned(call)
         if isinstance(answer, Plan):
             answer = call.quality.decide(answer, lambda width: _at_width(call, width), call.device)
+        if isinstance(answer, Plan) and call.whole is not None and (why := call.whole()) is not None:
+            answer = FullPrecision(why)
     if isinstance(answer, FullPrecision):
         plain = full_precision_bytes(call)
         message = call.numel * call.itemsize

@@ -17,6 +17,7 @@ from torch import Tensor
 from flash_allreduce_plugin import checks, groups, running, traced
 from flash_allreduce_plugin.collectives import copies, runs, transport
 from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
@@ -175,20 +176,27 @@ def all_gather(
     plain: Plain | None = None,
     full_precision: str | None = None,
     output_split_sizes: Sequence[int] | None = None,
+    held: HeldWeights | None = None,
+    exact: Sequence[Range] = (),
 ) -> Any:
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
     output_split_sizes: the rows of output that come from each rank, the same list on all of them; None: as many from
     every rank.
+    held: output, contiguous, has the weights that the last such call left there on every rank, and input, in float32 or
+    in output's dtype, is what this rank's part is to be: the differences travel (collectives/differences.py). One
+    HeldWeights for each output. Whole values travel at first, and where somebody has changed output since: counted.
+    exact: then, ascending ranges (first, end) of output's elements whose values travel as they are.
     """
     if torch.compiler.is_dynamo_compiling():
-        more = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
+        more: dict[str, Any] = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
+        more.update(held=held, exact=exact)
         return traced.all_gather(output, input, group, config, async_op, site, step, **more)
     if config is None:
         config = _default_config()
     key = None
-    if not async_op and not full_precision and output_split_sizes is None:
+    if not async_op and not full_precision and output_split_sizes is None and held is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         try:
@@ -199,14 +207,21 @@ def all_gather(
         return None
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
-    call = _call("all_gather", input, output.numel(), dist.ReduceOp.SUM, group, config, site, step)
+    call = _call("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
     call.theirs, call.full_precision = plain is not None, full_precision
+    checks.check_held(held, output, input, exact)
+    like = input if held is None else output
     if output_split_sizes is None:
-        checks.check_pair(input, "input", output, "output", call.world_size)
+        checks.check_pair(input, "input", output, "output", call.world_size, dtypes=held is None)
     else:
         call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
-        checks.check_part(input, output, call.parts[call.state.rank])
-    plan = _decide(call, key, input)
+        checks.check_part(input, output, call.parts[call.state.rank], dtypes=held is None)
+    if held is not None:
+        call.whole = lambda: held.agree(output.detach().view(-1), call.label)
+    plan = _decide(call, key, like)
+    if held is not None:
+        steps = running.gather_differences(call, plan, output, input, held, plain)
+        return running.start(call, steps, plan, async_op, [output], input)
     if plan is None and plain is not None and not call.quality.watching:
         return running.plainly("all_gather", site, call.group, plain, async_op)
     return running.start(call, running.all_gather(call, plan, output, input, plain), plan, async_op, [output], input)

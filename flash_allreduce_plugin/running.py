@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.collectives import flat, runs, transport, two_level, two_shot
 from flash_allreduce_plugin.collectives.copies import Exactly
+from flash_allreduce_plugin.collectives.differences import Exact, HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
@@ -230,6 +231,47 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         call.quality.watched(whole)
     else:
         call.quality.end(whole)
+
+
+def gather_differences(
+    call: Call,
+    plan: Plan | None,
+    weights: Tensor,
+    master: Tensor,
+    held: HeldWeights,
+    plain: Plain | None,
+) -> Iterator[None]:
+    """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
+    if call.numel == 0 and plain is None:
+        return
+    weights, master = weights.detach().view(-1), master.detach().contiguous().view(-1)
+    mine = weights[call.start : call.start + len(master)]
+    if plan is None:
+        mine.copy_(master)
+        if plain is not None:
+            pending = transport.plainly(plain, call.label)
+        elif call.parts is not None:
+            pending = transport.all_gather(weights, mine, call.label, transport.PLAINLY, call.parts)
+        else:
+            pending = transport.all_gather_plainly(weights, mine, call.label)
+        yield
+        pending.wait()
+        call.quality.watch_weights(master, mine)
+    else:
+        sizes = call.parts or [len(master)] * call.world_size
+        exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
+        _measure(call, master)
+        pool = call.state.pool(weights.device)
+        how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
+        yield from _levels(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
+        if exact is not None:
+            exact.write(weights)
+    held.gathered(weights)
+    yield
+    if plan is None:
+        call.quality.watched(weights)
+    else:
+        call.quality.end(weights)
 
 
 def all_to_all(

@@ -94,6 +94,11 @@ def moved(ranges: Sequence[Range], segments: Iterable[Range]) -> list[Range]:
     return found
 
 
+def overlap(ranges: Sequence[Range], start: int, end: int) -> int:
+    """How many elements of the ranges are in start to end."""
+    return sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
+
+
 def _end(one: Range) -> int:
     return one[1]
 

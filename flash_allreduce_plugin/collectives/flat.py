@@ -32,7 +32,8 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import error_feedback, transport
+from flash_allreduce_plugin.collectives import differences, error_feedback, transport
+from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
@@ -259,11 +260,12 @@ def all_gather(
     *,
     parts: Sequence[int] | None = None,
     meter: Meter | None = None,
+    held: HeldWeights | None = None,
 ) -> Iterator[None]:
     """input [numel] of every rank -> output [world * numel], one rounding.
 
     parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
-    it reaches.
+    it reaches. held: output has what was gathered before, and the differences travel (differences.py).
     """
     world, rank = label.group.size(), label.group.rank()
     group_size, record = plan.gather.group_size, plan.gather.record_bytes
@@ -276,6 +278,8 @@ def all_gather(
     label.reserve(chunks.count)
     buffer = pool.take(chunks.window * slot)
     gathers: deque[Pending] = deque()
+    own = output[sum(parts[:rank]) :][: parts[rank]]
+    put = rows.decode if held is None else differences.add
 
     def at(i: int) -> tuple[Tensor, list[int]]:
         """The payloads of chunk i, one after another, and their sizes."""
@@ -290,10 +294,16 @@ def all_gather(
         before = sum(sizes[:rank])
         mine = payloads[before : before + sizes[rank]]
         if len(mine):
-            elements = input[first * group_size : last * group_size].view(1, -1)
-            rows.encode(elements, mine.view(1, -1), plan.gather, Draw(key, number + first))
-            if meter is not None:
-                meter.gathered(elements, mine.view(1, -1), plan.gather)
+            elements, payload = input[first * group_size : last * group_size].view(1, -1), mine.view(1, -1)
+            draw = Draw(key, number + first)
+            if held is not None:
+                held.encode(
+                    elements, own[first * group_size : last * group_size].view(1, -1), payload, plan.gather, draw
+                )
+            else:
+                rows.encode(elements, payload, plan.gather, draw)
+                if meter is not None:
+                    meter.gathered(elements, payload, plan.gather)
         doing = f"gathering chunk {i + 1} of {chunks.count}"
         gathers.append(transport.all_gather(payloads, mine, label, doing, None if even else sizes))
 
@@ -303,11 +313,13 @@ def all_gather(
         payloads, sizes = at(i)
         elements = slice(first * group_size, last * group_size)
         if even:
-            rows.decode(payloads.view(world, -1), output.view(world, -1)[:, elements], plan.gather)
-            return
-        for shard, payload in zip(output.split(list(parts)), payloads.split(sizes), strict=True):
-            if len(payload):
-                rows.decode(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
+            put(payloads.view(world, -1), output.view(world, -1)[:, elements], plan.gather)
+        else:
+            for shard, payload in zip(output.split(list(parts)), payloads.split(sizes), strict=True):
+                if len(payload):
+                    put(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
+        if held is not None and meter is not None:
+            meter.held(input[elements], own[elements])
 
     yield from _in_turn(chunks, send, write)
     pool.give(buffer)

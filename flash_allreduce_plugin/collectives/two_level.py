@@ -26,7 +26,8 @@ from torch import Tensor
 from flash_allreduce_plugin import topology
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives import differences, transport
+from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.topology import Nodes, Slab
@@ -137,8 +138,12 @@ def all_gather(
     *,
     parts: Sequence[int] | None = None,
     meter: Meter | None = None,
+    held: HeldWeights | None = None,
 ) -> Iterator[None]:
-    """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ."""
+    """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ.
+
+    held: output has what was gathered before, and the differences travel (differences.py).
+    """
     world, rank = label.group.size(), label.group.rank()
     sizes = [len(input)] * world if parts is None else list(parts)
     firsts, slabs = _slabs_of_shards(sizes, plan)
@@ -147,6 +152,7 @@ def all_gather(
     label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
     shards = output.split(sizes)
+    put = rows.decode if held is None else differences.add
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
         first, last = slabs[i].parts[owner]
@@ -156,7 +162,9 @@ def all_gather(
         if slabs[i].node == stages.node:
             draw = Draw(gather_key, slabs[i].numbers[rank])
             mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
-            if mine.numel():
+            if mine.numel() and held is not None:
+                held.encode(mine, elements(shards[rank], i, rank), payload, plan.gather, draw)
+            elif mine.numel():
                 rows.encode(mine, payload, plan.gather, draw)
                 if meter is not None:
                     meter.gathered(mine, payload, plan.gather)
@@ -166,7 +174,9 @@ def all_gather(
         for owner in stages.nodes[slabs[i].node]:
             part, payload = elements(shards[owner], i, owner), stages.part(i, owner).view(1, -1)
             if part.numel():
-                rows.decode(payload, part, plan.gather)
+                put(payload, part, plan.gather)
+            if owner == rank and held is not None and meter is not None:
+                meter.held(elements(input, i, rank)[0], part[0])
 
     yield from stages.run(back, stages.send_forward, write=write)
 

@@ -119,6 +119,12 @@ class Quality:
                 if plan.inside is not None:
                     self.meter.would_lose(part, plan.inside, summed=True)
 
+    def watch_weights(self, master: Tensor, weights: Tensor) -> None:
+        """Weights [numel] that would travel by differences were gathered whole; master [numel] is exact."""
+        if self._watched is not None:
+            self.meter = Meter(1.0, weights.device)
+            self.meter.held(master, weights)
+
     def watched(self, result: Tensor) -> None:
         """Their result [numel] is in place: the guard is told the error that 8 bits would have made."""
         if self._watched is None or self.meter is None or self._guard is None:

@@ -55,6 +55,13 @@ class Meter:
         for piece, bytes_ in _pieces(part, payload, wire):
             self._arrives(piece, bytes_, wire)
 
+    def held(self, master: Tensor, weights: Tensor) -> None:
+        """master [numel] is exact, and what all ranks hold of it is weights [numel]."""
+        for exact, piece in zip(master.split(_PIECE), weights.split(_PIECE), strict=True):
+            exact = exact.float()
+            self._signal += _energy(exact)
+            self._after += _energy(exact - piece)
+
     def result(self, part: Tensor) -> None:
         """A part [numel] of the result that no other rank measures."""
         for piece in part.split(_PIECE):
