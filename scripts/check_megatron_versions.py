@@ -35,7 +35,7 @@ WINDOW = ((0, 13), (0, 19))
 PYTHONS = ("3.12", "3.11", "3.10")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux2014_x86_64")
 # Decorators that keep the function they were given in reach (functools.wraps), or that Python itself undoes.
-TRANSPARENT = ("staticmethod", "custom_fwd", "custom_bwd")
+TRANSPARENT = ("staticmethod", "custom_fwd", "custom_bwd", "no_grad()")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ CHANGED = "parameters changed"
 
 _PIECE = 1 << 16  # elements, whole groups of any size, whose buffer stays in the cache
 _ROW = 64  # words that are summed before they are multiplied
-_LAYOUT = "<qB"
+_LAYOUT = "<QB"
 _NONE, _SAME, _OTHER = range(
     3
 )  # what a rank knows of its weights: nothing; they are as the last gather left them, or not
@@ -51,7 +51,7 @@ class HeldWeights:
     __slots__ = ("_asked", "_finite", "digest")
 
     def __init__(self) -> None:
-        #: of the weights as the last gather left them: 64 bits, signed; None: they are not known
+        #: of the weights as the last gather left them: 63 bits; None: they are not known
         self.digest: int | None = None
         self._asked = False
         self._finite: list[Tensor] = []
@@ -107,7 +107,7 @@ def add(payload: Tensor, held: Tensor, wire: Format) -> None:
 
 
 def digest_of(weights: Tensor) -> int:
-    """A sum over the bits of weights [numel], contiguous: 64 bits, signed, the same for the same bits.
+    """A sum over the bits of weights [numel], contiguous: 63 bits, the same for the same bits.
 
     Another value anywhere is another sum, and so are values that changed places, but among 512 neighbouring bytes.
     """
@@ -120,7 +120,7 @@ def digest_of(weights: Tensor) -> int:
     # Times odd numbers: no bit of a sum is lost.
     for each in (sums, rest):
         each *= torch.arange(len(each), device=each.device).mul_(2).add_(1)
-    return int(sums.sum() + rest.sum())
+    return int(sums.sum() + rest.sum()) % (1 << 63)
 
 
 class Exact:

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import section
+from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, gradients
 from flash_allreduce_plugin.errors import ConfigError, PatchError
@@ -87,7 +88,9 @@ def seams() -> list[Seam]:
 
 def sites_in_place() -> set[str]:
     """The sites of the living engines that are served."""
-    sites = {gradients(getattr(engine, _BOUND)[0].stage).name for engine in _engines}
+    reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in _engines]
+    sites = {gradients(reduction.stage).name for reduction in reductions}
+    sites |= {parameters(reduction.stage).name for reduction in reductions if reduction.parameters is not None}
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -211,10 +214,27 @@ def _with_section(original: Function) -> Function:
             verify()
         original(self, *args, **kwargs)
         if config is not None:
+            _refuse_useless(self, config)
             bind(self, config)
             notices.say(start_line(self, config))
 
     return __init__
+
+
+def _refuse_useless(engine: Any, config: FlashConfig) -> None:
+    """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters."""
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    if (
+        config.param_bits == "full"
+        or int(engine.zero_optimization_stage()) > 0
+        or hasattr(engine.optimizer, "update_lp_params")
+    ):
+        return
+    raise DeepSpeedConfigError(
+        f"{section.SECTION}.param_bits has no effect with {type(engine.optimizer).__name__} at "
+        "zero_optimization.stage 0, which gathers no parameters; leave it out."
+    )
 
 
 def _config_for(deepspeed: Any) -> FlashConfig | None:
@@ -231,7 +251,7 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
         if config is None:
             config = _for_all
         if config is not None:
-            section.refuse_incompatible(deepspeed)
+            section.refuse_incompatible(deepspeed, config)
             run_log.start(config)
     except ConfigError as error:
         raise DeepSpeedConfigError(str(error)) from error
@@ -242,4 +262,8 @@ def start_line(engine: Any, config: FlashConfig) -> str:
     """One line: what is attached, with which bits, and every other setting that is not at its default."""
     optimizer = type(getattr(engine, "optimizer", None)).__name__
     to = f"{type(engine).__name__} with {optimizer}, ZeRO stage {int(engine.zero_optimization_stage())}"
-    return notices.attached(to, f"gradients in {config.bits} bits", config)
+    gives = f"gradients in {config.bits} bits"
+    if config.param_bits != "full":
+        what = "parameters" if int(engine.zero_optimization_stage()) == 3 else "differences of parameters"
+        gives += f", {what} in {config.param_bits}"
+    return notices.attached(to, gives, config, said=("bits", "param_bits"))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Function, Seam, rebound
@@ -37,13 +38,21 @@ SITES = {
         "__avg_scatter_grads and __avg_scatter_contiguous_grads of DeepSpeedZeroOptimizer_Stage3",
         "gradient buckets at stage 3: reduce-scatter",
     ),
+    **{
+        parameters(stage).name: (
+            "step and update_lp_params of DeepSpeedZeroOptimizer; update_lp_params of BF16_Optimizer",
+            f"parameters after a step at stage {stage}, by their differences: all-gather",
+        )
+        for stage in (0, 1, 2)
+    },
     EXPERTS.name: (f"{_ZERO}; {_BUCKET}", "gradients of experts, over their own data-parallel groups, at any stage"),
 }
 
 
 def places(reduction: Reduction | None) -> list[Seam]:
     """Every function, for one engine's reduction; None serves to check that they are as expected."""
-    return [*_of_engine(reduction), *_of_stages_1_and_2(reduction), *_of_stage_3(reduction), *_of_the_run(reduction)]
+    reductions = [*_of_engine(reduction), *_of_stages_1_and_2(reduction), *_of_stage_3(reduction)]
+    return [*reductions, *_of_parameters(reduction), *_of_the_run(reduction)]
 
 
 def _collective(reduction: Reduction | None, name: str) -> Function | None:
@@ -130,6 +139,47 @@ def _of_stage_3(reduction: Reduction | None) -> list[Seam]:
             "all-reduce of a bucket at stage 3 with reduce_scatter: false",
         ),
     ]
+
+
+def _of_parameters(reduction: Reduction | None) -> list[Seam]:
+    """Gathers of parameters that every rank keeps."""
+    if reduction is not None and reduction.parameters is None:
+        return []
+    zero = ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", "bit16_groups")
+    bf16 = ("bf16_partitioned_groups", "fp32_groups_flat_partition", "bf16_groups")
+    return [
+        Seam(
+            "deepspeed.zero.step",
+            STAGE_1_AND_2,
+            "DeepSpeedZeroOptimizer.step",
+            ("self", "closure"),
+            lambda original: _gathered(original, reduction, zero),
+            "all-gather of the parameters after a step at stages 1 and 2",
+        ),
+        Seam(
+            "deepspeed.zero.parameters",
+            STAGE_1_AND_2,
+            "DeepSpeedZeroOptimizer.update_lp_params",
+            ("self",),
+            lambda original: _gathered(original, reduction, zero),
+            "all-gather of the parameters after a universal checkpoint at stages 1 and 2",
+        ),
+        Seam(
+            "deepspeed.bf16.parameters",
+            "deepspeed.runtime.bf16_optimizer",
+            "BF16_Optimizer.update_lp_params",
+            ("self",),
+            lambda original: _gathered(original, reduction, bf16),
+            "all-gather of the parameters of BF16_Optimizer",
+        ),
+    ]
+
+
+def _gathered(original: Function, reduction: Reduction | None, attributes: tuple[str, str, str]) -> Function:
+    """attributes: see Parameters.apart."""
+    served = None if reduction is None else reduction.parameters
+    body = rebound(original, "all_gather_dp_groups", None if served is None else served.gather)
+    return body if served is None else served.apart(body, *attributes)
 
 
 def _of_the_run(reduction: Reduction | None) -> list[Seam]:

@@ -22,6 +22,7 @@ from flash_allreduce_plugin.collectives.error_feedback import LOADED, Feedback, 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
+from flash_allreduce_plugin.deepspeed.parameters import Parameters
 from flash_allreduce_plugin.deepspeed.section import SECTION
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.running import Plain
@@ -71,6 +72,10 @@ class Reduction:
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self._engine = engine
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
+        #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
+        self.parameters: Parameters | None = None
+        if config.param_bits != "full" and self.stage < 3:
+            self.parameters = Parameters(config, self.stage, self._finished_steps, self._tensor_parallel)
         self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
@@ -222,11 +227,14 @@ class Reduction:
             self.feedback.reset(LOADED)
 
     def numbers(self) -> dict[str, float]:
-        """Skipped steps and the loss scale as they were when gradients were last reduced."""
+        """Skipped steps and the loss scale as they were when gradients were last reduced; what is held of weights."""
         names = ("skipped_steps", "loss_scale")
-        return {name: number for name, number in zip(names, self._scale or (), strict=False) if number is not None}
+        found = {name: number for name, number in zip(names, self._scale or (), strict=False) if number is not None}
+        return found if self.parameters is None else {**found, **self.parameters.numbers()}
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
+        if self.parameters is not None:
+            self.parameters.set_numbers(numbers)
         self._pass = self._scale = None
         if "skipped_steps" in numbers:
             self._scale = (numbers["skipped_steps"], numbers.get("loss_scale"))

@@ -72,10 +72,10 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
     return config
 
 
-def refuse_incompatible(deepspeed: Any) -> None:
-    """ConfigError, one line each, for what in a DeepSpeedConfig replaces or bypasses the reductions we quantize."""
-    lines = []
+def refuse_incompatible(deepspeed: Any, config: FlashConfig) -> None:
+    """ConfigError, one line each, for what in a DeepSpeedConfig replaces or bypasses what we quantize."""
     zero = deepspeed.zero_config
+    lines = [] if config.param_bits == "full" else _of_parameters(deepspeed)
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key, False):
             lines.append(
@@ -99,3 +99,18 @@ def refuse_incompatible(deepspeed: Any) -> None:
         )
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+def _of_parameters(deepspeed: Any) -> list[str]:
+    """What does not go together with param_bits at stages 0 to 2."""
+    zero, key = deepspeed.zero_config, f"{SECTION}.param_bits"
+    lines = []
+    bf16 = getattr(deepspeed, "bfloat16_config", None)  # BF16_Optimizer gathers at stage 0 too
+    if zero.stage == 0 and bf16 is not None and not bf16.enabled:
+        lines.append(f"{key} has no effect at zero_optimization.stage 0, which gathers no parameters; leave it out.")
+    if getattr(zero, "zenflow", None) is not None:
+        lines.append(
+            f"zero_optimization.zenflow and {key} exclude each other: ZenFlow updates parameters in a step of its own; "
+            "drop one of the two."
+        )
+    return lines
