@@ -186,8 +186,16 @@ def options(case: Callable[..., Any], *args: Any, **more: Any) -> functools.part
     return named
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("how", ["disabled", "small", "no reduce-scatter of ours"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("disabled", None),
+        ("small", torch.bfloat16),
+        ("no reduce-scatter of ours", None),
+        ("no reduce-scatter of ours", torch.float16),
+    ],
+    ids=str,
+)
 def test_replicas_in_full_precision_are_torchs_own_to_the_bit(
     ranks: Callable[[int], Ranks], how: str, dtype: torch.dtype | None
 ) -> None:
