@@ -152,7 +152,7 @@ class FlashAllReduce(_Gradients):
 
     In `bits` (`reduce_bits`, `gather_bits`). Counters: "fsdp.replicas". It always averages: the divisor of
     `set_gradient_divide_factor` is not to count the replicas. In full precision the result is what torch's own HSDP
-    gives, to the bit where the number of replicas is a power of two, or NCCL averages.
+    gives, to the bit where NCCL averages, or the number of replicas or that of shards is a power of two.
 
     feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
     every rank. In a hook that several modules share they go by the order of the modules in the backward pass.
