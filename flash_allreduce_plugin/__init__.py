@@ -18,6 +18,7 @@ _HOMES = {
     "PatchError": "errors",
     "Feedback": "collectives.error_feedback",
     "FlashAllGather": "fsdp",
+    "FlashAllReduce": "fsdp",
     "FlashConfig": "config",
     "FlashReduceScatter": "fsdp",
     "HeldWeights": "collectives.differences",
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.errors import MismatchError as MismatchError
     from flash_allreduce_plugin.errors import PatchError as PatchError
     from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
+    from flash_allreduce_plugin.fsdp import FlashAllReduce as FlashAllReduce
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
     from flash_allreduce_plugin.fsdp1 import fsdp1_hook as fsdp1_hook
     from flash_allreduce_plugin.policy import Role as Role

@@ -80,8 +80,9 @@ def registered() -> dict[str, Owner]:
 def state_dict() -> dict[str, Any]:
     """This rank's state, to be saved beside the model on every rank: copies on the CPU, for torch.save.
 
-    Of the process groups, and of the hooks of DistributedDataParallel, the FlashReduceScatters of FSDP and what
-    fap.megatron serves. DeepSpeed's engines have theirs in their own checkpoints. To be taken between steps.
+    Of the process groups, and of the hooks of DistributedDataParallel, the FlashReduceScatters and FlashAllReduces of
+    FSDP and what fap.megatron serves. DeepSpeed's engines have theirs in their own checkpoints. To be taken between
+    steps.
     """
     return state_of(registered())
 

@@ -5,7 +5,8 @@
             module.set_custom_reduce_scatter(fap.FlashReduceScatter(fap.FlashConfig(bits=8)))
 
 The setting is a module's own: one that is not given it reduces in full precision. A reduce-scatter rounds once. Where
-shards are replicated (HSDP), the all-reduce between the replicas is torch's own and stays in full precision.
+shards are replicated (HSDP on a mesh of two dimensions), the all-reduce between the replicas is torch's own and stays
+in full precision. To quantize it too, shard over one dimension and reduce over the other by FlashAllReduce.
 
 Beside tensor parallelism (DTensors on a mesh of more dimensions) a module has parameters that are split and others that
 every tensor-parallel rank has a copy of; these are reduced exactly (copies.py).
@@ -22,7 +23,7 @@ import torch.distributed as dist
 # torch has no other place for these two; they are in the signatures of the public methods that take them.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from flash_allreduce_plugin import checkpoint, dispatch, patching
+from flash_allreduce_plugin import checkpoint, checks, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
@@ -32,6 +33,7 @@ from flash_allreduce_plugin.telemetry import beside, notices, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
 
 GRADIENTS = Site("fsdp.gradients")
+REPLICAS = Site("fsdp.replicas")
 PARAMETERS = Site("fsdp.parameters")
 
 
@@ -41,11 +43,19 @@ _LACKS = {
     "warmup_steps": "which torch does not tell the step",
     "param_bits": "where FlashAllGather gathers parameters at `bits`",
 }
+# Variables of FSDP2's foreach_reduce, which tells its hooks little.
+_READ = {
+    "fsdp_params",
+    "padded_unsharded_sizes",
+    "reduce_scatter_group",
+    "all_reduce_group",
+    "force_sum_reduction_for_comms",
+}
 _first_passes = FirstPasses("fsdp", "FSDP2")
 
 
-class _Allocates:
-    """The half of torch's interface that makes buffers."""
+class _Configured:
+    """What every class here begins with."""
 
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: FlashConfig.from_env() if None.
@@ -57,18 +67,16 @@ class _Allocates:
         run_log.start(self.config)
         beside.attach(self)
 
+
+class _Allocates:
+    """The half of torch's interface that makes buffers."""
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class FlashReduceScatter(_Allocates, ReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
-
-    Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
-
-    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
-    every rank. In an object that several modules share they go by the order of the modules in the backward pass.
-    """
+class _Gradients(_Configured):
+    """What reduces gradients: an owner of residuals (checkpoint.Owner)."""
 
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: as of every class here; FlashConfig.from_env() if None."""
@@ -82,31 +90,6 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         pass
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in.
-
-        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
-        """
-        _first_passes.at(self.config)
-        return dispatch.reduce_scatter(
-            output_tensor,
-            input_tensor,
-            op,
-            group,
-            self.config,
-            async_op=async_op,
-            site=GRADIENTS,
-            feedback=self._slot(),
-            exact=_copies(input_tensor, group.size(), self.config),
-        )
 
     def _slot(self) -> Slot | None:
         if self.feedback is None:
@@ -122,33 +105,150 @@ class FlashReduceScatter(_Allocates, ReduceScatter):
         self._in_pass = False
 
 
-def _copies(input: torch.Tensor, world_size: int, config: FlashConfig) -> list[copies.Range]:
-    """Where the input of a reduce-scatter has gradients of parameters that tensor-parallel ranks have copies of.
+class FlashReduceScatter(_Gradients, _Allocates, ReduceScatter):
+    """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
 
-    FSDP puts rank after rank what it gets of one parameter after the other, and tells a custom reduce-scatter nothing
-    about it: read in the function that calls.
+    Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
+
+    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
+    every rank. In an object that several modules share they go by the order of the modules in the backward pass.
     """
-    calls = patching.locals_of("foreach_reduce") or {}
-    parameters, sizes = calls.get("fsdp_params"), calls.get("padded_unsharded_sizes")
-    if parameters is None or sizes is None:
-        raise PatchError(
-            "FlashReduceScatter was not called by foreach_reduce of FSDP2 as torch 2.11 to 2.13 have it, and does not "
-            "see which parameters are copies on tensor-parallel ranks."
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in.
+
+        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
+        """
+        _first_passes.at(self.config)
+        calls = _reduction("FlashReduceScatter")
+        numel, ranges = output_tensor.numel(), _copies(calls, self.config)
+        return dispatch.reduce_scatter(
+            output_tensor,
+            input_tensor,
+            op,
+            group,
+            self.config,
+            async_op=async_op,
+            site=GRADIENTS,
+            feedback=self._slot(),
+            # FSDP puts rank after rank what it gets of one parameter after the other.
+            exact=[(rank * numel + first, rank * numel + end) for rank in range(group.size()) for first, end in ranges],
         )
-    sharded = [parameter.sharded_param for parameter in parameters]
+
+
+class FlashAllReduce(_Gradients):
+    """For `FSDPModule.set_all_reduce_hook`: averages reduce-scattered gradients over the replicas of their shards.
+
+        mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        fully_shard(module, mesh=mesh["shard"])
+        module.set_all_reduce_hook(fap.FlashAllReduce(mesh["replicate"].get_group(), fap.FlashConfig(bits=4)))
+
+    In `bits` (`reduce_bits`, `gather_bits`). Counters: "fsdp.replicas". It always averages: the divisor of
+    `set_gradient_divide_factor` is not to count the replicas. In full precision the result is what torch's own HSDP
+    gives, to the bit where NCCL averages, or the number of replicas or that of shards is a power of two.
+
+    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
+    every rank. In a hook that several modules share they go by the order of the modules in the backward pass.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: FlashConfig | None = None) -> None:
+        """group: the ranks that have the same shard as this one. config: FlashConfig.from_env() if None.
+
+        Raises TypeError where group is no ProcessGroup, or config no FlashConfig; ValueError where this rank is not a
+        member of the group; ConfigError as every class here.
+        """
+        if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(
+                f"group is {type(group).__name__}; expected the ProcessGroup of the replicas, for example "
+                'mesh["replicate"].get_group().'
+            )
+        self.group = checks.group_of(group)
+        super().__init__(config)
+        self._sharded_over: dist.ProcessGroup | None = None  # the last group that was found to fit
+
+    def __call__(self, reduce_output: torch.Tensor) -> None:
+        """reduce_output [numel]: what FSDP's reduce-scatter gave this rank, in the dtype that FSDP reduces in.
+
+        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it; ValueError where torch
+        reduces over replicas itself, or where the group has ranks of other shards.
+        """
+        _first_passes.at(self.config)
+        calls = _reduction("FlashAllReduce")
+        self._check(calls)
+        if reduce_output.is_cuda:
+            # It is of the reduce-scatter's stream. Of its own all-reduce torch keeps the tensor until it is done; of a
+            # hook's the next module's reduce-scatter might get the memory while this one is still on its way.
+            reduce_output.record_stream(torch.cuda.current_stream())
+        dispatch.all_reduce(
+            reduce_output,
+            dist.ReduceOp.AVG,
+            self.group,
+            self.config,
+            site=REPLICAS,
+            feedback=self._slot(),
+            exact=_copies(calls, self.config),
+            plain=lambda: self._in_full_precision(reduce_output, calls["force_sum_reduction_for_comms"]),
+        )
+
+    def _in_full_precision(self, gradient: torch.Tensor, only_sums: bool) -> None:
+        """By the operator that torch's own HSDP takes."""
+        has_average = self.group._get_backend(gradient.device).name() != "gloo"
+        if has_average and not only_sums and gradient.dtype in (torch.float32, torch.bfloat16):
+            dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self.group)
+        else:
+            dist.all_reduce(gradient, group=self.group)
+            gradient.div_(self.group.size())
+
+    def _check(self, calls: Mapping[str, Any]) -> None:
+        if calls["all_reduce_group"] is not None:
+            raise ValueError(
+                "FlashAllReduce is the hook of a module whose replicas torch reduces itself; shard it over one "
+                'dimension of the mesh: fully_shard(module, mesh=mesh["shard"]).'
+            )
+        shards = calls["reduce_scatter_group"]
+        if self._sharded_over is shards:
+            return
+        both = set(dist.get_process_group_ranks(self.group)) & set(dist.get_process_group_ranks(shards))
+        if both != {dist.get_rank()}:
+            raise ValueError(
+                f"the group of FlashAllReduce has ranks {sorted(both)} of one group of shards; expected this rank "
+                "alone, and those of other groups that have the same shard."
+            )
+        self._sharded_over = shards
+
+
+def _reduction(who: str) -> Mapping[str, Any]:
+    """Variables of the function that calls us."""
+    calls = patching.locals_of("foreach_reduce") or {}
+    if not calls.keys() >= _READ:
+        raise PatchError(
+            f"{who} was not called by foreach_reduce of FSDP2 as torch 2.11 to 2.13 have it, and does not see which "
+            "parameters are copies on tensor-parallel ranks."
+        )
+    return calls
+
+
+def _copies(calls: Mapping[str, Any], config: FlashConfig) -> list[copies.Range]:
+    """Where a rank's part of the gradients has those of parameters that tensor-parallel ranks have copies of."""
+    sharded = [parameter.sharded_param for parameter in calls["fsdp_params"]]
     found = copies.among([copies.sharding(one.device_mesh, one.placements) for one in sharded], config)
-    ranges = []
-    for rank in range(world_size):
-        first = rank * (input.numel() // world_size)
-        for size, one in zip(sizes, found, strict=True):
-            last = first + size.numel() // world_size
-            if one and first < last:
-                ranges.append((first, last))
-            first = last
+    shards, ranges, first = calls["reduce_scatter_group"].size(), [], 0
+    for size, one in zip(calls["padded_unsharded_sizes"], found, strict=True):
+        end = first + size.numel() // shards
+        if one and first < end:
+            ranges.append((first, end))
+        first = end
     return ranges
 
 
-class FlashAllGather(_Allocates, AllGather):
+class FlashAllGather(_Configured, _Allocates, AllGather):
     """For `FSDPModule.set_custom_all_gather`: parameters at `bits` (`gather_bits`). Counters: "fsdp.parameters".
 
     The shards that the optimizer steps on stay exact; what a forward and a backward pass compute with is rounded. Use

@@ -29,8 +29,8 @@ def loss_and_report(command: str) -> tuple[float, str]:
     return float(loss), done.stdout
 
 
-def all_are_quantized(example: str, report: str) -> bool:
-    [counts] = re.findall(rf"^{example}\.gradients: (\d+) of (\d+) calls quantized", report, flags=re.MULTILINE)
+def all_are_quantized(example: str, report: str, site: str = "gradients") -> bool:
+    [counts] = re.findall(rf"^{example}\.{site}: (\d+) of (\d+) calls quantized", report, flags=re.MULTILINE)
     return counts[0] == counts[1] != "0"
 
 
@@ -48,6 +48,16 @@ def test_quantized_gradients_train_as_full_ones(example: str) -> None:
 
 @pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_four_ranks(example: str) -> None:
-    [command] = [command for command in COMMANDS if f"--nproc-per-node 4 examples/{example}/" in command]
+    mine = [command for command in COMMANDS if f"--nproc-per-node 4 examples/{example}/" in command]
+    [command] = [command for command in mine if "--replicas" not in command]
     loss, report = loss_and_report(command)
     assert loss < 4 and all_are_quantized(example, report)
+
+
+def test_two_replicas_of_two_shards() -> None:
+    [command] = [command for command in COMMANDS if "--replicas 2" in command]
+    loss, report = loss_and_report(command)
+    plain, full = loss_and_report(command.replace("--bits 8 ", ""))
+    assert loss == pytest.approx(plain, rel=2e-3) and plain < 4
+    assert all_are_quantized("fsdp", report) and all_are_quantized("fsdp", report, "replicas")
+    assert re.search(r"^fsdp\.replicas: 0 of \d+ calls quantized", full, flags=re.MULTILINE)

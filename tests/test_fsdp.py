@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import copies
-from tests.distributed import Ranks
+from tests.distributed import Ranks, run_ranks
 from tests.test_ddp import Block
 
 WIDTH, STEPS = 96, 12
@@ -111,6 +113,215 @@ def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Cal
         assert list(eight[rank]["sites"]) == ["fsdp.gradients"]
 
 
+def with_replicas(
+    replicas: fap.FlashConfig | None,
+    gradients: fap.FlashConfig | None = None,
+    *,
+    shape: tuple[int, int] = (2, 2),
+    reduce_dtype: torch.dtype | None = None,
+    reshard: bool = True,
+    accumulate: str = "",
+    disabled: bool = False,
+    folder: str = "",
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Train on a mesh of shape (replicas, shards); replicas None: by torch's own HSDP.
+
+    accumulate: over two batches a step, the first without "gradient_sync" or without "all_reduce".
+    """
+    fap.reset_stats()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for block in (*model, model):
+        fully_shard(
+            block, mesh=mesh if replicas is None else mesh["shard"], mp_policy=policy, reshard_after_forward=reshard
+        )
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
+            if gradients is not None:
+                module.set_custom_reduce_scatter(fap.FlashReduceScatter(gradients))
+            if replicas is not None:
+                hooks.append(fap.FlashAllReduce(mesh.get_group("replicate"), replicas))
+                module.set_all_reduce_hook(hooks[-1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses, went_on, file = [], False, f"{folder}/{dist.get_rank()}.pt"
+    if resume:
+        state = torch.load(file, weights_only=True)
+        for parameter, kept in zip(model.parameters(), state["shards"], strict=True):
+            parameter.to_local().detach().copy_(kept)
+        went_on = fap.load_state_dict(state["ours"])
+    with pytest.MonkeyPatch.context() as patch:
+        if disabled:
+            patch.setenv("FLASH_ALLREDUCE_DISABLE", "1")
+        for step in range(STEPS // 2 if resume else 0, STEPS):
+            if folder and not resume and step == STEPS // 2:
+                shards = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+                torch.save({"shards": shards, "ours": fap.state_dict()}, file)
+            optimizer.zero_grad()
+            for batch in range(2 if accumulate else 1):
+                last = batch == 1 or not accumulate
+                model.set_is_last_backward(last)
+                if accumulate == "gradient_sync":
+                    model.set_requires_gradient_sync(last)
+                elif accumulate == "all_reduce":
+                    model.set_requires_all_reduce(last)
+                seed = 1000 * step + 10 * batch + dist.get_rank()
+                x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(seed))
+                loss = (model(x) - x.flip(1)).square().mean()
+                loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    left = [not hook.feedback.keys() for hook in hooks[1:] if hook.feedback is not None]  # hooks[0]: the empty root
+    return {"losses": losses, "weights": weights, "went_on": went_on, "left": left, **fap.stats()}
+
+
+def options(case: Callable[..., Any], *args: Any, **more: Any) -> functools.partial[Any]:
+    named = functools.partial(case, *args, **more)
+    functools.update_wrapper(named, case)
+    return named
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        ("disabled", None),
+        ("small", torch.bfloat16),
+        ("no reduce-scatter of ours", None),
+        ("no reduce-scatter of ours", torch.float16),
+    ],
+    ids=str,
+)
+def test_replicas_in_full_precision_are_torchs_own_to_the_bit(
+    ranks: Callable[[int], Ranks], how: str, dtype: torch.dtype | None
+) -> None:
+    plain = ranks(4).run(options(with_replicas, None, reduce_dtype=dtype))
+    config = fap.FlashConfig(bits=4, min_bytes=1 << 30 if how == "small" else 0)
+    gradients = None if how == "no reduce-scatter of ours" else config
+    full = ranks(4).run(
+        options(
+            with_replicas,
+            fap.FlashConfig(enabled=False) if gradients is None else config,
+            gradients,
+            reduce_dtype=dtype,
+            disabled=how == "disabled",
+        )
+    )
+    for mine, torchs in zip(full, plain, strict=True):
+        assert torch.equal(mine["weights"], torchs["weights"]) and mine["losses"] == torchs["losses"]
+        site = mine["sites"]["fsdp.replicas"]
+        assert sum(site["full_precision"].values()) == site["calls"] == STEPS * LAYERS
+
+
+def test_without_shards_too(ranks: Callable[[int], Ranks]) -> None:
+    """One shard, three replicas: torch has nothing to divide by, and sums divided by 3 are sums divided by 3."""
+    plain, full = (
+        ranks(3).run(options(with_replicas, config, shape=(3, 1))) for config in (None, fap.FlashConfig(enabled=False))
+    )
+    for mine, torchs in zip(full, plain, strict=True):
+        assert torch.equal(mine["weights"], torchs["weights"])
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_shards_and_replicas_are_reduced_quantized(ranks: Callable[[int], Ranks], reshard: bool) -> None:
+    config = fap.FlashConfig(bits=4, min_bytes=0)
+    plain = ranks(4).run(options(with_replicas, None, reshard=reshard))
+    four = ranks(4).run(options(with_replicas, config, config, reshard=reshard))
+    for mine, torchs in zip(four, plain, strict=True):
+        assert mine["losses"][-1] == pytest.approx(torchs["losses"][-1], rel=1e-2)
+        assert not torch.equal(mine["weights"], torchs["weights"])
+        assert torch.equal(mine["weights"], four[0]["weights"])
+        assert set(mine["sites"]) == {"fsdp.gradients", "fsdp.replicas"}
+        for site in mine["sites"].values():
+            assert site["quantized"] == site["calls"] == STEPS * LAYERS
+        assert mine["bytes_sent"] < 0.14 * mine["bytes_full_precision"]
+        halves = [site["bytes_full_precision"] for site in mine["sites"].values()]
+        assert halves[0] == halves[1] == 4 * STEPS * LAYERS * (WIDTH * WIDTH + WIDTH) // 2
+
+
+@pytest.mark.parametrize("config", [fap.FlashConfig(enabled=False), EIGHT], ids=["full precision", "8 bits"])
+@pytest.mark.parametrize(("without", "passes"), [("gradient_sync", 1), ("all_reduce", 2)])
+def test_replicas_with_gradient_accumulation(
+    ranks: Callable[[int], Ranks], without: str, passes: int, config: fap.FlashConfig
+) -> None:
+    """Without gradient_sync torch calls the hook in the last backward pass; all_reduce it does not ask about."""
+    plain, mine = (ranks(4).run(options(with_replicas, one, accumulate=without)) for one in (None, config))
+    for rank in range(4):
+        assert mine[rank]["sites"]["fsdp.replicas"]["calls"] == passes * STEPS * LAYERS
+        assert torch.equal(mine[rank]["weights"], mine[0]["weights"])
+        if config is EIGHT:
+            assert mine[rank]["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=5e-3)
+        elif without == "gradient_sync":
+            assert torch.equal(mine[rank]["weights"], plain[rank]["weights"])
+        else:
+            torch.testing.assert_close(mine[rank]["weights"], plain[rank]["weights"], rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+    config = fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True, rounding="stochastic")
+    straight, again = (
+        run_ranks(4, options(with_replicas, config, config, folder=str(tmp_path), resume=resume))
+        for resume in (False, True)
+    )
+    for expected, found in zip(straight, again, strict=True):
+        assert found["went_on"] and torch.equal(found["weights"], expected["weights"])
+        assert found["left"] == expected["left"] == [False] * LAYERS and not found["residuals_dropped"]
+
+
+def refused_groups() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
+    others = [dist.new_group([rank]) for rank in range(4)][(dist.get_rank() + 1) % 4]
+
+    def in_backward(mesh: Any, group: dist.ProcessGroup) -> None:
+        model = nn.Linear(8, 8)
+        fully_shard(model, mesh=mesh)
+        model.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        model.set_all_reduce_hook(fap.FlashAllReduce(group, EIGHT))  # type: ignore[operator]
+        model(torch.ones(2, 8)).sum().backward()
+
+    cases: dict[str, Callable[[], Any]] = {
+        "no group": lambda: fap.FlashAllReduce(None),  # type: ignore[arg-type]
+        "a mesh": lambda: fap.FlashAllReduce(mesh["replicate"]),
+        "others": lambda: fap.FlashAllReduce(others),
+        "a dict": lambda: fap.FlashAllReduce(replicas, {"bits": 8}),  # type: ignore[arg-type]
+        "a key": lambda: fap.FlashAllReduce(replicas, fap.FlashConfig(param_bits=4)),
+        "by hand": lambda: fap.FlashAllReduce(replicas)(torch.zeros(4)),
+        "shards": lambda: in_backward(mesh["shard"], shards),
+        "torch's own": lambda: in_backward(mesh, replicas),
+    }
+    messages = {}
+    for name, case in cases.items():
+        with pytest.raises((TypeError, ValueError, fap.PatchError)) as refused:
+            case()
+        messages[name] = f"{refused.type.__name__}: {refused.value}"
+    return messages
+
+
+def test_other_groups_than_the_replicas_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    expected = 'expected the ProcessGroup of the replicas, for example mesh["replicate"].get_group().'
+    for rank, messages in enumerate(ranks(4).run(refused_groups)):
+        assert messages["no group"] == f"TypeError: group is NoneType; {expected}"
+        assert messages["a mesh"] == f"TypeError: group is DeviceMesh; {expected}"
+        assert messages["others"] == "ValueError: this rank is not a member of the group."
+        assert messages["a dict"].startswith("TypeError: config is dict; expected FlashConfig or None")
+        assert messages["a key"].startswith("ConfigError: param_bits=4 has no effect in FlashAllReduce, ")
+        assert messages["by hand"].startswith("PatchError: FlashAllReduce was not called by foreach_reduce of FSDP2 ")
+        both = [0, 1] if rank < 2 else [2, 3]
+        assert messages["shards"] == (
+            f"ValueError: the group of FlashAllReduce has ranks {both} of one group of shards; expected this rank "
+            "alone, and those of other groups that have the same shard."
+        )
+        assert messages["torch's own"] == (
+            "ValueError: FlashAllReduce is the hook of a module whose replicas torch reduces itself; shard it over one "
+            'dimension of the mesh: fully_shard(module, mesh=mesh["shard"]).'
+        )
+
+
 @pytest.mark.parametrize("made", [fap.FlashReduceScatter, fap.FlashAllGather])
 @pytest.mark.parametrize(
     ("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("warmup_steps", 1), ("expert_bits", 8)]
@@ -126,10 +337,14 @@ def test_a_dict_is_refused() -> None:
         fap.FlashReduceScatter({"bits": 8})  # type: ignore[arg-type]
 
 
-def beside_tensor_parallelism(plan: str, unseen: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps."""
+def beside_tensor_parallelism(
+    plan: str, unseen: bool, options: dict[str, Any], sizes: tuple[int, int] = (1, 2)
+) -> dict[str, Any]:
+    """Replicas x shards of these sizes x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after
+    some steps.
+    """
     fap.reset_stats()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (*sizes, 2), mesh_dim_names=("replicate", "shard", "tp"))
     torch.manual_seed(7)
     model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
     config = fap.FlashConfig(bits=4, min_bytes=0, **options)
@@ -142,17 +357,19 @@ def beside_tensor_parallelism(plan: str, unseen: bool, options: dict[str, Any]) 
                 input_fn=lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Replicate()]),
                 output_fn=lambda _, output, mesh: output.to_local(),
             )
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(fap.FlashReduceScatter(config))
+            if sizes[0] > 1:
+                module.set_all_reduce_hook(fap.FlashAllReduce(mesh.get_group("replicate"), config))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     with pytest.MonkeyPatch.context() as patch:
         if unseen:
             patch.setattr(copies, "among", lambda shardings, _config: [False] * len(shardings))
         for step in range(STEPS):
-            generator = torch.Generator().manual_seed(1000 * step + mesh.get_local_rank("dp"))
+            generator = torch.Generator().manual_seed(1000 * step + dist.get_rank() // 2)
             x = torch.randn(16, WIDTH, generator=generator)
             optimizer.zero_grad()
             if step == 3:  # without gradients of the norm and the bias at the end
@@ -179,8 +396,21 @@ def test_copies_on_tensor_parallel_ranks_stay_the_same(
         assert site["bytes_sent"] < 0.3 * site["bytes_full_precision"]
 
 
-def test_they_would_drift_apart(ranks: Callable[[int], Ranks]) -> None:
-    for outcome in ranks(4).run(beside_tensor_parallelism, "norm a plain tensor", True, {}):
+@pytest.mark.parametrize(("sizes", "sites"), [((2, 1), ["replicas"]), ((2, 2), ["gradients", "replicas"])])
+def test_copies_stay_the_same_on_replicas(
+    ranks: Callable[[int], Ranks], sizes: tuple[int, int], sites: list[str]
+) -> None:
+    world = 2 * sizes[0] * sizes[1]
+    for outcome in ranks(world).run(beside_tensor_parallelism, "norm a plain tensor", False, {}, sizes):
+        assert outcome["apart"] == 0
+        assert sorted(outcome["sites"]) == [f"fsdp.{name}" for name in sites]
+        for site in outcome["sites"].values():
+            assert site["quantized"] == 3 * STEPS and site["full_precision"] == {copies.REASON: 2 * STEPS}
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_they_would_drift_apart(ranks: Callable[[int], Ranks], sizes: tuple[int, int]) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, "norm a plain tensor", True, {}, sizes):
         assert outcome["apart"] > 1e-4
 
 

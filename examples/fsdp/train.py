@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/fsdp/train.py              full precision
 torchrun --nproc-per-node 2 examples/fsdp/train.py --bits 8     gradients at 8 bits
 torchrun --nproc-per-node 2 examples/fsdp/train.py --bits 8 --parameter-bits 8     parameters too
+torchrun --nproc-per-node 4 examples/fsdp/train.py --bits 8 --replicas 2     each shard on two ranks
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import flash_allreduce_plugin as fap
@@ -42,10 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bits", type=int, help="width of the gradients; without it, torch's own reduction")
     parser.add_argument("--parameter-bits", type=int, help="width of the gathered parameters")
+    parser.add_argument("--replicas", type=int, default=1, help="ranks that have the same shard (HSDP)")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if cuda else "gloo")
+    if dist.get_world_size() % arguments.replicas:
+        parser.error(f"{dist.get_world_size()} ranks cannot be {arguments.replicas} replicas of the same size")
     device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -53,9 +58,11 @@ def main() -> None:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     model = Model().to(device)
+    sizes = (arguments.replicas, dist.get_world_size() // arguments.replicas)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
     for layer in model.layers.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # A small model for a demonstration: quantize whatever the size.
@@ -69,6 +76,9 @@ def main() -> None:
                 module.set_custom_all_gather(
                     fap.FlashAllGather(fap.FlashConfig(bits=arguments.parameter_bits, min_bytes=0))
                 )
+            if arguments.replicas > 1:
+                config = fap.FlashConfig(bits=arguments.bits or 8, enabled=bool(arguments.bits), min_bytes=0)
+                module.set_all_reduce_hook(fap.FlashAllReduce(mesh.get_group("replicate"), config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     batches = torch.Generator().manual_seed(dist.get_rank())
     for step in range(1, arguments.steps + 1):
