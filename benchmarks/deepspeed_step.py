@@ -5,7 +5,9 @@
 Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearly all of a step is communication. Every
 variant is an engine of its own; they take their steps in turn, so that a machine that drifts drifts for all of them. A
 time is the median over the rounds of the slowest rank's. "gradients" is a step's time less that of the step whose
-gradients are not sent at all: ZeRO's parameter gathers, the same in all variants, are in "step" and not in "gradients".
+gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "INT4 + 2" has gradients
+in 4 bits and parameters in 2: differences at stages 1 and 2, values at stage 3. "wire" is what a step puts on the
+interfaces of a host, headers and all.
 """
 
 from __future__ import annotations
@@ -61,8 +63,11 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage},
     }
-    if variant != FULL_PRECISION:
-        config["flash_allreduce"] = {"bits": int(variant.removeprefix("INT"))} if variant.startswith("INT") else {}
+    if variant.startswith("INT"):
+        bits, _, params = variant.removeprefix("INT").partition(" + ")
+        config["flash_allreduce"] = {"bits": int(bits), **({"param_bits": int(params)} if params else {})}
+    elif variant != FULL_PRECISION:
+        config["flash_allreduce"] = {}
     attachment.Reduction = _NothingSent if variant == NOT_SENT else Reduction  # type: ignore[misc]
     built, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=config)
     return built
@@ -77,35 +82,46 @@ def measure(arguments: argparse.Namespace) -> None:
     deepspeed.utils.logging.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo")
     attachment.attach()
-    variants = [NOT_SENT, FULL_PRECISION, *(f"INT{bits}" for bits in arguments.bits)]
+    quantized = [f"INT{bits}" for bits in arguments.bits]
     x = torch.randn(arguments.rows, arguments.width).bfloat16()
     results: dict[int, Any] = {}
     for stage in arguments.stages:
+        params = [] if stage == 0 else arguments.values if stage == 3 else arguments.differences
+        variants = [NOT_SENT, FULL_PRECISION, *quantized, *(f"{quantized[-1]} + {bits}" for bits in params)]
         engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         sent = {variant: 0 for variant in variants}
-        for round_ in range(arguments.rounds + 1):
+        wire: dict[str, list[float]] = {variant: [] for variant in variants}
+        for round_ in range(arguments.rounds + 2):
             turn = round_ % len(variants)
             for variant in variants[turn:] + variants[:turn]:
                 engine = engines[variant]
                 fap.reset_stats()
                 dist.barrier()
+                before = on_the_wire()
                 begin = time.perf_counter()
                 engine.backward(engine(x).float().square().mean())
                 engine.step()
                 took = torch.tensor(time.perf_counter() - begin)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 sent[variant] = fap.stats()["bytes_sent"]
-                if round_:  # the first round allocates
+                if round_ > 1:  # the first round allocates, and what is gathered by differences goes whole once
                     seconds[variant].append(float(took))
+                    wire[variant].append(on_the_wire() - before)
         optimizer = type(engines[FULL_PRECISION].optimizer).__name__
-        results[stage] = {"optimizer": optimizer, "seconds": seconds, "sent": sent}
+        results[stage] = {"optimizer": optimizer, "seconds": seconds, "sent": sent, "wire": wire}
         for engine in engines.values():
             engine.destroy()
     if dist.get_rank() == 0:
         print("RESULT " + json.dumps(results), flush=True)
     dist.barrier()
     os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+
+
+def on_the_wire() -> int:
+    """Bytes that this host's interfaces have sent, but for the loopback."""
+    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(numbers[8]) for name, *numbers in lines if name != "lo:")
 
 
 def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
@@ -119,6 +135,7 @@ def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
             "x bf16, gradients": gradients[FULL_PRECISION] / gradients[variant] if variant != NOT_SENT else None,
             "x bf16, step": medians[FULL_PRECISION] / seconds,
             "bits sent per element": 8 * result["sent"][variant] / elements,
+            "wire, bytes": statistics.median(result["wire"][variant]),
             "step by round": result["seconds"][variant],
         }
         for variant, seconds in medians.items()
@@ -129,12 +146,17 @@ def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
 def show(tables: list[dict[str, Any]]) -> None:
     for entry in tables:
         print(f"\nstage {entry['stage']}, {entry['optimizer']}")
-        print(f"{'':20}{'step ms':>9}{'gradients ms':>14}{'x bf16':>8}{'whole step':>12}{'bits sent':>11}")
+        print(
+            f"{'':20}{'step ms':>9}{'gradients ms':>14}{'x bf16':>8}{'whole step':>12}{'bits sent':>11}"
+            f"{'wire MB':>9}{'x bf16':>8}"
+        )
         for variant, row in entry["variants"].items():
-            ratio, bits = row["x bf16, gradients"], row["bits sent per element"]
+            ratio, bits, wire = row["x bf16, gradients"], row["bits sent per element"], row["wire, bytes"]
+            of_bf16 = wire / entry["variants"][FULL_PRECISION]["wire, bytes"]
             print(
                 f"{variant:20}{1e3 * row['step, seconds']:9.0f}{1e3 * row['gradients, seconds']:14.0f}"
                 f"{f'{ratio:.2f}' if ratio else '':>8}{row['x bf16, step']:12.2f}{f'{bits:.3f}' if bits else '':>11}"
+                f"{wire / 1e6:9.2f}{of_bf16:8.3f}"
             )
 
 
@@ -144,6 +166,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--differences", type=int, nargs="*", default=[4, 2], help="of parameters, at stages 1 and 2")
+    parser.add_argument("--values", type=int, nargs="*", default=[8], help="bits of parameters at stage 3")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4)

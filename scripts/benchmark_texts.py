@@ -128,15 +128,22 @@ def layer(results: list[Any]) -> Rows:
 
 
 def deepspeed_step(results: list[Any]) -> Rows:
-    """A row a stage: the bf16 step, and how much faster the step and its gradients are at each width."""
+    """A row a stage: the bf16 step, how much faster the step and its gradients are at each width, and the step whose
+    parameters are quantized too.
+    """
     tables = results[0]["tables"]
-    widths = [name for name in tables[0]["variants"] if name.startswith("INT")]
+    widths = [name for name in tables[0]["variants"] if name.startswith("INT") and "+" not in name]
     heads = [text for name in widths for text in (f"{name}: step", "gradients")]
+    heads += [f"{widths[-1]}, parameters too: step", "bytes on the wire / bf16's"]
     rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", *heads]]
     for table in tables:
         variants = table["variants"]
+        too = {name.partition(" + ")[2]: row for name, row in variants.items() if "+" in name}
         cells = [_number(variants["bf16"][key], ".0f", 1e3) for key in ("step, seconds", "gradients, seconds")]
         cells += [f"{variants[name][key]:.2f}" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
+        whole = variants["bf16"]["wire, bytes"]
+        cells.append(", ".join(f"{row['x bf16, step']:.2f} ({bits} bits)" for bits, row in too.items()))
+        cells.append(", ".join(f"{row['wire, bytes'] / whole:.3f}" for row in too.values()))
         rows.append([table["stage"], *cells])
     return rows
 
