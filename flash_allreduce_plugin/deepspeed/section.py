@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.config.wording import variable
+from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 SECTION = "flash_allreduce"
@@ -97,5 +97,31 @@ def refuse_incompatible(deepspeed: Any) -> None:
             f"optimizer.type {deepspeed.optimizer_name} and {SECTION} exclude each other: the optimizer compresses its "
             "communication itself; take another optimizer, or drop the section."
         )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def refuse_gathers(deepspeed: Any, config: FlashConfig) -> None:
+    """ConfigError, one line each, for what the gathers of stage 3 cannot go together with; elsewhere for their key."""
+    zero, lines = deepspeed.zero_config, []
+    stage = int(zero.stage)
+    if stage != 3 and config.param_backward_bits is not None:
+        lines.append(
+            f"{SECTION}.param_backward_bits={shown(config.param_backward_bits)} has no effect at ZeRO stage {stage}, "
+            "which gathers no parameters for the backward pass; leave it out."
+        )
+    quantized = config.param_bits != "full" or config.param_backward_bits not in (None, "full")
+    key = f"{SECTION}.{'param_bits' if config.param_bits != 'full' else 'param_backward_bits'}"
+    if stage == 3 and quantized:
+        if zero.use_all_reduce_for_fetch_params:
+            lines.append(
+                f"zero_optimization.stage3_use_all_reduce_for_fetch_params and {key} exclude each other: parameters "
+                "are then gathered by all-reduces; drop one of the two."
+            )
+        if zero.offload_param is not None and zero.offload_param.device == "nvme":
+            lines.append(
+                f"zero_optimization.offload_param to nvme and {key} exclude each other: parameters are then read from "
+                "disk in between; offload them to cpu, or drop the key."
+            )
     if lines:
         raise ConfigError("\n".join(lines))
