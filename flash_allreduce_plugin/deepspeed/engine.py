@@ -3,8 +3,9 @@ engine its reductions.
 
 That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
-configurations, or none. An engine that gathers quantized parameters has two functions of the process replaced as well
-(gathering.py), for itself alone. Functions whose own source carries the seam (source.py) find the replacement there instead.
+configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
+which leave everybody else's gathers as they are (gathering.py). Functions whose own source carries the seam (source.py)
+find the replacement there instead.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from flash_allreduce_plugin.telemetry import beside, notices, run_log
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, its Gathering or None, and what was put on it, its optimizer or its monitor: (owner, name,
+# On an engine: its Reduction, its Gathering or None, and what was put on it and on what belongs to it: (owner, name,
 # what was put there, what was there). Kept there, to die with it.
 _BOUND = "_flash_allreduce"
-# On an engine, its optimizer or its monitor: seam -> replacement, for the functions whose own source carries the seam.
+# On an engine, or on what belongs to it: seam -> replacement, for the functions whose own source carries the seam.
 _IN_SOURCE = "_flash_allreduce_in_source"
 _Bound = tuple[Any, str, Any, Any]
 _NOTHING = object()

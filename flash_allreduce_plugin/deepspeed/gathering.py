@@ -136,7 +136,7 @@ class Gathering:
     def close(self) -> None:
         """The engine is left alone from now on: drop the rounded values that it still holds and is not using."""
         for parameter in self._module.parameters():
-            number = getattr(parameter, "ds_id", None)
+            number = getattr(parameter, "ds_id", -1)
             if _owners.get(number) is not self:
                 continue
             del _owners[number]

@@ -45,9 +45,9 @@ def enable(config: FlashConfig | None = None) -> None:
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows, and
     ConfigError for fields that have no effect in Megatron, if Transformer Engine overlaps its collectives with its
-    GEMMs, or if FLASH_ALLREDUCE_LOG cannot be written. A Transformer Engine that does not have the functions this version knows is warned about and left alone:
-    it may be installed and not be used. So is a training package of Megatron-LM's, whose monitors get our scalars and
-    whose checkpoints our state.
+    GEMMs, or if FLASH_ALLREDUCE_LOG cannot be written. A Transformer Engine that does not have the functions this
+    version knows is warned about and left alone: it may be installed and not be used. So is a training package of
+    Megatron-LM's, whose monitors get our scalars and whose checkpoints our state.
     """
     global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):

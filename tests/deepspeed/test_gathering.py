@@ -208,7 +208,9 @@ def test_everybody_else_gets_exact_parameters_and_is_counted(engines: Callable[[
 
 def in_flight() -> dict[str, Any]:
     """When gathers begin and layers run; rank 1 comes late, and rank 0's handle must not wait for it."""
-    built = engine(zero3(**{**NO_REUSE, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 4000}), VALUES)
+    built = engine(
+        zero3(**{**NO_REUSE, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 4000}), VALUES
+    )
     for number in range(3):
         step(built, number)
     events: list[str] = []
@@ -323,7 +325,11 @@ def two_engines() -> dict[str, Any]:
     in_place = fap.deepspeed.report()[SITE]["in_place"]
     for one in (ours, alone):
         one.destroy()
-    return {"errors": errors(found["forward"], [one for one in theirs if one.dim() == 2]), "calls": counted, "in": in_place}
+    return {
+        "errors": errors(found["forward"], [one for one in theirs if one.dim() == 2]),
+        "calls": counted,
+        "in": in_place,
+    }
 
 
 def test_another_engines_parameters_are_not_ours(engines: Callable[[int], Ranks]) -> None:
