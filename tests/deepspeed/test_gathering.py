@@ -40,7 +40,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload": (2, {**zero3(offload_param={"device": "cpu"}), **BF16}),
     "hpz": (4, {**zero3(zero_hpz_partition_size=2, **NO_REUSE), "gradient_accumulation_steps": 2}),
 }
-if release() >= (0, 18):
+if release() >= (0, 18, 5):
     CASES["sequential"] = (2, zero3(stage3_allgather_sequential=True))
 
 
@@ -412,9 +412,26 @@ def said(options: dict[str, Any], flash: dict[str, Any]) -> str:
 def test_few_bits_are_warned_about(engines: Callable[[int], Ranks]) -> None:
     run = engines(2).run
     first, second = run(said, zero3(), {**EIGHT, "param_bits": 4})
-    assert "param_bits=4" in first and "flash all-reduce: param_bits is 4: " in first and not second
+    assert "param_bits=4" in first and "flash all-reduce: param_bits is 4: at 4 bits the values of" in first
+    assert not second
     assert "param_backward_bits is 5: " in run(said, zero3(), {**VALUES, "param_backward_bits": 5})[0]
     assert " is 6: " not in run(said, zero3(), {**EIGHT, "param_bits": 6})[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"param_bits": 8, "param_backward_bits": 8, "gather_bits": 4}, ["gather_bits is 4"]),
+        ({"param_bits": 8, "hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2}}, ["hierarchical."]),
+        ({"param_bits": "full", "gather_bits": 4}, []),
+        ({"param_bits": 3, "param_backward_bits": 4}, ["param_bits is 3", "param_backward_bits is 4"]),
+    ],
+    ids=str,
+)
+def test_the_width_that_counts_is_warned_about(given: dict[str, Any], named: list[str]) -> None:
+    at_stage_3 = SimpleNamespace(zero_optimization_stage=lambda: 3)
+    found = gathering.doubts(at_stage_3, fap.FlashConfig.from_dict(given))
+    assert len(found) == len(named) and all(map(str.startswith, found, named)), found
 
 
 def settled(**zero: Any) -> SimpleNamespace:
