@@ -38,7 +38,7 @@ _MODULE = "apex.parallel.distributed"
 _ALL_REDUCE = "dist.all_reduce"
 _LACKS = {
     **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
-    "param_bits": "where no parameters are gathered",
+    **dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered"),
 }
 
 _config: FlashConfig | None = None

@@ -34,7 +34,7 @@ Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
 _LACKS = {
     **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
-    "param_bits": "where no parameters are gathered",
+    **dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered"),
 }
 
 

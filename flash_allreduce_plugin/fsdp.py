@@ -41,7 +41,7 @@ _LACKS = {
     "include": "which torch does not tell the module",
     "exclude": "which torch does not tell the module",
     "warmup_steps": "which torch does not tell the step",
-    "param_bits": "where FlashAllGather gathers parameters at `bits`",
+    **dict.fromkeys(("param_bits", "param_backward_bits"), "where FlashAllGather gathers parameters at `bits`"),
 }
 # Variables of FSDP2's foreach_reduce, which tells its hooks little.
 _READ = {

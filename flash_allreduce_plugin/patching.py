@@ -142,15 +142,19 @@ class Patchset:
         Raises PatchError, and changes nothing, if somebody replaced one of the symbols after us: putting the
         original back would silently drop their patch.
         """
+        self.refuse_replaced()
+        for patch in reversed(self._applied):
+            patch.undo()
+        self._applied = []
+
+    def refuse_replaced(self) -> None:
+        """Raises PatchError if somebody replaced one of the symbols after us."""
         for patch in self._applied:
             if not patch.is_in_place() and not patch.is_undone():
                 raise PatchError(
                     f"{self.name}: {patch.seam.target} (seam {patch.seam.id}) was replaced again after us by "
                     f"{_describe(vars(patch.owner).get(patch.name))}; undo that first, nothing was restored"
                 )
-        for patch in reversed(self._applied):
-            patch.undo()
-        self._applied = []
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Per seam id: `target`, `covers`, and whether our replacement stands there now (`in_place`)."""

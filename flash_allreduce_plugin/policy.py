@@ -43,6 +43,7 @@ BACKWARD_FULL = "backward_bits is full"
 GATHER_FULL = "sequence_parallel_gather_bits is full"
 GRADIENT_FULL = "grad_bits is full"
 PARAMETER_FULL = "param_bits is full"
+PARAMETER_BACKWARD_FULL = "param_backward_bits is full"
 EMBEDDING = "embedding"
 EXPERT_FULL = "expert_bits is full"
 NOT_INCLUDED = "not in include"
@@ -63,6 +64,7 @@ class Role(str, Enum):
     SEQUENCE_PARALLEL_GRADIENT = "sequence_parallel_gradient"  # an all-gather too, of a gradient
     GRADIENT = "gradient"
     PARAMETER = "parameter"
+    PARAMETER_BACKWARD = "parameter_backward"
     EMBEDDING = "embedding"
     EXPERT = "expert"
     EXPERT_GRADIENT = "expert_gradient"
@@ -216,6 +218,8 @@ def _adapts(collective: Collective, config: FlashConfig) -> bool:
 
 def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
     """The width that a role is quantized to, or why it is not."""
+    if role is Role.PARAMETER_BACKWARD and config.param_backward_bits is None:
+        role = Role.PARAMETER
     if role is Role.EMBEDDING and not config.quantize_embedding:
         return FullPrecision(EMBEDDING)
     if role in _GRADIENTS and config.backward_bits == "full":
@@ -226,7 +230,9 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         Role.SEQUENCE_PARALLEL_GRADIENT: (config.sequence_parallel_gather_bits, GATHER_FULL),
         Role.GRADIENT: (config.grad_bits, GRADIENT_FULL),
         Role.PARAMETER: (config.param_bits, PARAMETER_FULL),
+        Role.PARAMETER_BACKWARD: (config.param_backward_bits, PARAMETER_BACKWARD_FULL),
         Role.EXPERT: (config.expert_bits, EXPERT_FULL),
         Role.EXPERT_GRADIENT: (config.expert_bits, EXPERT_FULL),
     }.get(role, (config.bits, ""))
+    assert bits is not None
     return FullPrecision(reason) if bits == "full" else bits

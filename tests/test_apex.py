@@ -472,7 +472,9 @@ def test_error_feedback(group: Ranks, what: str) -> None:
             assert on[rank]["keys"] == ["0"] and on[rank]["dropped"] == {}
 
 
-@pytest.mark.parametrize(("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("backward_bits", 8)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("backward_bits", 8), ("param_backward_bits", 8)]
+)
 def test_a_key_without_effect_is_refused(key: str, value: Any) -> None:
     with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in fap\.apex, where .*; leave it out\.$"):
         fap.apex.enable(fap.FlashConfig(**{key: value}))

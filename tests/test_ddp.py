@@ -145,7 +145,9 @@ def test_a_dict_is_refused() -> None:
         fap.ddp_hook({"bits": 8})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("grad_bits", 4)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("grad_bits", 4), ("param_backward_bits", 8)]
+)
 def test_a_key_without_effect_is_refused(key: str, value: Any) -> None:
     with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in ddp_hook, where .*; leave it out\.$"):
         fap.ddp_hook(fap.FlashConfig(**{key: value}))

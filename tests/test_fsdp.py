@@ -324,7 +324,8 @@ def test_other_groups_than_the_replicas_are_refused(ranks: Callable[[int], Ranks
 
 @pytest.mark.parametrize("made", [fap.FlashReduceScatter, fap.FlashAllGather])
 @pytest.mark.parametrize(
-    ("key", "value"), [("include", ["a"]), ("exclude", ["a"]), ("warmup_steps", 1), ("expert_bits", 8)]
+    ("key", "value"),
+    [("include", ["a"]), ("exclude", ["a"]), ("warmup_steps", 1), ("expert_bits", 8), ("param_backward_bits", 8)],
 )
 def test_a_key_without_effect_is_refused(made: Any, key: str, value: Any) -> None:
     with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in {made.__name__}, .*; leave it out\.$"):

@@ -105,7 +105,14 @@ def test_tensor_parallelism_is_refused(ranks: Callable[[int], Ranks]) -> None:
 def test_bad_configurations_are_refused() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.fsdp1_hook({"bits": 8})  # type: ignore[arg-type]
-    given = {"include": ["a"], "exclude": ["a"], "warmup_steps": 1, "error_feedback": True, "grad_bits": 8}
+    given = {
+        "include": ["a"],
+        "exclude": ["a"],
+        "warmup_steps": 1,
+        "error_feedback": True,
+        "grad_bits": 8,
+        "param_backward_bits": 8,
+    }
     for key, value in given.items():
         with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in fsdp1_hook, .*; leave it out\.$"):
             fap.fsdp1_hook(fap.FlashConfig(**{key: value}))

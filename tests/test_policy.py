@@ -100,6 +100,7 @@ ROLES = [
     (Role.SEQUENCE_PARALLEL_GRADIENT, "sequence_parallel_gather_bits", policy.GATHER_FULL),
     (Role.GRADIENT, "grad_bits", policy.GRADIENT_FULL),
     (Role.PARAMETER, "param_bits", policy.PARAMETER_FULL),
+    (Role.PARAMETER_BACKWARD, "param_backward_bits", policy.PARAMETER_BACKWARD_FULL),
     (Role.EXPERT, "expert_bits", policy.EXPERT_FULL),
     (Role.EXPERT_GRADIENT, "expert_bits", policy.EXPERT_FULL),
 ]
@@ -114,6 +115,7 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         "sequence_parallel_gather_bits": 8,
         "grad_bits": 8,
         "param_bits": 8,
+        "param_backward_bits": 8,
         "expert_bits": 8,
         key: 5,
     }
@@ -146,6 +148,15 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
         planned = plan(site=site, config=FlashConfig.from_dict({**widths, key: 4}))
         assert isinstance(planned, Plan)
         assert (planned.reduce.bits, planned.gather.bits) == expected
+
+
+def test_parameters_of_the_backward_pass_have_the_width_of_the_forward_pass_if_none_of_their_own() -> None:
+    backward = Site("test", Role.PARAMETER_BACKWARD)
+    assert plan(site=backward, config=FlashConfig(param_bits=5)) == plan(config=FlashConfig(bits=5))
+    assert plan(site=backward, config=FlashConfig()) == FullPrecision(policy.PARAMETER_FULL)
+    assert plan(site=Site("test", Role.PARAMETER), config=FlashConfig(param_backward_bits=4)) == FullPrecision(
+        policy.PARAMETER_FULL
+    )
 
 
 @pytest.mark.parametrize("role", [Role.SEQUENCE_PARALLEL_GRADIENT, Role.EXPERT_GRADIENT])

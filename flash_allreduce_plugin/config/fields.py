@@ -34,6 +34,7 @@ from flash_allreduce_plugin.errors import ConfigError
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
 _OR_FULL = f'{_WIDTH} or "full"'
+_OR_FULL_OR_NONE = f'{_WIDTH}, "full" or none'
 _COUNT = "a whole number, 0 or more"
 _BOOL = "true or false"
 _PATTERNS = "a list of name patterns (strings)"
@@ -118,6 +119,9 @@ class FlashConfig(_Frozen):
         "full",
         _OR_FULL,
         "width for gathers of parameters: their differences where every rank keeps them, their values elsewhere",
+    )
+    param_backward_bits: Width | Literal["full"] | None = _width(
+        None, _OR_FULL_OR_NONE, "width for gathers of parameters in the backward pass (ZeRO stage 3); none: param_bits"
     )
     sequence_parallel_gather_bits: Width | Literal["full"] = _width(
         "full", _OR_FULL, "width for the all-gathers of sequence parallelism (Megatron)"

@@ -1,4 +1,5 @@
-"""DeepSpeed: quantized gradient reduction at ZeRO stages 0 to 3, from a section of the JSON configuration.
+"""DeepSpeed: quantized gradient reduction at ZeRO stages 0 to 3, and gathers of parameters, from a section of the JSON
+configuration.
 
     "flash_allreduce": {"bits": 4}
 

@@ -1,9 +1,11 @@
 """DeepSpeedEngine.__init__: reads the section, refuses what is wrong before anything is built, and gives the finished
 engine its reductions.
 
-That constructor is the one thing replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
+That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
-configurations, or none. Functions whose own source carries the seam (source.py) find the replacement there instead.
+configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
+which leave everybody else's gathers as they are (gathering.py). Functions whose own source carries the seam (source.py)
+find the replacement there instead.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 from weakref import WeakSet
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import section
+from flash_allreduce_plugin.deepspeed import gathering, section
+from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, gradients
@@ -29,10 +32,10 @@ from flash_allreduce_plugin.telemetry import beside, notices, run_log
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, and what was put on it, its optimizer or its monitor: (owner, name, what was put there,
-# what was there). Kept there, to die with it.
+# On an engine: its Reduction, its Gathering or None, and what was put on it and on what belongs to it: (owner, name,
+# what was put there, what was there). Kept there, to die with it.
 _BOUND = "_flash_allreduce"
-# On an engine, its optimizer or its monitor: seam -> replacement, for the functions whose own source carries the seam.
+# On an engine, or on what belongs to it: seam -> replacement, for the functions whose own source carries the seam.
 _IN_SOURCE = "_flash_allreduce_in_source"
 _Bound = tuple[Any, str, Any, Any]
 _NOTHING = object()
@@ -65,7 +68,10 @@ def detach() -> None:
     global _attached, _for_all
     for engine in list(_engines):
         _refuse_replaced(engine)
-    _patchset().restore()
+    for patchset in (_patchset(), _of_process()):
+        patchset.refuse_replaced()
+    for patchset in (_patchset(), _of_process()):
+        patchset.restore()
     _attached = False
     _for_all = None
     for engine in list(_engines):
@@ -77,13 +83,14 @@ def is_attached() -> bool:
 
 
 def verify() -> None:
-    """PatchError if one of the functions that reduce gradients is not as this version knows it."""
-    Patchset("deepspeed", places(None), _supported()).verify()
+    """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it."""
+    Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
+    _of_process().verify()
 
 
 def seams() -> list[Seam]:
-    """Every function that is replaced, the constructor and those on an engine; reads nothing of DeepSpeed."""
-    return [*_patchset().seams, *places(None)]
+    """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
+    return [*_patchset().seams, *places(None), *gathering.of_engine(None), *_of_process().seams]
 
 
 def sites_in_place() -> set[str]:
@@ -91,33 +98,44 @@ def sites_in_place() -> set[str]:
     reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in _engines]
     sites = {gradients(reduction.stage).name for reduction in reductions}
     sites |= {parameters(reduction.stage).name for reduction in reductions if reduction.parameters is not None}
+    for engine in _engines:
+        if (own := getattr(engine, _BOUND)[1]) is not None:
+            sites |= own.sites()
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
 def bind(engine: Any, config: FlashConfig) -> None:
-    """Replace the reductions of a finished engine and its optimizer, and feed its monitor."""
+    """Replace the reductions of a finished engine and its optimizer, and its gathers; feed its monitor."""
     reduction = Reduction(engine, config)
+    own = Gathering(engine, reduction) if gathering.wanted(engine, config) else None
     run_log.start(config, _steps(engine))
     bound: list[_Bound] = []
-    setattr(engine, _BOUND, (reduction, bound))
+    setattr(engine, _BOUND, (reduction, own, bound))
     _engines.add(engine)
     beside.attach(reduction)
     try:
-        _put_on(engine, reduction, bound)
+        if own is not None:
+            _of_process().apply()
+        _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
         raise
 
 
-def _put_on(engine: Any, reduction: Reduction, bound: list[_Bound]) -> None:
+def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: list[_Bound]) -> None:
     def put(owner: Any, name: str, new: Any) -> None:
         bound.append((owner, name, new, vars(owner).get(name, _NOTHING)))
         setattr(owner, name, new)
 
-    for place in places(reduction):
+    owners = [engine, getattr(engine, "optimizer", None), getattr(engine, "monitor", None)]
+    seams = places(reduction)
+    if own is not None:
+        owners.append(gathering.coordinator_of(engine))
+        seams += gathering.of_engine(own)
+    for place in seams:
         class_name, name = place.attribute.split(".")
         owner = getattr(importlib.import_module(place.module), class_name)
-        for candidate in (engine, getattr(engine, "optimizer", None), getattr(engine, "monitor", None)):
+        for candidate in owners:
             if not isinstance(candidate, owner):
                 continue
             function = getattr(type(candidate), name)
@@ -151,8 +169,10 @@ def reduction_of(engine: Any) -> Reduction:
 
 def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
-    reduction, bound = getattr(engine, _BOUND)
+    reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
+    if own is not None:
+        own.close()
     delattr(engine, _BOUND)
     _engines.discard(engine)
     for owner, name, new, before in reversed(bound):
@@ -165,7 +185,7 @@ def release(engine: Any) -> None:
 
 
 def _refuse_replaced(engine: Any) -> None:
-    for owner, name, new, before in getattr(engine, _BOUND)[1]:
+    for owner, name, new, before in getattr(engine, _BOUND)[2]:
         found = vars(owner).get(name, _NOTHING)
         if found is not new and found is not before:
             raise PatchError(
@@ -177,6 +197,11 @@ def _refuse_replaced(engine: Any) -> None:
 @functools.cache
 def _patchset() -> Patchset:
     return Patchset("deepspeed", [constructor()], _supported())
+
+
+@functools.cache
+def _of_process() -> Patchset:
+    return Patchset("deepspeed", gathering.of_process(), _supported())
 
 
 def constructor() -> Seam:
@@ -216,7 +241,8 @@ def _with_section(original: Function) -> Function:
         if config is not None:
             _refuse_useless(self, config)
             bind(self, config)
-            notices.say(start_line(self, config))
+            for line in (start_line(self, config), *gathering.doubts(self, config)):
+                notices.say(line)
 
     return __init__
 
@@ -251,7 +277,8 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
         if config is None:
             config = _for_all
         if config is not None:
-            section.refuse_incompatible(deepspeed, config)
+            section.refuse_incompatible(deepspeed)
+            section.refuse_gathers(deepspeed, config)
             run_log.start(config)
     except ConfigError as error:
         raise DeepSpeedConfigError(str(error)) from error

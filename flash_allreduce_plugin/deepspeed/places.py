@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
@@ -27,6 +28,7 @@ STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2"
 STAGE_3 = "deepspeed.runtime.zero.stage3"
 
 _BUCKET = "allreduce_bucket of DeepSpeedEngine"
+_GATHER = "_dist_allgather_fn, for __all_gather_params_ of PartitionedParameterCoordinator"
 _ZERO = "allreduce_bucket and gradient_reduction_w_predivide of DeepSpeedZeroOptimizer"
 
 # What `report` lists: site -> (where in DeepSpeed, what is covered).
@@ -46,6 +48,8 @@ SITES = {
         for stage in (0, 1, 2)
     },
     EXPERTS.name: (f"{_ZERO}; {_BUCKET}", "gradients of experts, over their own data-parallel groups, at any stage"),
+    PARAMETERS.name: (_GATHER, "parameters at stage 3, for the forward and the backward pass: all-gather"),
+    BACKWARD.name: (_GATHER, "parameters at stage 3 for the backward pass, where it has a width of its own"),
 }
 
 

@@ -75,7 +75,7 @@ class Reduction:
         #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
         self.parameters: Parameters | None = None
         if config.param_bits != "full" and self.stage < 3:
-            self.parameters = Parameters(config, self.stage, self._finished_steps, self._tensor_parallel)
+            self.parameters = Parameters(config, self.stage, self.finished_steps, self._tensor_parallel)
         self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
@@ -191,7 +191,7 @@ class Reduction:
 
     def _how(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """What every collective of the engine is called with."""
-        step = self._finished_steps()
+        step = self.finished_steps()
         self._first_steps.at(step, self.config)
         return {"config": self.config, "site": self._site(group), "step": step, "feedback": self._slot()}
 
@@ -209,7 +209,7 @@ class Reduction:
             elif self._scale is not None and scale != self._scale:
                 self.feedback.reset(SCALED)
             self._scale = scale
-            self.feedback.begin(self._finished_steps())
+            self.feedback.begin(self.finished_steps())
         return self.feedback.slot()
 
     def save(self, folder: str) -> None:
@@ -243,7 +243,7 @@ class Reduction:
         experts = getattr(self._engine, "expert_data_parallel_group", None) or {}
         return EXPERTS if any(group is one for one in experts.values()) else gradients(self.stage)
 
-    def _finished_steps(self) -> int:
+    def finished_steps(self) -> int:
         """Optimizer steps that were made; one that the loss scaler skipped is none."""
         return int(self._engine.global_steps) - int(self._engine.skipped_steps)
 

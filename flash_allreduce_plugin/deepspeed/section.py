@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.config.wording import variable
+from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 SECTION = "flash_allreduce"
@@ -72,10 +72,10 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
     return config
 
 
-def refuse_incompatible(deepspeed: Any, config: FlashConfig) -> None:
-    """ConfigError, one line each, for what in a DeepSpeedConfig replaces or bypasses what we quantize."""
+def refuse_incompatible(deepspeed: Any) -> None:
+    """ConfigError, one line each, for what in a DeepSpeedConfig replaces or bypasses the reductions we quantize."""
+    lines = []
     zero = deepspeed.zero_config
-    lines = [] if config.param_bits == "full" else _of_parameters(deepspeed)
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key, False):
             lines.append(
@@ -101,7 +101,34 @@ def refuse_incompatible(deepspeed: Any, config: FlashConfig) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _of_parameters(deepspeed: Any) -> list[str]:
+def refuse_gathers(deepspeed: Any, config: FlashConfig) -> None:
+    """ConfigError, one line each, for what quantized gathers of parameters cannot go together with."""
+    zero = deepspeed.zero_config
+    stage = int(zero.stage)
+    lines = [] if config.param_bits == "full" or stage == 3 else _of_differences(deepspeed)
+    if stage != 3 and config.param_backward_bits is not None:
+        lines.append(
+            f"{SECTION}.param_backward_bits={shown(config.param_backward_bits)} has no effect at ZeRO stage {stage}, "
+            "which gathers no parameters for the backward pass; leave it out."
+        )
+    quantized = config.param_bits != "full" or config.param_backward_bits not in (None, "full")
+    key = f"{SECTION}.{'param_bits' if config.param_bits != 'full' else 'param_backward_bits'}"
+    if stage == 3 and quantized:
+        if zero.use_all_reduce_for_fetch_params:
+            lines.append(
+                f"zero_optimization.stage3_use_all_reduce_for_fetch_params and {key} exclude each other: parameters "
+                "are then gathered by all-reduces; drop one of the two."
+            )
+        if zero.offload_param is not None and zero.offload_param.device == "nvme":
+            lines.append(
+                f"zero_optimization.offload_param to nvme and {key} exclude each other: parameters are then read from "
+                "disk in between; offload them to cpu, or drop the key."
+            )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _of_differences(deepspeed: Any) -> list[str]:
     """What does not go together with param_bits at stages 0 to 2."""
     zero, key = deepspeed.zero_config, f"{SECTION}.param_bits"
     lines = []

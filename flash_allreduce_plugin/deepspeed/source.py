@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from flash_allreduce_plugin.deepspeed import engine
+from flash_allreduce_plugin.deepspeed import engine, gathering
 from flash_allreduce_plugin.patching import in_source
 
 
@@ -23,8 +23,10 @@ def seam(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     It is checked like any other and raises PatchError if the function no longer fits.
     """
-    if name != engine.CONSTRUCTOR:
+    if name == engine.CONSTRUCTOR:
+        engine.attached_by_source()
+    of_process = {one.id: one for one in (engine.constructor(), *gathering.of_process())}
+    if name not in of_process:
         return in_source(name, lambda original, owner, *_: engine.replacements(owner).get(name))
-    engine.attached_by_source()
-    replaced = functools.cache(engine.constructor().replacement)
+    replaced = functools.cache(of_process[name].replacement)
     return in_source(name, lambda original, *_: replaced(original) if engine.is_attached() else None)

@@ -16,7 +16,7 @@ import warnings
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
-from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import (
     checkpoints,
     data_parallel,
@@ -44,10 +44,10 @@ def enable(config: FlashConfig | None = None) -> None:
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises PatchError, changing nothing, if this megatron-core does not have the functions this version knows, and
-    ConfigError if Transformer Engine overlaps its collectives with its GEMMs, or if FLASH_ALLREDUCE_LOG cannot be
-    written. A Transformer Engine that does not have the functions this version knows is warned about and left alone:
-    it may be installed and not be used. So is a training package of Megatron-LM's, whose monitors get our scalars and
-    whose checkpoints our state.
+    ConfigError for fields that have no effect in Megatron, if Transformer Engine overlaps its collectives with its
+    GEMMs, or if FLASH_ALLREDUCE_LOG cannot be written. A Transformer Engine that does not have the functions this
+    version knows is warned about and left alone: it may be installed and not be used. So is a training package of
+    Megatron-LM's, whose monitors get our scalars and whose checkpoints our state.
     """
     global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):
@@ -55,6 +55,9 @@ def enable(config: FlashConfig | None = None) -> None:
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = for_megatron(FlashConfig.from_env() if config is None else config)
+    lines = refusals.of_fields(config)
+    if lines:
+        raise ConfigError("\n".join(lines))
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
     fresh: Patchset | None = None
     if _patchset is None:

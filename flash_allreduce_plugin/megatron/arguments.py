@@ -24,7 +24,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron.refusals import refusals
+from flash_allreduce_plugin.megatron.refusals import of_fields, refusals
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import counters, notices
@@ -203,8 +203,10 @@ def start(args: Any) -> None:
 
 
 def refuse_incompatible(args: Any, config: FlashConfig) -> None:
-    """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize."""
-    lines = refusals(args, _option, SWITCH)
+    """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize, and for
+    fields that have no effect in Megatron.
+    """
+    lines = refusals(args, _option, SWITCH) + of_fields(config, flag)
     if config.grad_bits != "full":
         for name in _without_buffers(args):
             lines.append(

@@ -1,4 +1,5 @@
-"""Megatron's options that replace or bypass the collectives that we quantize: they are refused with an error.
+"""Megatron's options that replace or bypass the collectives that we quantize, and our fields that have no effect in
+Megatron: they are refused with an error.
 
 The launch flags check Megatron-LM's arguments. While enabled, every configuration that is built is checked too, for
 scripts that call `enable` themselves.
@@ -10,10 +11,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import refusals as keys
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.patching import Seam
 
 Spelling = Callable[..., str]
+
+_LACKS = {"param_backward_bits": "which gathers no parameters for the backward pass alone"}
+
+
+def of_fields(config: FlashConfig, spelled: Callable[[str], str] = str) -> list[str]:
+    """One line for each field that was given and has no effect in Megatron; spelled: names it as its user wrote it."""
+    return keys.refusals(config.given(), "Megatron", _LACKS, spelled)
 
 
 def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:

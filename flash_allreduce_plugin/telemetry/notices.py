@@ -27,6 +27,7 @@ _FIELDS = {
     policy.GATHER_FULL: "sequence_parallel_gather_bits",
     policy.GRADIENT_FULL: "grad_bits",
     policy.PARAMETER_FULL: "param_bits",
+    policy.PARAMETER_BACKWARD_FULL: "param_backward_bits",
     policy.EXPERT_FULL: "expert_bits",
     policy.EMBEDDING: "quantize_embedding",
 }

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.skipif(FOUND is None, reason="deepspeed is not installe
 ENGINE = "deepspeed/runtime/engine.py"
 ZERO = "deepspeed/runtime/zero/stage_1_and_2.py"
 STAGE3 = "deepspeed/runtime/zero/stage3.py"
+PARTITIONING = "deepspeed/runtime/zero/partition_parameters.py"
+COORDINATOR = "deepspeed/runtime/zero/partitioned_param_coordinator.py"
 
 
 def site() -> Path:
@@ -38,12 +40,20 @@ def test_the_installed_release_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (ZERO, "dist.reduce(tensor_to_allreduce", "dist.send(tensor_to_allreduce", r"does not use dist\.reduce"),
         (ZERO, "bucket_ranks=None", "owners=None", r"zero\.owners: .*found \(self, small_bucket"),
         (STAGE3, "= reduce_scatter_coalesced(", "= scatter(", "does not use reduce_scatter_coalesced"),
+        (
+            PARTITIONING,
+            "def _dist_allgather_fn(input_tensor",
+            "def _dist_allgather_fn(tensor",
+            r"stage3\.gather: .*found",
+        ),
+        (PARTITIONING, "def _all_gather(self, param_list", "def _all_gather(self, params", r"stage3\.outside: .*found"),
+        (COORDINATOR, "def __all_gather_params_(self, params", "def __gather(self, params", "it does not exist"),
     ],
 )
 def test_what_a_release_could_change_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, old: str, new: str, said: str
 ) -> None:
-    for name in (ENGINE, ZERO, STAGE3):
+    for name in (ENGINE, ZERO, STAGE3, PARTITIONING, COORDINATOR):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         source = (site() / name).read_text(encoding="utf-8")
         if name == path:

@@ -128,7 +128,7 @@ def left_alone(options: dict[str, Any]) -> tuple[bool, bool]:
     from flash_allreduce_plugin.deepspeed import engine as ours
 
     built = training.engine(options, {"bits": 8, "min_bytes": 0})
-    bound = {name for _, name, *_ in getattr(built, ours._BOUND)[1]}
+    bound = {name for _, name, *_ in getattr(built, ours._BOUND)[-1]}
     fap.reset_stats()
     training.step(built, 0)
     counted = any("parameters" in name for name in fap.stats()["sites"])

@@ -112,8 +112,8 @@ def settled(optimizer: str | None = None, deepcompile: bool = False, **zero: Any
 )
 def test_what_cannot_go_together(given: dict[str, Any], named: str) -> None:
     with pytest.raises(fap.ConfigError, match=f"^{re.escape(named)} and flash_allreduce exclude each other"):
-        section.refuse_incompatible(settled(**given), fap.FlashConfig())
-    section.refuse_incompatible(settled("adam", zero_quantized_gradients=False, mics_shard_size=-1), fap.FlashConfig())
+        section.refuse_incompatible(settled(**given))
+    section.refuse_incompatible(settled("adam", zero_quantized_gradients=False, mics_shard_size=-1))
 
 
 @pytest.mark.parametrize(

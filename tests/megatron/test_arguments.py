@@ -188,6 +188,16 @@ def test_gradients_that_pass_other_buffers_are_refused(name: str) -> None:
     arguments.refuse_incompatible(argparse.Namespace(**{name: True}), FlashConfig())
 
 
+def test_what_only_zero_3_has_is_refused() -> None:
+    config = FlashConfig(param_backward_bits=4)
+    said = "=4 has no effect in Megatron, which gathers no parameters for the backward pass alone; leave it out."
+    with pytest.raises(ConfigError, match=f"^--flash-allreduce-param-backward-bits{said}$"):
+        arguments.refuse_incompatible(argparse.Namespace(), config)
+    with pytest.raises(ConfigError, match=f"^param_backward_bits{said}$"):
+        MEGATRON.enable(config)
+    assert not MEGATRON.is_enabled()
+
+
 def test_rank_0_says_what_is_attached(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "6")
     arguments.start(parse(*words, rank=1))
