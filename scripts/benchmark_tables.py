@@ -172,6 +172,40 @@ TRAINING = (
         needs=("deepspeed",),
     ),
     Table(
+        "parameters",
+        (
+            Command(
+                f"{DEEPSPEED} --stages 2 --noise "
+                + _sections(
+                    '"bits": 8',
+                    '"bits": 8, "param_bits": 4',
+                    '"preset": "int4", "param_bits": 4',
+                    '"bits": 8, "param_bits": 2',
+                ),
+                _QUICK_DEEPSPEED,
+            ),
+            Command(
+                f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
+                _QUICK_DEEPSPEED,
+            ),
+            Command(
+                f"{DEEPSPEED} --width 512 --layers 7 --batch 2 --stages 2 --seeds 1 --noise "
+                + _sections('"bits": 8, "param_bits": 4', '"preset": "int4", "param_bits": 4'),
+                _QUICK_DEEPSPEED,
+            ),
+        ),
+        texts.deepspeed_training,
+        slow=True,
+        needs=("deepspeed",),
+    ),
+    Table(
+        "held weights",
+        (Command("python -m benchmarks.held_weights", "--steps 4 --every 1 --width 32 --layers 1"),),
+        texts.held_weights,
+        slow=True,
+        needs=("deepspeed",),
+    ),
+    Table(
         "low bits",
         (
             Command(

@@ -191,11 +191,28 @@ def _section(variant: str) -> str:
         return variant
     section = json.loads(variant)
     section.pop("error_feedback", None)  # the table has it in its title
-    if "bits" in section:
+    if "preset" in section:
+        widths = f"preset {section.pop('preset')}"
+    elif "bits" in section:
         widths = f"INT{section.pop('bits')}"
     else:
         widths = f"INT{section.pop('reduce_bits')}, gather_bits {section.pop('gather_bits')}"
     return ", ".join([widths, *(key if value is True else f"{key} {value}" for key, value in section.items())])
+
+
+def held_weights(results: list[Any]) -> Rows:
+    """Of benchmarks.held_weights: a row a width, columns for some steps."""
+    widths = results[0]["bits"]
+    steps = list(next(iter(widths.values())))
+    shown = [steps[0], steps[len(steps) // 2 - 1], steps[-1]] if len(steps) > 2 else steps
+    head = ["param_bits", *(f"step {step}" for step in shown), "greatest", "bf16 itself", "same bits on all ranks"]
+    rows: Rows = [head]
+    for bits, found in widths.items():
+        greatest = max(row["held"] for row in found.values())
+        alike = "at every step shown" if all(row["same bits on all ranks"] for row in found.values()) else "no"
+        own = found[steps[-1]]["bf16"]
+        rows.append([bits, *(f"{found[step]['held']:.3e}" for step in shown), f"{greatest:.3e}", f"{own:.3e}", alike])
+    return rows
 
 
 def _difference(losses: dict[str, Any], variant: str) -> float:

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import Hierarchy
 from flash_allreduce_plugin.decision import ring_bytes
+from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 from flash_allreduce_plugin.patching import Function, Seam
 from flash_allreduce_plugin.policy import Role, Site
@@ -100,6 +102,7 @@ class Gathering:
     def __init__(self, engine: Any, reduction: Reduction) -> None:
         self.config = reduction.config
         self._reduction, self._module = reduction, engine.module
+        self._tensor_parallel = replicated.is_tensor_parallel(engine)
         self._rounded: set[int] = set()  # numbers of parameters whose gathered values may be rounded
         self._own(self._module.parameters())
 
@@ -107,13 +110,13 @@ class Gathering:
         return {PARAMETERS.name} | ({BACKWARD.name} if self.config.param_backward_bits is not None else set())
 
     def batches(self, parameters: Iterable[Any], forward: bool) -> Iterator[tuple[list[Any], _Pass]]:
-        """Those of the parameters that have to be gathered, in at most two batches, and how each of them goes."""
+        """Those of the parameters that have to be gathered, in at most three batches, and how each of them goes."""
         missing = [one for one in parameters if one.ds_status.name == "NOT_AVAILABLE"]
         site = PARAMETERS if forward or self.config.param_backward_bits is None else BACKWARD
-        for batch, reason in (
-            ([one for one in missing if one.ds_persist], PERSISTENT),
-            ([one for one in missing if not one.ds_persist], None),
-        ):
+        batches: dict[str | None, list[Any]] = {PERSISTENT: [], copies.REASON: [], None: []}
+        for one in missing:
+            batches[PERSISTENT if one.ds_persist else self._is_copy(one)].append(one)
+        for reason, batch in batches.items():
             if batch:
                 self._own(batch)
                 if reason is None:
@@ -158,6 +161,14 @@ class Gathering:
             if parameter.requires_grad:  # hpZ's shards are cut from gathered values; DeepSpeed makes them anew
                 parameter.ds_secondary_tensor = None
         self._rounded.clear()
+
+    def _is_copy(self, parameter: Any) -> str | None:
+        """Why a parameter is gathered exactly that every tensor-parallel rank has a copy of: they would compute with
+        other roundings of it, and the copies drift apart.
+        """
+        from deepspeed.runtime.utils import is_model_parallel_parameter
+
+        return copies.REASON if self._tensor_parallel and not is_model_parallel_parameter(parameter) else None
 
     def _own(self, parameters: Iterable[Any]) -> None:
         _owners.update({one.ds_id: self for one in parameters if hasattr(one, "ds_id")})

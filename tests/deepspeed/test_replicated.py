@@ -14,7 +14,7 @@ from torch import nn
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import copies
-from flash_allreduce_plugin.deepspeed import replicated
+from flash_allreduce_plugin.deepspeed import parameters, replicated
 from tests.distributed import Ranks
 from tests.test_ddp import WIDTH, Split
 
@@ -23,10 +23,10 @@ FOUR = {"bits": 4, "min_bytes": 0}
 SMALL = {"reduce_bucket_size": 12000}  # several, and a weight and its neighbours in one
 
 
-def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True) -> dict[str, Any]:
+def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True, copied: bool = True) -> dict[str, Any]:
     """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps.
 
-    marked: the reductions find out what is a copy.
+    marked: the reductions find out what is a copy; copied: and so do the gathers by differences.
     """
     package = deepspeed()
     from deepspeed.utils import groups
@@ -41,6 +41,8 @@ def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True) -
     with pytest.MonkeyPatch.context() as patch:
         if not marked:
             patch.setattr(replicated, "ranges", lambda *_args, **_kwargs: [])
+        if not copied:
+            patch.setattr(parameters.Parameters, "_copies", lambda *_args: [])
         try:
             optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
             config = configuration(options, flash)
@@ -94,6 +96,19 @@ def test_copies_stay_the_same(engines: Callable[[int], Ranks], name: str) -> Non
         assert outcome["apart"] == 0
         assert outcome["quantized"] > 0 and list(outcome["full_precision"]) == [copies.REASON]
         assert outcome["bytes_sent"] < 0.4 * outcome["bytes_full_precision"]
+
+
+@pytest.mark.parametrize("name", ["stage1-bf16-optimizer", "stage2", "stage2-bf16-sent-in-fp32", "stage3"])
+def test_copies_stay_the_same_where_parameters_are_quantized(engines: Callable[[int], Ranks], name: str) -> None:
+    for outcome in engines(4).run(train, CASES[name], {**FOUR, "param_bits": 4}):
+        assert outcome["apart"] == 0
+        site = next(site for name, site in outcome["sites"].items() if name.endswith("parameters"))
+        assert site["quantized"] > 0 and site["full_precision"][copies.REASON] > 0
+
+
+def test_parameters_would_drift_apart(engines: Callable[[int], Ranks]) -> None:
+    for outcome in engines(4).run(train, CASES["stage2"], {**FOUR, "param_bits": 4}, True, False):
+        assert outcome["apart"] > 0
 
 
 @pytest.mark.parametrize("more", [{"error_feedback": True}, {"min_sqnr_db": 20.0, "quality_interval": 2}], ids=str)
