@@ -62,7 +62,8 @@ def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, 
                 "cos_min_ratio": 0.0,
             },
         },
-        "zero_optimization": {"stage": stage},
+        # Stage 3 would gather matrices of a model as small as these once, and keep them.
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 2048} if stage == 3 else {})},
     }
     if section is not None:
         config["flash_allreduce"] = section
