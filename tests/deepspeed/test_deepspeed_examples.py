@@ -80,6 +80,11 @@ def test_the_deepspeed_example(tmp_path: Path) -> None:
     printed, _ = train(tmp_path, line, 10, edit=command("deepspeed", "sed", '"enabled": false'))
     full, *counts = loss_and_counts(printed, 10, stage=3)
     assert counts == [0, counts[1], 1.0]
+    line = command("deepspeed", "per-node 2", "/tmp/ds.json")
+    printed, _ = train(tmp_path, line, 10, edit=command("deepspeed", "sed", "param_bits"))
+    both, *counts = loss_and_counts(printed, 10, stage=2)
+    assert counts[:2] == [10, 10] and "deepspeed.stage2.parameters: 9 of 10 calls quantized" in printed
+    assert both == pytest.approx(full, rel=5e-3)
     assert full < FIRST_LOSS - 1
     assert eight == pytest.approx(full, rel=2e-3) and four == pytest.approx(full, rel=5e-3)
 
