@@ -3,7 +3,8 @@
 Inputs, from step_time.json's run without any limit: the step without collectives (its arithmetic), the bf16 step (what
 the device spends on a byte it sends), the INT8 step (what a quantized call costs beside its bytes), and the rate of
 each link. Everything else is predicted; nothing is fitted to a row. The layer has its own time without collectives.
-DeepSpeed's inputs are its steps whose gradients are not sent.
+DeepSpeed's inputs are its steps whose gradients are not sent: of the same stage, or, with parameters quantized too, of
+stage 0, which gathers none.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flash_allreduce_plugin.codec.format import Format
 WITHIN = 0.15
 #: Bytes a second that the codec reads and writes together, one core, bf16 (codec.json: 21 GB/s read of fp32).
 CORE_CODEC = 20e9
+_NOT_SENT = "gradients not sent"
 FILES = (
     "step_time.json",
     "step_time_layer.json",
@@ -168,26 +170,31 @@ def _calls(name: str, results: dict[str, Any], cluster: Cluster) -> list[Row]:
 
 
 def _deepspeed(results: dict[str, Any], cluster: Cluster) -> list[Row]:
-    """The step without its gradients, and they on top: nothing is computed beside them (overlap_comm is off)."""
+    """The step without its gradients, and they on top: nothing is computed beside them (overlap_comm is off).
+
+    "INT4 + 8": gradients and parameters. Of a step of stage 3 DeepSpeed keeps what it has gathered: one gather.
+    """
     a = results["about"]["arguments"]
     at = replace(cluster, inter=link(a["rate"]))
+    unsent = {table["stage"]: float(table["variants"][_NOT_SENT]["step, seconds"]) for table in results["tables"]}
     found = []
     for table in results["tables"]:
-        stage, rest = table["stage"], float(table["variants"]["gradients not sent"]["step, seconds"])
+        stage = table["stage"]
         collective: Kind = "reduce_scatter" if stage == 3 else "all_reduce"
-        calls = a["layers"] if stage == 3 else 1
-        t = Traffic(
-            "gradients", None, collective, a["layers"] * a["width"] ** 2 / calls, 2, calls, Group(a["hosts"], 1),
-            owners=stage in (1, 2),
-        )  # fmt: skip
+        calls, kept = (a["layers"], False) if stage == 3 else (1, stage > 0)
+        size = (a["layers"] * a["width"] ** 2 / calls, 2, calls, Group(a["hosts"], 1))
+        reduced = Traffic("gradients", None, collective, *size, owners=kept)
+        gathered = Traffic("parameters", None, "all_gather", *size, differences=kept)
         for variant, row in table["variants"].items():
-            if variant == "gradients not sent":
+            if variant == _NOT_SENT:
                 continue
-            bits = variant.removeprefix("INT")
-            gradients = cost(t, at, Format(int(bits), 128) if bits != variant else None).seconds
+            bits, _, parameter_bits = variant.removeprefix("INT").partition(" + ")
+            rest, measured = unsent[0 if parameter_bits else stage], float(row["step, seconds"])
+            sent = cost(reduced, at, Format(int(bits), 128) if variant.startswith("INT") else None).seconds
+            if parameter_bits:
+                sent += cost(gathered, at, Format(int(parameter_bits), 128)).seconds
             what = f"DeepSpeed step, stage {stage}, {_rate(a['rate'])}, {variant}"
-            both = (float(row["gradients, seconds"]), gradients)
-            found.append(Row("deepspeed_step.json", what, float(row["step, seconds"]), rest + gradients, both))
+            found.append(Row("deepspeed_step.json", what, measured, rest + sent, (measured - rest, sent)))
     return found
 
 

@@ -63,6 +63,27 @@ def test_gradients_of_stages_1_to_3_are_half_of_stage_0s(measured):
         assert said == pytest.approx([link + start, link / 2 + start, link / 2 + start, link / 2 + 8 * start])
 
 
+def test_parameters_quantized_too_are_rows_of_their_own(tmp_path):
+    """From the step of stage 0 without gradients; 4 bits of differences, 8 of values, one gather a step."""
+    for name in plan_measured.FILES:
+        (tmp_path / name).write_text((RESULTS / name).read_text())
+    file = tmp_path / "deepspeed_step.json"
+    steps = json.loads(file.read_text())
+    rest = steps["tables"][0]["variants"]["gradients not sent"]["step, seconds"]
+    wire = 8 * 2048**2 / 8 / plan_measured.link("1gbit")  # of one bit an element
+    # Between two ranks: half of 4.25 bits for the gradients; half of 4.25 or 8.25 for the parameters.
+    by_hand = {1: (4, 4.25 * wire), 2: (4, 4.25 * wire), 3: (8, 6.25 * wire)}
+    for stage, (bits, sent) in by_hand.items():
+        steps["tables"][stage]["variants"][f"INT4 + {bits}"] = {"step, seconds": rest + sent}
+    file.write_text(json.dumps(steps))
+    found = [row for row in plan_measured.rows(tmp_path) if " + " in row.what]
+    assert [row.what.rsplit(", ", 1)[1] for row in found] == ["INT4 + 4", "INT4 + 4", "INT4 + 8"]
+    start = plan_measured.calibrated(json.loads((RESULTS / "step_time.json").read_text())).start
+    for row, calls in zip(found, (2, 2, 16), strict=True):  # the codec hides behind the wire; a call's start does not
+        assert row.predicted == pytest.approx(row.measured + calls * start)
+        assert row.communication == pytest.approx((row.measured - rest, row.predicted - rest))
+
+
 def test_what_the_preset_of_a_core_says_is_what_was_measured():
     steps = json.loads((RESULTS / "step_time.json").read_text())
     core, preset = plan_measured.calibrated(steps), plan_inputs.cluster_of("cpu")[0]

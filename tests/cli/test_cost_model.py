@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_allreduce_plugin.cli.plan.cost_model import (
+    DIFFERENCE_PASSES,
     Cluster,
     Group,
     Model,
@@ -22,6 +23,7 @@ from flash_allreduce_plugin.cli.plan.cost_model import (
 from flash_allreduce_plugin.cli.plan.step_model import (
     BACKWARD,
     FORWARD,
+    FSDP_PARAMETERS,
     GATHER,
     GRADIENT,
     PARAMETERS,
@@ -32,6 +34,7 @@ from flash_allreduce_plugin.cli.plan.step_model import (
     predict,
     quantizable,
     traffic,
+    widths_at,
 )
 from flash_allreduce_plugin.codec.format import Format
 
@@ -119,6 +122,16 @@ def test_the_start_of_a_quantized_call_comes_on_top_and_is_not_hidden():
     assert cost(call(), c, INT4).exposed == pytest.approx(1 + cost(call(), BOX, INT4).exposed)
     assert cost(call(hide=9.0), c, INT4).exposed == pytest.approx(1.0)
     assert cost(call(), c).exposed == cost(call(), BOX).exposed
+
+
+def test_a_gather_by_differences_sends_the_same_and_goes_over_the_weights_again():
+    """And the ranks compare their checksums before the first byte, which nothing hides."""
+    c = replace(BOX, codec=1e9, latency=0.5)
+    values, differences = (cost(call("all_gather", hide=9.0, differences=d), c, INT4) for d in (False, True))
+    assert (differences.bytes_sent, differences.link) == (values.bytes_sent, values.link)
+    assert differences.busy == pytest.approx(values.busy + DIFFERENCE_PASSES * 256_000 / 1e9)
+    assert differences.exposed == pytest.approx(0.5 + differences.busy)
+    assert cost(call("all_gather", differences=True), c) == cost(call("all_gather"), c)
 
 
 def test_a_device_that_sends_by_itself_is_busy_with_it():
@@ -240,7 +253,8 @@ def test_the_distributed_optimizer_and_zero_1_and_2():
     """Megatron reduces to the owners and gathers parameters. DeepSpeed all-reduces, the plugin sends to the owners."""
     megatron = parts(Layout(dp=4, zero=1), widths={GRADIENT: 8})
     assert megatron["DP gradients (ZeRO-1)"].before.bytes_sent == 3 / 4 * 9000
-    assert megatron["DP parameters"].before.bytes_sent == 3 / 4 * 9000 and megatron["DP parameters"].field is None
+    assert megatron["DP parameters"].before.bytes_sent == 3 / 4 * 9000
+    assert megatron["DP parameters"].field == PARAMETERS and megatron["DP parameters"].bits is None
     one = parts(Layout(dp=4, zero=1, framework="deepspeed", accumulation=5), widths={GRADIENT: 8})
     gradients = one["DP gradients (ZeRO-1)"]
     assert gradients.before.bytes_sent == 2 * 3 / 4 * 9000
@@ -250,12 +264,27 @@ def test_the_distributed_optimizer_and_zero_1_and_2():
     assert two["DP parameters"].before == one["DP parameters"].before
 
 
+@pytest.mark.parametrize(
+    "layout", [Layout(zero=1), *(Layout(zero=stage, framework="deepspeed") for stage in (1, 2))]
+)  # fmt: skip
+def test_parameters_are_gathered_by_differences_where_every_rank_keeps_them(layout):
+    """Once a step, whatever the number of micro-batches; DeepSpeed waits for them, Megatron computes meanwhile."""
+    layout = replace(layout, dp=4, accumulation=5)
+    part = parts(layout, replace(BOX, flops=1.0), {PARAMETERS: 4})["DP parameters"]
+    assert part.bits == 4 and part.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 68 / 128)
+    assert all(t.differences for t in traffic(MODEL, BOX, layout) if t.kind == "DP parameters")
+    assert (part.after.hidden > 0) is (layout.framework == "megatron")
+
+
 def test_zero_3():
-    """Every micro-batch gathers the parameters twice, in full precision, and scatters the gradients."""
+    """Every micro-batch gathers the parameters twice, and scatters the gradients."""
     layout = Layout(dp=4, zero=3, framework="deepspeed", accumulation=2)
     found = parts(layout, widths={GRADIENT: 4})
     for kind in ("ZeRO-3 parameters, forward", "ZeRO-3 parameters, backward"):
         assert found[kind].before.bytes_sent == 2 * 3 / 4 * 9000 and found[kind].bits is None
+        quantized = parts(layout, widths={PARAMETERS: 8})[kind]
+        assert quantized.after.bytes_sent == pytest.approx(2 * 3 / 4 * 4500 * 132 / 128)
+    assert not any(t.differences for t in traffic(MODEL, BOX, layout))
     assert found["ZeRO-3 gradients"].before.bytes_sent == 2 * 3 / 4 * 9000
     assert found["ZeRO-3 gradients"].after.bytes_sent == pytest.approx(2 * 3 / 4 * 4500 * 68 / 128)
     slow = replace(BOX, flops=1e6, intra=1e6)  # a layer: 18.56 ms forward; 1.69 ms to gather: hidden but the first
@@ -377,7 +406,9 @@ def test_advice_never_makes_a_step_slower(c, layout, bits):
     assert step.before == pytest.approx(predict(LARGE, c, layout, {}).after)
     assert step.after <= step.before * NEARLY
     if FORWARD in quantizable(LARGE, c, layout) and FORWARD not in widths:
-        assert set(widths) <= {GRADIENT}
+        assert set(widths) <= {GRADIENT, PARAMETERS}
+    if layout.framework == "deepspeed" and GRADIENT not in widths:
+        assert not widths
 
 
 def test_what_pays_is_found_beside_what_does_not():
@@ -399,16 +430,39 @@ def test_without_the_forward_pass_nothing_of_tensor_parallelism_is_advised():
 
 def test_fsdp_quantizes_parameters_too():
     layout = Layout(dp=4, zero=3, framework="torch")
-    assert quantizable(LARGE, BOX, layout) == (GRADIENT, PARAMETERS)
-    gathered = parts(layout, widths={PARAMETERS: 8})["ZeRO-3 parameters, forward"]
+    assert quantizable(LARGE, BOX, layout) == (GRADIENT, FSDP_PARAMETERS)
+    assert widths_at(layout, (GRADIENT, FSDP_PARAMETERS), 4) == {GRADIENT: 4, FSDP_PARAMETERS: 4}
+    gathered = parts(layout, widths={FSDP_PARAMETERS: 8})["ZeRO-3 parameters, forward"]
     assert gathered.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 132 / 128)
     assert quantizable(LARGE, BOX, replace(layout, zero=0)) == (GRADIENT,)
 
 
-def test_deepspeed_has_gradients_only():
-    assert quantizable(LARGE, BOX, Layout(tp=2, dp=2, framework="deepspeed")) == (GRADIENT,)
+def test_what_each_framework_can_quantize():
+    """Parameters where they are gathered: not at stage 0, and not in a group of one rank."""
+    deepspeed = Layout(tp=2, dp=2, framework="deepspeed")
+    assert quantizable(LARGE, BOX, deepspeed) == (GRADIENT,)
+    for stage in (1, 2, 3):
+        assert quantizable(LARGE, BOX, replace(deepspeed, zero=stage)) == (GRADIENT, PARAMETERS)
+    assert quantizable(LARGE, BOX, Layout(tp=2, dp=2, zero=1)) == (FORWARD, BACKWARD, GRADIENT, PARAMETERS)
     assert quantizable(LARGE, BOX, Layout(tp=2, dp=2)) == (FORWARD, BACKWARD, GRADIENT)
     assert quantizable(LARGE, BOX, Layout()) == ()
+
+
+def test_parameters_of_stage_3_are_advised_at_8_bits_alone():
+    slow = replace(BOX, flops=1e15, intra=1e6)
+    three = Layout(dp=4, zero=3, framework="deepspeed")
+    for bits in (8, 4, 2):
+        assert advise(LARGE, slow, three, bits) == {GRADIENT: bits, PARAMETERS: 8}
+        assert advise(LARGE, slow, replace(three, zero=2), bits) == {GRADIENT: bits, PARAMETERS: bits}
+
+
+def test_parameters_of_deepspeed_are_never_advised_without_the_gradients():
+    """Gradients that are hidden anyway, and would cost more than the parameters save: they have no switch."""
+    c = replace(BOX, flops=1.2e12, codec=12.6e9)
+    layout = Layout(dp=4, zero=1, framework="deepspeed", bucket=1_000_000)
+    assert predict(LARGE, c, layout, {PARAMETERS: 4}).speedup > 1.01
+    assert predict(LARGE, c, layout, {GRADIENT: 4, PARAMETERS: 4}).speedup < 1
+    assert advise(LARGE, c, layout, 4) == {}
 
 
 @settings(max_examples=60, deadline=None)
@@ -443,6 +497,10 @@ def test_layouts_that_cannot_be(change, said):
 def test_every_traffic_has_a_setting_that_exists():
     from flash_allreduce_plugin.config import FlashConfig
 
-    for layout in (Layout(tp=2, dp=2, sequence_parallel=True), Layout(tp=2, dp=2, zero=1)):
+    for layout in (
+        Layout(tp=2, dp=2, sequence_parallel=True),
+        Layout(tp=2, dp=2, zero=1),
+        *(Layout(dp=2, zero=stage, framework="deepspeed") for stage in (1, 2, 3)),
+    ):
         for t in traffic(LARGE, BOX, layout):
             assert t.field is None or t.field in FlashConfig.model_fields

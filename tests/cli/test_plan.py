@@ -185,8 +185,39 @@ def test_a_section_of_deepspeed(tmp_path, layout):
     line = f"{layout(ranks_per_node=4, intra='100GB/s', inter='10gbit')} --dp 16 --zero 3 --bits 4"
     found = planned(tmp_path, line)
     settings = found["widths"]["4"]["settings"]
-    assert settings == {"bits": 4, "hierarchical": "auto"} and parse({"flash_allreduce": settings}) is not None
+    assert settings == {"bits": 4, "param_bits": 8, "hierarchical": "auto"}
+    assert parse({"flash_allreduce": settings}) is not None
     assert found["layout"]["framework"] == "deepspeed" and '"flash_allreduce": {"bits": 4' in run(line).output
+
+
+@pytest.mark.parametrize("stage, at_four", [(0, None), (1, 4), (2, 4), (3, 8)])
+def test_parameters_of_deepspeed_on_a_slow_link(tmp_path, layout, stage, at_four):
+    """As many bits as the gradients where differences travel, 8 where values do, none where nothing is gathered."""
+    from flash_allreduce_plugin.deepspeed.section import parse
+
+    line = f"{layout()} --dp 4 --framework deepspeed --zero {stage} --bits 8,4"
+    found = planned(tmp_path, line)["widths"]
+    for bits, parameters in (("8", at_four and 8), ("4", at_four)):
+        settings = found[bits]["settings"]
+        assert settings == {"bits": int(bits)} | ({"param_bits": parameters} if parameters else {})
+        config = parse({"flash_allreduce": settings})
+        assert config == FlashConfig.from_dict(settings)
+        gathers = {part["bits"] for part in found[bits]["traffic"] if "parameters" in part["kind"]}
+        assert gathers == ({parameters} if parameters else set())
+    out = run(line).output
+    assert ("param_bits: 8 bits at every width" in out) is (stage == 3)
+
+
+def test_parameters_of_the_distributed_optimizer_on_a_slow_link(tmp_path, layout):
+    line = f"{layout()} --dp 4 --zero 1 --bits 8,4"
+    out, found = run(line).output, planned(tmp_path, line)["widths"]
+    for bits in (8, 4):
+        settings = found[str(bits)]["settings"]
+        assert settings == {"bits": bits, "grad_bits": bits, "param_bits": bits}
+        assert FlashConfig.from_dict(settings).param_bits == bits
+        assert f"--flash-allreduce-grad-bits {bits} --flash-allreduce-param-bits {bits}" in out
+    assert re.search(r"DP parameters +│ param_bits ", out), out
+    assert "param_bits" not in run(f"{layout()} --dp 4 --bits 8,4").output, "all-reduced gradients: nothing is gathered"
 
 
 def test_the_hooks_of_torch(tmp_path, layout):
@@ -198,6 +229,8 @@ def test_the_hooks_of_torch(tmp_path, layout):
     found = planned(tmp_path, f"{line} --zero 3")["widths"]["8"]
     assert found["pays"] == ["grad_bits", "parameters"]
     assert {part["bits"] for part in found["traffic"]} == {8}
+    four = planned(tmp_path, f"{line},4 --zero 3")["widths"]["4"]
+    assert four["settings"] == {"bits": 4} and {part["bits"] for part in four["traffic"]} == {4}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,10 @@ from flash_allreduce_plugin.codec.format import MAX_BITS, Format
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 Way = Literal["ring", "flat", "two levels", "send"]
 HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+#: Passes over the weights that a gather by differences makes beside the codec's, at most: two for the checksums, before
+#: and after, and five for adding in float32, through a buffer that no cache holds (a CPU's does: three in all). The
+#: owner's subtraction, of one rank's part, is left out.
+DIFFERENCE_PASSES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,8 @@ class Traffic:
     kind: what it is in a table. field: the setting of FlashConfig that gives its width, None: never quantized.
     hide: seconds of computing that go on beside each call. every_batch: it is part of the time of a micro-batch, and
     so of a pipeline's bubble. owners: quantized, an all_reduce is sent as the reduce_scatter that the framework needs
-    (DeepSpeed's stages 1 and 2). needs: a second setting that has to be given a width too.
+    (DeepSpeed's stages 1 and 2). needs: a second setting that has to be given a width too. differences: quantized, what
+    is gathered is added to what every rank holds, after the ranks have compared checksums of it.
     """
 
     kind: str
@@ -140,6 +145,7 @@ class Traffic:
     every_batch: bool = False
     owners: bool = False
     needs: str | None = None
+    differences: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +239,10 @@ def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
     ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
     if 1 < t.group.per_node < t.group.ranks:
         ways.append(("two levels", two_levels(t, c, codec)))
-    costs = [_calls(t, c, sent, link, moved / c.codec, c.start, way) for way, (sent, link, moved) in ways]
+    start, more = c.start, 0.0
+    if t.differences:
+        start, more = start + _latency(t, c), DIFFERENCE_PASSES * t.numel * t.itemsize
+    costs = [_calls(t, c, sent, link, (moved + more) / c.codec, start, way) for way, (sent, link, moved) in ways]
     return min(costs, key=lambda each: (each.exposed, each.seconds))
 
 

@@ -12,13 +12,17 @@ from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Model, dp
 from flash_allreduce_plugin.cli.plan.memory import Memory, estimate
 from flash_allreduce_plugin.cli.plan.step_model import (
     FORWARD,
+    FSDP_PARAMETERS,
     GRADIENT,
+    PARAMETERS,
+    VALUE_BITS,
     Layout,
     Step,
     advise,
     group_of,
     predict,
     quantizable,
+    widths_at,
 )
 from flash_allreduce_plugin.cli.plan.tables import amount, grid, ms
 from flash_allreduce_plugin.config import FlashConfig
@@ -31,7 +35,7 @@ _WIDE = 150  # columns that the table of traffic needs for bytes and times of th
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "the optimizer's time, accuracy. Not quantized here: parameters (but for FSDP2's), pipeline sends, the embedding."
+    "the optimizer's time, accuracy. Never quantized here: pipeline sends, the embedding."
 )
 
 
@@ -76,7 +80,7 @@ def make_forecast(
     return Forecast(
         model, name, source, cluster, layout, widths,
         {b: predict(model, cluster, layout, widths[b]) for b in bits},
-        {b: predict(model, cluster, layout, dict.fromkeys(fields, b)) for b in bits},
+        {b: predict(model, cluster, layout, widths_at(layout, fields, b)) for b in bits},
     )  # fmt: skip
 
 
@@ -85,10 +89,10 @@ def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, A
     if not widths:
         return {}
     settings: dict[str, Any] = {"bits": bits}
-    if layout.framework == "megatron":
-        settings |= {key: value for key, value in widths.items() if key != FORWARD}
-        if layout.tp > 1 and FORWARD not in widths:
-            settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not concern gradients
+    if layout.framework != "torch":
+        settings |= {key: value for key, value in widths.items() if setting(layout, key) != "bits"}
+    if layout.framework == "megatron" and layout.tp > 1 and FORWARD not in widths:
+        settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not concern data parallelism
     FlashConfig.from_dict(settings)  # what is printed is valid
     return settings
 
@@ -96,8 +100,8 @@ def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, A
 def setting(layout: Layout, field: str) -> str:
     """What the field is called where it is set: DeepSpeed's gradients travel at `bits`, torch has hooks."""
     if layout.framework == "torch":
-        return {GRADIENT: "FlashReduceScatter" if layout.zero else "ddp_hook"}.get(field, "FlashAllGather")
-    return "bits" if layout.framework == "deepspeed" else field
+        return {GRADIENT: "FlashReduceScatter" if layout.zero else "ddp_hook", FSDP_PARAMETERS: "FlashAllGather"}[field]
+    return "bits" if layout.framework == "deepspeed" and field == GRADIENT else field
 
 
 def flags(settings: Mapping[str, Any]) -> str:
@@ -190,6 +194,8 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
     words["exposed"] = "the ms of it that nothing is computed beside: the step waits for them"
     if not both:
         words["INT8 and such"] = "exposed ms at that width"
+    if plan.layout.zero == 3 and any(part.field == PARAMETERS for part in plan.full.parts):
+        words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with what arrives"
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
     words["speed-up"] = "with the settings below; everything quantized: with every setting; at most: if it cost nothing"

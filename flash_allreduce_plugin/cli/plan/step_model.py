@@ -6,7 +6,7 @@ Ranks are placed tensor-parallel ones next to each other, then data-parallel, th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,12 +15,15 @@ from flash_allreduce_plugin.codec.format import Format
 
 FORWARD, BACKWARD = "bits", "backward_bits"
 GATHER, GRADIENT = "sequence_parallel_gather_bits", "grad_bits"
-PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
+PARAMETERS = "param_bits"
+FSDP_PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
 _FIELDS = {
-    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT),
-    "deepspeed": (GRADIENT,),
-    "torch": (GRADIENT, PARAMETERS),
+    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS),
+    "deepspeed": (GRADIENT, PARAMETERS),
+    "torch": (GRADIENT, FSDP_PARAMETERS),
 }
+#: DeepSpeed's stage 3 gathers values, not differences: what is lost is not made up for. Below 6 bits the plugin warns.
+VALUE_BITS = 8
 #: A step that takes longer than the fastest by less than this share is as good.
 WORTH = 0.005
 
@@ -171,17 +174,17 @@ def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     group = group_of(layout.tp, layout.dp, cluster.ranks_per_node)
 
     def row(kind: str, field: str | None, collective: str, numel: float, item: int, calls: int, repeats: int,
-            hide: float, owners: bool = False) -> list[Traffic]:  # fmt: skip
+            hide: float, owners: bool = False, differences: bool = False) -> list[Traffic]:  # fmt: skip
         """`repeats` rows of `calls` calls, all but one of each row beside `hide` seconds of computing."""
         common = (kind, field, collective, numel, item)
         hide = hide if layout.overlap else 0.0
         return [
-            Traffic(*common, repeats * (calls - 1), group, hide, owners=owners),  # type: ignore[arg-type]
-            Traffic(*common, repeats, group, owners=owners),  # type: ignore[arg-type]
+            Traffic(*common, repeats * (calls - 1), group, hide, owners=owners, differences=differences),  # type: ignore[arg-type]
+            Traffic(*common, repeats, group, owners=owners, differences=differences),  # type: ignore[arg-type]
         ]
 
     if layout.zero == 3:
-        per_layer, field = numel / layers, PARAMETERS if layout.framework == "torch" else None
+        per_layer, field = numel / layers, FSDP_PARAMETERS if layout.framework == "torch" else PARAMETERS
         gathers = [
             row("ZeRO-3 parameters, forward", field, "all_gather", per_layer, layout.itemsize, layers, batches,
                 t.layer_forward),
@@ -204,8 +207,12 @@ def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     )  # fmt: skip
     if not layout.zero:
         return gradients
-    hide = 0.0 if deepspeed else t.layer_forward
-    return [*gradients, *row("DP parameters", None, "all_gather", numel / layers, layout.itemsize, layers, 1, hide)]
+    # DeepSpeed gathers flat tensors, in buckets of its own, and waits for them.
+    calls, hide = (buckets, 0.0) if deepspeed else (layers, t.layer_forward)
+    parameters = row(
+        "DP parameters", PARAMETERS, "all_gather", numel / calls, layout.itemsize, calls, 1, hide, differences=True
+    )
+    return [*gradients, *parameters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,16 +296,23 @@ def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ..
     return tuple(field for field in _FIELDS[layout.framework] if field in there)
 
 
+def widths_at(layout: Layout, fields: Iterable[str], bits: int) -> dict[str, int]:
+    """These fields at `bits`, but for the parameters of DeepSpeed's stage 3."""
+    return {field: VALUE_BITS if layout.zero == 3 and field == PARAMETERS else bits for field in fields}
+
+
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:
     """The fewest fields that come within WORTH of the fastest step at `bits`; none, if full precision does.
 
-    Where the forward pass stays in full precision, so does all of tensor parallelism: it has no switch of its own.
+    What travels at `bits` has no switch of its own: where the forward pass stays in full precision, so does all of
+    tensor parallelism, and where DeepSpeed's gradients do, so do its parameters.
     """
     fields = quantizable(model, cluster, layout)
+    first, others = (GRADIENT, {PARAMETERS}) if layout.framework == "deepspeed" else (FORWARD, {BACKWARD, GATHER})
     found: list[tuple[float, dict[str, int]]] = []
     for chosen in itertools.chain.from_iterable(itertools.combinations(fields, n) for n in range(len(fields) + 1)):
-        if FORWARD in chosen or not {BACKWARD, GATHER} & set(chosen):
-            widths = dict.fromkeys(chosen, bits)
+        if first in chosen or not others & set(chosen):
+            widths = widths_at(layout, chosen, bits)
             found.append((predict(model, cluster, layout, widths).after, widths))
     best = min(seconds for seconds, _ in found)
     near = [(len(widths), seconds, widths) for seconds, widths in found if seconds <= best * (1 + WORTH)]
