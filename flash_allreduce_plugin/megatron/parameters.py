@@ -3,8 +3,10 @@
 Megatron rounds the new values of this rank's part into the buffer of weights, and gathers the buffer. Differences
 (collectives/differences.py) are to what all ranks hold there, which must stay until the gather: so while Megatron
 copies, the buffers that it copies to are stand-ins without memory, and the gather takes the exact values from where the
-optimizer has them. A gather with no step before it, as of the experts' bucket in the step of the others, is one of
-differences that are zero.
+optimizer has them.
+
+A gather with no step before it (in the first forward pass, of the experts' buckets in the step of the others) is left
+out if all ranks hold the same already, which they compare. Else it is Megatron's own.
 
 With overlap_param_gather, the gather starts in the next forward pass. A parameter that somebody writes to in between
 stays as written, and the whole values of its bucket travel.
@@ -24,21 +26,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, environment
 from flash_allreduce_plugin.collectives.differences import HeldWeights, digest_of
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron import data_parallel, refusals, replicated, scopes
 from flash_allreduce_plugin.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.telemetry import counters
 
 PARAMETERS = Site("megatron.data_parallel.parameters", Role.PARAMETER)
 NO_MASTERS = "parameters without exact values beside them"
 """The reason of buckets in float32: the optimizer steps on the parameters themselves."""
+NOTHING_NEW = "all ranks hold the parameters already"
+"""The reason of gathers that are left out; they send nothing."""
 
 _ROUNDED = (torch.bfloat16, torch.float16)
-_DIGEST = "parameters."  # of a checkpoint's numbers, and which one
+# A checkpoint's numbers: their names' beginning; they are whole and not negative.
+_DIGEST, _BITS = "parameters.", 2**63 - 1
 
 
 def seams(config: CurrentConfig) -> list[Seam]:
@@ -87,13 +95,13 @@ class _Piece:
 
 
 class _Bucket:
-    """What is known of one bucket. stepped: what the gather to come is to bring, beside what is there."""
+    """What is known of one bucket. stepped: what the gather to come is to bring; None: no step was made."""
 
     __slots__ = ("held", "stepped")
 
     def __init__(self) -> None:
         self.held = HeldWeights()
-        self.stepped: list[_Piece] = []
+        self.stepped: list[_Piece] | None = None
 
 
 class Buckets:
@@ -108,7 +116,7 @@ class Buckets:
         if config is not None and config.param_bits != "full":
             return
         for bucket, known in self._known.items():
-            for piece in known.stepped:
+            for piece in known.stepped or ():
                 piece.write(bucket.param_data)
         self._known.clear()
         self._loaded = frozenset()
@@ -117,23 +125,31 @@ class Buckets:
         """The optimizer has new values for this rank's part of the bucket."""
         self._of(bucket).stepped = pieces
 
-    def take(self, bucket: Any, part: Tensor) -> tuple[Tensor, HeldWeights]:
-        """The exact values in float32 of `part`, this rank's of the bucket: [numel]; what is known of what is held."""
+    def take(self, bucket: Any, part: Tensor) -> tuple[Tensor | None, HeldWeights]:
+        """The exact values of `part`, this rank's of the bucket: [numel] in float32; None: there was no step. And what
+        is known of what is held.
+        """
         known = self._of(bucket)
-        master = part.detach().view(-1).float()  # of padding, and where there was no step: the difference is zero
-        start = (part.data_ptr() - bucket.param_data.data_ptr()) // part.element_size()
-        for piece in known.stepped:
-            piece.write(master, start)
-        known.stepped = []
         if known.held.digest is None and self._loaded:
             digest = digest_of(bucket.param_data)
-            known.held.digest = digest if digest in self._loaded else None
+            known.held.digest = digest if digest & _BITS in self._loaded else None
+        pieces, known.stepped = known.stepped, None
+        if pieces is None:
+            return None, known.held
+        master = part.detach().view(-1).float()  # padding, which pieces leave out, has a difference of zero
+        start = (part.data_ptr() - bucket.param_data.data_ptr()) // part.element_size()
+        for piece in pieces:
+            piece.write(master, start)
         return master, known.held
+
+    def forget(self, bucket: Any) -> None:
+        """What is held is not known any more."""
+        self._of(bucket).held = HeldWeights()
 
     def numbers(self) -> dict[str, int]:
         """Digests of what is held, for a checkpoint."""
         digests = [known.held.digest for known in self._known.values()]
-        return {f"{_DIGEST}{number}": one for number, one in enumerate(digests) if one is not None}
+        return {f"{_DIGEST}{number}": one & _BITS for number, one in enumerate(digests) if one is not None}
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         """A checkpoint was loaded. Which bucket a digest was of does not matter: it is of its bits."""
@@ -229,16 +245,31 @@ def _all_gather(config: CurrentConfig) -> Function:
         # Not scopes.current(): a gather between the steps of two chained optimizers does not begin another step.
         how: dict[str, Any] = {"site": PARAMETERS, "step": scopes.step(), "plain": theirs}
         how["full_precision"] = scopes.requested()
-        if output.dtype not in _ROUNDED:
-            how["full_precision"] = how["full_precision"] or NO_MASTERS
-            master = input
-        else:
+        master: Tensor | None = input
+        if output.dtype in _ROUNDED:
             bucket = next(one for one in _starting.get() if one.param_data is output)
-            master, how["held"] = buckets.take(bucket, input)
-            how["exact"] = replicated.parameters(bucket.params, output, padding=config().hadamard)
+            master, held = buckets.take(bucket, input)
+            if master is not None:
+                how["held"] = held
+                how["exact"] = replicated.parameters(bucket.params, output, padding=config().hadamard)
+            elif how["full_precision"] is None and _compares(config(), group):
+                how["full_precision"] = held.agree(output, Label("all_gather", PARAMETERS.name, group))
+                if how["full_precision"] is None:
+                    left_out = ring_bytes("all_gather", output.numel() * output.element_size(), group.size())
+                    counters.record_full_precision(PARAMETERS, NOTHING_NEW, 0, instead_of=left_out)
+                    return None
+                buckets.forget(bucket)
+        else:
+            how["full_precision"] = how["full_precision"] or NO_MASTERS
+        master = input if master is None else master
         return data_parallel.started(dispatch.all_gather(output, master, group, config(), async_op, **how))
 
     return all_gather
+
+
+def _compares(config: FlashConfig, group: dist.ProcessGroup) -> bool:
+    """Whether differences may travel at all, the same on all ranks."""
+    return config.enabled and not environment.is_on(environment.DISABLE) and group.size() > 1
 
 
 def _refuse(*settings: Any) -> None:
