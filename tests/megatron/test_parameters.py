@@ -340,7 +340,6 @@ def test_differences_travel_and_every_rank_holds_the_same_bits(ranks, name):
         first = 2 if way.get("overlap_param_gather") else 1
         assert reasons == {differences.FIRST: first * found["buckets"]}
         assert quantized == (STEPS - 1) * found["buckets"]
-        print(name, way, found["distance"], stock["distance"], found["losses"], stock["losses"])
         assert 0.5 < found["distance"] / stock["distance"] < 1.2, "as near to the exact values as bfloat16 is"
         assert found["losses"] == pytest.approx(stock["losses"], rel=2e-3)
         assert found["losses"][-1] < found["losses"][0] - 0.1
@@ -425,7 +424,6 @@ def test_what_cannot_be_served_is_refused(ranks):
 def test_a_resumed_run_goes_on_bit_for_bit(ranks):
     for seen in ranks:
         for way, with_ours, went_on, same, reasons, buckets in seen["resumed"]:
-            print(way, with_ours, went_on, same, reasons, buckets)
             assert with_ours == went_on == same
             # With overlap, the first forward pass gathers too: what was loaded is there already.
             overlap = bool(way.get("overlap_param_gather"))
@@ -462,8 +460,25 @@ def beside_tensor_parallelism() -> dict[str, Any]:
                 "fired": fired(),
                 "buckets": len(training.ddp.bucket_groups),
             }
-    seen["bytes"] = {name: bytes_of_steps(config) for name, config in (("eight", eight(8)), ("mixed", eight(4)))}
+    seen["bytes"] = {bits: bytes_of_steps(bits) for bits in ("full", 8, 4)}
     return seen
+
+
+def bytes_of_steps(bits: int | str) -> dict[str, float]:
+    """Two steps of a model with the example's proportions at a micro-batch of 2, gradients summed in float32: what all
+    sites sent, and what they would have without the plugin. Tensor parallelism at 8 bits; bits: of parameters.
+    """
+    size = ModelSize(hidden=256, layers=4, heads=8, sequence=256, batch=2)
+    config = FlashConfig(bits=8, backward_bits=8, grad_bits=8 if bits == "full" else bits, param_bits=bits, min_bytes=0)
+    with trained(config, tp=2, size=size, grad_reduce_in_fp32=True) as training:
+        training.step(0)  # whose gather is of whole values
+        counters.reset_stats()
+        training.run(1, 3)
+        stats = counters.stats()
+    beside = sum(one["bytes_sent"] for one in stats["beside"].values())
+    sites = {name: (site["bytes_sent"], site["bytes_full_precision"]) for name, site in stats["sites"].items()}
+    # Without param_bits the gathers are not ours.
+    return {"sent": stats["bytes_sent"] + beside, "whole": stats["bytes_full_precision"] + beside, "sites": sites}
 
 
 @pytest.fixture(scope="module")
@@ -483,6 +498,103 @@ def test_copies_stay_the_same_on_the_tensor_parallel_ranks(four):
 def test_the_distance_from_the_exact_values_does_not_grow(four):
     for seen in four:
         found, stock = seen["4"], seen["stock"]
-        print([f"{a / b:.2f}" for a, b in zip(found["distances"], stock["distances"], strict=True)])
         assert max(found["distances"][10:]) < 1.2 * max(stock["distances"])
         assert found["losses"] == pytest.approx(stock["losses"], rel=5e-3)
+
+
+def test_bytes_of_the_step(four):
+    """TP 2 x DP 2 with the distributed optimizer, min_bytes=0 (a micro-batch's hidden states are 256 KiB here)."""
+    for seen in four:
+        share = {bits: found["sent"] / found["whole"] for bits, found in seen["bytes"].items()}
+        whole = {found["whole"] for found in seen["bytes"].values()}
+        print(share, seen["bytes"][4])
+        assert max(whole) < 1.001 * min(whole)
+        assert share[4] < 0.38 < share[8] < share["full"]
+
+
+class Chunk(torch.nn.Module):
+    """A stage's chunk of a model: a layer, a norm, and an expert, which other ranks have copies of."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        for name, shape in (("dense", (64, 96)), ("norm", (96,)), ("expert", (96, 64))):
+            setattr(self, name, torch.nn.Parameter(0.05 * torch.randn(shape)))
+        self.expert.allreduce = False  # type: ignore[attr-defined]
+        self.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.dense * (1 + self.norm)) @ self.expert
+
+
+def trained_chunks(overlap: bool, **instances: Any) -> dict[str, Any]:
+    """Two chunks, six steps."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
+    options = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
+    ddp_config = DistributedDataParallelConfig(**options, **instances)
+    with CudaIsCpu(), enabled(CONFIG):
+        counters.reset_stats()
+        chunks = [DistributedDataParallel(config, ddp_config, Chunk(number)) for number in range(2)]
+        del options["overlap_grad_reduce"]
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, **options), chunks)
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+        losses = []
+        for _ in range(6):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            y = x
+            for chunk in chunks:
+                y = y + chunk(y)
+            loss = (y.float() - 1).square().mean()
+            loss.backward()
+            losses.append(float(loss))
+            for chunk in chunks:
+                chunk.finish_grad_sync()
+            assert optimizer.step()[0]
+        if overlap:
+            for chunk in chunks:
+                chunk.start_param_sync(force_sync=True)
+        steps, (quantized, reasons) = megatron.step(), fired()
+    same = {}
+    expert_ranks = parallel_state.get_expert_data_parallel_group()
+    for kind, group in (("dense", parallel_state.get_data_parallel_group()), ("expert", expert_ranks)):
+        mine = torch.cat([getattr(chunk.module, kind).detach().flatten() for chunk in chunks])
+        others = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(others, mine, group=group)
+        same[kind, group.size()] = all(torch.equal(mine, one) for one in others)
+    ranks = chunks[0].bucket_groups[0].intra_distributed_optimizer_instance_size
+    found = {"same": same, "losses": losses, "steps": steps, "quantized": quantized, "reasons": reasons}
+    return {**found, "ranks": ranks}
+
+
+def several() -> list[dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    start_megatron(expert_model_parallel_size=2)
+    found = [trained_chunks(overlap) for overlap in (False, True)]
+    parallel_state.destroy_model_parallel()
+    instances = {"num_distributed_optimizer_instances": 2}
+    start_megatron(**instances)
+    torch.cuda.Stream = lambda *_args, **_kwargs: None  # type: ignore[assignment, misc]
+    return [*found, trained_chunks(False, **instances)]
+
+
+def test_experts_chunks_and_instances():
+    """DP 4: experts on two pairs of ranks; then two instances of the distributed optimizer, each of two ranks."""
+    pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
+    for plain, overlapped, instances in run_ranks(4, several, timeout=200, preload=MEGATRON):
+        for found in (plain, overlapped, instances):
+            assert all(found["same"].values()) and found["steps"] == 6
+            assert found["losses"][-1] < found["losses"][0]
+        assert plain["same"].keys() == {("dense", 4), ("expert", 2)}
+        # Two chunks with a bucket of each kind. The step of each kind gathers both kinds, one of which has nothing new.
+        first, nothing_new = differences.FIRST, parameters.NOTHING_NEW
+        assert (plain["quantized"], plain["reasons"]) == (20, {first: 6, nothing_new: 22})
+        assert (overlapped["quantized"], overlapped["reasons"]) == (20, {first: 8})
+        assert (instances["quantized"], instances["reasons"]) == (20, plain["reasons"])
+        assert (plain["ranks"], instances["ranks"]) == (4, 2)
