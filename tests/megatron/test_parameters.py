@@ -51,8 +51,8 @@ class Training:
         self.model = build_model(size, tensor_parallel=tp, sequence_parallel=False, seed=seed).to(dtype)
         self.ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(**options), self.model)
         self.ddp.broadcast_params()
-        shared = {name: options.get(name, False) for name in ("use_distributed_optimizer", "overlap_param_gather")}
-        adam = OptimizerConfig(optimizer="adam", lr=4e-4, bf16=dtype == torch.bfloat16, clip_grad=1.0, **shared)
+        sharded = {"use_distributed_optimizer": options["use_distributed_optimizer"]}
+        adam = OptimizerConfig(optimizer="adam", lr=4e-4, bf16=dtype == torch.bfloat16, clip_grad=1.0, **sharded)
         self.optimizer = get_megatron_optimizer(adam, [self.ddp])
         self.losses: list[float] = []
 
@@ -535,13 +535,13 @@ def trained_chunks(overlap: bool, **instances: Any) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4)
-    options = {"use_distributed_optimizer": True, "overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
-    ddp_config = DistributedDataParallelConfig(**options, **instances)
+    sharded = {"use_distributed_optimizer": True}
+    overlaps = {"overlap_param_gather": overlap, "overlap_grad_reduce": overlap}
+    ddp_config = DistributedDataParallelConfig(**sharded, **overlaps, **instances)
     with CudaIsCpu(), enabled(CONFIG):
         counters.reset_stats()
         chunks = [DistributedDataParallel(config, ddp_config, Chunk(number)) for number in range(2)]
-        del options["overlap_grad_reduce"]
-        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, **options), chunks)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, **sharded), chunks)
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
         losses = []
         for _ in range(6):
