@@ -45,8 +45,7 @@ NOTHING_NEW = "all ranks hold the parameters already"
 """The reason of gathers that are left out; they send nothing."""
 
 _ROUNDED = (torch.bfloat16, torch.float16)
-# A checkpoint's numbers: their names' beginning; they are whole and not negative.
-_DIGEST, _BITS = "parameters.", 2**63 - 1
+_DIGEST = "parameters."  # of a checkpoint's numbers, and which one
 
 
 def seams(config: CurrentConfig) -> list[Seam]:
@@ -132,7 +131,7 @@ class Buckets:
         known = self._of(bucket)
         if known.held.digest is None and self._loaded:
             digest = digest_of(bucket.param_data)
-            known.held.digest = digest if digest & _BITS in self._loaded else None
+            known.held.digest = digest if digest in self._loaded else None
         pieces, known.stepped = known.stepped, None
         if pieces is None:
             return None, known.held
@@ -149,7 +148,7 @@ class Buckets:
     def numbers(self) -> dict[str, int]:
         """Digests of what is held, for a checkpoint."""
         digests = [known.held.digest for known in self._known.values()]
-        return {f"{_DIGEST}{number}": one & _BITS for number, one in enumerate(digests) if one is not None}
+        return {f"{_DIGEST}{number}": one for number, one in enumerate(digests) if one is not None}
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         """A checkpoint was loaded. Which bucket a digest was of does not matter: it is of its bits."""
