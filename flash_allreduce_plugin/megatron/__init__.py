@@ -22,6 +22,7 @@ from flash_allreduce_plugin.megatron import (
     data_parallel,
     expert_parallel,
     monitor,
+    parameters,
     refusals,
     scopes,
     sequence_parallel,
@@ -88,6 +89,7 @@ def enable(config: FlashConfig | None = None) -> None:
             fresh.apply()
         scopes.start(config)
         data_parallel.residuals.configure(config)
+        parameters.buckets.configure(config)
         checkpoints.start()
     except BaseException:
         if fresh is not None:
@@ -115,6 +117,7 @@ def _stop() -> None:
     scopes.stop()
     checkpoints.stop()
     data_parallel.residuals.configure(None)
+    parameters.buckets.configure(None)
 
 
 def _misfit(seams: list[Seam]) -> str | None:
@@ -149,7 +152,7 @@ def report() -> Report:
 def seams() -> tuple[Seam, ...]:
     """Every place in Megatron that `enable` replaces; reads nothing of Megatron."""
     found = tensor_parallel.seams(_current_config) + sequence_parallel.seams(_current_config)
-    found += data_parallel.seams(_current_config)
+    found += data_parallel.seams(_current_config) + parameters.seams(_current_config)
     return tuple(found + expert_parallel.seams() + _helpers())
 
 
@@ -174,7 +177,7 @@ def _transformer_engine() -> tuple[list[Seam], str | None]:
 
 def _helpers() -> list[Seam]:
     found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(_current_config)
-    return found + refusals.helpers()
+    return found + parameters.helpers(_current_config) + refusals.helpers()
 
 
 def _current_config() -> FlashConfig:

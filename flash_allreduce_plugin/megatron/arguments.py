@@ -24,7 +24,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron.refusals import of_fields, refusals
+from flash_allreduce_plugin.megatron.refusals import OTHER_BUFFERS, of_fields, of_parameters, refusals
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import counters, notices
@@ -213,13 +213,15 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
                 f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
                 f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
             )
+    if config.param_bits != "full":
+        lines += of_parameters([args], _option, flag("param_bits"))
     if lines:
         raise ConfigError("\n".join(lines))
 
 
 def _without_buffers(args: Any) -> list[str]:
     """The options with which gradients pass other buffers than Megatron's own."""
-    return [name for name in ("use_torch_fsdp2", "use_megatron_fsdp") if getattr(args, name, False)]
+    return [name for name in OTHER_BUFFERS if getattr(args, name, False)]
 
 
 def _option(name: str, value: str | None = None) -> str:
@@ -247,7 +249,8 @@ def _bits(bits: int | str) -> str:
 def doubts(args: Any, config: FlashConfig) -> list[str]:
     """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
-    if getattr(args, "tensor_model_parallel_size", 1) == 1 and config.grad_bits == "full":
+    full = config.grad_bits == config.param_bits == "full"
+    if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
         lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")
     lines += _too_small(args, config)
     reached = any(entry["target"].startswith("transformer_engine") for entry in megatron.report().values())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import checkpoint
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
-from flash_allreduce_plugin.megatron import data_parallel, scopes
+from flash_allreduce_plugin.megatron import data_parallel, parameters, scopes
 from flash_allreduce_plugin.patching import Function, Seam
 
 CHECKPOINTING = "megatron.training.checkpointing"
@@ -35,10 +35,11 @@ class _Gradients:
         return data_parallel.residuals.feedback
 
     def numbers(self) -> dict[str, float]:
-        return {checkpoint.STEP: scopes.step()}
+        return {checkpoint.STEP: scopes.step(), **parameters.buckets.numbers()}
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         scopes.set_step(int(numbers.get(checkpoint.STEP, scopes.step())))
+        parameters.buckets.set_numbers(numbers)
 
 
 _gradients = _Gradients()
@@ -60,7 +61,7 @@ def seams() -> list[Seam]:
         return []
     found = []
     for module in (CHECKPOINTING, _TRAINING):
-        for name, parameters, replacement, covers in (
+        for name, signature, replacement, covers in (
             (
                 "save_checkpoint",
                 ("iteration", "model", "optimizer", "opt_param_scheduler", ...),
@@ -76,7 +77,7 @@ def seams() -> list[Seam]:
         ):
             function = vars(sys.modules.get(module, theirs)).get(name)
             if module == CHECKPOINTING or (function is vars(theirs).get(name) and module in sys.modules):
-                found.append(Seam(f"{module}.{name}", module, name, parameters, replacement, covers))
+                found.append(Seam(f"{module}.{name}", module, name, signature, replacement, covers))
     return found
 
 

@@ -6,7 +6,7 @@ collectives back and merges them, and can neither hold nor wait on ours; ours st
 bucket's collective at once and waits on all of them where Megatron waits. Where nothing is to be quantized, the
 method runs with torch.distributed's own manager and Megatron's own functions.
 
-The broadcast and the all-gather of parameters are other methods and stay as they are.
+The all-gather of parameters is another method (parameters.py), and so is their broadcast, which stays as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from flash_allreduce_plugin import dispatch, environment, groups
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import replicated, scopes
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron import refusals, replicated, scopes
 from flash_allreduce_plugin.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
@@ -65,6 +66,8 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         # The ranks compare configurations before they part ways: one that keeps its gradients in full precision
         # never reaches dispatch.
         sharded = self.ddp_config.use_distributed_optimizer
+        if not sharded and config().param_bits != "full":
+            raise ConfigError(f"param_bits {refusals.GATHERS_NOTHING}")
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)
@@ -141,17 +144,19 @@ _parameters: ContextVar[Iterable[torch.nn.Parameter]] = ContextVar("flash_allred
 _starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
 
 
+@contextmanager
+def each_at_once(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[_Handle]:
+    """In the place of `torch.distributed._coalescing_manager`: its handle waits for all that is `started` inside."""
+    handle = _Handle()
+    token = _starting.set(handle)
+    try:
+        yield handle
+    finally:
+        _starting.reset(token)
+
+
 def _manager(original: Function, config: CurrentConfig) -> Function:
     """What stands in for `torch.distributed._coalescing_manager`."""
-
-    @contextmanager
-    def start_each_at_once() -> Iterator[_Handle]:
-        handle = _Handle()
-        token = _starting.set(handle)
-        try:
-            yield handle
-        finally:
-            _starting.reset(token)
 
     @contextmanager
     def theirs(group: dist.ProcessGroup, async_ops: bool) -> Iterator[Any]:
@@ -162,7 +167,7 @@ def _manager(original: Function, config: CurrentConfig) -> Function:
         off = environment.is_on(environment.DISABLE) or not config().enabled or config().grad_bits == "full"
         if off or group.size() == 1:
             return theirs(group, async_ops)
-        return start_each_at_once()
+        return each_at_once(group, async_ops)
 
     return manager
 
@@ -178,7 +183,7 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
 
         theirs = partial(param_and_grad_buffer.dist_reduce_scatter_func, output, input, op=op, group=group)
         how = _how(input, partial(theirs, async_op=async_op))
-        return _started(dispatch.reduce_scatter(output, input, op, group, config(), async_op, **how))
+        return started(dispatch.reduce_scatter(output, input, op, group, config(), async_op, **how))
 
     return reduce_scatter
 
@@ -188,7 +193,7 @@ def _all_reduce(config: CurrentConfig) -> Function:
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
         how = _how(tensor, partial(dist.all_reduce, tensor, op=op, group=group, async_op=async_op))
-        return _started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
+        return started(dispatch.all_reduce(tensor, op, group, config(), async_op, **how))
 
     return all_reduce
 
@@ -211,7 +216,7 @@ def _slot() -> Slot | None:
     return None if slots is None else next(slots)
 
 
-def _started(handle: Any) -> Any:
+def started(handle: Any) -> Any:
     """Note a bucket's handle (None if it was not asynchronous) for the call's own."""
     starting = _starting.get()
     if starting is not None and handle is not None:

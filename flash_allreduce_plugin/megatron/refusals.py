@@ -8,7 +8,7 @@ scripts that call `enable` themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig
@@ -18,6 +18,10 @@ from flash_allreduce_plugin.patching import Seam
 
 Spelling = Callable[..., str]
 
+# The options with which gradients and parameters pass other buffers than those of Megatron's DistributedDataParallel.
+OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
+GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
 _LACKS = {"param_backward_bits": "which gathers no parameters for the backward pass alone"}
 
 
@@ -63,6 +67,28 @@ def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:
     return lines
 
 
+def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list[str]:
+    """One line for each option with which parameters are not gathered from what the distributed optimizer copies.
+
+    settings: Megatron-LM's arguments, or configurations of an optimizer and of DistributedDataParallel. ours: what the
+    user wrote for param_bits.
+    """
+    on = {name for one in settings for name, value in vars(one).items() if value is True}
+    whys = {
+        **dict.fromkeys(OTHER_BUFFERS, "the parameters do not pass through Megatron's own data-parallel buffers"),
+        **dict.fromkeys(("fp8_param_gather", "fp4_param", "fp4_param_gather"), f"it is not for parameters {IN_FP8}"),
+        "use_precision_aware_optimizer": "the exact values lie inside of Transformer Engine's optimizer",
+    }
+    lines = [
+        f"{spelled(name)} and {ours} exclude each other: {why}; leave {ours} at full."
+        for name, why in whys.items()
+        if name in on
+    ]
+    if not lines and "use_distributed_optimizer" not in on:
+        lines.append(f"{ours} {GATHERS_NOTHING}")
+    return lines
+
+
 def helpers() -> list[Seam]:
     """The seam that asks every configuration; it moves nothing."""
     return [
@@ -81,12 +107,13 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         original(self)
-        lines = refusals(self, _field, "flash_allreduce_plugin")
+        lines = refusals(self, field, "flash_allreduce_plugin")
         if lines:
             raise ConfigError("\n".join(lines))
 
     return __post_init__
 
 
-def _field(name: str, value: str | None = None) -> str:
+def field(name: str, value: str | None = None) -> str:
+    """An option as it stands in Python."""
     return name if value is None else f"{name}={value!r}"

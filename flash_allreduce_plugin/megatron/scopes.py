@@ -154,13 +154,18 @@ def full_precision() -> Iterator[None]:
             _state.requests -= 1
 
 
+def requested() -> str | None:
+    """The reason inside of `full_precision`, else None; unlike `current` it is no sign of a training step."""
+    return ON_REQUEST if _state.requests else None
+
+
 def current() -> Scope:
     """The scope of a collective, or of an autograd function's forward, that is being called now."""
     _state.collectives = True
     recalled = _recalled.get()
     if recalled is not None:
         return recalled
-    module, reason = None, ON_REQUEST if _state.requests else None
+    module, reason = None, requested()
     config = _state.config
     if config is not None and _state.module_hooks:
         running = _running.get()

@@ -198,6 +198,44 @@ def test_what_only_zero_3_has_is_refused() -> None:
     assert not MEGATRON.is_enabled()
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"use_megatron_fsdp": True},
+            "--use-megatron-fsdp and --flash-allreduce-param-bits exclude each other: the para",
+        ),
+        (
+            {"use_torch_fsdp2": True, "use_distributed_optimizer": False},
+            "--use-torch-fsdp2 and --flash-allreduce-param-b",
+        ),
+        (
+            {"fp8_param_gather": True},
+            "--fp8-param-gather and --flash-allreduce-param-bits exclude each other: it is no",
+        ),
+        (
+            {"use_precision_aware_optimizer": True},
+            "--use-precision-aware-optimizer and --flash-allreduce-param-bits ex",
+        ),
+        (
+            {"use_distributed_optimizer": False},
+            "--flash-allreduce-param-bits has no effect without the distributed opt",
+        ),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
+)
+def test_parameters_that_cannot_be_served_are_refused(
+    enabled: list[FlashConfig], given: dict[str, bool], said: str
+) -> None:
+    words = ("--flash-allreduce", "--flash-allreduce-param-bits", "4")
+    with pytest.raises(ConfigError) as caught:
+        arguments.start(parse(*words, rank=1, **{"use_distributed_optimizer": True, **given}))
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+    arguments.start(parse(*words[:1], rank=1, **given))
+    arguments.start(parse(*words, rank=1, use_distributed_optimizer=True))
+    assert enabled == [FlashConfig(), FlashConfig(param_bits=4)]
+
+
 def test_rank_0_says_what_is_attached(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "6")
     arguments.start(parse(*words, rank=1))

@@ -20,6 +20,7 @@ SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")
 MAPPINGS = "megatron/core/tensor_parallel/mappings.py"
 LAYERS = "megatron/core/tensor_parallel/layers.py"
 BUFFERS = "megatron/core/distributed/param_and_grad_buffer.py"
+OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 
 
 def test_the_installed_release_fits(capsys):
@@ -39,6 +40,13 @@ def test_the_installed_release_fits(capsys):
         (LAYERS, "dist_reduce_scatter_func = ", "scatter = ", "dist_reduce_scatter_func: it does not exist"),
         (BUFFERS, "_coalescing_manager(", "_coalesce(", "does not use _coalescing_manager"),
         (BUFFERS, "def start_grad_sync(self", "def start_grad_sync(self, another", r"found \(self, another"),
+        (BUFFERS, "dist_all_gather_func(\n", "gather(\n", "start_param_sync: .*does not use dist_all_gather_func"),
+        (
+            OPTIMIZER,
+            "_copy_main_params_to_model_params(self",
+            "_copy(self",
+            "data_parallel.masters: .*it does not exist",
+        ),
     ],
 )
 def test_what_a_release_could_change_is_found(tmp_path, capsys, path, old, new, said):
