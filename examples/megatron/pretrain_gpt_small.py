@@ -28,6 +28,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from prepare_data import ByteTokenizer
 
 import flash_allreduce_plugin as fap  # [flash all-reduce]
@@ -54,6 +55,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=6e-4, help="peak of the rate: a fifth of the steps up, then down")
     parser.add_argument("--clip-grad", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--use-distributed-optimizer", action="store_true", help="split the optimizer's state")
+    parser.add_argument("--bf16", action="store_true", help="weights and activations; the optimizer keeps float32")
     parser.add_argument("--log-interval", type=int, default=20, help="steps between two lines")
     parser.add_argument("--eval-iters", type=int, default=10, help="micro-batches of the validation")
     parser.add_argument("--seed", type=int, default=1234, help="of the weights and the order of the samples")
@@ -90,6 +92,8 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         num_attention_heads=args.num_attention_heads,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+        bf16=args.bf16,
+        params_dtype=torch.bfloat16 if args.bf16 else torch.float32,
         use_cpu_initialization=True,  # the same weights whatever the device and the number of ranks
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -108,8 +112,10 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
     ).to(DEVICE)
-    data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=args.use_distributed_optimizer)
-    return DistributedDataParallel(config, data_parallel, model)
+    data_parallel = DistributedDataParallelConfig(
+        use_distributed_optimizer=args.use_distributed_optimizer, grad_reduce_in_fp32=args.bf16
+    )
+    return DistributedDataParallel(config, data_parallel, Float16Module(config, model) if args.bf16 else model)
 
 
 def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> tuple[Any, OptimizerParamScheduler]:
@@ -121,6 +127,7 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
         weight_decay=0.0,
         clip_grad=args.clip_grad,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        bf16=args.bf16,
     )
     optimizer = get_megatron_optimizer(config, [model])
     scheduler = OptimizerParamScheduler(

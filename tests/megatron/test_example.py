@@ -114,11 +114,22 @@ def test_8_bits_with_sequence_parallelism(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_8_bits_for_data_parallel_gradients_too(train: Train) -> None:
-    output = train(command(*INT8, "--flash-allreduce-grad-bits", "--use-distributed-optimizer", "4"))
+    words = command(*INT8, "--flash-allreduce-grad-bits", "--use-distributed-optimizer", "4", lacks=("--bf16",))
+    output = train(words)
     learned(output)
     assert counts(output, "g.forward") == (FORWARD, FORWARD)
     assert counts(output, "linear.dgrad") == (BACKWARD, BACKWARD)
     assert counts(output, "data_parallel.gradients") == (STEPS, STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_parameters_too(train: Train) -> None:
+    output = train(command(*INT8, "--flash-allreduce-param-bits", "--bf16"))
+    learned(output)
+    copies = 1  # of each step's calls one more is exact: of parameters that tensor-parallel ranks have copies of
+    assert counts(output, "data_parallel.gradients") == ((1 + copies) * STEPS, STEPS)
+    assert counts(output, "data_parallel.parameters") == (STEPS + copies * (STEPS - 1), STEPS - 1)
 
 
 @pytest.mark.slow
