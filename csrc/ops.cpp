@@ -12,6 +12,10 @@ STABLE_TORCH_LIBRARY(flash_allreduce, m) {
   m.def(
       "decode_sum_encode(Tensor payloads, Tensor(a!) payload, float factor, int reduce_bits, "
       "int gather_bits, int group_size, int options, int key=0, int first_group=0) -> ()");
+  m.def(
+      "encode_difference(Tensor master, Tensor held, Tensor(a!) payload, int bits, int group_size, "
+      "int options, int key=0, int first_group=0) -> bool");
+  m.def("decode_add(Tensor payload, Tensor(a!) held, int bits, int group_size, int options) -> ()");
   m.def("payload_bytes(int numel, int bits, int group_size, int options) -> int");
   m.def("wire_version() -> int");
   m.def("cpu_capability() -> str");

@@ -54,6 +54,28 @@ class Both:
         assert same_bits(ours, theirs), f"{self.codec} decodes differently into {dtype}"
         return ours
 
+    def encode_difference(self, master: Tensor, held: Tensor, draw: Draw = NO_DRAW) -> Tensor:
+        """master, in float32, and held [1, numel]."""
+        shape = 1, self.codec.payload_bytes(held.shape[1])
+        ours, theirs = torch.full(shape, 0xA5, dtype=torch.uint8), torch.full(shape, 0x5A, dtype=torch.uint8)
+        finite = compiled.encode_difference(master, held, ours, *self.key, draw.key, draw.first_group)
+        difference = master - held.float()
+        reference.encode(difference, theirs, self.codec, draw)
+        assert same_bits(ours, theirs), f"{self.codec} {held.dtype}: another difference"
+        assert finite or not (difference.isfinite().all() and difference.abs().max() < 1e37), "all are finite"
+        assert not finite or difference.isfinite().all()
+        return ours
+
+    def decode_add(self, payload: Tensor, held: Tensor) -> Tensor:
+        """held [rows, numel]; returns the sum."""
+        ours, decoded = held.clone(), torch.empty(held.shape)
+        compiled.decode_add(payload, ours, *self.key)
+        reference.decode(payload, decoded, self.codec)
+        theirs = (held.float() + decoded).to(held.dtype)
+        differing = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+        assert not differing.any(), f"{self.codec} adds differently to {held.dtype}"
+        return ours
+
     def decode_sum(
         self, payloads: Tensor, numel: int, dtype: torch.dtype = torch.float32, factor: float = 1.0
     ) -> Tensor:

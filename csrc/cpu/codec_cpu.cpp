@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
@@ -183,6 +184,80 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   });
 }
 
+// master, held [rows, numel] -> payload [rows, bytes] of their difference; whether every difference is
+// finite.
+bool encode_difference(const Tensor master, const Tensor held, Tensor payload, int64_t bits,
+                       int64_t group_size, int64_t options, int64_t key, int64_t first_group) {
+  const Codec codec = make_codec(bits, group_size, options);
+  check_rows(master, "master");
+  check_rows(held, "held");
+  STD_TORCH_CHECK(element_type(master, "master") == static_cast<int>(DType::kFloat32),
+                  "master is not float32");
+  STD_TORCH_CHECK(master.size(0) == 1 && held.size(0) == 1 && master.size(1) == held.size(1), "master has ",
+                  master.size(1), " elements and held ", held.size(1),
+                  "; expected one row of the same number");
+  const int64_t numel = held.size(1);
+  check_payload(payload, "payload", 1, row_bytes(numel, codec));
+  const auto* exact = static_cast<const float*>(master.const_data_ptr());
+  const int type = element_type(held, "held");
+  const int64_t item = type == 0 ? 4 : 2;
+  const auto* now = static_cast<const uint8_t*>(held.const_data_ptr());
+  auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
+  const auto subtract = kernels(codec.group_size).subtract[type];
+  const auto encode = encoder(codec, static_cast<int>(DType::kFloat32));
+  const int64_t record = record_bytes(codec);
+  const int64_t step = kSumElements / codec.group_size;
+  std::atomic<bool> finite{true};
+  for_groups(
+      1, num_groups(numel, codec.group_size), codec.group_size, [&](int64_t, int64_t begin, int64_t end) {
+        alignas(64) float differences[kSumElements];
+        for (int64_t i = begin; i < end; i += step) {
+          const int64_t count = std::min(step, end - i), first = i * group_size;
+          const int64_t n = std::min(count * group_size, numel - first);
+          subtract(exact + first, now + first * item, n, differences);
+          Codec of_part = codec;
+          of_part.key = static_cast<uint64_t>(key);
+          of_part.first_group = static_cast<uint64_t>(first_group) + static_cast<uint64_t>(i);
+          encode(reinterpret_cast<const uint8_t*>(differences), n, of_part, out + i * record, 0, count);
+          for (int64_t j = i; j < i + count; ++j) {  // a group that is not finite travels as a scale of NaN
+            uint16_t scale;
+            __builtin_memcpy(&scale, out + j * record, sizeof scale);
+            if (scale == kNaNScale) finite.store(false, std::memory_order_relaxed);
+          }
+        }
+      });
+  return finite.load();
+}
+
+// held [rows, numel] += what payload [rows, bytes] decodes to, in float32.
+void decode_add(const Tensor payload, Tensor held, int64_t bits, int64_t group_size, int64_t options) {
+  const Codec codec = make_codec(bits, group_size, options);
+  check_rows(held, "held");
+  const int type = element_type(held, "held");
+  const int64_t numel = held.size(1);
+  check_payload(payload, "payload", held.size(0), row_bytes(numel, codec));
+  check_rows_apart(held, "held");
+  const auto* in = static_cast<const uint8_t*>(payload.const_data_ptr());
+  auto* y = static_cast<uint8_t*>(held.mutable_data_ptr());
+  const int64_t item = type == 0 ? 4 : 2;
+  const int64_t in_stride = row_stride(payload), y_stride = row_stride(held) * item;
+  const auto decode = decoder(codec, static_cast<int>(DType::kFloat32));
+  const auto add = kernels(codec.group_size).add[type];
+  const int64_t record = record_bytes(codec);
+  const int64_t step = kSumElements / codec.group_size;
+  for_groups(held.size(0), num_groups(numel, codec.group_size), codec.group_size,
+             [&](int64_t row, int64_t begin, int64_t end) {
+               alignas(64) float differences[kSumElements];
+               for (int64_t i = begin; i < end; i += step) {
+                 const int64_t count = std::min(step, end - i), first = i * group_size;
+                 const int64_t n = std::min(count * group_size, numel - first);
+                 const Payloads part{in + row * in_stride + i * record, 1, 0, codec};
+                 decode(part, 1.0f, reinterpret_cast<uint8_t*>(differences), n, 0, count);
+                 add(differences, y + row * y_stride + first * item, n);
+               }
+             });
+}
+
 int64_t payload_bytes_op(int64_t numel, int64_t bits, int64_t group_size, int64_t options) {
   return row_bytes(numel, make_codec(bits, group_size, options));
 }
@@ -208,6 +283,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CPU, m) {
   m.impl("decode", TORCH_BOX(&flash_allreduce::decode));
   m.impl("decode_sum", TORCH_BOX(&flash_allreduce::decode_sum));
   m.impl("decode_sum_encode", TORCH_BOX(&flash_allreduce::decode_sum_encode));
+  m.impl("encode_difference", TORCH_BOX(&flash_allreduce::encode_difference));
+  m.impl("decode_add", TORCH_BOX(&flash_allreduce::decode_add));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CompositeExplicitAutograd, m) {

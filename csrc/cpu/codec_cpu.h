@@ -38,9 +38,16 @@ struct CodecKernels {
   DecodeSum decode_sum[3];
 };
 
+// out[i] = master[i] - held[i], n elements; held of a DType.
+using Subtract = void (*)(const float* master, const uint8_t* held, int64_t n, float* out);
+// held[i] += x[i] in float32, rounded to nearest even.
+using Add = void (*)(const float* x, uint8_t* held, int64_t n);
+
 struct Kernels {
   CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
+  Subtract subtract[3];                                   // indexed by DType
+  Add add[3];
 };
 
 // Blocks of 16, 32 and 64 elements: the last is not for groups of 32.

@@ -500,6 +500,41 @@ void decode_sum_range(const Payloads& p, float factor, uint8_t* y, int64_t numel
   }
 }
 
+// ---- differences --------------------------------------------------------------------------------------
+
+template <DType kType>
+void subtract(const float* master, const uint8_t* held, int64_t n, float* out) {
+  using E = Element<kType>;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load<VecF>(master + i) - E::read(held + i * E::kBytes));
+  if (i < n) {
+    alignas(64) float m[kLanes] = {}, difference[kLanes];
+    alignas(64) uint8_t h[4 * kLanes] = {};
+    __builtin_memcpy(m, master + i, static_cast<size_t>(4 * (n - i)));
+    __builtin_memcpy(h, held + i * E::kBytes, static_cast<size_t>(E::kBytes * (n - i)));
+    store(difference, load<VecF>(m) - E::read(h));
+    __builtin_memcpy(out + i, difference, static_cast<size_t>(4 * (n - i)));
+  }
+}
+
+template <DType kType>
+void add(const float* x, uint8_t* held, int64_t n) {
+  using E = Element<kType>;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    uint8_t* h = held + i * E::kBytes;
+    E::write(h, E::read(h) + load<VecF>(x + i));
+  }
+  if (i < n) {
+    alignas(64) float more[kLanes] = {};
+    alignas(64) uint8_t h[4 * kLanes] = {};
+    __builtin_memcpy(more, x + i, static_cast<size_t>(4 * (n - i)));
+    __builtin_memcpy(h, held + i * E::kBytes, static_cast<size_t>(E::kBytes * (n - i)));
+    E::write(h, E::read(h) + load<VecF>(more));
+    __builtin_memcpy(held + i * E::kBytes, h, static_cast<size_t>(E::kBytes * (n - i)));
+  }
+}
+
 // ---- the table ----------------------------------------------------------------------------------------
 
 template <int kBits, Layout kLayout>

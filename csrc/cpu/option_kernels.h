@@ -430,7 +430,11 @@ constexpr CodecKernels kOptions = {
 #define FLASH_LAYOUTS(table) \
   {FLASH_WIDTHS(table, kAsymmetric), FLASH_WIDTHS(table, kSymmetric), FLASH_WIDTHS(table, kCompact)}
 
-constexpr Kernels kTable = {FLASH_LAYOUTS(kPlain), FLASH_LAYOUTS(kOptions)};
+constexpr Kernels kTable = {
+    FLASH_LAYOUTS(kPlain),
+    FLASH_LAYOUTS(kOptions),
+    {subtract<DType::kFloat32>, subtract<DType::kBFloat16>, subtract<DType::kFloat16>},
+    {add<DType::kFloat32>, add<DType::kBFloat16>, add<DType::kFloat16>}};
 
 #undef FLASH_WIDTHS
 #undef FLASH_LAYOUTS

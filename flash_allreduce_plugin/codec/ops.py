@@ -6,6 +6,8 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     decode(payload [rows, bytes], output [rows, numel])
     decode_sum(payloads [ranks, bytes], output [numel], factor)   sum in rank order, in float32, times factor
     decode_sum_encode(payloads [ranks, bytes], payload [bytes], factor)
+    encode_difference(master, held [1, numel], payload [1, bytes]) -> bool    on a CPU
+    decode_add(payload [rows, bytes], held [rows, numel])                     on a CPU
 
 Each takes bits, group_size and options (wire.Format.options) as well, and those that encode the numbers of a wire.Draw.
 Rows may be strided, elements of a row may not. Dtypes float32, bfloat16, float16; payloads uint8.
@@ -33,7 +35,7 @@ def _load() -> str | None:
         return f"{library.name} could not be loaded: {error}"
     if version != WIRE_VERSION:
         return f"{library.name} writes wire version {version}, this package {WIRE_VERSION}; build it again"
-    for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
+    for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_add"):
         # They return nothing and allocate nothing: a fake has nothing to make.
         torch.library.register_fake(f"flash_allreduce::{name}", _fake)
     return None

@@ -6,6 +6,7 @@ This is what the collectives call; tensors.py has what a user calls.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from flash_allreduce_plugin.errors import install_command
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_PIECE = 1 << 16  # elements, whole groups of any size, whose buffer stays in the cache
 _compiled = torch.ops.flash_allreduce
 # What it takes to have compiled operators for tensors of a device.
 _COMPILERS = {"cpu": "a C++ compiler", "cuda": "nvcc"}
@@ -101,6 +103,44 @@ def decode_sum_encode(
         )
     else:
         reference.decode_sum_encode(payloads, payload, reduce, gather, factor, draw)
+
+
+def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
+    """master less held [1, numel], in float32 -> payload [1, bytes]; whether every difference is finite, a bool tensor.
+
+    master: float32 or of held's dtype.
+    """
+    if held.device.type == "cpu" and _is_compiled(held) and master.dtype is torch.float32:
+        numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
+        return torch.tensor(_compiled.encode_difference(master, held, payload, *numbers))
+    finite = torch.ones((), dtype=torch.bool, device=held.device)
+    for first, last, buffer in _pieces(1, held.shape[1], held.device):
+        buffer.copy_(master[:, first:last]).sub_(held[:, first:last])
+        group, end = first // codec.group_size, codec.groups(last)
+        piece = payload[:, group * codec.record_bytes : end * codec.record_bytes]
+        encode(buffer, piece, codec, Draw(draw.key, draw.first_group + group))
+        finite &= buffer.isfinite().all()
+    return finite
+
+
+def decode_add(payload: Tensor, held: Tensor, codec: Format) -> None:
+    """held [rows, numel] += what payload [rows, bytes] decodes to, in float32, rounded to held's dtype."""
+    if held.device.type == "cpu" and _is_compiled(held):
+        _compiled.decode_add(payload, held, codec.bits, codec.group_size, codec.options)
+        return
+    for first, last, buffer in _pieces(len(held), held.shape[1], held.device):
+        group, end = first // codec.group_size, codec.groups(last)
+        decode(payload[:, group * codec.record_bytes : end * codec.record_bytes], buffer, codec)
+        held[:, first:last].add_(buffer)
+
+
+def _pieces(height: int, numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, last, buffer [height, last - first] in float32) for columns 0 to numel, at bounds of groups."""
+    size = max(1024, _PIECE // height // 1024 * 1024) if device.type == "cpu" else numel  # a GPU wants few launches
+    buffer = torch.empty(height * min(size, numel), dtype=torch.float32, device=device)
+    for first in range(0, numel, max(size, 1)):
+        last = min(first + size, numel)
+        yield first, last, buffer[: height * (last - first)].view(height, -1)
 
 
 def draw_key(*numbers: int) -> int:

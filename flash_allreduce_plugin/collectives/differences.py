@@ -16,7 +16,7 @@ next one, on all ranks. Where it is another one the whole values travel, once.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -34,7 +34,6 @@ from flash_allreduce_plugin.telemetry import counters
 FIRST = "first gather of parameters"
 CHANGED = "parameters changed"
 
-_PIECE = 1 << 16  # elements, whole groups of any size, whose buffer stays in the cache
 _ROW = 64  # words that are summed before they are multiplied
 _LAYOUT = "<QB"
 _NONE, _SAME, _OTHER = range(
@@ -87,23 +86,9 @@ class HeldWeights:
 
         A difference that is not finite would be there for ever: the next gather is of whole values.
         """
-        numel = master.shape[1]
-        for first, last, buffer in _pieces(1, numel, master.device):
-            buffer.copy_(master[:, first:last]).sub_(held[:, first:last])
-            group, end = first // wire.group_size, wire.groups(last)
-            bytes_ = payload[:, group * wire.record_bytes : end * wire.record_bytes]
-            rows.encode(buffer, bytes_, wire, Draw(draw.key, draw.first_group + group))
-            finite = buffer.sum().isfinite()
-            if finite.is_cuda or not finite:
-                self._finite.append(finite)
-
-
-def add(payload: Tensor, held: Tensor, wire: Format) -> None:
-    """held [rows, numel] += what payload [rows, bytes] decodes to, in float32."""
-    for first, last, buffer in _pieces(len(held), held.shape[1], held.device):
-        group, end = first // wire.group_size, wire.groups(last)
-        rows.decode(payload[:, group * wire.record_bytes : end * wire.record_bytes], buffer, wire)
-        held[:, first:last].add_(buffer)
+        finite = rows.encode_difference(master, held, payload, wire, draw)
+        if finite.is_cuda or not finite:
+            self._finite.append(finite)
 
 
 def digest_of(weights: Tensor) -> int:
@@ -156,12 +141,3 @@ class Exact:
         for first, last in self._ranges:
             weights[first:last] = self._values[at : at + last - first]
             at += last - first
-
-
-def _pieces(height: int, numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, last, buffer [height, last - first] in float32) for columns 0 to numel, at bounds of groups."""
-    size = max(1024, _PIECE // height // 1024 * 1024) if device.type == "cpu" else numel  # a GPU wants few launches
-    buffer = torch.empty(height * min(size, numel), dtype=torch.float32, device=device)
-    for first in range(0, numel, max(size, 1)):
-        last = min(first + size, numel)
-        yield first, last, buffer[: height * (last - first)].view(height, -1)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import differences, error_feedback, transport
+from flash_allreduce_plugin.collectives import error_feedback, transport
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
@@ -279,7 +279,7 @@ def all_gather(
     buffer = pool.take(chunks.window * slot)
     gathers: deque[Pending] = deque()
     own = output[sum(parts[:rank]) :][: parts[rank]]
-    put = rows.decode if held is None else differences.add
+    put = rows.decode if held is None else rows.decode_add
 
     def at(i: int) -> tuple[Tensor, list[int]]:
         """The payloads of chunk i, one after another, and their sizes."""

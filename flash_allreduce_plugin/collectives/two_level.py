@@ -26,7 +26,7 @@ from torch import Tensor
 from flash_allreduce_plugin import topology
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import differences, transport
+from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
@@ -152,7 +152,7 @@ def all_gather(
     label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
     shards = output.split(sizes)
-    put = rows.decode if held is None else differences.add
+    put = rows.decode if held is None else rows.decode_add
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
         first, last = slabs[i].parts[owner]

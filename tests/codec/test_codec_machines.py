@@ -32,6 +32,10 @@ def digest_of_everything() -> str:
                     both.decode(payload, rows.shape[1], dtype)
                     both.decode_sum(payload[:3], rows.shape[1], dtype)
                     digest.update(bytes(payload.flatten().tolist()))
+                    changed = rows[:1].float() * 1.01
+                    payload = both.encode_difference(changed, rows[:1])
+                    both.decode_add(payload, rows[:1])
+                    digest.update(bytes(payload.flatten().tolist()))
             digest.update(
                 bytes(both.decode_sum_encode(payload[:2], Format(8, group_size, both.codec.symmetric)).tolist())
             )

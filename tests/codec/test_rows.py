@@ -42,6 +42,58 @@ def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size:
 
 
 @layouts
+@pytest.mark.parametrize("group_size", (32, 64, 1024))
+def test_differences_are_those_of_float32(group_size: int, layout: dict[str, bool]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for bits in BITS:
+        both = Both(Format(bits, group_size, **layout))
+        for dtype in DTYPES:
+            for numel in LENGTHS[1:]:
+                held = gaussian(2, numel).to(dtype)
+                master = held[:1].float() + 1e-2 * torch.randn(1, numel, generator=generator)
+                payload = both.encode_difference(master, held[:1])
+                near = both.decode_add(payload, held[:1])
+                step = 1e-1 if bits == 2 else 5e-2  # of differences of 1e-2, and the dtype's own of values up to 4
+                assert (near.float() - master).abs().max() < step
+                both.decode_add(payload.expand(2, -1).contiguous(), held)
+
+
+@pytest.mark.parametrize(
+    "options", [{"spikes": True}, {"hadamard": True}, {"mse": True}, {"stochastic": True}], ids=str
+)
+def test_differences_take_every_option(options: dict[str, bool]) -> None:
+    both = Both(Format(3, 128, **options))
+    held = gaussian(1, 1000).to(torch.bfloat16)
+    payload = both.encode_difference(held.float() + 1e-2 * gaussian(1, 1000).flip(1), held, DRAW)
+    both.decode_add(payload, held)
+
+
+def test_differences_of_hard_values() -> None:
+    for values in hard_values(300).values():
+        both, master = Both(Format(4, 64)), values.float().view(1, -1)
+        for dtype in DTYPES:
+            held = master.flip(1).to(dtype)
+            payload = both.encode_difference(master, held)
+            both.decode_add(payload, held)
+
+
+def test_differences_that_do_not_fit_are_refused() -> None:
+    held, master = torch.zeros(1, 64, dtype=torch.bfloat16), torch.zeros(1, 64)
+    payload = torch.zeros(1, Format(4, 64).payload_bytes(64), dtype=torch.uint8)
+    key = Format(4, 64).bits, 64, 0
+    for one, other, sent, message in (
+        (master.double(), held, payload, "unsupported dtype"),
+        (master.bfloat16(), held, payload, "master is not float32"),
+        (master[:, :63], held, payload, "master has 63 elements and held 64"),
+        (master, held, payload[:, 1:], "bytes a row"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.flash_allreduce.encode_difference(one, other, sent, *key)
+    with pytest.raises(RuntimeError, match="bytes a row"):
+        torch.ops.flash_allreduce.decode_add(payload[:, 1:], held, *key)
+
+
+@layouts
 @pytest.mark.parametrize("bits", BITS)
 def test_compiled_is_reference_for_hard_values(bits: int, layout: dict[str, bool]) -> None:
     for group_size in (32, 128, 1024):
