@@ -5,7 +5,8 @@
 Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearly all of a step is communication. Every
 variant is an engine of its own; they take their steps in turn, so that a machine that drifts drifts for all of them. A
 time is the median over the rounds of the slowest rank's. "gradients" is a step's time less that of the step whose
-gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "INT4 + 2" has gradients
+gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "nothing sent" is the step
+without them too. "INT4 + 2" has gradients
 in 4 bits and parameters in 2: differences at stages 1 and 2, values at stage 3. "wire" is what a step puts on the
 interfaces of a host, headers and all.
 """
@@ -23,6 +24,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from flash_allreduce_plugin.deepspeed import engine as attachment
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
+NOTHING_SENT = "nothing sent"  # nor parameters: at stages 1 and 2, what is left for no width to gain
 
 
 class _NothingSent(Reduction):
@@ -68,7 +71,7 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
         config["flash_allreduce"] = {"bits": int(bits), **({"param_bits": int(params)} if params else {})}
     elif variant != FULL_PRECISION:
         config["flash_allreduce"] = {}
-    attachment.Reduction = _NothingSent if variant == NOT_SENT else Reduction  # type: ignore[misc]
+    attachment.Reduction = _NothingSent if variant in (NOT_SENT, NOTHING_SENT) else Reduction  # type: ignore[misc]
     built, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=config)
     return built
 
@@ -76,7 +79,9 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
 def measure(arguments: argparse.Namespace) -> None:
     """In a rank: time every variant's steps at every stage; rank 0 prints one JSON object."""
     import deepspeed
+    from deepspeed.runtime.zero import stage_1_and_2
 
+    gathers = (stage_1_and_2.all_gather_dp_groups, lambda **_: None)
     torch.set_num_threads(1)
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
     deepspeed.utils.logging.logger.setLevel("ERROR")
@@ -87,7 +92,8 @@ def measure(arguments: argparse.Namespace) -> None:
     results: dict[int, Any] = {}
     for stage in arguments.stages:
         params = [] if stage == 0 else arguments.values if stage == 3 else arguments.differences
-        variants = [NOT_SENT, FULL_PRECISION, *quantized, *(f"{quantized[-1]} + {bits}" for bits in params)]
+        unsent = [NOT_SENT, NOTHING_SENT] if stage in (1, 2) else [NOT_SENT]
+        variants = [*unsent, FULL_PRECISION, *quantized, *(f"{quantized[-1]} + {bits}" for bits in params)]
         engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         sent = {variant: 0 for variant in variants}
@@ -100,8 +106,9 @@ def measure(arguments: argparse.Namespace) -> None:
                 dist.barrier()
                 before = on_the_wire()
                 begin = time.perf_counter()
-                engine.backward(engine(x).float().square().mean())
-                engine.step()
+                with mock.patch.object(stage_1_and_2, "all_gather_dp_groups", gathers[variant == NOTHING_SENT]):
+                    engine.backward(engine(x).float().square().mean())
+                    engine.step()
                 took = torch.tensor(time.perf_counter() - begin)
                 dist.all_reduce(took, dist.ReduceOp.MAX)
                 sent[variant] = fap.stats()["bytes_sent"]
@@ -132,7 +139,7 @@ def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
         variant: {
             "step, seconds": seconds,
             "gradients, seconds": gradients[variant],
-            "x bf16, gradients": gradients[FULL_PRECISION] / gradients[variant] if variant != NOT_SENT else None,
+            "x bf16, gradients": None if "sent" in variant else gradients[FULL_PRECISION] / gradients[variant],
             "x bf16, step": medians[FULL_PRECISION] / seconds,
             "bits sent per element": 8 * result["sent"][variant] / elements,
             "wire, bytes": statistics.median(result["wire"][variant]),

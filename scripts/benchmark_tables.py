@@ -184,15 +184,6 @@ TRAINING = (
                 ),
                 _QUICK_DEEPSPEED,
             ),
-            Command(
-                f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(
-                f"{DEEPSPEED} --width 512 --layers 7 --batch 2 --stages 2 --seeds 1 --noise "
-                + _sections('"bits": 8, "param_bits": 4', '"preset": "int4", "param_bits": 4'),
-                _QUICK_DEEPSPEED,
-            ),
         ),
         texts.deepspeed_training,
         slow=True,

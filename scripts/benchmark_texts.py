@@ -135,11 +135,13 @@ def deepspeed_step(results: list[Any]) -> Rows:
     widths = [name for name in tables[0]["variants"] if name.startswith("INT") and "+" not in name]
     heads = [text for name in widths for text in (f"{name}: step", "gradients")]
     heads += [f"{widths[-1]}, parameters too: step", "bytes on the wire / bf16's"]
-    rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", *heads]]
+    rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", "nothing sent, ms", *heads]]
     for table in tables:
         variants = table["variants"]
+        nothing = variants.get("nothing sent", {}).get("step, seconds")
         too = {name.partition(" + ")[2]: row for name, row in variants.items() if "+" in name}
         cells = [_number(variants["bf16"][key], ".0f", 1e3) for key in ("step, seconds", "gradients, seconds")]
+        cells.append("" if nothing is None else f"{1e3 * nothing:.0f}")
         cells += [f"{variants[name][key]:.2f}" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
         whole = variants["bf16"]["wire, bytes"]
         cells.append(", ".join(f"{row['x bf16, step']:.2f} ({bits} bits)" for bits, row in too.items()))
