@@ -251,15 +251,12 @@ def _refuse_useless(engine: Any, config: FlashConfig) -> None:
     """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    if (
-        config.param_bits == "full"
-        or int(engine.zero_optimization_stage()) > 0
-        or hasattr(engine.optimizer, "update_lp_params")
-    ):
+    stage = int(engine.zero_optimization_stage())
+    if config.param_bits == "full" or stage == 3 or hasattr(engine.optimizer, "update_lp_params"):
         return
     raise DeepSpeedConfigError(
         f"{section.SECTION}.param_bits has no effect with {type(engine.optimizer).__name__} at "
-        "zero_optimization.stage 0, which gathers no parameters; leave it out."
+        f"zero_optimization.stage {stage}, which gathers no parameters; leave it out."
     )
 
 

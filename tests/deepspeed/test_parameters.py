@@ -11,6 +11,7 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import differences
 from tests.deepspeed import deepspeed_training as training
+from tests.distributed import RankFailure
 
 FOUR = {"bits": 8, "param_bits": 4, "group_size": 64, "min_bytes": 0}
 BF16 = {"bf16": {"enabled": True}}
@@ -30,6 +31,17 @@ def takes_fp16() -> None:
     from deepspeed.accelerator import get_accelerator
 
     type(get_accelerator()).is_fp16_supported = lambda _: True  # asks for mkldnn's; torch computes without it
+
+
+def run(engines: Any, way: str, case: Any, *args: Any) -> list[Any]:
+    """The case on two ranks; skipped where this DeepSpeed builds an optimizer that gathers nothing: refused."""
+    try:
+        found: list[Any] = engines(2).run(case, *args)
+    except RankFailure as failure:
+        if way != "BF16_Optimizer" or "param_bits has no effect with FP16_UnfusedOptimizer" not in str(failure):
+            raise
+        pytest.skip(f"DeepSpeed {'.'.join(map(str, training.release()))} builds FP16_UnfusedOptimizer here")
+    return found
 
 
 def site(options: dict[str, Any]) -> str:
@@ -94,7 +106,7 @@ def trains(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_training(engines: Any, way: str) -> None:
     options = WAYS[way]
-    for found in engines(2).run(trains, options):
+    for found in run(engines, way, trains, options):
         calls = found["site"]
         assert calls["full_precision"] == {differences.FIRST: 1} and calls["quantized"] == STEPS - 1, calls
         assert found["alike"], "replicas hold the same bits after every step"
@@ -218,7 +230,7 @@ def resumes(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", "BF16_Optimizer", "fp32"])
 def test_a_resumed_run_goes_on_bit_for_bit(engines: Any, way: str, tmp_path: Any) -> None:
-    for found in engines(2).run(resumes, str(tmp_path), WAYS[way]):
+    for found in run(engines, way, resumes, str(tmp_path), WAYS[way]):
         assert found["same"] and found["quantized"] == 3 and not found["full_precision"], found
 
 
