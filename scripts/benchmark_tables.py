@@ -184,6 +184,10 @@ TRAINING = (
                 ),
                 _QUICK_DEEPSPEED,
             ),
+            Command(
+                f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
+                _QUICK_DEEPSPEED,
+            ),
         ),
         texts.deepspeed_training,
         slow=True,
