@@ -76,7 +76,7 @@ def entries(built: Any) -> list[dict[str, int]]:
 
 def half_way() -> int:
     """Every function of an engine fails to be replaced once; how many that were."""
-    built = not_served()
+    built, config = not_served(), CONFIG.model_copy(update={"param_bits": 4})  # which adds functions to replace
     built.save_checkpoint = theirs = lambda *_: "theirs"  # somebody's, from before
     before, places = entries(built), served.places
     failed = 0
@@ -93,7 +93,7 @@ def half_way() -> int:
 
         served.places = failing  # type: ignore[assignment]
         try:
-            served.bind(built, CONFIG)
+            served.bind(built, config)
         except RuntimeError:
             failed += 1
         else:  # a function that this engine does not have
@@ -102,7 +102,7 @@ def half_way() -> int:
             served.places = places
         assert entries(built) == before
         assert built not in served._engines
-    served.bind(built, CONFIG)
+    served.bind(built, config)
     assert built.save_checkpoint is not theirs
     served.release(built)
     assert entries(built) == before
