@@ -36,9 +36,8 @@ CHANGED = "parameters changed"
 
 _ROW = 64  # words that are summed before they are multiplied
 _LAYOUT = "<QB"
-_NONE, _SAME, _OTHER = range(
-    3
-)  # what a rank knows of its weights: nothing; they are as the last gather left them, or not
+# Of its weights a rank knows nothing; they are as the last gather left them; they are not.
+_NONE, _SAME, _OTHER = range(3)
 
 
 class HeldWeights:
@@ -105,7 +104,10 @@ def digest_of(weights: Tensor) -> int:
     # Times odd numbers: no bit of a sum is lost.
     for each in (sums, rest):
         each *= torch.arange(len(each), device=each.device).mul_(2).add_(1)
-    return int(sums.sum() + rest.sum()) % (1 << 63)
+    digest = int(sums.sum() + rest.sum()) % (1 << 64)
+    return (digest ^ digest >> 63) % (
+        1 << 63
+    )  # the highest bit, which may be all that a sign changes, goes to the lowest
 
 
 class Exact:

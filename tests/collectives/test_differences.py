@@ -298,10 +298,11 @@ def test_the_digest_is_of_every_bit() -> None:
     assert before == differences.digest_of(weights.clone())
     shifted = torch.cat([weights[:1], weights])[1:]  # at an address that is no multiple of 8
     assert before == differences.digest_of(shifted)
-    for at in (0, 511, 600, len(weights) - 1):
-        other = weights.clone()
-        other.view(torch.int16)[at] ^= 1
-        assert differences.digest_of(other) != before
+    for at in (0, 1, 2, 3, 511, 600, len(weights) - 1):
+        for bit in range(16):  # the sign is the highest
+            other = weights.clone()
+            other.view(torch.int16)[at] ^= -(1 << 15) if bit == 15 else 1 << bit
+            assert differences.digest_of(other) != before, (at, bit)
     swapped = torch.cat([weights[512:1024], weights[:512], weights[1024:]])
     assert differences.digest_of(swapped) != before
     assert differences.digest_of(weights[:0]) == 0
