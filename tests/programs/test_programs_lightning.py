@@ -32,7 +32,7 @@ class LanguageModel(L.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 {{configure}}
 
 if __name__ == "__main__":
