@@ -290,7 +290,7 @@ def fed_back() -> bool:
             optimizer.step()
 
     fap.ddp.enable(config)
-    # Without unused parameters torch forms the buckets anew after the first pass, and a resumed run drops what it loads.
+    # Otherwise torch forms the buckets anew after the first pass, and what a resumed run has loaded is dropped.
     whole = DistributedDataParallel(build(), find_unused_parameters=True)
     run(whole, 0, 3)
     saved, state = {k: v.clone() for k, v in whole.module.state_dict().items()}, fap.state_dict()
