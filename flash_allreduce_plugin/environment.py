@@ -11,6 +11,8 @@ from flash_allreduce_plugin.errors import ConfigError
 
 PREFIX = "FLASH_ALLREDUCE_"
 
+ATTACH = f"{PREFIX}ATTACH"
+CONFIG = f"{PREFIX}CONFIG"
 AUTOLOAD = f"{PREFIX}AUTOLOAD"  # 0: `import torch` attaches nothing; autoload.py
 BUILD = f"{PREFIX}BUILD"  # which compiled libraries are built; setup.py
 COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/beside.py
@@ -19,7 +21,7 @@ LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
 TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
-VARIABLES = (AUTOLOAD, BUILD, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
+VARIABLES = (ATTACH, CONFIG, AUTOLOAD, BUILD, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:
