@@ -23,8 +23,8 @@ _BLINK = 0.1  # seconds between two drawings of a bar
 class Output:
     """Where the lines of one command go.
 
-    results: the console for what was asked for. notes: the one on stderr. width: columns that it has at least. soft_wrap: lines longer than that
-    stay whole. silent: print nothing, as the ranks of a launcher but rank 0 do.
+    results: the console for what was asked for. notes: the one on stderr. width: columns that they have at least.
+    soft_wrap: lines longer than that stay whole. silent: print nothing, as the ranks of a launcher but rank 0 do.
     """
 
     def __init__(

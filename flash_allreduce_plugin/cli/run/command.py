@@ -194,7 +194,7 @@ def _until_its_end(program: str, command: Sequence[str]) -> int:
         try:
             # What subprocess.Popen does besides, but for the mask: Python ignores these two.
             child = os.posix_spawn(
-                program, command, os.environ, setsigmask=before, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
+                program, list(command), os.environ, setsigmask=before, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
             )
         except OSError as error:
             raise ValueError(f"{program}: cannot be started ({error.strerror}).") from None
@@ -228,7 +228,9 @@ def _report(output: Output, log: _Log, status: int) -> None:
 
 
 def _why_nothing(log: _Log) -> str:
-    elsewhere = f" (rank 0 writes {log.name}, if it runs on another machine)" if log.kept and "%r" not in log.name else ""
+    elsewhere = (
+        f" (rank 0 writes {log.name}, if it runs on another machine)" if log.kept and "%r" not in log.name else ""
+    )
     return (
         "the program built nothing that the plugin serves (DDP, FSDP, Megatron; several ranks), or its ranks run in "
         f"another Python than {sys.executable}, or in another environment: see `flash-allreduce doctor` there"
