@@ -28,7 +28,7 @@ _HOMES = {
     "all_reduce": "dispatch",
     "all_to_all": "dispatch",
     "ddp_hook": "ddp",
-    "fsdp1_hook": "fsdp1",
+    "fsdp1_hook": "fsdp",
     "reduce_scatter": "dispatch",
     "decode": "tensors",
     "encode": "tensors",
@@ -39,13 +39,15 @@ _HOMES = {
     "state_dict": "checkpoint",
     "stats": "telemetry.counters",
 }
-_ROOMS = ("apex", "deepspeed", "megatron")
+_ROOMS = ("apex", "ddp", "deepspeed", "fsdp", "megatron")
 
 __all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin import apex as apex
+    from flash_allreduce_plugin import ddp as ddp
     from flash_allreduce_plugin import deepspeed as deepspeed
+    from flash_allreduce_plugin import fsdp as fsdp
     from flash_allreduce_plugin import megatron as megatron
     from flash_allreduce_plugin.checkpoint import load_state_dict as load_state_dict
     from flash_allreduce_plugin.checkpoint import state_dict as state_dict
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.fsdp import FlashAllGather as FlashAllGather
     from flash_allreduce_plugin.fsdp import FlashAllReduce as FlashAllReduce
     from flash_allreduce_plugin.fsdp import FlashReduceScatter as FlashReduceScatter
-    from flash_allreduce_plugin.fsdp1 import fsdp1_hook as fsdp1_hook
+    from flash_allreduce_plugin.fsdp import fsdp1_hook as fsdp1_hook
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
     from flash_allreduce_plugin.telemetry.counters import reset_stats as reset_stats

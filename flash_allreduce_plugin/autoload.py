@@ -1,11 +1,13 @@
-"""The `torch.backends` entry point: adds the launch flags to an unmodified Megatron-LM script, and the section of the
-JSON configuration to an unmodified DeepSpeed one.
+"""The `torch.backends` entry point: adds the launch flags to an unmodified Megatron-LM script, the section of the JSON
+configuration to an unmodified DeepSpeed one, and serves what FLASH_ALLREDUCE_ATTACH names in any program.
 
 torch calls `load` at the end of `import torch`, in every program of the environment, so it does next to nothing:
 it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
 engine; where the environment sets fields, it asks at the end of a training whether anybody read them. `load` never
-raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off. Only the standard library is imported here, so that `import torch`
-works where half of this package is missing; the rest is named by strings and loaded when the framework is.
+raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off; but where FLASH_ALLREDUCE_ATTACH cannot be served as it says, it
+ends a rank that torchrun has started, before it trains. Only the standard library is imported here, so that
+`import torch` works where half of this package is missing; the rest is named by strings and loaded when the framework
+is.
 """
 
 from __future__ import annotations
@@ -29,6 +31,12 @@ LAUNCH_FLAGS = "flash_allreduce_plugin.megatron.arguments"
 # Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.deepspeed.engine"
+ATTACH = f"{PREFIX}ATTACH"
+# What ATTACH may name: the modules of torch's or Megatron's that it waits for, and ours, whose by_environment it calls.
+ATTACHABLE = {
+    "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.ddp"),
+    "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.fsdp"),
+}
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
 _log = logging.getLogger("flash_allreduce_plugin")
@@ -38,7 +46,11 @@ _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
 def load() -> None:
     """The entry point. Never raises: what goes wrong is one line of the log."""
     try:
-        if os.environ.get(SWITCH, "").strip().lower() not in ("0", "false", "no", "off"):
+        off = os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off")
+        named = os.environ.get(ATTACH, "").strip()
+        if named:
+            _attach_named(named, off)
+        if not off:
             install()
             _attach_after(DEEPSPEED, JSON_SECTION)
             if any(name.startswith(PREFIX) for name in os.environ):
@@ -46,6 +58,37 @@ def load() -> None:
                 atexit.register(_say_what_nobody_read)
     except Exception as error:
         _warn(error)
+
+
+def _attach_named(named: str, off: bool) -> None:
+    """Serve what ATTACH names, once the program has imported it."""
+    names = {name.strip().lower() for name in named.split(",")} - {""}
+    unknown = sorted(names - {*ATTACHABLE, "all"})
+    why = ""
+    if unknown:
+        why = f"expected all, or names with commas: {', '.join(ATTACHABLE)}; {', '.join(unknown)} is none of them"
+    elif off:
+        why = f"{SWITCH} is off, which keeps it from attaching anything; unset one of the two"
+    if why:
+        return _refuse(f"{ATTACH}={named} cannot be served: {why}.")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        try:
+            importlib.import_module(CONFIG).FlashConfig.from_env()
+        except ValueError as error:  # a ConfigError
+            return _refuse(str(error))
+    for name, (modules, ours) in ATTACHABLE.items():
+        if name in names or "all" in names:
+            _attach_after(modules, ours, "by_environment")
+
+
+def _refuse(why: str) -> None:
+    """End a rank; in a program that is none, such as torchrun itself, say it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        _log.warning("flash all-reduce: %s", why)
+        return
+    if os.environ["RANK"] == "0":
+        print(f"flash all-reduce: {why}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
 
 
 def _say_what_nobody_read() -> None:
@@ -60,8 +103,8 @@ def _say_what_nobody_read() -> None:
     if fields and rank == 0 and not config.FlashConfig.from_env_was_called:
         print(
             f"flash all-reduce: set, and read by nothing in this program: {', '.join(fields)}; flash_allreduce was "
-            'attached to nothing (Megatron: --flash-allreduce; DeepSpeed: the section "flash_allreduce"; DDP, FSDP2: a '
-            "hook of your own)",
+            'attached to nothing (Megatron: --flash-allreduce; DeepSpeed: the section "flash_allreduce"; DDP, FSDP: '
+            f"{ATTACH}=all, or a hook of your own)",
             flush=True,
         )
 
@@ -74,10 +117,10 @@ def install() -> None:
     _attach_after(MEGATRON_LM, LAUNCH_FLAGS)
 
 
-def _attach_after(modules: Sequence[str], ours: str) -> None:
-    """Import our module named `ours` and call its `attach`, when `modules` are imported."""
+def _attach_after(modules: Sequence[str], ours: str, function: str = "attach") -> None:
+    """Import our module named `ours` and call its `function`, when `modules` are imported."""
     if ours not in _waiting:
-        _waiting[ours] = AfterImport(modules, lambda: importlib.import_module(ours).attach())
+        _waiting[ours] = AfterImport(modules, lambda: getattr(importlib.import_module(ours), function)())
         _waiting[ours].install()
 
 

@@ -15,10 +15,24 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_started: dict[int, Ranks] = {}
+
+
+@pytest.fixture(autouse=True)
+def _no_crowds() -> Iterator[None]:
+    """Each process group of gloo has threads that wake up every ten milliseconds for as long as it lives: ranks that
+    have made many of them are replaced between two tests, or they take the machine from the tests that follow.
+    """
+    yield
+    for world_size, pool in list(_started.items()):
+        if pool.crowded:
+            _started.pop(world_size).close()
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(n): n running ranks, kept for the whole session and replaced when a case has killed them."""
-    started: dict[int, Ranks] = {}
+    started = _started
 
     def get(world_size: int) -> Ranks:
         if world_size not in started or not started[world_size].alive:

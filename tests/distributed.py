@@ -20,6 +20,8 @@ from typing import Any
 from unittest import mock
 
 GROUP_TIMEOUT = timedelta(seconds=60)
+TIMEOUT = 240  # seconds of a case: on a machine that is busy with other things a compiler takes minutes
+MANY_THREADS = 60
 # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.dispatch")
 # For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
@@ -75,7 +77,13 @@ class Ranks:
     def alive(self) -> bool:
         return all(process.is_alive() for process in self.processes)
 
-    def run(self, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    @property
+    def crowded(self) -> bool:
+        """Whether a rank has more threads than a few process groups need."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self.processes]
+        return any(len(list(threads.iterdir())) > MANY_THREADS for threads in tasks if threads.exists())
+
+    def run(self, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
         """Run case(*args) on every rank; the results in rank order.
 
         Raises RankFailure with the traceback of each rank that failed, or the exit code of one that died, TimeoutError
@@ -88,7 +96,7 @@ class Ranks:
             raise RankFailure("\n".join(failures))
         return [value for _, value in outcomes]
 
-    def outcomes(self, case: Callable[..., Any], *args: Any, timeout: float = 120) -> list[tuple[str, Any]]:
+    def outcomes(self, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[tuple[str, Any]]:
         """As run, but ("value", result), ("error", traceback) or ("died", exit code) per rank."""
         for connection in self._connections:
             connection.send((case, args))
@@ -134,7 +142,7 @@ def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
 
 
 def run_ranks(
-    world_size: int, case: Callable[..., Any], *args: Any, timeout: float = 120, preload: tuple[str, ...] = ()
+    world_size: int, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, preload: tuple[str, ...] = ()
 ) -> list[Any]:
     """One case in ranks of its own, for cases that leave something behind."""
     with Ranks(world_size, preload=preload) as ranks:

@@ -18,7 +18,7 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("errors", "shapes", "topology"),
+    ("errors", "shapes", "steps", "topology"),
     ("environment", "patching"),
     ("autoload", "codec"),
     ("config", "policy"),
@@ -29,7 +29,8 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("decision", "checkpoint"),
     ("running",),
     ("dispatch",),
-    ("megatron", "deepspeed", "ddp", "fsdp", "fsdp1", "apex"),
+    ("attachment",),
+    ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),
     ("__main__",),
 )
@@ -127,6 +128,10 @@ def loaded_by(statement: str) -> set[str]:
 
 # Modules without a test file of their own name, and the files that test them.
 TESTED_IN = {
+    "ddp/attach": "ddp/test_ddp_attach",
+    "fsdp/attach": "fsdp/test_fsdp_attach",
+    "attachment": "ddp/test_ddp_attach",  # and fsdp/test_fsdp_attach
+    "steps": "ddp/test_ddp_attach",
     "deepspeed/engine": "deepspeed/test_engines",
     "deepspeed/places": "deepspeed/test_stages",  # each stage calls its functions
     "deepspeed/reduction": "deepspeed/test_stages",

@@ -320,7 +320,8 @@ class FlashConfig(_Frozen):
 
     @classmethod
     def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
-        """From FLASH_ALLREDUCE_<FIELD> variables, on top of `base` (default: the default configuration).
+        """From FLASH_ALLREDUCE_<FIELD> variables, on top of the JSON file that FLASH_ALLREDUCE_CONFIG names, on top of
+        `base` (default: the default configuration).
 
         Values are JSON (8, true, null) or the bare words true, false, none, full; 1 and 0 serve for true and
         false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
@@ -338,6 +339,9 @@ class FlashConfig(_Frozen):
                 unknown.append(f"{name}={shown(text)} is not a known variable; the nearest is {closest}.")
             elif text.strip():
                 texts[keys[name]] = text
+        file = os.environ.get(environment.CONFIG, "").strip()
+        if file:
+            base = cls.from_file(file, base)
         return cls.from_texts(texts, spelled=variable, base=base, problems=unknown)
 
     @classmethod

@@ -112,7 +112,7 @@ def test_piped_as_json_stdout_has_nothing_else(tmp_path: Path) -> None:
     quick = ["-b", "64K", "-e", "64K", "--seconds", "0", "--bits", "4", "-o", "tuned.json", "--json", "-"]
     done = subprocess.run(
         [sys.executable, "-m", "flash_allreduce_plugin", "tune", *quick],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert json.loads(done.stdout)["written"] == json.loads((tmp_path / "tuned.json").read_text()), done.stderr
     assert "all_reduce, ms of a call" in done.stderr
@@ -123,7 +123,7 @@ def test_under_a_launcher_one_rank_speaks(tmp_path: Path) -> None:
     quick = ["-b", "64K", "-e", "64K", "--seconds", "0", "--bits", "4", "-o", "tuned.json"]
     done = subprocess.run(
         [*launch, "-m", "flash_allreduce_plugin", "tune", *quick],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     assert done.stdout.count("all_reduce, ms of a call") == 1, done.stderr

@@ -29,7 +29,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no C++ compiler to compile the shared headers with")
     library = tmp_path_factory.mktemp("host") / "group.so"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=240)
     return ctypes.CDLL(str(library))
 
 

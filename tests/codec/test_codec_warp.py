@@ -102,7 +102,7 @@ def warps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warps]:
         pytest.skip("no C++ compiler to compile the device codec with")
     library = tmp_path_factory.mktemp("host") / "warp.so"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC"]
-    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=120)
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True, timeout=240)
     yield Warps(ctypes.CDLL(str(library)))
 
 

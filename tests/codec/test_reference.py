@@ -88,7 +88,7 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

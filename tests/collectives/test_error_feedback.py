@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import error_feedback, flat
-from flash_allreduce_plugin.ddp import REBUILT, _Reduction
+from flash_allreduce_plugin.ddp.hook import REBUILT, _Reduction
 from flash_allreduce_plugin.policy import Plan, Site
 from tests.distributed import Ranks
 

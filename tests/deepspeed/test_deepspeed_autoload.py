@@ -76,7 +76,7 @@ def run(folder: Path, first: str, **environment: str) -> list[str]:
         for rank in range(2)
     ]
     try:
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

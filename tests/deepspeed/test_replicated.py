@@ -15,8 +15,8 @@ from torch import nn
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.deepspeed import parameters, replicated
+from tests.ddp.test_hook import WIDTH, Split
 from tests.distributed import RankFailure, Ranks
-from tests.test_ddp import WIDTH, Split
 
 STEPS = 5
 FOUR = {"bits": 4, "min_bytes": 0}

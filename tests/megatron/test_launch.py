@@ -103,7 +103,7 @@ if __name__ == "__main__":
 }
 
 
-def run(folder: Path, *command: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python <command>` in `folder`, with the package and its entry point, whether installed or not."""
     site = folder / "site"
     info = site / "flash_allreduce_plugin-0.dist-info"

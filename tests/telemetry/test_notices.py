@@ -189,7 +189,7 @@ def program(script: str, **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
     env = {**kept, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **environment}
     env.update(RANK="0", WORLD_SIZE="1")
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

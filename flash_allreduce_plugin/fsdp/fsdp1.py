@@ -25,8 +25,9 @@ from flash_allreduce_plugin.telemetry.notices import FirstPasses
 SITE = Site("fsdp1.gradients")
 
 Hook = Callable[..., None]
+StepSource = Callable[[], int | None]
 _UNSEEN = "which does not see whose gradient it is given"
-_LACKS = {
+LACKS = {
     "include": _UNSEEN,
     "exclude": _UNSEEN,
     "warmup_steps": "which torch does not tell the step",
@@ -45,18 +46,24 @@ def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
     `include`, `exclude`, `warmup_steps` and the keys of Megatron's, and in the backward pass of a model with tensor
     parallelism on a device mesh.
     """
-    config = refusals.serve(config, "fsdp1_hook", _LACKS)
+    return hook_of(refusals.serve(config, "fsdp1_hook", LACKS))
+
+
+def hook_of(
+    config: FlashConfig, attached_to: str = "FullyShardedDataParallel", step: StepSource = lambda: None
+) -> Hook:
+    """fsdp1_hook of a configuration that is served. step: finished training steps, for warmup_steps."""
     run_log.start(config)
-    passes = FirstPasses("fsdp1", "FullyShardedDataParallel")
+    passes = FirstPasses("fsdp1", attached_to)
     beside.attach(passes)
 
     def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
         group = _group(state)
         passes.at(config)
         if shard is None:
-            dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=SITE)
+            dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=SITE, step=step())
         else:
-            dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=SITE)
+            dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=SITE, step=step())
 
     return flash_fsdp1_hook
 

@@ -37,7 +37,7 @@ REPLICAS = Site("fsdp.replicas")
 PARAMETERS = Site("fsdp.parameters")
 
 
-_LACKS = {
+LACKS = {
     "include": "which torch does not tell the module",
     "exclude": "which torch does not tell the module",
     "warmup_steps": "which torch does not tell the step",
@@ -57,15 +57,21 @@ _first_passes = FirstPasses("fsdp", "FSDP2")
 class _Configured:
     """What every class here begins with."""
 
+    _lacks: Mapping[str, str] = LACKS
+
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: FlashConfig.from_env() if None.
 
         Raises TypeError where it is no FlashConfig; ConfigError for `include`, `exclude`, `warmup_steps` and the keys
         of Megatron's.
         """
-        self.config = refusals.serve(config, type(self).__name__, _LACKS)
+        self.config = refusals.serve(config, type(self).__name__, self._lacks)
         run_log.start(self.config)
         beside.attach(self)
+
+    def _step(self) -> int | None:
+        """Finished training steps, for warmup_steps; None: nobody counts them."""
+        return None
 
 
 class _Allocates:
@@ -75,7 +81,7 @@ class _Allocates:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Gradients(_Configured):
+class Gradients(_Configured):
     """What reduces gradients: an owner of residuals (checkpoint.Owner)."""
 
     def __init__(self, config: FlashConfig | None = None) -> None:
@@ -84,6 +90,10 @@ class _Gradients(_Configured):
         self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
         self._in_pass = False
         checkpoint.register("fsdp", self)
+
+    def _begin(self) -> None:
+        """A gradient is about to be reduced."""
+        _first_passes.at(self.config)
 
     def numbers(self) -> dict[str, float]:
         return {}
@@ -105,7 +115,7 @@ class _Gradients(_Configured):
         self._in_pass = False
 
 
-class FlashReduceScatter(_Gradients, _Allocates, ReduceScatter):
+class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
     """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
 
     Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
@@ -126,9 +136,9 @@ class FlashReduceScatter(_Gradients, _Allocates, ReduceScatter):
 
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
         """
-        _first_passes.at(self.config)
+        self._begin()
         calls = _reduction("FlashReduceScatter")
-        numel, ranges = output_tensor.numel(), _copies(calls, self.config)
+        numel, ranges = output_tensor.numel(), copies_in(calls, self.config)
         return dispatch.reduce_scatter(
             output_tensor,
             input_tensor,
@@ -137,13 +147,14 @@ class FlashReduceScatter(_Gradients, _Allocates, ReduceScatter):
             self.config,
             async_op=async_op,
             site=GRADIENTS,
+            step=self._step(),
             feedback=self._slot(),
             # FSDP puts rank after rank what it gets of one parameter after the other.
             exact=[(rank * numel + first, rank * numel + end) for rank in range(group.size()) for first, end in ranges],
         )
 
 
-class FlashAllReduce(_Gradients):
+class FlashAllReduce(Gradients):
     """For `FSDPModule.set_all_reduce_hook`: averages reduce-scattered gradients over the replicas of their shards.
 
         mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -193,7 +204,7 @@ class FlashAllReduce(_Gradients):
             self.config,
             site=REPLICAS,
             feedback=self._slot(),
-            exact=_copies(calls, self.config),
+            exact=copies_in(calls, self.config),
             plain=lambda: self._in_full_precision(reduce_output, calls["force_sum_reduction_for_comms"]),
         )
 
@@ -235,11 +246,12 @@ def _reduction(who: str) -> Mapping[str, Any]:
     return calls
 
 
-def _copies(calls: Mapping[str, Any], config: FlashConfig) -> list[copies.Range]:
+def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[copies.Range]:
     """Where a rank's part of the gradients has those of parameters that tensor-parallel ranks have copies of."""
     sharded = [parameter.sharded_param for parameter in calls["fsdp_params"]]
     found = copies.among([copies.sharding(one.device_mesh, one.placements) for one in sharded], config)
-    shards, ranges, first = calls["reduce_scatter_group"].size(), [], 0
+    shards = 1 if calls["reduce_scatter_group"] is None else calls["reduce_scatter_group"].size()
+    ranges, first = [], 0
     for size, one in zip(calls["padded_unsharded_sizes"], found, strict=True):
         end = first + size.numel() // shards
         if one and first < end:
@@ -256,6 +268,12 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
     """
 
     _said = False
+    _exactly: str | None = None  # why a group goes in full precision
+
+    def _begin(self) -> None:
+        if not FlashAllGather._said:
+            FlashAllGather._said = True
+            notices.say(notices.attached("FSDP2", f"parameters in {self.config.bits} bits", self.config))
 
     def __call__(
         self,
@@ -265,8 +283,14 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
         async_op: bool = False,
     ) -> None:
         """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
-        if not FlashAllGather._said:
-            FlashAllGather._said = True
-            notices.say(notices.attached("FSDP2", f"parameters in {self.config.bits} bits", self.config))
+        self._begin()
         # FSDP waits only on handles of torch's own type.
-        dispatch.all_gather(output_tensor, input_tensor, group, self.config, site=PARAMETERS)
+        dispatch.all_gather(
+            output_tensor,
+            input_tensor,
+            group,
+            self.config,
+            site=PARAMETERS,
+            step=self._step(),
+            full_precision=self._exactly,
+        )

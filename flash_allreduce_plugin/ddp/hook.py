@@ -12,7 +12,7 @@ Beside tensor parallelism: parameters that the tensor-parallel ranks have copies
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
@@ -32,7 +33,7 @@ SITE = Site("ddp.gradients")
 
 Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
-_LACKS = {
+LACKS = {
     **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
     **dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered"),
 }
@@ -52,12 +53,16 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     `include`, `exclude` and the keys of Megatron's; in the first backward pass ValueError for a parameter that the
     model has no gradient of.
     """
-    config = refusals.serve(config, "ddp_hook", _LACKS)
+    config = refusals.serve(config, "ddp_hook", LACKS)
     told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
     for one in told:
         if not isinstance(one, Parameter):
             raise TypeError(f"replicated holds {type(one).__name__}; expected parameters of the model.")
-    hook = Hook(config, told)
+    return started(Hook(config, told))
+
+
+def started(hook: "Hook") -> "Hook":
+    """`hook`, logged, counted and seen by fap.state_dict."""
     steps = hook.reduction.steps
     run_log.start(hook.reduction.config, lambda: steps.finished)
     beside.attach(hook.reduction)
@@ -71,10 +76,15 @@ class Hook:
     feedback: the residuals of `error_feedback`, with state_dict, load_state_dict and reset; None without it.
     """
 
-    def __init__(self, config: FlashConfig, replicated: list[Parameter]) -> None:
+    def __init__(self, config: FlashConfig, replicated: list[Parameter], attached: str | None = None) -> None:
         self.__qualname__ = "flash_allreduce_hook"
-        self.reduction = _Reduction(config, replicated)
+        self.reduction = _Reduction(config, replicated, attached)
         self.feedback = self.reduction.feedback
+        self._other: tuple[Any, Callable[..., Future]] | None = None
+
+    def give_way(self, state: Any, hook: Callable[..., Future]) -> None:
+        """Be `hook`, called with `state`, from now on: torch takes one hook of a model, and this is it."""
+        self._other = (state, hook)
 
     @property
     def __name__(self) -> str:
@@ -88,6 +98,9 @@ class Hook:
 
     def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
         """bucket: of torch's Python reducer a gradient and its parameter. shard: what only FSDP1 gives its hooks."""
+        if self._other is not None:
+            own_state, other = self._other
+            return other(own_state, bucket)
         if isinstance(bucket, tuple):
             return self.reduction.parameter(state, bucket[0])
         if not isinstance(bucket, dist.GradBucket):
@@ -103,18 +116,37 @@ class _Steps:
 
     finished = 0
 
+    def passed(self) -> None:
+        self.finished += 1
+
+
+class _OptimizerSteps:
+    """As _Steps, where those of the optimizer are counted."""
+
+    @property
+    def finished(self) -> int:
+        return optimizer_steps.finished
+
+    @finished.setter
+    def finished(self, count: int) -> None:
+        optimizer_steps.finished = count
+
+    def passed(self) -> None:
+        pass
+
 
 class _Reduction:
     """The buckets of one model."""
 
-    def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = ()) -> None:
+    def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = (), attached: str | None = None) -> None:
+        """attached: what fap.ddp.enable serves, in words; None for a hook that was registered by hand."""
         self.config = config
         self.model: weakref.ref[DistributedDataParallel] | None = None
         self.active: _Active | None = None
         self.replicated = replicated
         self.unseen = {id(parameter) for parameter in replicated if parameter.requires_grad}
-        self.steps = _Steps()
-        self.first_steps = FirstSteps("ddp", attached_to="DistributedDataParallel")
+        self.steps: _Steps | _OptimizerSteps = _Steps() if attached is None else _OptimizerSteps()
+        self.first_steps = FirstSteps("ddp", attached_to=attached or "DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: list[tuple[Any, torch.Tensor, Future]] = []
@@ -154,7 +186,7 @@ class _Reduction:
             factor = None if self.active is None else self.active.factor()
             for each in started:
                 _finish(*each, factor)
-            self.steps.finished += 1
+            self.steps.passed()
         return future
 
     def exact(self, bucket: dist.GradBucket) -> list[copies.Range]:

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import copies
+from tests.ddp.test_hook import Block
 from tests.distributed import Ranks, run_ranks
-from tests.test_ddp import Block
 
 WIDTH, STEPS = 96, 12
 LAYERS = 3
