@@ -10,24 +10,22 @@ itself keeps its configuration.
 from __future__ import annotations
 
 import functools
-import sys
-import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from flash_allreduce_plugin import environment, megatron
+from flash_allreduce_plugin.attachment import refuse
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import arguments, refusals
 from flash_allreduce_plugin.patching import Patchset, Seam
-from flash_allreduce_plugin.telemetry import notices, run_log
+from flash_allreduce_plugin.telemetry import notices
 
 _SUPPORTED = "megatron-core 0.13 to 0.19"
 # megatron-core's wrappers whose gradients do not pass through the buffers of its DistributedDataParallel.
 _SHARDED = ("TorchFullyShardedDataParallel", "FullyShardedDataParallel")
-_PATIENCE = 2.0  # seconds in which rank 0 gets to say why all end
 
 _asked = False  # the first call has been served
 
@@ -90,7 +88,7 @@ def _enable() -> None:
         megatron.enable(config)
         _modules().apply()
     except (ConfigError, PatchError) as error:
-        _end(str(error))
+        refuse(error)
     notices.say(f"attached to megatron-core, {arguments.in_place()} seams, {arguments.settings(config)}")
     from megatron.core import parallel_state
 
@@ -107,7 +105,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
             lines = refusals.refusals(config, refusals.field, f"{environment.ATTACH}=megatron")
             lines += _of_wrapper(type(self).__name__)
             if lines:
-                _end("\n".join(lines))
+                refuse(ConfigError("\n".join(lines)))
 
     return __init__
 
@@ -122,13 +120,3 @@ def _of_wrapper(name: str) -> list[str]:
         return [f"{variable('grad_bits')} has no effect here: {why}; leave it at full."]
     notices.say(f"{why}: they go in full precision")
     return []
-
-
-def _end(why: str) -> NoReturn:
-    """End this rank, as all others do."""
-    ranks = run_log.rank_and_world()
-    if ranks is not None and ranks[0] != 0:
-        time.sleep(_PATIENCE)  # a launcher ends all ranks when the first has ended
-    else:
-        print(f"flash all-reduce: {why}", file=sys.stderr, flush=True)
-    raise SystemExit(2)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.autoload import ATTACHABLE
 from flash_allreduce_plugin.cli import launch
 from flash_allreduce_plugin.cli.doctor import quick
 from flash_allreduce_plugin.cli.output import Output
@@ -120,8 +121,11 @@ def _settings(options: Sequence[Option]) -> dict[str, str]:
         if other.value.strip() != option.value.strip():
             raise ValueError(f"{other.words} and {option.words} contradict each other; drop one of them.")
     values = {name: option.value for name, option in settings.items()}
-    if not os.environ.get(environment.ATTACH, "").strip():
-        values.setdefault(environment.ATTACH, EVERYTHING)
+    values.setdefault(environment.ATTACH, os.environ.get(environment.ATTACH, "").strip() or EVERYTHING)
+    named = values[environment.ATTACH]
+    for name in named.split(","):
+        if name.strip().lower() not in (*ATTACHABLE, EVERYTHING):
+            raise ValueError(f"--attach {named}: expected {EVERYTHING}, or {', '.join(ATTACHABLE)} with commas.")
     return values
 
 
