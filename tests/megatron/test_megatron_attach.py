@@ -46,8 +46,10 @@ def main():
     # As in Megatron-Bridge: there is a configuration before there are groups.
     config = TransformerConfig(
         num_layers=1, hidden_size=256, num_attention_heads=4, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, **{"tensor_model_parallel_size": 2, **options},
+        gradient_accumulation_fusion=False, tensor_model_parallel_size=2,
     )
+    for name, value in options.items():
+        setattr(config, name, value)
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(config.tensor_model_parallel_size)
     # BY HAND
@@ -97,7 +99,7 @@ def by_hand(program: Path) -> list[str]:
 
 
 def train(folder: Path, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, *TORCHRUN, script, *words, timeout=300, **environment)
+    return run(folder, *TORCHRUN, script, *words, timeout=450, **environment)
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -107,7 +109,7 @@ def trained(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [found["0"], found["1"]]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_program_on_megatron_core_is_served_as_by_hand(program: Path, by_hand: list[str], tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     done = train(program, "train.py", **ATTACH, FLASH_ALLREDUCE_LOG=str(log))
@@ -122,14 +124,14 @@ def test_a_program_on_megatron_core_is_served_as_by_hand(program: Path, by_hand:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_other_names_leave_megatron_alone(program: Path, by_hand: list[str]) -> None:
     done = train(program, "train.py", **{**ATTACH, "FLASH_ALLREDUCE_ATTACH": "ddp"})
     assert trained(done) != by_hand
     assert LINE not in done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_warmup_follows_the_optimizer(program: Path, tmp_path: Path) -> None:
     log = tmp_path / "run.jsonl"
     trained(train(program, "train.py", **ATTACH, FLASH_ALLREDUCE_LOG=str(log), FLASH_ALLREDUCE_WARMUP_STEPS="3"))
@@ -137,7 +139,7 @@ def test_warmup_follows_the_optimizer(program: Path, tmp_path: Path) -> None:
     assert (site.calls, site.quantized, dict(site.full_precision)) == (4, 1, {"warm-up": 3})
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", ["own.py", "own_early.py"], ids=["after the groups", "before"])
 def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str], script: str) -> None:
     done = train(program, script, **{**ATTACH, "FLASH_ALLREDUCE_BITS": "8"})
@@ -146,7 +148,7 @@ def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str],
     assert said == (1 if script == "own_early.py" else 0)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("variables", "words", "said"),
     [
@@ -171,14 +173,14 @@ def test_what_cannot_be_served_ends_the_program_with_a_sentence(
     assert "flash_allreduce_plugin/megatron" not in done.stdout, "no traceback"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_with_one_tensor_parallel_rank_it_says_what_is_missing(program: Path) -> None:
     done = train(program, "train.py", "{'tensor_model_parallel_size': 1}", **ATTACH)
     assert "tensor_model_parallel_size is 1: there is no tensor-parallel collective to quantize." in done.stdout
     assert "FLASH_ALLREDUCE_GRAD_BITS" in done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_megatron_lm_script_behaves_as_with_the_flag(tmp_path: Path) -> None:
     for name, text in STUB.items():
         file = tmp_path / "checkout" / name
@@ -186,11 +188,11 @@ def test_a_megatron_lm_script_behaves_as_with_the_flag(tmp_path: Path) -> None:
         file.write_text(text)
     words = ("checkout/pretrain_stub.py", "--tensor-model-parallel-size", "2")
     variables = {"FLASH_ALLREDUCE_ATTACH": "all", "FLASH_ALLREDUCE_MIN_BYTES": "524288"}
-    done = run(tmp_path, *TORCHRUN, *words, **variables)
+    done = train(tmp_path, *words, **variables)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("seams attached, forward 8 bits") == 1
     assert LINE not in done.stdout and "has enabled Megatron's seams itself" not in done.stdout
     assert "megatron.g.forward: 1 calls, 1 quantized" in done.stdout
     # Flags go before variables, and need no --flash-allreduce beside the variable.
-    done = run(tmp_path, *TORCHRUN, *words, "--flash-allreduce-bits", "5", **variables)
+    done = train(tmp_path, *words, "--flash-allreduce-bits", "5", **variables)
     assert "seams attached, forward 5 bits" in done.stdout
