@@ -36,6 +36,7 @@ ATTACH = f"{PREFIX}ATTACH"
 ATTACHABLE = {
     "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.ddp"),
     "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.fsdp"),
+    "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.megatron.attach"),
 }
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
