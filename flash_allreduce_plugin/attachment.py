@@ -30,6 +30,7 @@ class Attachment:
         """who: in errors. patchset: makes the seams, of which nothing is imported before. lacks: as refusals.serve."""
         self.config: FlashConfig | None = None
         self.models: list[str] = []
+        self.built = 0  # models, in the life of the process
         self._refused: ConfigError | None = None
         self._who, self._make, self._lacks = who, patchset, lacks
         self._patchset: Patchset | None = None
@@ -65,6 +66,7 @@ class Attachment:
     def for_a_model(self) -> FlashConfig:
         """The configuration of a model that is being built; ends the program where the environment's is no good."""
         assert self.config is not None, "a seam is in place only between enable and disable"
+        self.built += 1
         if self._refused is not None:
             refuse(self._refused)
         run_log.start(self.config, lambda: optimizer_steps.finished)

@@ -110,13 +110,32 @@ def _say_what_nobody_read() -> None:
     config, environment = importlib.import_module(CONFIG), importlib.import_module(ENVIRONMENT)
     fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
     rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
-    if fields and rank == 0 and not config.FlashConfig.from_env_was_called:
+    named = os.environ.get(ATTACH, "").strip()
+    if named and rank == 0 and not _anything_built():
+        print(
+            f"flash all-reduce: {ATTACH}={named}, and this program has built no such model on rank 0; nothing was "
+            'quantized (DeepSpeed\'s engines: the section "flash_allreduce")',
+            flush=True,
+        )
+    elif fields and rank == 0 and not config.FlashConfig.from_env_was_called:
         print(
             f"flash all-reduce: set, and read by nothing in this program: {', '.join(fields)}; flash_allreduce was "
             'attached to nothing (Megatron: --flash-allreduce; DeepSpeed: the section "flash_allreduce"; DDP, FSDP: '
             f"{ATTACH}=all, or a hook of your own)",
             flush=True,
         )
+
+
+def _anything_built() -> bool:
+    """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
+    rooms = [sys.modules.get(f"flash_allreduce_plugin.{name}.attach") for name in ("ddp", "fsdp")]
+    megatron: Any = sys.modules.get("flash_allreduce_plugin.megatron")
+    counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
+    return (
+        any(room is not None and room.attachment.built for room in rooms)
+        or (megatron is not None and megatron.is_enabled())
+        or (counters is not None and bool(counters.totals()))
+    )
 
 
 def install() -> None:

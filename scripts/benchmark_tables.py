@@ -199,6 +199,11 @@ TRAINING = (
                 f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
                 _QUICK_DEEPSPEED,
             ),
+            Command(
+                f"{DEEPSPEED} --width 512 --layers 7 --batch 2 --lr 3e-4 --stages 2 --seeds 1 --noise 1e-6 "
+                + _sections('"bits": 8', '"bits": 8, "param_bits": 4', '"preset": "int4", "param_bits": 4'),
+                _QUICK_DEEPSPEED,
+            ),
         ),
         texts.deepspeed_training,
         slow=True,

@@ -377,10 +377,21 @@ def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path) 
     assert "ddp.gradients" in report.stdout
 
 
+def test_a_program_that_builds_no_such_model_is_told(tmp_path: Path) -> None:
+    done = program(tmp_path, FLASH_ALLREDUCE_ATTACH="fsdp")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("flash all-reduce: ")]
+    assert len(said) == 1
+    assert said[0].startswith("flash all-reduce: FLASH_ALLREDUCE_ATTACH=fsdp, and this program has built no such model")
+
+
 @pytest.mark.parametrize(
     ("variables", "sentence"),
     [
-        ({"ATTACH": "ddp,dpp"}, "FLASH_ALLREDUCE_ATTACH=ddp,dpp cannot be served: .*ddp, fsdp.*; dpp is none of them."),
+        (
+            {"ATTACH": "ddp,dpp"},
+            "FLASH_ALLREDUCE_ATTACH=ddp,dpp cannot be served: .*ddp, fsdp, megatron; dpp is none of them.",
+        ),
         ({"ATTACH": "ddp", "AUTOLOAD": "0"}, "FLASH_ALLREDUCE_AUTOLOAD is off"),
         ({"ATTACH": "ddp", "PRESET": "int5"}, "FLASH_ALLREDUCE_PRESET='int5' is not valid; expected \"int8\""),
         ({"ATTACH": "all", "CONFIG": "none.json"}, "none.json: cannot be read"),
