@@ -72,7 +72,7 @@ def _attach_named(named: str, off: bool) -> None:
         why = f"{SWITCH} is off, which keeps it from attaching anything; unset one of the two"
     if why:
         return _refuse(f"{ATTACH}={named} cannot be served: {why}.")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank() or _is_torchrun():
         try:
             importlib.import_module(CONFIG).FlashConfig.from_env()
         except ValueError as error:  # a ConfigError
@@ -83,13 +83,22 @@ def _attach_named(named: str, off: bool) -> None:
 
 
 def _refuse(why: str) -> None:
-    """End a rank; in a program that is none, such as torchrun itself, say it."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        _log.warning("flash all-reduce: %s", why)
+    """End torchrun, or a rank that another launcher has started; what may be another program is only told."""
+    if not _is_torchrun() and not _is_rank():
+        _log.warning("flash_allreduce_plugin is not attached: %s", why)
         return
-    if os.environ["RANK"] == "0":
+    if _is_torchrun() or os.environ["RANK"] == "0":
         print(f"flash all-reduce: {why}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def _is_torchrun() -> bool:
+    # The command is what Python was started with: `python .../torchrun`, or `python -m torch.distributed.run`.
+    return any(os.path.basename(word) in ("torchrun", "torch.distributed.run") for word in sys.orig_argv[:4])
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _say_what_nobody_read() -> None:
