@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.run.command import Option, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ def site(tmp_path: Path) -> Path:
     """A folder that makes the package one with its entry point, whether it is installed or not."""
     info = tmp_path / "site" / "flash_allreduce_plugin-0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: 0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: {fap.__version__}\n")
     (info / "entry_points.txt").write_text("[torch.backends]\nflash_allreduce = flash_allreduce_plugin.autoload:load\n")
     (tmp_path / "train.py").write_text(TRAIN)
     return tmp_path
