@@ -31,20 +31,26 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "deepspeed" / "train.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FULL_PRECISION, NOISE = "full precision", "noise "
 VALIDATION_BATCHES = 64
 WARM_UP_STEPS = 50
 
 
-def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
-    spec = importlib.util.spec_from_file_location("example", EXAMPLE)
+def example(folder: str) -> Any:
+    """The program examples/<folder>/train.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / folder / "train.py")
     assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    example.WIDTH, example.LAYERS, example.SEQUENCE = arguments.width, arguments.layers, arguments.sequence  # type: ignore[attr-defined]
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
+    module = example("deepspeed")
+    module.WIDTH, module.LAYERS, module.SEQUENCE = arguments.width, arguments.layers, arguments.sequence
     torch.manual_seed(seed)
-    model: torch.nn.Module = example.Model()
+    model: torch.nn.Module = module.Model()
     return model
 
 
@@ -70,10 +76,23 @@ def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, 
     return config
 
 
-def _add_noise(gradient: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    """Gaussian noise of `size` times the root mean square of the gradient."""
-    noise = torch.randn(gradient.shape, generator=generator)
-    return gradient + size * gradient.square().mean().sqrt() * noise
+def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
+    """To every gradient: Gaussian, `size` times the gradient's root mean square, of each rank its own."""
+    generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
+
+    def noisy(gradient: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(gradient.shape, generator=generator)
+        return gradient + size * gradient.square().mean().sqrt() * noise
+
+    for parameter in model.parameters():
+        parameter.register_hook(noisy)
+
+
+def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> torch.Tensor:
+    """This rank's sequences of a step, each with the byte after it."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + dist.get_rank())
+    starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
+    return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
 
 
 def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -82,31 +101,24 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
 
     section = json.loads(variant) if variant.startswith("{") else None
     fap.reset_stats()
-    model, rank = build_model(arguments, seed), dist.get_rank()
+    model = build_model(arguments, seed)
     if variant.startswith(NOISE):
-        size, generator = float(variant.removeprefix(NOISE)), torch.Generator().manual_seed(10_000 * seed + rank)
-        for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: _add_noise(gradient, size, generator))
+        add_noise(model, float(variant.removeprefix(NOISE)), seed)
     numel = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=configuration(arguments, stage, section)
     )
     training, validation = split(corpus(None), arguments.sequence)
-
-    def batch(data: torch.Tensor, number: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
-        starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
-        return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
-
     losses = []
     for step in range(arguments.steps):
-        loss = engine(batch(training, step))
+        loss = engine(batch(training, step, seed, arguments))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
     stats = fap.stats()
     with torch.no_grad():
-        held_out = [float(engine(batch(validation, arguments.steps + i))) for i in range(VALIDATION_BATCHES)]
+        numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
+        held_out = [float(engine(batch(validation, number, seed, arguments))) for number in numbers]
     mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()

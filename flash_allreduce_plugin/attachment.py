@@ -8,15 +8,19 @@ first model is built, on every rank, with one sentence on rank 0: a model of ano
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.patching import Patchset
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import notices, run_log
+
+_PATIENCE = 2.0  # seconds
 
 
 class Attachment:
@@ -26,6 +30,7 @@ class Attachment:
         """who: in errors. patchset: makes the seams, of which nothing is imported before. lacks: as refusals.serve."""
         self.config: FlashConfig | None = None
         self.models: list[str] = []
+        self.built = 0  # models, in the life of the process
         self._refused: ConfigError | None = None
         self._who, self._make, self._lacks = who, patchset, lacks
         self._patchset: Patchset | None = None
@@ -61,6 +66,7 @@ class Attachment:
     def for_a_model(self) -> FlashConfig:
         """The configuration of a model that is being built; ends the program where the environment's is no good."""
         assert self.config is not None, "a seam is in place only between enable and disable"
+        self.built += 1
         if self._refused is not None:
             refuse(self._refused)
         run_log.start(self.config, lambda: optimizer_steps.finished)
@@ -79,11 +85,13 @@ class Attachment:
             optimizer_steps.start()
 
 
-def refuse(error: ConfigError) -> None:
+def refuse(error: ConfigError | PatchError) -> NoReturn:
     """End the program before it trains: exit status 2 on every rank, the sentence on rank 0."""
     ranks = run_log.rank_and_world()
     if ranks is None or ranks[0] == 0:
         print(f"flash all-reduce: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE)  # a launcher ends all ranks when the first has ended: rank 0 gets to say why
     raise SystemExit(2)
 
 

@@ -36,6 +36,7 @@ ATTACH = f"{PREFIX}ATTACH"
 ATTACHABLE = {
     "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.ddp"),
     "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.fsdp"),
+    "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.megatron.attach"),
 }
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
@@ -71,7 +72,7 @@ def _attach_named(named: str, off: bool) -> None:
         why = f"{SWITCH} is off, which keeps it from attaching anything; unset one of the two"
     if why:
         return _refuse(f"{ATTACH}={named} cannot be served: {why}.")
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if _is_rank() or _is_torchrun():
         try:
             importlib.import_module(CONFIG).FlashConfig.from_env()
         except ValueError as error:  # a ConfigError
@@ -82,13 +83,22 @@ def _attach_named(named: str, off: bool) -> None:
 
 
 def _refuse(why: str) -> None:
-    """End a rank; in a program that is none, such as torchrun itself, say it."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        _log.warning("flash all-reduce: %s", why)
+    """End torchrun, or a rank that another launcher has started; what may be another program is only told."""
+    if not _is_torchrun() and not _is_rank():
+        _log.warning("flash_allreduce_plugin is not attached: %s", why)
         return
-    if os.environ["RANK"] == "0":
+    if _is_torchrun() or os.environ["RANK"] == "0":
         print(f"flash all-reduce: {why}", file=sys.stderr, flush=True)
     raise SystemExit(2)
+
+
+def _is_torchrun() -> bool:
+    # The command is what Python was started with: `python .../torchrun`, or `python -m torch.distributed.run`.
+    return any(os.path.basename(word) in ("torchrun", "torch.distributed.run") for word in sys.orig_argv[:4])
+
+
+def _is_rank() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _say_what_nobody_read() -> None:
@@ -100,13 +110,32 @@ def _say_what_nobody_read() -> None:
     config, environment = importlib.import_module(CONFIG), importlib.import_module(ENVIRONMENT)
     fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
     rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
-    if fields and rank == 0 and not config.FlashConfig.from_env_was_called:
+    named = os.environ.get(ATTACH, "").strip()
+    if named and rank == 0 and not _anything_built():
+        print(
+            f"flash all-reduce: {ATTACH}={named}, and this program has built no such model on rank 0; nothing was "
+            'quantized (DeepSpeed\'s engines: the section "flash_allreduce")',
+            flush=True,
+        )
+    elif fields and rank == 0 and not config.FlashConfig.from_env_was_called:
         print(
             f"flash all-reduce: set, and read by nothing in this program: {', '.join(fields)}; flash_allreduce was "
             'attached to nothing (Megatron: --flash-allreduce; DeepSpeed: the section "flash_allreduce"; DDP, FSDP: '
             f"{ATTACH}=all, or a hook of your own)",
             flush=True,
         )
+
+
+def _anything_built() -> bool:
+    """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
+    rooms = [sys.modules.get(f"flash_allreduce_plugin.{name}.attach") for name in ("ddp", "fsdp")]
+    megatron: Any = sys.modules.get("flash_allreduce_plugin.megatron")
+    counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
+    return (
+        any(room is not None and room.attachment.built for room in rooms)
+        or (megatron is not None and megatron.is_enabled())
+        or (counters is not None and bool(counters.totals()))
+    )
 
 
 def install() -> None:

@@ -135,8 +135,19 @@ STEPS = (
         texts.deepspeed_step,
         needs=("root", "deepspeed"),
     ),
+    Table(
+        "DDP step",
+        (Command("python -m benchmarks.ddp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
+        texts.ddp_step,
+        needs=("root",),
+    ),
 )
 TRAINING = (
+    Table(
+        "DDP training",
+        (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
+        texts.ddp_training,
+    ),
     Table(
         "training",
         (
@@ -186,6 +197,11 @@ TRAINING = (
             ),
             Command(
                 f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
+                _QUICK_DEEPSPEED,
+            ),
+            Command(
+                f"{DEEPSPEED} --width 512 --layers 7 --batch 2 --lr 3e-4 --stages 2 --seeds 1 --noise 1e-6 "
+                + _sections('"bits": 8', '"bits": 8, "param_bits": 4', '"preset": "int4", "param_bits": 4'),
                 _QUICK_DEEPSPEED,
             ),
         ),

@@ -150,6 +150,33 @@ def deepspeed_step(results: list[Any]) -> Rows:
     return rows
 
 
+def ddp_step(results: list[Any]) -> Rows:
+    """Of benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run."""
+    tables = results[0]["tables"]
+    heads = [text for table in tables for text in (f"{table['rate']}: step, ms", "x fp32")]
+    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "does not run"]]
+    for variant in tables[0]["variants"]:
+        found = [table["variants"][variant] for table in tables]
+        times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x fp32"))) for row in found]
+        ran = next((row for row in found if "cannot run" not in row), {})
+        wire = [_number(ran.get("wire, bytes"), ".1f", 1e-6), _number(ran.get("bits on the wire per element"))]
+        why = next((row["cannot run"] for row in found if "cannot run" in row), "")
+        rows.append([_section(variant), *(text for pair in times for text in pair), *wire, why])
+    return rows
+
+
+def ddp_training(results: list[Any]) -> Rows:
+    """Of benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
+    seeds = list(results[0]["seeds"].values())
+    rows: Rows = [["", "mean, %", "worst, %", "by seed, %", "does not run"]]
+    for variant in seeds[0]:
+        if variant != "fp32":
+            each = [_difference(losses, variant, "fp32") for losses in seeds if variant in losses]
+            worst, by_seed = (f"{max(each):+.3f}", _signed(each)) if len(each) > 1 else ("", "")
+            rows.append([_section(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed, ""])
+    return [*rows, *([variant, "", "", "", why] for variant, why in results[0]["cannot run"].items())]
+
+
 def training(*labels: str) -> Callable[[list[Any]], Rows]:
     """Of benchmarks.training: a row a variant; a label for each command."""
 
@@ -192,7 +219,8 @@ def _section(variant: str) -> str:
     if not variant.startswith("{"):
         return variant
     section = json.loads(variant)
-    section.pop("error_feedback", None)  # the table has it in its title
+    for key in ("error_feedback", "min_bytes"):  # the table has it in its title
+        section.pop(key, None)
     if "preset" in section:
         widths = f"preset {section.pop('preset')}"
     elif "bits" in section:
@@ -217,8 +245,8 @@ def held_weights(results: list[Any]) -> Rows:
     return rows
 
 
-def _difference(losses: dict[str, Any], variant: str) -> float:
-    return 100 * float(losses[variant]["validation loss"] / losses["full precision"]["validation loss"] - 1)
+def _difference(losses: dict[str, Any], variant: str, against: str = "full precision") -> float:
+    return 100 * float(losses[variant]["validation loss"] / losses[against]["validation loss"] - 1)
 
 
 def guard(results: list[Any]) -> Rows:

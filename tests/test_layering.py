@@ -138,6 +138,7 @@ TESTED_IN = {
     "megatron/tensor_parallel": "megatron/test_seams",  # one model has the seams of both
     "megatron/sequence_parallel": "megatron/test_seams",
     "megatron/refusals": "megatron/test_arguments",  # which refuses what it lists
+    "megatron/attach": "megatron/test_megatron_attach",
     "cli/output": "cli/test_bench",  # and every other command, piped
     "config/wording": "config/test_fields",  # the sentences of its mistakes
     "cli/machine": "cli/test_bench",  # whose results say what they were measured with

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import plan_measured
 from flash_allreduce_plugin import FlashConfig
 from scripts.benchmark_tables import TABLES, Table
-from scripts.benchmark_texts import deepspeed_training, training
+from scripts.benchmark_texts import ddp_step, ddp_training, deepspeed_training, training
 from scripts.make_benchmarks import DOCUMENTS, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
 
 pytest.importorskip("typer")
@@ -96,6 +96,27 @@ def test_a_training_with_deepspeed_has_the_mean_and_the_worst_seed_of_each_stage
     assert deepspeed_training([result]) == [
         ["", "stage 0", "stage 2"],
         ["INT4, compact, range mse", "+0.200 (+0.300)", "+0.200"],
+    ]
+
+
+def test_a_variant_that_does_not_run_is_a_row_with_the_reason() -> None:
+    ran = {"step, seconds": 0.1, "x fp32": 2.0, "wire, bytes": 3e6, "bits on the wire per element": 8.25}
+    failed = {"cannot run": "did not return within 60 s"}
+    tables = [
+        {"rate": "1gbit", "variants": {'{"bits": 8}': ran, "hook": failed}},
+        {"rate": "200mbit", "variants": {'{"bits": 8}': ran | {"x fp32": 3.0}, "hook": failed}},
+    ]
+    assert ddp_step([{"tables": tables}])[1:] == [
+        ["INT8", "100", "2.00", "100", "3.00", "3.0", "8.25", ""],
+        ["hook", "", "", "", "", "", "", "did not return within 60 s"],
+    ]
+    seeds = {
+        seed: {"fp32": {"validation loss": 1.0}, '{"bits": 4, "min_bytes": 0}': {"validation loss": loss}}
+        for seed, loss in (("1", 1.001), ("2", 1.003))
+    }
+    assert ddp_training([{"seeds": seeds, "cannot run": {"hook": "IndexError"}}])[1:] == [
+        ["INT4", "+0.200", "+0.300", "+0.100, +0.300", ""],
+        ["hook", "", "", "", "IndexError"],
     ]
 
 

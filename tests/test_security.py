@@ -68,6 +68,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "multiprocessing.util.Finalize": "the last line at the end of a process; starts none",
         "os.open": "the file that FLASH_ALLREDUCE_LOG names",
         "os.write": "the same",
+        "os.unlink": "that file, where `run` has made it to see whether it can be written",
     },
     "checkpoint.py": {
         "os.makedirs": "flash_allreduce/ in the folder of a framework's checkpoint, or of the one that is given",
@@ -107,6 +108,12 @@ ALLOWED: dict[str, dict[str, str]] = {
         "socket.gethostbyname": "as gloo asks for it: the host's resolver may ask a name server",
     },
     "cli/doctor/frameworks.py": {"importlib.import_module": _OWN_NAME},
+    "cli/doctor/quick.py": {"tempfile.TemporaryDirectory": "what the checks write"},
+    "cli/run/command.py": {
+        "tempfile.TemporaryDirectory": "the log of a run that names none",
+        "os.posix_spawn": "the command that its user has typed: a list of arguments, no shell",
+        "os.kill": "signals that it was sent, to that command",
+    },
     "cli/doctor/selftest.py": {"socket.if_nameindex": "whether there is a loopback interface"},
     "cli/doctor/versions.py": {"importlib.import_module": _OWN_NAME},
 }

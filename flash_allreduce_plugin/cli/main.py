@@ -223,6 +223,38 @@ def tune(
     raise typer.Exit(0 if held else 1)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run: torchrun train.py ...")],
+    bits: Annotated[str | None, typer.Option(help="Width of the codes, 2 to 8.")] = None,
+    preset: Annotated[str | None, typer.Option(help="int8, int4, thin: a configuration with a name.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A JSON file, keys as in FlashConfig.")
+    ] = None,
+    attach: Annotated[
+        str | None, typer.Option(help="What is served: ddp, fsdp, megatron, with commas; or all.", show_default="all")
+    ] = None,
+    fields: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other field; may be given repeatedly.")
+    ] = None,
+    report_file: Annotated[
+        Path | None, typer.Option("--report", dir_okay=False, help="Keep the log there, for `flash-allreduce report`.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Check the installation first.")] = True,
+) -> None:
+    """Run a training with quantized collectives, without a change in it, and report what they did.
+
+    Options of the environment (FLASH_ALLREDUCE_BITS and so on) hold as well. The report goes to stderr. Exit status:
+    the command's own; 2 for bad options, 1 if the check fails, before anything is started.
+    """
+    from flash_allreduce_plugin.cli.run.command import options_of, run_run
+
+    with _one_sentence("run"):
+        options = options_of(bits, preset, config, attach, fields or [])
+        status = run_run(command, options, report_file, check)
+    raise typer.Exit(status)
+
+
 @contextlib.contextmanager
 def _one_sentence(command: str) -> Iterator[None]:
     """Bad usage ends with exit status 2, a failed rank with 1, each with one sentence on stderr."""

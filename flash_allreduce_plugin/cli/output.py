@@ -23,8 +23,8 @@ _BLINK = 0.1  # seconds between two drawings of a bar
 class Output:
     """Where the lines of one command go.
 
-    results: the console for what was asked for. width: columns that it has at least. soft_wrap: lines longer than that
-    stay whole. silent: print nothing, as the ranks of a launcher but rank 0 do.
+    results: the console for what was asked for. notes: the one on stderr. width: columns that they have at least.
+    soft_wrap: lines longer than that stay whole. silent: print nothing, as the ranks of a launcher but rank 0 do.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Output:
     ) -> None:
         self.json_file, self.silent, self._soft_wrap = json_file, silent, soft_wrap
         self.results = self._console(stderr=json_file == STDOUT, width=width)
-        self._notes = self._console(stderr=True, width=width)
+        self.notes = self._console(stderr=True, width=width)
 
     def _console(self, stderr: bool, width: int) -> Console:
         width = max(Console(stderr=stderr).width, width)
@@ -40,7 +40,7 @@ class Output:
 
     def note(self, text: str) -> None:
         """A line on stderr."""
-        self._notes.print(text, markup=False, soft_wrap=True)
+        self.notes.print(text, markup=False, soft_wrap=True)
 
     def write_json(self, content: dict[str, Any]) -> None:
         """To the file of --json, if one was given. Raises OSError if it cannot be written."""
@@ -56,7 +56,7 @@ class Output:
     def progress(self, every: float) -> Iterator[Doing]:
         """Shows how far the command is: a bar on a terminal, else a line on stderr after `every` seconds of silence."""
         # On a terminal that shows the results too, the bar belongs to their console, which keeps the two apart.
-        console = self.results if self.results.is_terminal else self._notes
+        console = self.results if self.results.is_terminal else self.notes
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -67,7 +67,7 @@ class Output:
             redirect_stdout=False,
         )
         if self.silent or not console.is_terminal:
-            yield Doing(None if self.silent else self._notes, None, every)
+            yield Doing(None if self.silent else self.notes, None, every)
             return
         with bar:
             yield Doing(None, bar, every)

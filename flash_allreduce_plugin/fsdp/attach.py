@@ -107,7 +107,7 @@ class _Served:
             attachment.note(_line(group, self.config))
             few = None if self.config.param_bits == "full" else notices.few_bits("param_bits", self.config.param_bits)
             if few is not None:
-                notices.say(few)
+                attachment.note(few)
         _passes.at(self.config)
 
 

@@ -151,8 +151,8 @@ def report() -> Report:
 
 def seams() -> tuple[Seam, ...]:
     """Every place in Megatron that `enable` replaces; reads nothing of Megatron."""
-    found = tensor_parallel.seams(_current_config) + sequence_parallel.seams(_current_config)
-    found += data_parallel.seams(_current_config) + parameters.seams(_current_config)
+    found = tensor_parallel.seams(current_config) + sequence_parallel.seams(current_config)
+    found += data_parallel.seams(current_config) + parameters.seams(current_config)
     return tuple(found + expert_parallel.seams() + _helpers())
 
 
@@ -170,16 +170,17 @@ def _transformer_engine() -> tuple[list[Seam], str | None]:
     """Transformer Engine's seams if Megatron runs with one and they fit it, else why they do not."""
     if not transformer_engine.in_use():
         return [], None
-    found = transformer_engine.seams(_current_config)
+    found = transformer_engine.seams(current_config)
     misfit = transformer_engine.misfit(found)
     return ([], misfit) if misfit else (found, None)
 
 
 def _helpers() -> list[Seam]:
-    found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(_current_config)
-    return found + parameters.helpers(_current_config) + refusals.helpers()
+    found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(current_config)
+    return found + parameters.helpers(current_config) + refusals.helpers()
 
 
-def _current_config() -> FlashConfig:
+def current_config() -> FlashConfig:
+    """What the seams go by, while enabled."""
     assert _config is not None, "a seam is in place only between enable and disable"
     return _config

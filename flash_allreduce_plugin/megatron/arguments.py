@@ -36,6 +36,8 @@ _ABOUT = (
     "default."
 )
 
+started = False  # `start` has enabled the seams
+
 
 def attach() -> None:
     """Wrap Megatron-LM's functions; nothing happens to a training that does not use the flags.
@@ -138,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def config_from(args: Any) -> FlashConfig | None:
-    """The configuration that the flags ask for; None without --flash-allreduce.
+    """The configuration that the flags ask for; None without --flash-allreduce and FLASH_ALLREDUCE_ATTACH=megatron.
 
     Raises ConfigError for a bad value, for a setting without --flash-allreduce, and for flags that never reached
     `args` (--yaml-cfg replaces what was parsed).
@@ -158,7 +160,7 @@ def config_from(args: Any) -> FlashConfig | None:
                 f"{', '.join(lost)}: --yaml-cfg replaces what the command line says; write the settings into the "
                 f"YAML file, at its top level, as {_destination(SWITCH)}: true and {_destination(flag('bits'))}: 8."
             )
-    if not getattr(args, _destination(SWITCH), False):
+    if not getattr(args, _destination(SWITCH), False) and not environment.attaches("megatron"):
         stray = [FILE] * (file is not None) + [flag(key) for key in texts]
         if stray:
             raise ConfigError(f"{', '.join(stray)} without {SWITCH}: add {SWITCH}, or leave the rest out.")
@@ -195,6 +197,8 @@ def start(args: Any) -> None:
         config = without(config, ("grad_bits", "error_feedback"))  # a preset's
     refuse_incompatible(args, config)
     megatron.enable(config)
+    global started
+    started = True
     if getattr(args, "rank", 0) == 0:
         for line in (start_line(config), *doubts(args, config)):
             print(f"flash all-reduce: {line}", flush=True)
@@ -231,13 +235,21 @@ def _option(name: str, value: str | None = None) -> str:
 
 def start_line(config: FlashConfig) -> str:
     """One line: what is attached, with which bits, and every other setting that is not at its default."""
-    in_place = sum(entry["in_place"] for entry in megatron.report().values())
+    return f"{in_place()} seams attached, {settings(config)}"
+
+
+def in_place() -> int:
+    """How many seams are attached."""
+    return sum(entry["in_place"] for entry in megatron.report().values())
+
+
+def settings(config: FlashConfig) -> str:
+    """The widths, and every other setting that is not at its default."""
     if not config.enabled or environment.is_on(environment.DISABLE):
-        return f"{in_place} seams attached, but switched off: every call goes in full precision"
+        return "but switched off: every call goes in full precision"
     said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
     return (
-        f"{in_place} seams attached, {notices.preset(config)}"
-        f"forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
+        f"{notices.preset(config)}forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
         f"groups of {config.group_size}, from {config.min_bytes} bytes{notices.settings(config, said)}"
     )
 
@@ -251,7 +263,7 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
     lines = []
     full = config.grad_bits == config.param_bits == "full"
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
-        lines.append("--tensor-model-parallel-size is 1: there is no tensor-parallel collective to quantize.")
+        lines.append(nothing_to_quantize("--tensor-model-parallel-size"))
     lines += _too_small(args, config)
     reached = any(entry["target"].startswith("transformer_engine") for entry in megatron.report().values())
     if getattr(args, "transformer_impl", None) == "transformer_engine" and not reached:
@@ -260,6 +272,10 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
             "Engine that this version knows was found: they are not reached; --transformer-impl local is."
         )
     return lines
+
+
+def nothing_to_quantize(option: str) -> str:
+    return f"{option} is 1: there is no tensor-parallel collective to quantize."
 
 
 def _too_small(args: Any, config: FlashConfig) -> list[str]:

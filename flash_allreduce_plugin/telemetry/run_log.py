@@ -73,6 +73,14 @@ def close() -> None:
         running.close()
 
 
+def refuse_unwritable(path: str) -> None:
+    """Raises ConfigError if `path` cannot become such a log; leaves no file that was not there."""
+    new = not os.path.lexists(path)
+    os.close(_open(path)[0])
+    if new:
+        os.unlink(path)
+
+
 class RunLog:
     """One file that is being written."""
 

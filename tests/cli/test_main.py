@@ -30,5 +30,5 @@ def test_every_command_has_its_help() -> None:
         [sys.executable, "-m", "flash_allreduce_plugin", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
-    for command in ("demo", "doctor", "plan", "bench", "tune", "report"):
+    for command in ("demo", "run", "doctor", "plan", "bench", "tune", "report"):
         assert command in done.stdout

@@ -425,8 +425,20 @@ def test_env_on_top_of_a_base(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_empty_and_switches_are_no_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ALLREDUCE_BITS", "")
     for variable in environment.VARIABLES:
-        monkeypatch.setenv(variable, "1")
+        monkeypatch.setenv(variable, "" if variable == environment.CONFIG else "1")
     assert FlashConfig.from_env() == FlashConfig()
+
+
+def test_env_on_top_of_the_file_that_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "fap.json"
+    file.write_text('{"bits": 5, "group_size": 64}')
+    monkeypatch.setenv(environment.CONFIG, str(file))
+    monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "32")
+    expected = FlashConfig(bits=5, group_size=32, min_bytes=0)
+    assert FlashConfig.from_env(FlashConfig(bits=3, min_bytes=0)) == expected
+    file.write_text('{"bit": 5}')
+    with pytest.raises(ConfigError, match=r"fap.json: bit=5 is not a known key; the nearest is bits"):
+        FlashConfig.from_env()
 
 
 @pytest.mark.parametrize(

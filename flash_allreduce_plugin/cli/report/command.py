@@ -29,6 +29,7 @@ from flash_allreduce_plugin.cli.report.text import (
 )
 from flash_allreduce_plugin.telemetry.counters import Counters
 
+WIDTH = 170  # columns where there is no terminal
 _SILENCE = 3.0  # seconds between two lines of progress where there is no terminal
 
 
@@ -37,7 +38,7 @@ def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None
 
     Raises LogError for a bad log, OSError for a file that cannot be written.
     """
-    output = Output(json_file, width=0 if sys.stdout.isatty() else 170, soft_wrap=False)
+    output = Output(json_file, width=0 if sys.stdout.isatty() else WIDTH, soft_wrap=False)
     total_bytes = sum(path.stat().st_size for path in paths if path.is_file())
     done = 0
     with output.progress(_SILENCE) as progress:
