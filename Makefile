@@ -9,6 +9,9 @@
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
 #   make test-deepspeed   the DeepSpeed tests alone, on any release: make test-deepspeed DEEPSPEED=0.17.6
 #   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
+#   make test-programs   programs of others, unmodified, served by FLASH_ALLREDUCE_ATTACH: installs transformers, accelerate and
+#                    lightning, and takes run_clm.py and Accelerate's examples from TRANSFORMERS_PATH, ACCELERATE_PATH=<checkout>
+#                    or from GitHub; 20 minutes
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
@@ -35,9 +38,13 @@ BENCH ?=
 # An older release, for test-older; the one for test and test-deepspeed; every release of the windows, for check-versions.
 MEGATRON ?= 0.13.1
 DEEPSPEED ?= 0.19.8
-# For test-hf, with that DeepSpeed.
+# For test-hf, with that DeepSpeed, and for test-programs.
 TRANSFORMERS ?= 5.23.0
 ACCELERATE ?= 1.15.0
+# For test-programs.
+LIGHTNING ?= 2.6.6
+DATASETS ?= 5.2.0
+EVALUATE ?= 0.4.6
 # For check-cuda where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
@@ -62,11 +69,12 @@ BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
 DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
+PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/fuzz/*.h tests/fuzz/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-upstream-deepspeed lint format bench soak check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-programs test-upstream-deepspeed lint format bench soak check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
 
 demo: $(VENV)/.installed
 	@echo "[4/4] training a small GPT on two ranks: about 70 seconds on two cores (DEMO=--long: 6 minutes)"
@@ -94,6 +102,9 @@ test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE):$(HF_SITE) $(BIN)/python -m pytest \
 		tests/deepspeed/test_deepspeed_examples.py tests/deepspeed/test_accelerate.py
+
+test-programs: $(VENV)/.installed $(PROGRAMS_SITE)
+	PYTHONPATH=$(PROGRAMS_SITE) $(BIN)/python -m pytest tests/programs $(OPTIONS)
 
 test-upstream-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/deepspeed/test_deepspeed_upstream.py
@@ -177,6 +188,15 @@ $(HF_SITE): | $(VENV)/.torch
 	rm -rf $@.part
 	$(BIN)/python -m pip install --quiet --target $@.part "transformers==$(TRANSFORMERS)"
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part "accelerate==$(ACCELERATE)"
+	mv $@.part $@
+
+# accelerate and lightning without what they require: torch is installed, and the others bring the rest.
+$(PROGRAMS_SITE): | $(VENV)/.torch
+	rm -rf $@.part
+	$(BIN)/python -m pip install --quiet --target $@.part \
+		"transformers==$(TRANSFORMERS)" "datasets==$(DATASETS)" "evaluate==$(EVALUATE)"
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.part \
+		"accelerate==$(ACCELERATE)" "lightning==$(LIGHTNING)" torchmetrics lightning-utilities
 	mv $@.part $@
 
 clean:
