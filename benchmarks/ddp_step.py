@@ -5,8 +5,8 @@
 Wide linear layers and few rows in fp32, plain SGD, one rank and one core a host: nearly all of a step is communication.
 Every variant is a model of its own; they take their steps in turn, so that a machine that drifts drifts for all of
 them. A time is the median over the rounds of the slowest rank's. "wire" is what a step puts on the interface of a
-host, headers and all, and "bits" the same for each element. A variant that raises, or whose step does not return within
---limit, is a row that says so, and the others begin again without it.
+host, headers and all, and "bits" the same for each element. A variant that raises, whose step does not return within
+--limit, or that leaves the ranks with different weights is a row that says so, and the others begin again without it.
 
 PowerSGD is in the table twice: with DDP's buckets, and with all gradients in one bucket.
 """
@@ -78,6 +78,10 @@ def measure(arguments: argparse.Namespace) -> None:
             if round_ >= WARM_UP_ROUNDS:
                 seconds[variant].append(float(took))
                 wire[variant].append(on_the_wire() - before)
+    for variant, model in models.items():
+        if variant != NOT_SENT:
+            with ddp_hooks.watched(variant, arguments.limit):
+                ddp_hooks.check_same_weights(model)
     if dist.get_rank() == 0:
         elements = sum(parameter.numel() for parameter in models[FULL_PRECISION].parameters())
         print(

@@ -7,7 +7,8 @@ The transformer of examples/ddp, two ranks, on Python's own sources, AdamW. Of o
 weights and batches, and the held-out batches are the same for all. On the first seed fp32 is also trained with noise on
 every gradient, tiny and large: if the large one made no difference, the comparison could not tell anything. Of ours
 every bucket is quantized from the first step on. PowerSGD has all gradients in one bucket and begins after a tenth of
-the steps, as torch advises. A variant that raises, or whose step does not return within --limit, is a row that says so.
+the steps, as torch advises. A variant that raises, whose step does not return within --limit, or that leaves the ranks
+with different weights is a row that says so.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
+    with ddp_hooks.watched(variant, arguments.limit):
+        ddp_hooks.check_same_weights(model)
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
         held_out = [float(model(batch(validation, number, seed, arguments))) for number in numbers]

@@ -7,15 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.distributed import Ranks
+from tests.distributed import POOLS, Pool, Ranks
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start:
 # the tests of Ctrl-C would wait for nothing.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-_started: dict[int, Ranks] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +21,13 @@ def _no_crowds() -> Iterator[None]:
     have made many of them are replaced between two tests, or they take the machine from the tests that follow.
     """
     yield
-    for world_size, pool in list(_started.items()):
-        if pool.crowded:
-            _started.pop(world_size).close()
+    for pool in POOLS:
+        pool.close(crowded=True)
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """ranks(n): n running ranks, kept for the whole session and replaced when a case has killed them."""
-    started = _started
-
-    def get(world_size: int) -> Ranks:
-        if world_size not in started or not started[world_size].alive:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield get
-    for pool in started.values():
-        pool.close()
+    pool = Pool()
+    yield pool
+    pool.close()

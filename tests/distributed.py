@@ -21,7 +21,7 @@ from unittest import mock
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 TIMEOUT = 240  # seconds of a case: on a machine that is busy with other things a compiler takes minutes
-MANY_THREADS = 60
+MANY_THREADS = 150
 # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.dispatch")
 # For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
@@ -131,6 +131,28 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Pool:
+    """pool(n): n running ranks, kept for many tests and replaced when a case has killed them."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Ranks] = {}
+        POOLS.append(self)
+
+    def __call__(self, world_size: int) -> Ranks:
+        if world_size not in self._started or not self._started[world_size].alive:
+            self._started[world_size] = Ranks(world_size)
+        return self._started[world_size]
+
+    def close(self, *, crowded: bool = False) -> None:
+        """End all ranks; crowded: those that have made so many groups that their threads take the machine."""
+        for world_size, ranks in list(self._started.items()):
+            if not crowded or ranks.crowded:
+                self._started.pop(world_size).close()
+
+
+POOLS: list[Pool] = []
 
 
 @cache

@@ -29,6 +29,15 @@ HOOK = """
     model = ddp_hooks.wrapped("quantization_pertensor_hook", torch.nn.Linear(4, 4))
     model(torch.ones(1, 4)).sum().backward()
 """
+DRIFTED = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight), torch.nn.init.zeros_(model.bias)
+    ddp_hooks.check_same_weights(model)
+    torch.nn.init.constant_(model.bias, 1e-30 * dist.get_rank())
+    ddp_hooks.check_same_weights(model)
+"""
 
 
 def run(code: str, limit: float = 60) -> tuple[str, str] | None:
@@ -52,9 +61,10 @@ def test_a_variant_that_runs_has_no_reason() -> None:
     [
         ("raise ValueError('too small. Take more')", "ValueError: too small, in <string>.<module>"),
         (ABORT, "ended the process: 2 vs 1. Sizes differ"),
+        (DRIFTED, "ValueError: the ranks have different weights, in ddp_hooks.check_same_weights"),
         (HOOK, "IndexError: invalid index of a 0-dim tensor, in quantization_hooks.quantize_and_allgather"),
     ],
-    ids=["an error", "an abort", "an error in a callback of gloo's"],
+    ids=["an error", "an abort", "ranks that drift apart", "an error in a callback of gloo's"],
 )
 def test_a_variant_that_fails_is_named_with_its_reason(code: str, reason: str) -> None:
     assert run(code) == ("bad", reason)

@@ -288,12 +288,14 @@ def test_ctrl_c_of_a_terminal_reaches_the_program_once(site: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_training_that_is_stopped_leaves_no_rank_behind(site: Path) -> None:
     endless = TRAIN.replace("range(4)", "range(20_000)").replace(
-        "    optimizer.step()", "    optimizer.step()\n    print(step, flush=True)"
+        # Slow enough that the log has lines, which are written after a second and then ever more rarely.
+        "    optimizer.step()",
+        "    optimizer.step()\n    print(step, flush=True)\n    __import__('time').sleep(0.4)",
     )
     (site / "endless.py").write_text(endless)
     words = ("--no-check", "--bits", "4", "--set", "min_bytes=16384", "--", sys.executable, *TORCHRUN, "endless.py")
     with started(site, *words, stderr=subprocess.STDOUT) as process:
-        wait_for(process.stdout.readline, "\n5\n")
+        wait_for(process.stdout.readline, "\n12\n")
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=120)  # which waits for the ranks, too: they hold the pipe
     assert process.returncode not in (0, None)

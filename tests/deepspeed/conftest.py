@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.distributed import Ranks
+from tests.distributed import Pool, Ranks
 
 
 @pytest.fixture(scope="session")
@@ -15,13 +15,6 @@ def engines() -> Iterator[Callable[[int], Ranks]]:
     """engines(n): n running ranks on which DeepSpeed engines are built; they live as long as no case kills them."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    started: dict[int, Ranks] = {}
-
-    def get(world_size: int) -> Ranks:
-        if world_size not in started or not started[world_size].alive:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield get
-    for pool in started.values():
-        pool.close()
+    pool = Pool()
+    yield pool
+    pool.close()

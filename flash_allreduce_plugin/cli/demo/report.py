@@ -25,10 +25,7 @@ _SMOOTHING = 10  # steps, of the loss curves in the picture
 SWITCH_ON = {
     "Megatron-LM": ("add to the command:", "--flash-allreduce --flash-allreduce-preset int8"),
     "DeepSpeed": ("add to the JSON configuration:", '"flash_allreduce": "int4"'),
-    "DDP": (
-        "call, with plugin as fap:",
-        'model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(preset="int8")))',
-    ),
+    "DDP, FSDP": ("set before the command:", "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 torchrun ..."),
 }
 
 
