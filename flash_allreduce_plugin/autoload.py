@@ -45,12 +45,10 @@ _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
 
 
 def load() -> None:
-    """The entry point. Never raises: what goes wrong is one line of the log."""
+    """The entry point. What goes wrong is one line of the log; only ATTACH may end torchrun, or a rank."""
     try:
         off = os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off")
-        named = os.environ.get(ATTACH, "").strip()
-        if named:
-            _attach_named(named, off)
+        _attach_named(off)
         if not off:
             install()
             _attach_after(DEEPSPEED, JSON_SECTION)
@@ -61,24 +59,33 @@ def load() -> None:
         _warn(error)
 
 
-def _attach_named(named: str, off: bool) -> None:
-    """Serve what ATTACH names, once the program has imported it."""
+def attached(named: str | None = None) -> set[str]:
+    """What FLASH_ALLREDUCE_ATTACH names of ATTACHABLE. named: its value; None: as it is set.
+
+    Raises ValueError, one sentence, for a name that it does not know.
+    """
+    named = os.environ.get(ATTACH, "") if named is None else named
     names = {name.strip().lower() for name in named.split(",")} - {""}
     unknown = sorted(names - {*ATTACHABLE, "all"})
-    why = ""
     if unknown:
-        why = f"expected all, or names with commas: {', '.join(ATTACHABLE)}; {', '.join(unknown)} is none of them"
-    elif off:
-        why = f"{SWITCH} is off, which keeps it from attaching anything; unset one of the two"
-    if why:
-        return _refuse(f"{ATTACH}={named} cannot be served: {why}.")
-    if _is_rank() or _is_torchrun():
-        try:
+        known = f"expected all, or names with commas: {', '.join(ATTACHABLE)}"
+        raise ValueError(f"{ATTACH}={named} cannot be served: {known}; {', '.join(unknown)} is none of them.")
+    return set(ATTACHABLE) if "all" in names else names
+
+
+def _attach_named(off: bool) -> None:
+    """Serve what ATTACH names, once the program has imported it."""
+    try:
+        names = attached()
+        if names and off:
+            value = os.environ[ATTACH]
+            raise ValueError(f"{ATTACH}={value}, and {SWITCH} is off, which attaches nothing; unset one of the two.")
+        if names and (_is_rank() or _is_torchrun()):
             importlib.import_module(CONFIG).FlashConfig.from_env()
-        except ValueError as error:  # a ConfigError
-            return _refuse(str(error))
+    except ValueError as error:  # or a ConfigError, which is one
+        return _refuse(str(error))
     for name, (modules, ours) in ATTACHABLE.items():
-        if name in names or "all" in names:
+        if name in names:
             _attach_after(modules, ours, "by_environment")
 
 

@@ -38,9 +38,3 @@ def is_on(variable: str, *, unset: bool = False) -> bool:
     if value in ("1", "true", "yes", "on"):
         return True
     raise ConfigError(f"{variable}={value!r} is not valid; expected 1 or 0.")
-
-
-def attaches(name: str) -> bool:
-    """Whether FLASH_ALLREDUCE_ATTACH names this, or all."""
-    names = {one.strip().lower() for one in os.environ.get(ATTACH, "").split(",")}
-    return name in names or "all" in names

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
@@ -116,7 +116,7 @@ class _ReduceScatter(_Served, fsdp2.FlashReduceScatter):
 
     def __init__(self, config: FlashConfig, group: FSDPParamGroup) -> None:
         super().__init__(config, group)
-        self.replicas = _Replicas(config, group)
+        self.replicas = _Replicas(config, group) if isinstance(group.mesh_info, DDPMeshInfo) else None
 
 
 class _Replicas(_Served, fsdp2.Gradients):
@@ -140,10 +140,10 @@ class _Replicas(_Served, fsdp2.Gradients):
 class _AllGather(_Served, fsdp2.FlashAllGather):
     """A group with copies of parameters on tensor-parallel ranks, which have to stay the same, is gathered exactly."""
 
-    def __init__(self, config: FlashConfig, group: FSDPParamGroup) -> None:
+    def __init__(self, config: FlashConfig, group: FSDPParamGroup, has_copies: bool) -> None:
         changed = {"bits": config.param_bits, "gather_bits": None, "param_bits": "full", "error_feedback": False}
         super().__init__(config.model_copy(update=changed), group)
-        self._exactly = copies.REASON if _has_copies(group, config) else None
+        self._exactly = copies.REASON if has_copies else None
 
     def _begin(self) -> None:
         pass  # the line is the gradients'
@@ -154,10 +154,11 @@ def _with_ours(original: Function) -> Function:
     def __init__(self: FSDPParamGroup, *arguments: Any, **keywords: Any) -> None:
         config = attachment.for_a_model()
         original(self, *arguments, **keywords)
+        has_copies = _has_copies(self, config)  # which may refuse the configuration: here, before the model trains
         _found[self] = (self._reduce_scatter_comm, self._all_gather_comm)
         self._reduce_scatter_comm = _ReduceScatter(config, self)
         if config.param_bits != "full" and isinstance(self.mesh_info, FSDPMeshInfo):
-            self._all_gather_comm = _AllGather(config, self)
+            self._all_gather_comm = _AllGather(config, self, has_copies)
 
     return __init__
 
@@ -224,7 +225,7 @@ def _with_replicas(original: Function) -> Function:
     def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup) -> Any:
         calls = patching.locals_of("foreach_reduce") or {}
         ours = calls.get("reduce_scatter_comm")
-        if not isinstance(ours, _ReduceScatter):
+        if not isinstance(ours, _ReduceScatter) or ours.replicas is None:
             return dist.all_reduce(tensor, op=op, group=group)
         return ours.replicas(tensor, op, group, calls)
 

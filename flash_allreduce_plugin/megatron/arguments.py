@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from flash_allreduce_plugin import environment, megatron
+from flash_allreduce_plugin import autoload, environment, megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
@@ -160,7 +160,7 @@ def config_from(args: Any) -> FlashConfig | None:
                 f"{', '.join(lost)}: --yaml-cfg replaces what the command line says; write the settings into the "
                 f"YAML file, at its top level, as {_destination(SWITCH)}: true and {_destination(flag('bits'))}: 8."
             )
-    if not getattr(args, _destination(SWITCH), False) and not environment.attaches("megatron"):
+    if not getattr(args, _destination(SWITCH), False) and "megatron" not in autoload.attached():
         stray = [FILE] * (file is not None) + [flag(key) for key in texts]
         if stray:
             raise ConfigError(f"{', '.join(stray)} without {SWITCH}: add {SWITCH}, or leave the rest out.")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.steps import optimizer_steps
+from tests.attached import loss_of, program, said
 from tests.distributed import Ranks, run_ranks
 
 WIDTH, STEPS = 96, 6
@@ -339,39 +340,16 @@ def test_somebody_elses_replacement_is_kept() -> None:
 # ---- by the environment, in a program that does not import the package ----
 
 
-def program(tmp_path: Path, *words: str, alone: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
-    """By torchrun on two ranks; alone: as the first of two ranks that another launcher has started."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
-    root = str(Path(fap.__file__).parent.parent)
-    env = {
-        **kept,
-        **variables,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([root, kept.get("PYTHONPATH", "")]),
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    if alone:
-        torchrun, env = [sys.executable], {**env, "RANK": "0", "WORLD_SIZE": "2"}
-    return subprocess.run(
-        [*torchrun, str(PROGRAM), *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
-    )
-
-
-def loss_of(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stderr
-    return next(line for line in done.stdout.splitlines() if line.startswith("loss "))
-
-
 def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path) -> None:
     (tmp_path / "fap.json").write_text('{"bits": 8, "min_bytes": 0}')
     wanted = {"FLASH_ALLREDUCE_ATTACH": "ddp", "FLASH_ALLREDUCE_CONFIG": "fap.json", "FLASH_ALLREDUCE_BITS": "4"}
-    served = program(tmp_path, FLASH_ALLREDUCE_LOG="log.jsonl", **wanted)
-    by_hand = program(tmp_path, "by_hand", FLASH_ALLREDUCE_BITS="4", FLASH_ALLREDUCE_MIN_BYTES="0")
-    plain = program(tmp_path)
+    served = program(tmp_path, "ddp", FLASH_ALLREDUCE_LOG="log.jsonl", **wanted)
+    by_hand = program(tmp_path, "ddp", "by_hand", FLASH_ALLREDUCE_BITS="4", FLASH_ALLREDUCE_MIN_BYTES="0")
+    plain = program(tmp_path, "ddp")
     assert loss_of(served) == loss_of(by_hand) != loss_of(plain)
-    lines = [line for line in served.stdout.splitlines() if line.startswith("flash all-reduce: attached to")]
+    lines = said(served)
     assert len(lines) == 1
-    assert "DistributedDataParallel (Linear, 65792 parameters in float32): gradients in 4 bits" in lines[0]
+    assert "attached to DistributedDataParallel (Linear, 65792 parameters in float32): gradients in 4 bits" in lines[0]
     assert "flash all-reduce" not in plain.stdout + plain.stderr
     report = subprocess.run(
         [sys.executable, "-m", "flash_allreduce_plugin", "report", "log.jsonl"],
@@ -381,11 +359,10 @@ def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path) 
 
 
 def test_a_program_that_builds_no_such_model_is_told(tmp_path: Path) -> None:
-    done = program(tmp_path, FLASH_ALLREDUCE_ATTACH="fsdp")
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("flash all-reduce: ")]
-    assert len(said) == 1
-    assert said[0].startswith("flash all-reduce: FLASH_ALLREDUCE_ATTACH=fsdp, and this program has built no such model")
+    done = program(tmp_path, "ddp", FLASH_ALLREDUCE_ATTACH="fsdp")
+    assert loss_of(done)
+    [line] = said(done)
+    assert line.startswith("flash all-reduce: FLASH_ALLREDUCE_ATTACH=fsdp, and this program has built no such model")
 
 
 @pytest.mark.parametrize(
@@ -407,11 +384,11 @@ def test_bad_variables_end_the_program_before_it_trains(
 ) -> None:
     wrong = {f"FLASH_ALLREDUCE_{name}": value for name, value in variables.items()}
     # What only DistributedDataParallel refuses is found where a model is built.
-    done = program(tmp_path, alone=not {"INCLUDE", "SYMMETRIC"} & variables.keys(), **wrong)
+    done = program(tmp_path, "ddp", alone=not {"INCLUDE", "SYMMETRIC"} & variables.keys(), **wrong)
     assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("flash all-reduce: ")]
-    assert len(said) == 1, done.stderr
-    assert re.search(sentence, said[0]), said
+    lines = [line for line in done.stderr.splitlines() if line.startswith("flash all-reduce: ")]
+    assert len(lines) == 1, done.stderr
+    assert re.search(sentence, lines[0]), lines
     assert "loss" not in done.stdout
 
 

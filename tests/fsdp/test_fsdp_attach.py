@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
+from tests.attached import loss_of, program, said
 from tests.distributed import Ranks, run_ranks
 
 WIDTH, STEPS = 64, 4
 QUANTIZED = fap.FlashConfig(bits=4, min_bytes=0)
-PROGRAM = Path(__file__).with_name("program.py")
 
 
 class Block(nn.Module):
@@ -357,28 +354,14 @@ def test_bad_arguments_change_nothing() -> None:
     assert not fap.fsdp.is_enabled()
 
 
-def program(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
-    path = os.pathsep.join([str(Path(fap.__file__).parent.parent), kept.get("PYTHONPATH", "")])
-    env = {**kept, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return subprocess.run(
-        [*torchrun, str(PROGRAM), *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
-    )
-
-
 @pytest.mark.parametrize(("generation", "name"), [("fsdp1", "FullyShardedDataParallel"), ("fsdp2", "FSDP2")])
 def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, generation: str, name: str) -> None:
     quantized = {"FLASH_ALLREDUCE_BITS": "4", "FLASH_ALLREDUCE_MIN_BYTES": "0"}
     served = program(tmp_path, generation, FLASH_ALLREDUCE_ATTACH="all", **quantized)
     by_hand = program(tmp_path, generation, "by_hand", **quantized)
     plain = program(tmp_path, generation)
-    losses = []
-    for done in (served, by_hand, plain):
-        assert done.returncode == 0, done.stderr
-        losses.append(next(line for line in done.stdout.splitlines() if line.startswith("loss ")))
-    assert losses[0] == losses[1] != losses[2]
-    lines = [line for line in served.stdout.splitlines() if line.startswith("flash all-reduce: attached to")]
+    assert loss_of(served) == loss_of(by_hand) != loss_of(plain)
+    lines = said(served)
     assert len(lines) == 1
     assert f"attached to {name} (" in lines[0]
     assert "in 4 bits" in lines[0]

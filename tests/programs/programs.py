@@ -170,26 +170,15 @@ def _counted(log: Path) -> dict[str, Counter[str]]:
     return sites
 
 
+# fmt: off
+WORDS = ["the", "a", "red", "green", "old", "small", "cat", "dog", "bird", "house", "sees", "likes", "finds", "over"]
+# fmt: on
+
+
 def text(lines: int) -> str:
     """Lines of twelve words."""
-    words = [
-        "the",
-        "a",
-        "red",
-        "green",
-        "old",
-        "small",
-        "cat",
-        "dog",
-        "bird",
-        "house",
-        "sees",
-        "likes",
-        "finds",
-        "over",
-    ]
     chance = random.Random(1)
-    return "\n".join(" ".join(chance.choices(words, k=12)) for _ in range(lines))
+    return "\n".join(" ".join(chance.choices(WORDS, k=12)) for _ in range(lines))
 
 
 def same_bits_for_less(served: Run, hand: Run, site: str) -> None:

@@ -20,28 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import BY_HAND, MOST_SENT, OFF, SETTINGS, Run, needs, start
+from programs import BY_HAND, MOST_SENT, OFF, SETTINGS, WORDS, Run, needs, start
 
 pytestmark = [needs("torchtitan", "torchdata", "datasets", "tokenizers", "triton"), pytest.mark.timeout(2400)]
 
 STEPS = 6
-WORDS = [
-    "the",
-    "a",
-    "red",
-    "green",
-    "old",
-    "small",
-    "cat",
-    "dog",
-    "bird",
-    "house",
-    "sees",
-    "likes",
-    "finds",
-    "under",
-    "over",
-]
 # A sequence for each rank and pass. The learning rate is that of torchtitan's own debug configuration.
 ARGUMENTS = (
     "--model.name llama3 --model.flavor debugmodel --model.hf_assets_path tokenizer --training.dataset c4_test "

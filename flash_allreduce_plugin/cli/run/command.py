@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from flash_allreduce_plugin import environment
-from flash_allreduce_plugin.autoload import ATTACHABLE
+from flash_allreduce_plugin import autoload, environment
 from flash_allreduce_plugin.cli import launch
 from flash_allreduce_plugin.cli.doctor import quick
 from flash_allreduce_plugin.cli.output import Output
@@ -122,10 +121,7 @@ def _settings(options: Sequence[Option]) -> dict[str, str]:
             raise ValueError(f"{other.words} and {option.words} contradict each other; drop one of them.")
     values = {name: option.value for name, option in settings.items()}
     values.setdefault(environment.ATTACH, os.environ.get(environment.ATTACH, "").strip() or EVERYTHING)
-    named = values[environment.ATTACH]
-    for name in named.split(","):
-        if name.strip().lower() not in (*ATTACHABLE, EVERYTHING):
-            raise ValueError(f"--attach {named}: expected {EVERYTHING}, or {', '.join(ATTACHABLE)} with commas.")
+    autoload.attached(values[environment.ATTACH])
     return values
 
 

@@ -1,4 +1,7 @@
-"""A program that trains with FSDP and does not know of the package; by_hand: with its hook or its reduce-scatter."""
+"""A program that trains with torch's data parallelism and does not know of the package: ddp, fsdp1 or fsdp2.
+
+by_hand, after that: with the package's hook or reduce-scatter.
+"""
 
 import sys
 
@@ -7,18 +10,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-by_hand = "by_hand" in sys.argv
+model, (kind, *by_hand) = nn.Linear(256, 256), sys.argv[1:]
 if by_hand:
     import flash_allreduce_plugin as fap
-if "fsdp1" in sys.argv:
-    model = FullyShardedDataParallel(nn.Linear(256, 256), device_id=torch.device("cpu"))
+if kind == "ddp":
+    model = DistributedDataParallel(model)
+    if by_hand:
+        model.register_comm_hook(None, fap.ddp_hook())
+elif kind == "fsdp1":
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     if by_hand:
         model.register_comm_hook(None, fap.fsdp1_hook())
 else:
-    model = fully_shard(nn.Linear(256, 256), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     if by_hand:
         model.set_custom_reduce_scatter(fap.FlashReduceScatter())
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
