@@ -9,9 +9,9 @@
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0
 #   make test-deepspeed   the DeepSpeed tests alone, on any release: make test-deepspeed DEEPSPEED=0.17.6
 #   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
-#   make test-programs   programs of others, unmodified, served by FLASH_ALLREDUCE_ATTACH: installs transformers, accelerate and
-#                    lightning, and takes run_clm.py and Accelerate's examples from TRANSFORMERS_PATH, ACCELERATE_PATH=<checkout>
-#                    or from GitHub; 20 minutes
+#   make test-programs   programs of others, unmodified, served by FLASH_ALLREDUCE_ATTACH: installs transformers, accelerate,
+#                    lightning and torchtitan (with triton, which it imports: 1 GB), takes the rest from GitHub or from
+#                    TRANSFORMERS_PATH, ACCELERATE_PATH, NANOGPT_PATH, PYTORCH_PATH=<checkout>; an hour
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
@@ -45,6 +45,7 @@ ACCELERATE ?= 1.15.0
 LIGHTNING ?= 2.6.6
 DATASETS ?= 5.2.0
 EVALUATE ?= 0.4.6
+TORCHTITAN ?= 0.2.2
 # For check-cuda where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
 VERSIONS ?=
@@ -69,7 +70,7 @@ BIN := $(VENV)/bin
 OLDER := $(abspath $(VENV))/megatron-core-$(MEGATRON)
 DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
-PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)
+PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)-$(TORCHTITAN)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/fuzz/*.h tests/fuzz/*.cpp)
@@ -194,9 +195,11 @@ $(HF_SITE): | $(VENV)/.torch
 $(PROGRAMS_SITE): | $(VENV)/.torch
 	rm -rf $@.part
 	$(BIN)/python -m pip install --quiet --target $@.part \
-		"transformers==$(TRANSFORMERS)" "datasets==$(DATASETS)" "evaluate==$(EVALUATE)"
+		"transformers==$(TRANSFORMERS)" "datasets==$(DATASETS)" "evaluate==$(EVALUATE)" \
+		tyro tensorboard tomli einops pillow expecttest
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part \
-		"accelerate==$(ACCELERATE)" "lightning==$(LIGHTNING)" torchmetrics lightning-utilities
+		"accelerate==$(ACCELERATE)" "lightning==$(LIGHTNING)" torchmetrics lightning-utilities \
+		"torchtitan==$(TORCHTITAN)" torchdata triton
 	mv $@.part $@
 
 clean:
