@@ -10,8 +10,8 @@
 #   make test-deepspeed   the DeepSpeed tests alone, on any release: make test-deepspeed DEEPSPEED=0.17.6
 #   make test-hf     the examples of DeepSpeed and the Trainer, and Accelerate: installs transformers and accelerate, minutes
 #   make test-programs   programs of others, unmodified, served by FLASH_ALLREDUCE_ATTACH: installs transformers, accelerate,
-#                    lightning and torchtitan; takes run_clm.py, Accelerate's examples and nanoGPT from TRANSFORMERS_PATH,
-#                    ACCELERATE_PATH, NANOGPT_PATH=<checkout> or from GitHub, or says what it has skipped; half an hour
+#                    lightning and torchtitan (with triton, which it imports: 1 GB); takes the rest from TRANSFORMERS_PATH,
+#                    ACCELERATE_PATH, NANOGPT_PATH, PYTORCH_PATH=<checkout> or from GitHub, or says what it has skipped; an hour
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
@@ -195,10 +195,11 @@ $(HF_SITE): | $(VENV)/.torch
 $(PROGRAMS_SITE): | $(VENV)/.torch
 	rm -rf $@.part
 	$(BIN)/python -m pip install --quiet --target $@.part \
-		"transformers==$(TRANSFORMERS)" "datasets==$(DATASETS)" "evaluate==$(EVALUATE)" einops tyro tensorboard triton
+		"transformers==$(TRANSFORMERS)" "datasets==$(DATASETS)" "evaluate==$(EVALUATE)" \
+		tyro tensorboard tomli einops pillow expecttest
 	$(BIN)/python -m pip install --quiet --no-deps --target $@.part \
 		"accelerate==$(ACCELERATE)" "lightning==$(LIGHTNING)" torchmetrics lightning-utilities \
-		"torchtitan==$(TORCHTITAN)" torchdata
+		"torchtitan==$(TORCHTITAN)" torchdata triton
 	mv $@.part $@
 
 clean:

@@ -50,6 +50,7 @@ NOT_INCLUDED = "not in include"
 EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
 LOW_SQNR = "below min_sqnr_db"  # the guard's, which decides after make_plan (guard.py)
+SPARSE = "sparse gradient"  # of frameworks, which reduce it themselves
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

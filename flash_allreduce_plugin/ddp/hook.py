@@ -24,9 +24,9 @@ from flash_allreduce_plugin import checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.steps import optimizer_steps
-from flash_allreduce_plugin.telemetry import beside, run_log
+from flash_allreduce_plugin.telemetry import beside, counters, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 SITE = Site("ddp.gradients")
@@ -168,18 +168,21 @@ class _Reduction:
             buffer.mul_(1 / dist.get_world_size(group))
             return dist.all_reduce(buffer, group=group, async_op=True)
 
-        work = dispatch.all_reduce(
-            buffer,
-            dist.ReduceOp.AVG,
-            group,
-            self.config,
-            async_op=True,
-            site=SITE,
-            step=self.steps.finished,
-            feedback=self.slot(bucket),
-            exact=exact,
-            plain=theirs,
-        )
+        if buffer.is_sparse:
+            work = _sparse(buffer, group)
+        else:
+            work = dispatch.all_reduce(
+                buffer,
+                dist.ReduceOp.AVG,
+                group,
+                self.config,
+                async_op=True,
+                site=SITE,
+                step=self.steps.finished,
+                feedback=self.slot(bucket),
+                exact=exact,
+                plain=theirs,
+            )
         self.started.append((work, buffer, future))
         if bucket.is_last():
             started, self.started = self.started, []
@@ -199,7 +202,7 @@ class _Reduction:
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
-        if not any(either):
+        if not any(either) or bucket.buffer().is_sparse:
             return []
         gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
         return copies.within(gradients, bucket.buffer())
@@ -257,6 +260,15 @@ def _finish(work: Any, buffer: torch.Tensor, future: Future, factor: torch.Tenso
     if factor is not None:
         buffer *= factor
     future.set_result(buffer)
+
+
+def _sparse(gradient: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    """A sparse gradient, alone in its bucket, is averaged as DDP does without a hook, and counted."""
+    world = dist.get_world_size(group)
+    gradient.div_(world)
+    rows = gradient._indices().nbytes + gradient._values().nbytes  # not coalesced
+    counters.record_full_precision(SITE, SPARSE, rows * (world - 1), message=0)
+    return dist.all_reduce(gradient, group=group, async_op=True)
 
 
 def _sharding(parameter: torch.Tensor) -> copies.Sharding:

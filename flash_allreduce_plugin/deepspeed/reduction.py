@@ -24,14 +24,13 @@ from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.parameters import Parameters
 from flash_allreduce_plugin.deepspeed.section import SECTION
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 EXPERTS = Site("deepspeed.experts")
-SPARSE = "sparse gradient"
 
 # Why residuals of error feedback were dropped, beside the reasons in error_feedback.py.
 SKIPPED = "step skipped"

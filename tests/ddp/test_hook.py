@@ -329,6 +329,44 @@ def test_widths_that_each_group_chooses_are_refused_beside_dtensors(ranks: Calla
     assert set(ranks(4).run(widths_that_are_chosen)) == {copies.ADAPTIVE}
 
 
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer = nn.EmbeddingBag(50, 32, sparse=True), nn.Linear(32, 32)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(self.embedding(words))
+        return out
+
+
+def sparse_gradients(config: fap.FlashConfig | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    fap.reset_stats()
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(Words())
+    if config is not None:
+        ddp.register_comm_hook(None, fap.ddp_hook(config))
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        ddp(torch.randint(0, 50, (4, 3))).square().sum().backward()
+    gradients = [parameter.grad for parameter in ddp.parameters()]
+    assert gradients[0] is not None and gradients[0].is_sparse
+    return [gradient.to_dense() for gradient in gradients if gradient is not None], fap.stats()["sites"]
+
+
+@pytest.mark.parametrize("options", [{}, {"error_feedback": True}, {"enabled": False}], ids=str)
+def test_sparse_gradients_are_reduced_as_without_a_hook(ranks: Callable[[int], Ranks], options: dict[str, Any]) -> None:
+    config = fap.FlashConfig(bits=8, min_bytes=0, **options)
+    plain = ranks(3).run(sparse_gradients, None)
+    for (own, _), (gradients, sites) in zip(plain, ranks(3).run(sparse_gradients, config), strict=True):
+        assert torch.equal(gradients[0], own[0])
+        assert torch.equal(gradients[1], own[1]) is not config.enabled
+        counts = sites["ddp.gradients"]
+        assert counts["full_precision"].pop("sparse gradient") == 2
+        assert counts["quantized"] == (2 if config.enabled else 0)
+
+
 def in_a_group_of_its_own() -> torch.Tensor:
     """Two models side by side, each on two of four ranks; the hook is not told which."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -1,0 +1,133 @@
+"""torch's own tests of DDP, its communication hooks, replicate and FSDP2, unedited: without the plugin, attached with
+every message below min_bytes, and attached at 8 bits.
+
+    make test-programs PYTORCH_PATH=<a checkout of pytorch>
+
+Without a checkout the files come from GitHub, of the very commit that the installed torch was built from; those of
+`distributed_test` are in torch's wheel, where only the lines that start the ranks are missing. On gloo and the CPU:
+what wants GPUs skips itself, most tests of communication hooks among it. The ranks are torch's own, attached by the
+environment as any program is.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from programs import OFF, SETTINGS, Run, needs, source, start
+
+pytestmark = [pytest.mark.slow, needs("expecttest"), pytest.mark.timeout(14400)]
+
+REPOSITORY, VARIABLE = "pytorch/pytorch", "PYTORCH_PATH"
+FSDP2 = "test/distributed/_composable/fsdp/test_fully_shard"
+WHEEL = "distributed_test"
+C10D = "test/distributed/test_c10d_gloo.py"
+FILES = (
+    WHEEL,
+    C10D,
+    "test/distributed/algorithms/ddp_comm_hooks/test_ddp_hooks.py",
+    "test/distributed/_composable/test_replicate.py",
+    *(f"{FSDP2}_{name}.py" for name in ("training", "comm", "mixed_precision", "frozen", "autograd", "extensions")),
+    *(f"{FSDP2}_{name}.py" for name in ("clip_grad_norm_", "grad_scaler", "ignore_params", "state_dict")),
+)
+BESIDE = {C10D: ("test/distributed/test_c10d_common.py",)}  # what a file imports
+# Of these files, not all tests are about what is attached (pytest's -k).
+ONLY = {
+    C10D: "DistributedDataParallelTest",
+    WHEEL: "DistributedDataParallelCPU or DistributedDataParallel_requires_grad or ddp_create_graph or "
+    "logging_data_cpu or static_graph_api_cpu or grads_same_across_ranks",
+}
+SPAWNED = """
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+
+class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
+    def setUp(self):
+        super().setUp()
+        self._spawn_processes()
+"""
+# What distributed_test reads, and what the others do not.
+OF_THE_WHEEL = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
+MODES = {
+    "without": OFF,
+    "full precision": {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp", **SETTINGS, "FLASH_ALLREDUCE_MIN_BYTES": str(1 << 40)},
+    "8 bits": {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp", **SETTINGS},
+}
+# The exit status 1 of pytest is that a test failed, which is no failure here.
+PYTEST = "import pytest, sys; sys.exit({0: 0, 1: 0, 5: 0}.get(int(pytest.main(sys.argv[1:])), 2))"
+
+# What ends otherwise than without the plugin, by the reason: names of tests, without their files.
+IN_FULL_PRECISION: dict[str, set[str]] = {}
+AT_8_BITS: dict[str, set[str]] = {}
+
+
+@dataclass
+class Result:
+    """run: of pytest, with the plugin's lines and counters. ended: "passed", "failed" or "skipped", by test."""
+
+    run: Run
+    ended: dict[str, str]
+
+
+@functools.cache
+def results(file: str, mode: str) -> Result:
+    folder = Path(tempfile.mkdtemp(prefix="upstream-"))
+    if file == WHEEL:
+        path, variables = folder / "test_of_the_wheel.py", OF_THE_WHEEL
+        path.write_text(SPAWNED)
+    else:
+        for name in (*BESIDE.get(file, ()), file):
+            path, variables = source(REPOSITORY, torch.version.git_version, VARIABLE, name, folder), {}
+    # Not pytorch's pytest.ini and conftest.py, which want plugins of pytest.
+    (folder / "empty.ini").write_text("[pytest]\n")
+    options = ("-p", "no:cacheprovider", "-c", "empty.ini", "--noconftest", "--junitxml", "ended.xml", "-rA", "-s")
+    only = ("-k", ONLY[file]) if file in ONLY else ()
+    variables = {**variables, "TEMP_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **MODES[mode]}
+    run = start(folder, ("-c", PYTEST, *options, *only, str(path)), variables, timeout=3600)
+    return Result(run, ended(folder / "ended.xml"))
+
+
+def ended(file: Path) -> dict[str, str]:
+    """How each test ended, by pytest's report."""
+    kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    tests = {}
+    for test in ElementTree.parse(file).iter("testcase"):
+        name = f"{test.get('classname', '').rpartition('.')[2]}.{test.get('name')}"
+        tests[name] = next((kinds[child.tag] for child in test if child.tag in kinds), "passed")
+    return tests
+
+
+def otherwise(file: str, mode: str) -> set[str]:
+    """The tests that end otherwise than without the plugin."""
+    plain, attached = results(file, "without"), results(file, mode)
+    assert plain.ended.keys() == attached.ended.keys() and plain.ended
+    assert plain.run.lines == [] and plain.run.sites == {}
+    print(f"\n{file}, {mode}: {attached.run.sites}")
+    return {test for test in plain.ended if plain.ended[test] != attached.ended[test]}
+
+
+def known(file: str, tests: dict[str, set[str]]) -> set[str]:
+    return set().union(*tests.values()) & results(file, "without").ended.keys()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_in_full_precision(file: str) -> None:
+    assert otherwise(file, "full precision") == known(file, IN_FULL_PRECISION)
+    sites = results(file, "full precision").run.sites
+    assert not any(counts["quantized"] for counts in sites.values())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_at_8_bits(file: str) -> None:
+    assert otherwise(file, "8 bits") == known(file, AT_8_BITS)
+
+
+def test_they_reach_every_site() -> None:
+    reached = set()
+    for file in (WHEEL, f"{FSDP2}_training.py"):
+        reached |= {site for site, counts in results(file, "8 bits").run.sites.items() if counts["quantized"]}
+    assert reached == {"ddp.gradients", "fsdp.gradients", "fsdp.replicas"}
