@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -73,16 +74,15 @@ def wrapped(
 def watched(variant: str, limit: float) -> Iterator[None]:
     """In a rank: if the block raises or does not end within `limit` seconds, say so and end the process."""
     print(_STEP + variant, file=sys.stderr, flush=True)  # for `run`, should gloo abort the process
-    timer = threading.Timer(limit, _no_return, (variant, limit))
-    timer.daemon = True
-    timer.start()
+    done = threading.Event()
+    threading.Thread(target=_watch, args=(variant, limit, done), daemon=True).start()
     try:
         yield
     except Exception as error:
-        timer.cancel()
+        done.set()
         _give_up(variant, *_reason(error))
     finally:
-        timer.cancel()
+        done.set()
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
@@ -100,7 +100,10 @@ def check_same_weights(model: torch.nn.Module) -> None:
         raise ValueError("the ranks have different weights")
 
 
-def _no_return(variant: str, limit: float) -> None:
+def _watch(variant: str, limit: float, done: threading.Event) -> None:
+    for _ in range(math.ceil(limit)):  # in turns, so that the time of a process that was stopped does not count
+        if done.wait(1):
+            return
     frames = sys._current_frames().values()  # gloo's threads among them, where they are in a hook's callback
     places = [(Path(frame.f_code.co_filename), frame.f_code.co_name) for frame in frames]
     where = [f"{file.stem}.{name}" for file, name in places if file.parent.name == "ddp_comm_hooks"]

@@ -20,6 +20,7 @@ import os
 import platform
 import statistics
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
 def in_rank(arguments: argparse.Namespace) -> None:
     """Every variant after the other; rank 0 prints one JSON object each."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout))  # it may be stopped for a while
     for variant in arguments.variants:
         result = train(variant, arguments.rank, arguments)
         if dist.get_rank() == 0:

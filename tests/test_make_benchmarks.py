@@ -14,7 +14,7 @@ from benchmarks import plan_measured
 from flash_allreduce_plugin import FlashConfig
 from scripts.benchmark_tables import TABLES, Table
 from scripts.benchmark_texts import ddp_step, ddp_training, deepspeed_training, training
-from scripts.make_benchmarks import DOCUMENTS, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
+from scripts.make_benchmarks import DOCUMENTS, END, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
 
 pytest.importorskip("typer")
 
@@ -141,6 +141,24 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
     assert text == rewrite("benchmarks.md", text, index, results) != (DOCUMENTS / "benchmarks.md").read_text()
     assert f"{default_codec()}:" in text
     assert "Not measured yet." in (documents / "accuracy.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DDP step", "DDP training"])
+def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, tmp_path: Path) -> None:
+    if need := missing(next(table for table in TABLES if table.name == name)):
+        pytest.skip(f"it needs {need}")
+    for document in NAMES:
+        shutil.copy(DOCUMENTS / document, tmp_path)
+    script = [sys.executable, "-m", "scripts.make_benchmarks", "--quick", "--results", f"{tmp_path}/r"]
+    done = subprocess.run(
+        [*script, "--documents", str(tmp_path), "--only", name], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    made = (tmp_path / "benchmarks.md").read_text().partition(f"<!-- table: {name} -->")[2].partition(END)[0]
+    rows = {row.split("|")[1].strip(): row for row in made.splitlines() if row.startswith("| ")}
+    assert {"fp16_compress_hook", "PowerSGD rank 4, one bucket", "INT8", "INT4", "preset thin"} <= set(rows)
+    assert "IndexError" in rows["quantization_pertensor_hook"]
 
 
 def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
