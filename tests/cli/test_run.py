@@ -290,7 +290,7 @@ def test_a_training_that_is_stopped_leaves_no_rank_behind(site: Path) -> None:
     endless = TRAIN.replace("range(4)", "range(20_000)").replace(
         # Slow enough that the log has lines, which are written after a second and then ever more rarely.
         "    optimizer.step()",
-        "    optimizer.step()\n    print(step, flush=True)\n    __import__('time').sleep(0.4)",
+        "    optimizer.step()\n    dist.get_rank() or print(step, flush=True)\n    __import__('time').sleep(0.4)",
     )
     (site / "endless.py").write_text(endless)
     words = ("--no-check", "--bits", "4", "--set", "min_bytes=16384", "--", sys.executable, *TORCHRUN, "endless.py")
