@@ -101,23 +101,34 @@ def load_state_dict(state: Mapping[str, Any] | None) -> bool:
 
 def save(folder: str, owners: Owners) -> None:
     """Write this rank's state into the folder of a checkpoint. A file that is there is whole, old or new."""
-    path = _path(folder)
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    part = f"{path}.part"
-    torch.save(state_of(owners), part)
-    os.replace(part, path)
+    write(_path(folder), owners)
 
 
 def load(folder: str, owners: Owners, step: int | None = None) -> bool:
     """load_state_dict from the folder of a checkpoint. step: finished steps, where no rank's file knows them."""
+    return load_file(_path(folder), owners, os.path.join(folder, FOLDER), step)
+
+
+def write(path: str | os.PathLike[str], owners: Owners) -> None:
+    """save, into a file of any name."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    part = f"{os.fspath(path)}.part"
+    torch.save(state_of(owners), part)
+    os.replace(part, path)
+
+
+def load_file(path: str | os.PathLike[str] | None, owners: Owners, source: str, step: int | None = None) -> bool:
+    """load, from a file of any name; path: None if this rank has none. source: in warnings."""
     state, wrong = None, None
     try:
-        state = torch.load(_path(folder), map_location="cpu", weights_only=True)
+        if path is None:
+            raise FileNotFoundError
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         wrong = "there is no file"
     except Exception as error:  # torch.load raises whatever the bytes lead to
         wrong = f"the file cannot be read, {type(error).__name__}"
-    return resume(state, owners, os.path.join(folder, FOLDER), wrong, step)
+    return resume(state, owners, source, wrong, step)
 
 
 def state_of(owners: Owners) -> dict[str, Any]:

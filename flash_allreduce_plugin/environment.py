@@ -13,6 +13,7 @@ PREFIX = "FLASH_ALLREDUCE_"
 
 ATTACH = f"{PREFIX}ATTACH"  # ddp, fsdp, megatron, or all: programs that nobody edits; autoload.py
 AUTOLOAD = f"{PREFIX}AUTOLOAD"  # 0: `import torch` attaches nothing; autoload.py
+AUTOSAVE = f"{PREFIX}AUTOSAVE"  # FOLDER:STEPS, for the state of attached models; autosave.py
 BUILD = f"{PREFIX}BUILD"  # which compiled libraries are built; setup.py
 CONFIG = f"{PREFIX}CONFIG"  # the name of a JSON file, below the variables of fields; config/fields.py
 COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/beside.py
@@ -21,7 +22,7 @@ LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
 TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
-VARIABLES = (ATTACH, AUTOLOAD, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
+VARIABLES = (ATTACH, AUTOLOAD, AUTOSAVE, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from flash_allreduce_plugin import patching
+
 
 class OptimizerSteps:
     """finished: steps so far; those of a loaded state may be written to it."""
@@ -36,6 +38,8 @@ class OptimizerSteps:
             self._handle = None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if patching.locals_of("_init_optim_state") is not None:
+            return  # torch.distributed.checkpoint makes a step with zeros, so that there is a state to load into
         before = self._counts.get(optimizer)
         count = 1 + (_restored(optimizer) if before is None else before)
         self._counts[optimizer] = count

@@ -18,9 +18,9 @@ NAME = ROOT.name
 # From the ground up. A module imports modules of lower storeys; modules of one storey do not know each other.
 # A folder is one module here.
 STOREYS: tuple[tuple[str, ...], ...] = (
-    ("errors", "shapes", "steps", "topology"),
+    ("errors", "shapes", "topology"),
     ("environment", "patching"),
-    ("autoload", "codec"),
+    ("autoload", "codec", "steps"),
     ("config", "policy"),
     ("telemetry", "traced"),
     ("collectives", "tensors"),
@@ -30,6 +30,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("running",),
     ("dispatch",),
     ("attachment",),
+    ("autosave",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),
     ("cli",),
     ("__main__",),

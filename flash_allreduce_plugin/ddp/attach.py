@@ -7,7 +7,8 @@ torch takes one hook of a model for good, so ours then calls the program's.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from flash_allreduce_plugin import autosave
 from flash_allreduce_plugin.attachment import Attachment, described
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.ddp.hook import LACKS, Hook, started
@@ -66,12 +68,18 @@ def _with_hook(original: Function) -> Function:
         if why is not None:
             attachment.note(f"{model} is left alone: {why}")
             return
+        alive = weakref.ref(self.module)
+        autosave.watch(lambda: _parameters(alive()), dist.get_world_size(self.process_group))
         hook = Hook(config, [], model)
         self.register_comm_hook(None, hook)
         _hooks[self] = started(hook)
         attachment.models.append(f"attached to {model}")
 
     return __init__
+
+
+def _parameters(module: torch.nn.Module | None) -> Iterable[torch.Tensor]:
+    return () if module is None else module.parameters()
 
 
 def _why_not(model: DistributedDataParallel, config: FlashConfig) -> str | None:

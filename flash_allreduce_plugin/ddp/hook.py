@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from flash_allreduce_plugin import checkpoint, dispatch, patching
+from flash_allreduce_plugin import autosave, checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
@@ -145,6 +145,7 @@ class _Reduction:
         self.active: _Active | None = None
         self.replicated = replicated
         self.unseen = {id(parameter) for parameter in replicated if parameter.requires_grad}
+        self.attached = attached is not None
         self.steps: _Steps | _OptimizerSteps = _Steps() if attached is None else _OptimizerSteps()
         self.first_steps = FirstSteps("ddp", attached_to=attached or "DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
@@ -158,6 +159,8 @@ class _Reduction:
             group = model.process_group
         exact = self.exact(bucket)
         if bucket.index() == 0:
+            if self.attached:
+                autosave.before_reduction()
             self.started.clear()  # nothing of a backward pass that failed stays for the next
             uneven = model is not None and model._join_config.enable and not model._divide_by_initial_world_size
             self.active = _Active(group, bucket.buffer().device) if uneven else None

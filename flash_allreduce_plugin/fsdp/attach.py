@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
-from flash_allreduce_plugin import dispatch, patching
+from flash_allreduce_plugin import autosave, dispatch, patching
 from flash_allreduce_plugin.attachment import Attachment, described
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
@@ -101,6 +101,7 @@ class _Served:
         return optimizer_steps.finished
 
     def _begin(self) -> None:
+        autosave.before_reduction()
         group = self._of()
         if group is not None and group.comm_ctx not in _said:
             _said.add(group.comm_ctx)
@@ -155,6 +156,8 @@ def _with_ours(original: Function) -> Function:
         config = attachment.for_a_model()
         original(self, *arguments, **keywords)
         has_copies = _has_copies(self, config)  # which may refuse the configuration: here, before the model trains
+        alive = weakref.ref(self)
+        autosave.watch(lambda: _sharded(alive()), _size(self, "shard") * _size(self, "replicate"))
         _found[self] = (self._reduce_scatter_comm, self._all_gather_comm)
         self._reduce_scatter_comm = _ReduceScatter(config, self)
         if config.param_bits != "full" and isinstance(self.mesh_info, FSDPMeshInfo):
@@ -179,6 +182,12 @@ def _line(group: FSDPParamGroup, config: FlashConfig) -> str:
     else:
         gives += f", parameters of {len(gathers)} in {config.param_bits}"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))
+
+
+def _sharded(group: FSDPParamGroup | None) -> list[torch.Tensor]:
+    """This rank's part of a group's parameters."""
+    parameters: list[Any] = [] if group is None else group.fsdp_params
+    return [parameter.sharded_param.to_local() for parameter in parameters]
 
 
 def _size(group: FSDPParamGroup, dimension: str) -> int:
@@ -248,6 +257,7 @@ def _with_hook(original: Function) -> Function:
         if why is not None:
             attachment.note(f"{model} is left alone: {why}")
             return
+        autosave.watch(None, dist.get_world_size(root_state.process_group))
         served = config
         if config.param_bits != "full":
             model += ", parameters in full precision, whose gathers have no hook"

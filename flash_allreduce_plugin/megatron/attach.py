@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from flash_allreduce_plugin import environment, megatron
+from flash_allreduce_plugin import autosave, environment, megatron
 from flash_allreduce_plugin.attachment import refuse
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
@@ -83,6 +83,7 @@ def _enable() -> None:
     if megatron.is_enabled():
         notices.say(f"the program has enabled Megatron's seams itself; {environment.ATTACH} changes nothing there")
         return
+    autosave.watch(None, 0)
     try:
         config = for_megatron(FlashConfig.from_env())
         megatron.enable(config)
