@@ -79,7 +79,8 @@ def test_it_costs_under_five_milliseconds() -> None:
         "import importlib, logging, time, typing; start = time.process_time(); "
         "from flash_allreduce_plugin import autoload; autoload.load(); print(time.process_time() - start)"
     )
-    assert min(float(python(script)) for _ in range(5)) < 0.005
+    compiled = {"PYTHONDONTWRITEBYTECODE": ""}  # as pip leaves it
+    assert min(float(python(script, **compiled)) for _ in range(5)) < 0.005
 
 
 def test_the_hook_costs_next_to_nothing_per_import(room: Path) -> None:

@@ -46,6 +46,7 @@ def test_quantized_gradients_train_as_full_ones(example: str) -> None:
     assert all_are_quantized(example, report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_four_ranks(example: str) -> None:
     mine = [command for command in COMMANDS if f"--nproc-per-node 4 examples/{example}/" in command]
@@ -54,6 +55,7 @@ def test_four_ranks(example: str) -> None:
     assert loss < 4 and all_are_quantized(example, report)
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_shards() -> None:
     [command] = [command for command in COMMANDS if "--replicas 2" in command]
     loss, report = loss_and_report(command)

@@ -89,6 +89,7 @@ def test_the_deepspeed_example(tmp_path: Path) -> None:
     assert eight == pytest.approx(full, rel=2e-3) and four == pytest.approx(full, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_the_deepspeed_example_on_four_ranks(tmp_path: Path) -> None:
     printed, counted = train(tmp_path, command("deepspeed", "per-node 4"), 10)
     loss, *counts = loss_and_counts(printed, 10, stage=2)

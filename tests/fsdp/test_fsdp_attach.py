@@ -354,7 +354,10 @@ def test_bad_arguments_change_nothing() -> None:
     assert not fap.fsdp.is_enabled()
 
 
-@pytest.mark.parametrize(("generation", "name"), [("fsdp1", "FullyShardedDataParallel"), ("fsdp2", "FSDP2")])
+@pytest.mark.parametrize(
+    ("generation", "name"),
+    [pytest.param("fsdp1", "FullyShardedDataParallel", marks=pytest.mark.slow), ("fsdp2", "FSDP2")],
+)
 def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, generation: str, name: str) -> None:
     quantized = {"FLASH_ALLREDUCE_BITS": "4", "FLASH_ALLREDUCE_MIN_BYTES": "0"}
     served = program(tmp_path, generation, FLASH_ALLREDUCE_ATTACH="all", **quantized)

@@ -124,6 +124,7 @@ def test_a_program_on_megatron_core_is_served_as_by_hand(program: Path, by_hand:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_other_names_leave_megatron_alone(program: Path, by_hand: list[str]) -> None:
     done = train(program, "train.py", **{**ATTACH, "FLASH_ALLREDUCE_ATTACH": "ddp"})
@@ -140,7 +141,9 @@ def test_warmup_follows_the_optimizer(program: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("script", ["own.py", "own_early.py"], ids=["after the groups", "before"])
+@pytest.mark.parametrize(
+    "script", ["own.py", pytest.param("own_early.py", marks=pytest.mark.slow)], ids=["after the groups", "before"]
+)
 def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str], script: str) -> None:
     done = train(program, script, **{**ATTACH, "FLASH_ALLREDUCE_BITS": "8"})
     assert trained(done) == by_hand
@@ -157,7 +160,9 @@ def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str],
             ("{'symmetric_ar_type': 'two_shot'}",),
             "symmetric_ar_type='two_shot' and FLASH_ALLREDUCE_ATTACH=megatron",
         ),
-        ({"FLASH_ALLREDUCE_PARAM_BACKWARD_BITS": "8"}, (), "has no effect in Megatron"),
+        pytest.param(
+            {"FLASH_ALLREDUCE_PARAM_BACKWARD_BITS": "8"}, (), "has no effect in Megatron", marks=pytest.mark.slow
+        ),
     ],
     ids=["an option that bypasses the seams", "a field without effect"],
 )
@@ -173,6 +178,7 @@ def test_what_cannot_be_served_ends_the_program_with_a_sentence(
     assert "flash_allreduce_plugin/megatron" not in done.stdout, "no traceback"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_with_one_tensor_parallel_rank_it_says_what_is_missing(program: Path) -> None:
     done = train(program, "train.py", "{'tensor_model_parallel_size': 1}", **ATTACH)

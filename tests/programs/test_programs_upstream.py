@@ -24,17 +24,11 @@ from programs import OFF, SETTINGS, Run, needs, source, start
 pytestmark = [pytest.mark.slow, needs("expecttest"), pytest.mark.timeout(14400)]
 
 REPOSITORY, VARIABLE = "pytorch/pytorch", "PYTORCH_PATH"
-FSDP2 = "test/distributed/_composable/fsdp/test_fully_shard"
+FSDP2 = "test/distributed/_composable/fsdp/test_fully_shard_training.py"
+REPLICATE = "test/distributed/_composable/test_replicate.py"
 WHEEL = "distributed_test"
 C10D = "test/distributed/test_c10d_gloo.py"
-FILES = (
-    WHEEL,
-    C10D,
-    "test/distributed/algorithms/ddp_comm_hooks/test_ddp_hooks.py",
-    "test/distributed/_composable/test_replicate.py",
-    *(f"{FSDP2}_{name}.py" for name in ("training", "comm", "mixed_precision", "frozen", "autograd", "extensions")),
-    *(f"{FSDP2}_{name}.py" for name in ("clip_grad_norm_", "grad_scaler", "ignore_params", "state_dict")),
-)
+FILES = (WHEEL, C10D, REPLICATE, FSDP2)
 BESIDE = {C10D: ("test/distributed/test_c10d_common.py",)}  # what a file imports
 # Of these files, not all tests are about what is attached (pytest's -k).
 ONLY = {
@@ -128,6 +122,6 @@ def test_at_8_bits(file: str) -> None:
 
 def test_they_reach_every_site() -> None:
     reached = set()
-    for file in (WHEEL, f"{FSDP2}_training.py"):
+    for file in (WHEEL, FSDP2):
         reached |= {site for site, counts in results(file, "8 bits").run.sites.items() if counts["quantized"]}
     assert reached == {"ddp.gradients", "fsdp.gradients", "fsdp.replicas"}
