@@ -135,6 +135,12 @@ STEPS = (
         texts.deepspeed_step,
         needs=("root", "deepspeed"),
     ),
+    Table(
+        "DDP step",
+        (Command("python -m benchmarks.ddp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
+        texts.ddp_step,
+        needs=("root",),
+    ),
 )
 TRAINING = (
     Table(
@@ -237,6 +243,11 @@ TRAINING = (
         texts.deepspeed_training,
         slow=True,
         needs=("deepspeed",),
+    ),
+    Table(
+        "DDP training",
+        (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
+        texts.ddp_training,
     ),
 )
 
