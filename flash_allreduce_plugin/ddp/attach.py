@@ -1,7 +1,7 @@
 """Every DistributedDataParallel that is built while `fap.ddp.enable` is on gets a hook of its own.
 
-Three methods are wrapped: the constructor, which registers the hook, and the two by which a program registers its own.
-torch takes one hook of a model for good, so ours then calls the program's.
+The constructor registers the hook; where a program registers its own, ours calls it: torch takes one hook of a model
+for good. A copy of a model (copy.deepcopy, torch.load) gets a hook as if it was built anew, and no file has one in it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def _patchset() -> Patchset:
         ("__init__", ("self", "module", ...), _with_hook, "registers a hook"),
         ("register_comm_hook", ("self", "state", "hook"), _giving_way, "lets the program's hook go first"),
         ("_register_builtin_comm_hook", ("self", "comm_hook_type"), _giving_way_to_builtin, "the same"),
+        ("__getstate__", ("self",), _without_hook, "leaves the hook out of copies and files"),
+        ("__setstate__", ("self", "state"), _with_hook, "registers a hook with a copy"),
     ]
     seams = [
         Seam(f"ddp.{name.strip('_')}", MODULE, f"DistributedDataParallel.{name}", signature, replacement, covers)
@@ -60,22 +62,38 @@ attachment = Attachment("DistributedDataParallel", _patchset, LACKS)
 
 def _with_hook(original: Function) -> Function:
     @functools.wraps(original)
-    def __init__(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
+    def build(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
         config = attachment.for_a_model()
         original(self, *arguments, **keywords)
-        model = f"DistributedDataParallel ({described(type(self.module).__name__, self.module.parameters())})"
-        why = _why_not(self, config)
-        if why is not None:
-            attachment.note(f"{model} is left alone: {why}")
-            return
-        alive = weakref.ref(self.module)
-        autosave.watch(lambda: _parameters(alive()), dist.get_world_size(self.process_group))
-        hook = Hook(config, [], model)
-        self.register_comm_hook(None, hook)
-        _hooks[self] = started(hook)
-        attachment.models.append(f"attached to {model}")
+        _serve(self, config)
 
-    return __init__
+    return build
+
+
+def _without_hook(original: Function) -> Function:
+    @functools.wraps(original)
+    def __getstate__(self: DistributedDataParallel) -> dict[str, Any]:
+        state: dict[str, Any] = original(self)
+        ours = _hooks.get(self)
+        if ours is not None:
+            state["_comm_hooks"] = [(hook, other) for hook, other in self._comm_hooks if hook is not ours]
+        return state
+
+    return __getstate__
+
+
+def _serve(ddp: DistributedDataParallel, config: FlashConfig) -> None:
+    model = f"DistributedDataParallel ({described(type(ddp.module).__name__, ddp.module.parameters())})"
+    why = _why_not(ddp, config)
+    if why is not None:
+        attachment.note(f"{model} is left alone: {why}")
+        return
+    alive = weakref.ref(ddp.module)
+    autosave.watch(lambda: _parameters(alive()), dist.get_world_size(ddp.process_group))
+    hook = Hook(config, [], model)
+    ddp.register_comm_hook(None, hook)
+    _hooks[ddp] = started(hook)
+    attachment.models.append(f"attached to {model}")
 
 
 def _parameters(module: torch.nn.Module | None) -> Iterable[torch.Tensor]:
@@ -85,7 +103,7 @@ def _parameters(module: torch.nn.Module | None) -> Iterable[torch.Tensor]:
 def _why_not(model: DistributedDataParallel, config: FlashConfig) -> str | None:
     """Why a model cannot be served as a whole; None if it can."""
     if model._comm_hooks:
-        return "torch's mixed precision has registered a hook of its own"
+        return "it has a hook already (torch's mixed precision registers one)"
     if model._use_python_reducer and (config.warmup_steps or config.error_feedback):
         return "warmup_steps and error_feedback need buckets, and torch's Python reducer (optimize_ddp) has none"
     ranks, all_ranks = dist.get_world_size(model.process_group), dist.get_world_size()

@@ -82,6 +82,10 @@ class Hook:
         self.feedback = self.reduction.feedback
         self._other: tuple[Any, Callable[..., Future]] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of a copied or saved model: with the same settings and no residuals; torch does not register it there."""
+        return Hook, (self.reduction.config, list(self.reduction.replicated))
+
     def give_way(self, state: Any, hook: Callable[..., Future]) -> None:
         """Be `hook`, called with `state`, from now on: torch takes one hook of a model, and this is it."""
         self._other = (state, hook)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import os
 import re
 import subprocess
@@ -98,6 +100,45 @@ def test_a_compiled_model(ranks: Callable[[int], Ranks], backend: str) -> None:
     for (weights, counts), (by_hand, _) in ranks(2).run(attached, QUANTIZED, {}, backend):
         assert torch.equal(weights, by_hand)
         assert counts["quantized"] == STEPS
+
+
+def copied(how: str) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Weights of a model and of its copy after the same steps, calls that were quantized, and models with a line."""
+    fap.ddp.enable(QUANTIZED)
+    ddp = DistributedDataParallel(build())
+    if how == "deepcopy":
+        copy_of_it = copy.deepcopy(ddp)
+    else:
+        file = io.BytesIO()
+        torch.save(ddp, file)
+        assert b"flash_allreduce" not in file.getvalue(), "who loads it need not have the package"
+        file.seek(0)
+        copy_of_it = torch.load(file, weights_only=False)
+    fap.reset_stats()
+    weights = train(ddp), train(copy_of_it)
+    quantized = fap.stats()["sites"]["ddp.gradients"]["quantized"]
+    models = str(fap.ddp.report()).count("attached to DistributedDataParallel")
+    fap.ddp.disable()
+    return *weights, quantized, models
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+def test_copies_are_served_and_files_have_no_hook(ranks: Callable[[int], Ranks], how: str) -> None:
+    for one, other, quantized, models in ranks(2).run(copied, how):
+        assert torch.equal(one, other)
+        assert quantized == 2 * STEPS and models == 2
+
+
+def copied_by_hand() -> list[Any]:
+    ddp = DistributedDataParallel(build())
+    ddp.register_comm_hook(None, fap.ddp_hook(QUANTIZED, replicated=[ddp.module[0].weight]))
+    again = copy.deepcopy(ddp)
+    [(hook, _)] = again._comm_hooks
+    return [hook.reduction.config == QUANTIZED, hook.reduction.replicated[0] is again.module[0].weight]
+
+
+def test_a_hook_that_was_registered_by_hand_can_be_copied(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(copied_by_hand) == [[True, True]] * 2
 
 
 def without_sync() -> list[int]:
@@ -254,7 +295,7 @@ def mixed() -> tuple[list[str], int]:
 def test_torchs_own_mixed_precision_is_left_alone(ranks: Callable[[int], Ranks]) -> None:
     for lines, calls in ranks(2).run(mixed):
         assert calls == 0
-        assert "torch's mixed precision has registered a hook of its own" in lines[0]
+        assert "it has a hook already (torch's mixed precision registers one)" in lines[0]
 
 
 def joined() -> tuple[torch.Tensor, torch.Tensor]:
