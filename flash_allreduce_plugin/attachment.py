@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import ConfigError, PatchError
@@ -93,6 +94,16 @@ def refuse(error: ConfigError | PatchError) -> NoReturn:
     else:
         time.sleep(_PATIENCE)  # a launcher ends all ranks when the first has ended: rank 0 gets to say why
     raise SystemExit(2)
+
+
+def unknown_group(groups: Iterable[dist.ProcessGroup], device: torch.device) -> str | None:
+    """Why models over these groups are left alone: groups that a program has written itself, or none for the device."""
+    for group in groups:
+        try:
+            group._get_backend(device)
+        except RuntimeError:
+            return f"its process group ({type(group).__name__}) has no backend of torch's for {device.type} tensors"
+    return None
 
 
 def described(name: str, parameters: Iterable[torch.Tensor]) -> str:

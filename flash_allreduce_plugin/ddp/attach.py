@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from flash_allreduce_plugin import autosave
-from flash_allreduce_plugin.attachment import Attachment, described
+from flash_allreduce_plugin.attachment import Attachment, described, unknown_group
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.ddp.hook import LACKS, Hook, started
 from flash_allreduce_plugin.patching import Function, Patchset, Seam
@@ -106,6 +106,9 @@ def _why_not(model: DistributedDataParallel, config: FlashConfig) -> str | None:
         return "it has a hook already (torch's mixed precision registers one)"
     if model._use_python_reducer and (config.warmup_steps or config.error_feedback):
         return "warmup_steps and error_feedback need buckets, and torch's Python reducer (optimize_ddp) has none"
+    why = unknown_group([model.process_group], next(iter(model.module.parameters())).device)
+    if why is not None:
+        return why
     ranks, all_ranks = dist.get_world_size(model.process_group), dist.get_world_size()
     if ranks < all_ranks and not any(hasattr(parameter, "_st_info") for parameter in model.module.parameters()):
         return (

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
 from flash_allreduce_plugin import autosave, dispatch, patching
-from flash_allreduce_plugin.attachment import Attachment, described
+from flash_allreduce_plugin.attachment import Attachment, described, unknown_group
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.fsdp import fsdp1, fsdp2
@@ -155,6 +155,12 @@ def _with_ours(original: Function) -> Function:
     def __init__(self: FSDPParamGroup, *arguments: Any, **keywords: Any) -> None:
         config = attachment.for_a_model()
         original(self, *arguments, **keywords)
+        why = unknown_group(_groups(self), self.device)
+        if why is not None:
+            line = f"FSDP2 ({type(self.modules[0]).__name__}) is left alone: {why}"
+            if line not in attachment.models:
+                attachment.note(line)
+            return
         has_copies = _has_copies(self, config)  # which may refuse the configuration: here, before the model trains
         alive = weakref.ref(self)
         autosave.watch(lambda: _sharded(alive()), _size(self, "shard") * _size(self, "replicate"))
@@ -182,6 +188,11 @@ def _line(group: FSDPParamGroup, config: FlashConfig) -> str:
     else:
         gives += f", parameters of {len(gathers)} in {config.param_bits}"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))
+
+
+def _groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
+    names = ("shard_process_group", "replicate_process_group")
+    return [getattr(group.mesh_info, name) for name in names if hasattr(group.mesh_info, name)]
 
 
 def _sharded(group: FSDPParamGroup | None) -> list[torch.Tensor]:

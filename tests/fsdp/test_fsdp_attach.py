@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.attachment import unknown_group
 from tests.attached import loss_of, program, said
 from tests.distributed import Ranks, run_ranks
 
@@ -369,3 +370,20 @@ def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, 
     assert f"attached to {name} (" in lines[0]
     assert "in 4 bits" in lines[0]
     assert "flash all-reduce" not in plain.stdout + plain.stderr
+
+
+class OfAProgram(dist.ProcessGroup):
+    """A group without backends, as programs that write their own have it, and torch's tests with threads as ranks."""
+
+
+def test_a_group_that_is_not_torchs_own_is_left_alone(ranks: Callable[[int], Ranks]) -> None:
+    assert unknown_group([OfAProgram(0, 2)], torch.device("cpu")) == (
+        "its process group (OfAProgram) has no backend of torch's for cpu tensors"
+    )
+    assert ranks(2).run(of_world) == [None, None]
+
+
+def of_world() -> str | None:
+    world = dist.group.WORLD
+    assert world is not None
+    return unknown_group([world], torch.device("cpu"))
