@@ -3,7 +3,7 @@
 #   make demo        train a small GPT in full precision, INT8 and INT4, and compare: about 70 seconds after the install;
 #                    DEMO=--long: a larger model, about 6 minutes; DEMO="--tp 4 --bits 8,6": flash-allreduce demo --help
 #                    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu: the CPU build of torch, a tenth of the download
-#   make test        the tests, those with megatron-core and with DeepSpeed too (about 25 minutes on two cores)
+#   make test        the tests, those with megatron-core and with DeepSpeed too (about half an hour on two cores)
 #   make lint        ruff, mypy, clang-format
 #   make test-slow   what takes minutes or many GiB
 #   make test-older  the Megatron tests on an older megatron-core: make test-older MEGATRON=0.14.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +31,7 @@ from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.steps import optimizer_steps
 
 KEPT = 2
+_NAME = re.compile(r"\d+-[0-9a-f]{16}\.pt")
 
 Weights = Callable[[], Iterable[torch.Tensor]]
 
@@ -48,8 +50,9 @@ class _Saver:
         path = self.mine() / f"{optimizer_steps.finished}-{self.digest()}.pt"
         try:
             checkpoint.write(path, checkpoint.registered())
-            for old in sorted(self.mine().glob("*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
-                old.unlink()
+            ours = [file for file in self.mine().iterdir() if _NAME.fullmatch(file.name)]
+            for old in sorted(ours, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
+                os.unlink(old)
         except OSError as error:
             warnings.warn(f"flash_allreduce: {AUTOSAVE}: {path}: {error.strerror}; training goes on.", stacklevel=2)
 

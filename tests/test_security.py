@@ -75,6 +75,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         "torch.save": "this rank's state, into it; what is read there is read with weights_only=True",
         "os.replace": "the state under its name when it is whole",
     },
+    "autosave.py": {
+        "os.unlink": "this rank's states before the last two, by their names, where FLASH_ALLREDUCE_AUTOSAVE says"
+    },
     "cli/launch.py": {
         "subprocess.Popen": "the ranks of a command: a list of arguments, no shell",
         "os.killpg": "ranks that it started",

@@ -25,6 +25,8 @@ from tests.distributed import Ranks
 
 TIMEOUT = timedelta(seconds=2)
 CONFIG = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096)
+LARGE = fap.FlashConfig(bits=8, min_bytes=0, chunk_bytes=1 << 20)
+NUMEL = 80_000_000
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, float]:
@@ -44,13 +46,13 @@ def out_of_memory(victim: int) -> tuple[str, float, bool, str]:
     """The victim may not have a byte more: the workspace of its call cannot be allocated."""
     torch.set_num_threads(1)
     fap.all_reduce(torch.ones(1000), config=CONFIG)
-    x = torch.full((50_000_000,), 1.0 + dist.get_rank())
+    x = torch.full((NUMEL,), 1.0 + dist.get_rank())
     before = x[::1000].clone()
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     if dist.get_rank() == victim:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), unlimited[1]))
-    message, seconds = error_of(lambda: fap.all_reduce(x, config=CONFIG.model_copy(update={"chunk_bytes": 1 << 20})))
+    message, seconds = error_of(lambda: fap.all_reduce(x, config=LARGE))
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
     # One that goes on after its error cannot be taken for one that has made the call.
     later, _ = error_of(lambda: fap.all_reduce(torch.ones(1000), config=CONFIG))
@@ -58,8 +60,8 @@ def out_of_memory(victim: int) -> tuple[str, float, bool, str]:
 
 
 def test_one_rank_has_no_memory_for_its_workspace() -> None:
-    config = CONFIG.model_copy(update={"chunk_bytes": 1 << 20})
-    assert config.format().payload_bytes(50_000_000) > 3 * (8 << 20)
+    # No arena of malloc's has as much: each reserves 64 MiB of addresses at once, which the limit does not see.
+    assert LARGE.format().payload_bytes(NUMEL) > 64 << 20
     with Ranks(2, TIMEOUT) as ranks:
         (_, first), (kind, second) = ranks.outcomes(out_of_memory, 0, timeout=60)
     assert kind == "value", second
