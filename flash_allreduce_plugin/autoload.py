@@ -118,6 +118,13 @@ def _say_what_nobody_read() -> None:
     fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
     rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
     named = os.environ.get(ATTACH, "").strip()
+    saving: Any = sys.modules.get("flash_allreduce_plugin.autosave")
+    if os.environ.get(environment.AUTOSAVE, "").strip() and rank == 0 and not (saving and saving.has_resumed()):
+        print(
+            f"flash all-reduce: {environment.AUTOSAVE} is set, and has saved nothing: no attached DDP or FSDP2 model "
+            "has reduced gradients on rank 0",
+            flush=True,
+        )
     if named and rank == 0 and not _anything_built():
         print(
             f"flash all-reduce: {ATTACH}={named}, and this program has built no such model on rank 0; nothing was "

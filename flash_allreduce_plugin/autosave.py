@@ -15,11 +15,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flash_allreduce_plugin import checkpoint
 from flash_allreduce_plugin.attachment import refuse
@@ -29,6 +27,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.environment import AUTOSAVE
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.steps import optimizer_steps
+from flash_allreduce_plugin.telemetry import notices
 
 KEPT = 2
 _NAME = re.compile(r"\d+-[0-9a-f]{16}\.pt")
@@ -41,9 +40,9 @@ class _Saver:
         self.folder, self.every = folder, every
         self.models: list[Weights] = []
         self.resumed = False
-        register_optimizer_step_post_hook(self.stepped)
+        optimizer_steps.after.append(self.stepped)  # until nothing is attached any more
 
-    def stepped(self, *_: Any) -> None:
+    def stepped(self) -> None:
         """Write the state; of several optimizers each does it, and the last has the weights as they are saved."""
         if not self.resumed or optimizer_steps.finished % self.every:
             return
@@ -66,8 +65,12 @@ class _Saver:
         label = Label("all_gather", "autosave", group)
         found = [told["step"] for told in messages.gather_json({"step": step}, label, "looking for a saved state")]
         known = [count for count in found if count is not None]
-        if known and checkpoint.load_file(path, checkpoint.registered(), str(self.folder), step=max(known)):
+        if not known:
+            if self.mine().exists():
+                notices.say(f"{AUTOSAVE}: no state in {self.folder} is of these weights; residuals begin anew")
+        elif checkpoint.load_file(path, checkpoint.registered(), str(self.folder), step=max(known)):
             optimizer_steps.finished = max(known)
+            notices.say(f"{AUTOSAVE}: goes on from the state of step {max(known)} in {self.folder}")
 
     def mine(self) -> Path:
         return self.folder / f"rank_{dist.get_rank():05d}"
@@ -102,9 +105,14 @@ def watch(weights: Weights | None, ranks: int) -> None:
                 "fap.state_dict() with the program's checkpoint."
             )
         )
-    if _saver is None:
+    if _saver is None or _saver.stepped not in optimizer_steps.after:
         _saver = _Saver(Path(folder), int(steps))
     _saver.models.append(weights)
+
+
+def has_resumed() -> bool:
+    """Whether a model that is attached has reduced anything, so that its state is saved."""
+    return _saver is not None and _saver.resumed
 
 
 def before_reduction() -> None:

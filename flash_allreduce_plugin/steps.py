@@ -6,6 +6,7 @@ the most steps counts. One whose state has a `step` of a checkpoint (Adam) goes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,10 +17,11 @@ from flash_allreduce_plugin import patching
 
 
 class OptimizerSteps:
-    """finished: steps so far; those of a loaded state may be written to it."""
+    """finished: steps so far; those of a loaded state may be written to it. after: called when one was counted."""
 
     def __init__(self) -> None:
         self.finished = 0
+        self.after: list[Callable[[], None]] = []
         self._most = 0
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._users = 0
@@ -36,6 +38,7 @@ class OptimizerSteps:
         if self._users == 0:
             self._handle.remove()
             self._handle = None
+            self.after.clear()
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if patching.locals_of("_init_optim_state") is not None:
@@ -46,6 +49,8 @@ class OptimizerSteps:
         if count > self._most:
             self._most = count
             self.finished = max(self.finished + 1, count)
+        for call in self.after:
+            call()
 
 
 def _restored(optimizer: torch.optim.Optimizer) -> int:
