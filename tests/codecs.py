@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import reference
-from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format, residual_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(2, 9)
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 LAYOUTS: tuple[dict[str, bool], ...] = ({}, {"symmetric": True}, {"compact": True})
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
+
+
+def residuals(numel: int, group_size: int, seed: int = 5) -> list[Tensor]:
+    """What error feedback may have kept of a row of numel elements, as Gaussian values: of 8 bits and of bf16."""
+    groups, own = -(-numel // group_size), residual_format(group_size)
+    values = gaussian(groups, group_size, seed=seed) / 8
+    records = torch.empty(1, groups * own.record_bytes, dtype=torch.uint8)
+    reference.encode(values.view(1, -1), records, own)
+    return [records.view(groups, own.record_bytes), values.bfloat16()]
+
 
 compiled = torch.ops.flash_allreduce
 
@@ -53,6 +63,30 @@ class Both:
         reference.decode(payload, theirs, self.codec)
         assert same_bits(ours, theirs), f"{self.codec} decodes differently into {dtype}"
         return ours
+
+    def encode_feedback(
+        self, x: Tensor, residual: Tensor, momentum: float = 0.8, draw: Draw = NO_DRAW
+    ) -> tuple[Tensor, Tensor]:
+        """x [1, numel]; returns the payload and the new residual."""
+        payloads = [torch.full((1, self.codec.payload_bytes(x.shape[1])), 0xA5, dtype=torch.uint8) for _ in range(2)]
+        residuals = [residual.clone() for _ in range(2)]
+        compiled.encode_feedback(x, payloads[0], residuals[0], momentum, *self.key, draw.key, draw.first_group)
+        reference.encode_feedback(x, payloads[1], residuals[1], momentum, self.codec, draw)
+        assert same_bits(*payloads), f"{self.codec} {x.dtype}: another payload"
+        assert same_bits(*residuals), f"{self.codec} {x.dtype}: another residual of {residual.dtype}"
+        return payloads[0], residuals[0]
+
+    def decode_sum_encode_feedback(
+        self, payloads: Tensor, residual: Tensor, gather: Format, factor: float = 1.0, draw: Draw = NO_DRAW
+    ) -> tuple[Tensor, Tensor]:
+        groups = payloads.shape[1] // self.codec.record_bytes
+        out = [torch.zeros(groups * gather.record_bytes, dtype=torch.uint8) for _ in range(2)]
+        residuals, (bits, group_size, options) = [residual.clone() for _ in range(2)], self.key
+        numbers = bits, gather.bits, group_size, options, draw.key, draw.first_group
+        compiled.decode_sum_encode_feedback(payloads, out[0], residuals[0], factor, 0.8, *numbers)
+        reference.decode_sum_encode_feedback(payloads, out[1], residuals[1], self.codec, gather, factor, 0.8, draw)
+        assert same_bits(*out) and same_bits(*residuals), f"{self.codec} to {gather}, {residual.dtype}"
+        return out[0], residuals[0]
 
     def encode_difference(self, master: Tensor, held: Tensor, draw: Draw = NO_DRAW) -> Tensor:
         """master, in float32, and held [1, numel]."""

@@ -32,10 +32,19 @@ using Encode = void (*)(const uint8_t* x, int64_t numel, const Codec& codec, uin
 using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, int64_t numel, int64_t begin,
                            int64_t end);
 
+// Error feedback, of whole groups; codec_kernels.h says who does what.
+using Carry = void (*)(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int group_size,
+                       float momentum, float* x, float* kept);
+using EncodeLost = void (*)(const float* x, int64_t groups, const Codec& codec, float share, float* kept,
+                            uint8_t* payload);
+using Lose = void (*)(const float* x, const float* arrives, int64_t n, float share, float* kept);
+using Narrow = void (*)(const float* x, int64_t n, uint8_t* out);
+
 // Indexed by DType.
 struct CodecKernels {
   Encode encode[3];
   DecodeSum decode_sum[3];
+  EncodeLost encode_lost;  // null: encode, decode, lose
 };
 
 // out[i] = master[i] - held[i], n elements; held of a DType.
@@ -48,6 +57,9 @@ struct Kernels {
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
   Subtract subtract[3];                                   // indexed by DType
   Add add[3];
+  Carry carry[3][2];  // [DType][residual of 8 bits, of bf16]
+  Lose lose;
+  Narrow narrow;
 };
 
 // Blocks of 16, 32 and 64 elements: the last is not for groups of 32.

@@ -357,11 +357,30 @@ void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t
   }
 }
 
+// What error feedback keeps of groups that are not finite, and of elements that arrive as Inf: nothing.
+FLASH_INLINE void lose_non_finite(int count, const Codec& c, const uint8_t* records, float* kept) {
+  const int64_t record = record_bytes(c);
+  for (int j = 0; j < count; ++j) {
+    uint16_t first;
+    __builtin_memcpy(&first, records + j * record, sizeof first);
+    for (int i = 0; i < c.group_size; i += kLanes) {
+      float* at = kept + j * c.group_size + i;
+      const VecF v = load<VecF>(at);
+      const VecI finite = (cast<VecI>(v) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
+      store(at, first == kNaNScale ? VecF{} : finite ? v : VecF{});
+    }
+  }
+}
+
+// What the sums and differences of error feedback cannot overflow below.
+constexpr float kSafe = 0x1p100f;
+
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
-// way, group by group, so that memory is read at an even pace.
-template <DType kType, int kBits, Layout kLayout>
+// way, group by group, so that memory is read at an even pace. kFeedback: adds `share` of what each element
+// lost to what is kept of it; x is float then.
+template <DType kType, int kBits, Layout kLayout, bool kFeedback = false>
 FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, int next_count, Bounds& next,
-                               const Codec& c, uint8_t* records) {
+                               const Codec& c, uint8_t* records, float share = 0.0f, float* kept = nullptr) {
   using E = Element<kType>;
   const int g = c.group_size;
   const int64_t record = record_bytes(kBits, g, options_of(kLayout));
@@ -403,6 +422,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
     __builtin_memcpy(out, metadata + j, front);
     const VecF z = VecF{} + zero[j];
     const VecF inv = VecF{} + inverse[j];
+    const VecF step = VecF{} + bits_float(scale[j]);
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
@@ -410,6 +430,11 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
         const VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv + kRoundMagic;
         codes[l] = cast<VecU>(t);
         largest = codes[l] > largest ? codes[l] : largest;
+        if constexpr (kFeedback) {  // what decode_element will make of it, from the code that is still a
+                                    // float
+          float* at = kept + j * g + i + l * kLanes;
+          store(at, (v - ((t - kRoundMagic) * step + z)) * share + load<VecF>(at));
+        }
       }
       pack_block<kBits>(codes, more, g, i, out + front);
     }
@@ -417,7 +442,13 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   }
   uint32_t worst = 0;
   for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-  if (worst > more + static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
+  const bool lost = worst > more + static_cast<uint32_t>(levels);
+  if (lost) mark_non_finite<kType>(x, count, c, scale, records);
+  if constexpr (kFeedback) {
+    bool safe = !lost;
+    for (int j = 0; j < count; ++j) safe = safe && lo[j] > -kSafe && hi[j] < kSafe;
+    if (!safe) lose_non_finite(count, c, records, kept);
+  }
 }
 
 // The last group of a tensor, of n < g elements, filled up with its first one.
@@ -535,6 +566,88 @@ void add(const float* x, uint8_t* held, int64_t n) {
   }
 }
 
+// ---- error feedback -------------------------------------------------------------------------------------
+//
+// A few groups at a time, which stay in the first-level cache (codec_cpu.cpp):
+//
+//   gradient, residual   -> carry        -> x, what is encoded; kept, what stays of the residual
+//   x, kept              -> encode_lost  -> payload; kept, the new residual, in place
+//   kept                 -> leave        -> residual
+//
+// An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is.
+
+FLASH_INLINE void prefetch(const uint8_t* p) {  // as a number: a pointer may not point there
+  __builtin_prefetch(
+      reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(kPrefetchBytes)));
+}
+
+// Whole groups of g. A residual of bf16, or of 8 bits, symmetric.
+template <DType kType, bool kWide>
+void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, float momentum, float* x,
+           float* kept) {
+  using E = Element<kType>;
+  using R = Element<DType::kBFloat16>;
+  constexpr int half = code_half(8, Layout::kSymmetric), front = kWide ? 0 : spikes_offset(kSymmetricCodes);
+  const int64_t record = kWide ? R::kBytes * g : record_bytes(8, g, kSymmetricCodes);
+  for (int64_t j = 0; j < groups; ++j, residual += record, gradient += g * E::kBytes, x += g, kept += g) {
+    const Metadata m = kWide ? Metadata{} : read_metadata(residual, 8, Layout::kSymmetric);
+    for (int i = 0; i < g; i += kBlock) {
+      constexpr int kResidualBytes = kWide ? R::kBytes : 1;
+      for (int k = 0; k < kBlock * kResidualBytes; k += 64) prefetch(residual + i * kResidualBytes + k);
+      for (int k = 0; k < kBlock * E::kBytes; k += 64) prefetch(gradient + i * E::kBytes + k);
+      VecU codes[4];
+      if constexpr (!kWide) unpack_block<8>(residual + front, g, i, codes);
+      for (int l = 0; l < 4; ++l) {
+        const int at = i + l * kLanes;
+        VecF carried;
+        if constexpr (kWide) {
+          carried = R::read(residual + at * R::kBytes);
+        } else {  // decode_element
+          carried = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero;
+        }
+        const VecF v = E::read(gradient + at * E::kBytes);
+        const VecI is_zero = v == 0.0f;
+        store(x + at, is_zero ? -VecF{} : carried + v);
+        store(kept + at, is_zero ? carried : carried * momentum);
+      }
+    }
+  }
+}
+
+// Whole groups of a format without options. kept: what stays of the residual -> the new one.
+template <int kBits, Layout kLayout>
+void encode_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept, uint8_t* payload) {
+  constexpr DType kType = DType::kFloat32;
+  constexpr bool kZeros = may_miss_zero(kBits, kLayout);
+  const int g = c.group_size, batch = batch_of(g);
+  Bounds bounds = {};
+  for (int64_t i = 0; i < groups; i += batch) {
+    const int count = static_cast<int>(groups - i < batch ? groups - i : batch);
+    const auto* part = reinterpret_cast<const uint8_t*>(x + i * g);
+    for (int j = 0; j < count; ++j) {
+      take_bounds<kType, kZeros>(part + 4 * j * g, g, bounds, j);
+    }
+    encode_batch<kType, kBits, kLayout, true>(part, count, bounds, 0, bounds, c,
+                                              payload + i * record_bytes(c), share, kept + i * g);
+  }
+}
+
+// The same of any format, after encoding and decoding. n: a multiple of kLanes.
+void lose(const float* x, const float* arrives, int64_t n, float share, float* kept) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecF v = load<VecF>(x + i), a = load<VecF>(arrives + i);
+    const VecI waits = (cast<VecI>(v) == cast<VecI>(-VecF{})) & (a == a);
+    const VecF lost = (waits ? VecF{} : v - a) * share + load<VecF>(kept + i);
+    const VecI finite = (cast<VecI>(lost) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
+    store(kept + i, finite ? lost : VecF{});
+  }
+}
+
+// Floats to bf16, nearest even. n: a multiple of kLanes.
+void narrow(const float* x, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; i += kLanes) Element<DType::kBFloat16>::write(out + 2 * i, load<VecF>(x + i));
+}
+
 // ---- the table ----------------------------------------------------------------------------------------
 
 template <int kBits, Layout kLayout>
@@ -543,6 +656,7 @@ constexpr CodecKernels kPlain = {
      encode_range<DType::kFloat16, kBits, kLayout>},
     {decode_sum_range<DType::kFloat32, kBits, kLayout>, decode_sum_range<DType::kBFloat16, kBits, kLayout>,
      decode_sum_range<DType::kFloat16, kBits, kLayout>},
+    encode_lost<kBits, kLayout>,
 };
 
 }  // namespace

@@ -422,6 +422,7 @@ constexpr CodecKernels kOptions = {
     {decode_sum_with_options<DType::kFloat32, kBits, kLayout>,
      decode_sum_with_options<DType::kBFloat16, kBits, kLayout>,
      decode_sum_with_options<DType::kFloat16, kBits, kLayout>},
+    nullptr,
 };
 
 #define FLASH_WIDTHS(table, layout)                                                                        \
@@ -434,7 +435,12 @@ constexpr Kernels kTable = {
     FLASH_LAYOUTS(kPlain),
     FLASH_LAYOUTS(kOptions),
     {subtract<DType::kFloat32>, subtract<DType::kBFloat16>, subtract<DType::kFloat16>},
-    {add<DType::kFloat32>, add<DType::kBFloat16>, add<DType::kFloat16>}};
+    {add<DType::kFloat32>, add<DType::kBFloat16>, add<DType::kFloat16>},
+    {{carry<DType::kFloat32, false>, carry<DType::kFloat32, true>},
+     {carry<DType::kBFloat16, false>, carry<DType::kBFloat16, true>},
+     {carry<DType::kFloat16, false>, carry<DType::kFloat16, true>}},
+    lose,
+    narrow};
 
 #undef FLASH_WIDTHS
 #undef FLASH_LAYOUTS

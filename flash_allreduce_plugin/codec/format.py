@@ -76,6 +76,11 @@ class Format:
         return self.groups(numel) * self.record_bytes
 
 
+def residual_format(group_size: int) -> Format:
+    """Of what error feedback keeps in 8 bits, in the groups of the payload."""
+    return Format(8, group_size, symmetric=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Which random numbers round the groups of a call: the same for the same key and group, on every device.

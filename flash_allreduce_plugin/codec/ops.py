@@ -6,6 +6,8 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     decode(payload [rows, bytes], output [rows, numel])
     decode_sum(payloads [ranks, bytes], output [numel], factor)   sum in rank order, in float32, times factor
     decode_sum_encode(payloads [ranks, bytes], payload [bytes], factor)
+    encode_feedback(input [1, numel], payload [1, bytes], residual, momentum)             on a CPU
+    decode_sum_encode_feedback(payloads, payload, residual, factor, momentum)             on a CPU
     encode_difference(master, held [1, numel], payload [1, bytes]) -> bool    on a CPU
     decode_add(payload [rows, bytes], held [rows, numel])                     on a CPU
 
@@ -22,6 +24,8 @@ import torch
 
 from flash_allreduce_plugin.codec.format import WIRE_VERSION
 
+_FEEDBACK = ("encode_feedback", "decode_sum_encode_feedback")
+
 
 def _load() -> str | None:
     """Load the library; why it could not be, or None."""
@@ -35,7 +39,7 @@ def _load() -> str | None:
         return f"{library.name} could not be loaded: {error}"
     if version != WIRE_VERSION:
         return f"{library.name} writes wire version {version}, this package {WIRE_VERSION}; build it again"
-    for name in ("encode", "decode", "decode_sum", "decode_sum_encode", "decode_add"):
+    for name in ("encode", "decode", "decode_sum", "decode_sum_encode", *_FEEDBACK, "decode_add"):
         # They return nothing and allocate nothing: a fake has nothing to make.
         torch.library.register_fake(f"flash_allreduce::{name}", _fake)
     return None

@@ -7,11 +7,12 @@ line is one rounding of IEEE float32, so there is nothing for a compiler to fuse
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format, residual_format
 
 _NAN_SCALE = 0x7FC0  # bf16: this group held a value that is not finite
 _MIN_SCALE = 0x0080  # bf16: 2^-126, whose inverse is finite
@@ -308,6 +309,49 @@ def decode_sum_encode(
     Rotated groups stay so: the sum of the rotated is the rotated sum.
     """
     payload.copy_(_encoded((_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
+
+
+def encode_feedback(
+    input: Tensor, payload: Tensor, residual: Tensor, momentum: float, codec: Format, draw: Draw = NO_DRAW
+) -> None:
+    """input [1, numel], residual of 8 bits or bf16 -> payload [1, bytes] and the new residual; see rows.py."""
+    numel, own = input.shape[1], residual_format(codec.group_size)
+    if numel == 0:
+        return
+    carried = torch.empty(1, numel, dtype=torch.float32, device=input.device)
+    if residual.dtype is torch.uint8:
+        decode(residual.view(1, -1), carried, own)
+    else:
+        carried.copy_(residual.view(1, -1)[:, :numel])
+    zero = input == 0
+    x = torch.where(zero, -0.0, carried + input)
+    arrives = torch.empty_like(x)
+    encode(x, payload, codec, draw)
+    decode(payload, arrives, codec)
+    lost = torch.where(zero & ~arrives.isnan(), 0.0, x - arrives) * (1 - momentum)
+    lost = (lost + torch.where(zero, carried, carried * momentum)).nan_to_num(0.0, 0.0, 0.0)
+    if residual.dtype is torch.uint8:
+        encode(lost, residual.view(1, -1), own)
+    else:
+        first = numel - 1 - (numel - 1) % codec.group_size  # of the last group, which is filled up with it
+        residual.view(1, -1)[:, numel:] = lost[:, first : first + 1]
+        residual.view(1, -1)[:, :numel] = lost
+
+
+def decode_sum_encode_feedback(
+    payloads: Tensor,
+    payload: Tensor,
+    residual: Tensor,
+    reduce: Format,
+    gather: Format,
+    factor: float,
+    momentum: float,
+    draw: Draw = NO_DRAW,
+) -> None:
+    """payloads [ranks, bytes] -> payload [bytes] of the sum times factor, and its residual."""
+    reduce, gather = (replace(codec, hadamard=False) for codec in (reduce, gather))
+    sums = (_sum(payloads, reduce) * factor).view(1, -1)
+    encode_feedback(sums, payload.view(1, -1), residual, momentum, gather, draw)
 
 
 def _sum(payloads: Tensor, codec: Format) -> Tensor:

@@ -105,6 +105,47 @@ def decode_sum_encode(
         reference.decode_sum_encode(payloads, payload, reduce, gather, factor, draw)
 
 
+def encode_feedback(
+    input: Tensor, payload: Tensor, residual: Tensor, momentum: float, codec: Format, draw: Draw = NO_DRAW
+) -> None:
+    """input [1, numel] and what was lost before -> payload [1, bytes], and in residual what is lost now.
+
+        x = input + carried;  payload = encode(x);  residual = momentum carried + (1 - momentum) (x - decode(payload))
+
+    An exact zero is encoded as zero and keeps its residual. A group that is not finite leaves none.
+
+    residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
+        [groups, group_size].
+    """
+    if _is_fused(input):
+        numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
+        _compiled.encode_feedback(input, payload, residual, momentum, *numbers)
+    else:
+        reference.encode_feedback(input, payload, residual, momentum, codec, draw)
+
+
+def decode_sum_encode_feedback(
+    payloads: Tensor,
+    payload: Tensor,
+    residual: Tensor,
+    reduce: Format,
+    gather: Format,
+    factor: float,
+    momentum: float,
+    draw: Draw = NO_DRAW,
+) -> None:
+    """decode_sum_encode with the sum's own residual; rotated groups stay so in both."""
+    if _is_fused(payload):
+        numbers = reduce.bits, gather.bits, reduce.group_size, reduce.options, draw.key, draw.first_group
+        _compiled.decode_sum_encode_feedback(payloads, payload, residual, factor, momentum, *numbers)
+    else:
+        reference.decode_sum_encode_feedback(payloads, payload, residual, reduce, gather, factor, momentum, draw)
+
+
+def _is_fused(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and _is_compiled(tensor)
+
+
 def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
     """master less held [1, numel], in float32 -> payload [1, bytes]; whether every difference is finite, a bool tensor.
 

@@ -17,7 +17,6 @@ or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byt
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.codec.format import GROUP_SIZES, NO_DRAW, Draw, Format
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, residual_format
 from flash_allreduce_plugin.shapes import misshapen
 from flash_allreduce_plugin.telemetry import counters
 
@@ -41,14 +40,13 @@ INTERVAL = "error_feedback_reset_interval"
 LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
 
-_BITS = 8
-_PIECE = 1 << 16  # elements, whole groups of any size, whose three buffers stay in the cache
+_DTYPES = {8: torch.uint8, 16: torch.bfloat16}  # of a residual of so many bits
 _LOOKED_AT = 1 << 16  # records at a time
 _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
 
 
 class Residual:
-    """The error that one call left, as records of 8 bits [groups, bytes].
+    """The error that one call left: records of 8 bits [groups, bytes], or bf16 [groups, group_size].
 
     `before` has every group of the call, as it was before the sum; `after` the groups whose sum this rank encodes, as
     they are encoded (rotated, if they are). Zeros: nothing was lost. `momentum` is the share that stays when a call
@@ -68,6 +66,9 @@ class Residual:
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(self.before.shape), tuple(self.after.shape)]
 
+    def dtype(self) -> torch.dtype:
+        return self.before.dtype
+
 
 class Feedback:
     """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
@@ -77,14 +78,18 @@ class Feedback:
     dropped and why. Calls in full precision neither use nor change a residual.
     """
 
-    def __init__(self, reset_interval: int = 0, momentum: float = 0.8) -> None:
+    def __init__(self, reset_interval: int = 0, momentum: float = 0.8, bits: int = 8) -> None:
         """reset_interval: every so many steps all residuals are dropped; 0: never.
 
         momentum: the share of a residual that stays at each step, 0 or more and below 1.
+        bits: of a residual's element, 8 or 16 (bf16).
         """
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; expected 0 or more and below 1.")
+        if bits not in _DTYPES:
+            raise ValueError(f"bits is {bits}; expected 8 or 16.")
         self._momentum = momentum
+        self._dtype = _DTYPES[bits]
         self.step = 0  # finished steps, as `begin` was told
         self._interval = reset_interval
         self._order = 0
@@ -93,11 +98,11 @@ class Feedback:
 
     @classmethod
     def from_config(cls, config: FlashConfig) -> Feedback:
-        """With the configuration's error_feedback_reset_interval and error_feedback_momentum.
+        """With the configuration's error_feedback_reset_interval, error_feedback_momentum and error_feedback_bits.
 
         error_feedback itself is not looked at: a call that is given a slot carries its error over.
         """
-        return cls(config.error_feedback_reset_interval, config.error_feedback_momentum)
+        return cls(config.error_feedback_reset_interval, config.error_feedback_momentum, config.error_feedback_bits)
 
     def begin(self, step: int | None = None) -> None:
         """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
@@ -139,7 +144,7 @@ class Feedback:
 
     def nbytes(self) -> int:
         """Memory of the residuals."""
-        return sum(residual.before.numel() + residual.after.numel() for residual in self._residuals.values())
+        return sum(residual.before.nbytes + residual.after.nbytes for residual in self._residuals.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Copies, on the CPU: strings, numbers and tensors, which torch.load reads with weights_only=True.
@@ -165,8 +170,8 @@ class Feedback:
         if where is not None:
             raise ValueError(
                 f"state{where} is not as Feedback.state_dict gives it; expected step (a whole number, 0 or more), "
-                "finite (a bool) and residuals, each of a layout (a string), before and after (uint8 [groups, bytes], "
-                "of finite numbers); nothing was loaded."
+                "finite (a bool) and residuals, each of a layout (a string), before and after (uint8 [groups, bytes] "
+                "or bfloat16 [groups, group_size], of finite numbers); nothing was loaded."
             )
         self.reset(LOADED)
         self.step = state["step"]
@@ -180,9 +185,12 @@ class Feedback:
         self, key: str, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device
     ) -> Residual:
         residual = self._residuals.get(key)
-        record = _residual_codec(group_size).record_bytes
-        shapes = [(n, record) for n in groups]
-        if residual is not None and (residual.layout != layout or residual.shapes() != shapes):
+        shapes = [(n, _width(self._dtype, group_size)) for n in groups]
+        if residual is not None and (residual.layout, residual.dtype(), residual.shapes()) != (
+            layout,
+            self._dtype,
+            shapes,
+        ):
             residual.site = site
             self.drop(key, LAYOUT)
             if residual.loaded:
@@ -193,7 +201,7 @@ class Feedback:
                 )
             residual = None
         if residual is None:
-            before, after = (torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes)
+            before, after = (torch.zeros(shape, dtype=self._dtype, device=device) for shape in shapes)
             residual = self._residuals[key] = Residual(layout, before, after, self._momentum)
         elif residual.before.device != device:
             residual.before, residual.after = residual.before.to(device), residual.after.to(device)
@@ -224,79 +232,31 @@ class Slot:
             finite[:] = [flag for flag in finite if not bool(flag)][:1]
 
 
-def encode(part: Tensor, payload: Tensor, wire: Format, draw: Draw, kept: Tensor, momentum: float) -> None:
-    """rows.encode of one row, with feedback: part [1, numel], payload [1, bytes], kept the residual's records.
-
-    A non-finite element leaves no residual. A zero travels as zero and keeps its residual.
-    """
-    own, kept = _residual_codec(wire.group_size), kept.view(1, -1)
-    numel, on_cpu = part.shape[1], part.device.type == "cpu"
-    size = min(numel, _PIECE) if on_cpu else numel  # a GPU wants few launches
-    buffers = torch.empty(3, size, dtype=torch.float32, device=part.device)
-    for start in range(0, numel, max(size, 1)):
-        piece = part[:, start : start + size]
-        carried, x, arrives = (buffer[: piece.shape[1]].view(1, -1) for buffer in buffers)
-        first = start // wire.group_size
-        last = first + wire.groups(piece.shape[1])
-        sent = payload[:, first * wire.record_bytes : last * wire.record_bytes]
-        residual = kept[:, first * own.record_bytes : last * own.record_bytes]
-        rows.decode(residual, carried, own)
-        torch.add(carried, piece, out=x)
-        # Comparing takes a CPU longer than the codec, and most gradients hold no zero (a NaN may be one, here). A GPU
-        # is not asked: that would have to be waited for.
-        held_back = piece == 0 if not on_cpu or not arrives.copy_(piece).abs_().amin() > 0 else None
-        if held_back is not None:
-            x.masked_fill_(held_back, 0.0)
-        rows.encode(x, sent, wire, Draw(draw.key, draw.first_group + first))
-        rows.decode(sent, arrives, wire)
-        lost = x.sub_(arrives).mul_(1 - momentum).add_(carried, alpha=momentum)
-        if held_back is not None:
-            torch.where(held_back, carried, lost, out=lost)
-        rows.encode(lost.nan_to_num_(0.0, 0.0, 0.0), residual, own, NO_DRAW)
-
-
-def decode_sum_encode(
-    payloads: Tensor,
-    payload: Tensor,
-    reduce: Format,
-    gather: Format,
-    factor: float,
-    draw: Draw,
-    kept: Tensor,
-    momentum: float,
-) -> None:
-    """rows.decode_sum_encode with feedback; kept: the residual's records of these groups.
-
-    Rotated groups stay so here too.
-    """
-    reduce, gather = (dataclasses.replace(wire, hadamard=False) for wire in (reduce, gather))
-    sums = torch.empty(len(kept) * gather.group_size, dtype=torch.float32, device=payload.device)
-    rows.decode_sum(payloads, sums, reduce, factor)
-    encode(sums.view(1, -1), payload.view(1, -1), gather, draw, kept, momentum)
-
-
-def _residual_codec(group_size: int) -> Format:
-    return Format(_BITS, group_size, symmetric=True)
-
-
-def _are_records(value: Any) -> bool:
+def _are_kept(value: Any) -> bool:
     """Whether they can be a residual's: no more memory than was read, of a known group size, all finite."""
-    if not isinstance(value, Tensor) or value.dtype is not torch.uint8 or value.dim() != 2:
+    if not isinstance(value, Tensor) or value.dtype not in _DTYPES.values() or value.dim() != 2:
         return False
     if value.layout is not torch.strided or value.is_meta or not value.is_contiguous():  # expanded: shares its bytes
         return False
-    sizes = [size for size in GROUP_SIZES if _residual_codec(size).record_bytes == value.shape[1]]
+    sizes = [size for size in GROUP_SIZES if _width(value.dtype, size) == value.shape[1]]
     return bool(sizes) and all(_finite(some, sizes[0]) for some in value.split(_LOOKED_AT) if len(some))
 
 
-def _finite(records: Tensor, group_size: int) -> bool:
-    numbers = torch.empty(1, len(records) * group_size, dtype=torch.float32, device=records.device)
-    rows.decode(records.view(1, -1), numbers, _residual_codec(group_size))
+def _width(dtype: torch.dtype, group_size: int) -> int:
+    """Columns of a residual."""
+    return residual_format(group_size).record_bytes if dtype is torch.uint8 else group_size
+
+
+def _finite(groups: Tensor, group_size: int) -> bool:
+    if groups.dtype is not torch.uint8:
+        return bool(groups.isfinite().all())
+    numbers = torch.empty(1, len(groups) * group_size, dtype=torch.float32, device=groups.device)
+    rows.decode(groups.view(1, -1), numbers, residual_format(group_size))
     return bool(numbers.isfinite().all())
 
 
 # The result of state_dict; in the language of shapes.py.
-_RESIDUAL = {"layout": str, "before": _are_records, "after": _are_records}
+_RESIDUAL = {"layout": str, "before": _are_kept, "after": _are_kept}
 STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 
 

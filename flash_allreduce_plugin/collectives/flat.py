@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from flash_allreduce_plugin.collectives import error_feedback, transport
+from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
@@ -154,13 +154,14 @@ class _AllReduce:
         mine = out.view(self.world, -1)[self.rank]
         shard, first = len(mine) // plan.gather.record_bytes, i * (self.chunks.size // self.world)
         draw = Draw(self.gather_key, self.chunks[i][0] + self.rank * shard)
-        half = (self._inbox(i).view(self.world, -1), mine, plan.reduce, plan.gather, self.factor, draw)
+        inbox, wires = self._inbox(i).view(self.world, -1), (plan.reduce, plan.gather, self.factor)
         if residual is None:
-            rows.decode_sum_encode(*half)
+            rows.decode_sum_encode(inbox, mine, *wires, draw)
         else:
-            error_feedback.decode_sum_encode(*half, residual.after[first : first + shard], residual.momentum)
+            kept = residual.after[first : first + shard]
+            rows.decode_sum_encode_feedback(inbox, mine, kept, *wires, residual.momentum, draw)
         if self.meter is not None:
-            self.meter.summed(*half[:5])
+            self.meter.summed(inbox, mine, *wires)
         doing = f"gathering the sums of chunk {i + 1} of {self.chunks.count}"
         self.gathers.append((i, transport.all_gather(out, mine, self.label, doing)))
 
@@ -350,7 +351,7 @@ def _encode(
     if residual is None:
         rows.encode(part, payload, wire, draw)
     else:
-        error_feedback.encode(part, payload, wire, draw, residual.before[first:last], residual.momentum)
+        rows.encode_feedback(part, payload, residual.before[first:last], residual.momentum, wire, draw)
     if meter is not None:
         meter.encoded(part, payload, wire)
 

@@ -181,6 +181,7 @@ class FlashConfig(_Frozen):
         "a number, 0 or more and below 1",
         "share of what was carried over that stays; 0: all is made up for at once",
     )
+    error_feedback_bits: Literal[8, 16] = _advanced(8, "8 or 16", "of an element that is carried over; 16: bf16")
     error_feedback_reset_interval: Count = _advanced(
         0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -15,7 +16,19 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import ops
 from flash_allreduce_plugin.codec.format import Format
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, LENGTHS, Both, as_bytes, gaussian, hard_values, same_bits
+from tests.codecs import (
+    BITS,
+    DTYPES,
+    GROUP_SIZES,
+    LAYOUTS,
+    LENGTHS,
+    Both,
+    as_bytes,
+    gaussian,
+    hard_values,
+    residuals,
+    same_bits,
+)
 from tests.golden.make import DRAW, FOLDER, values_of
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
@@ -91,6 +104,87 @@ def test_differences_that_do_not_fit_are_refused() -> None:
             torch.ops.flash_allreduce.encode_difference(one, other, sent, *key)
     with pytest.raises(RuntimeError, match="bytes a row"):
         torch.ops.flash_allreduce.decode_add(payload[:, 1:], held, *key)
+
+
+@layouts
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_feedback_is_the_reference_for_every_length_and_dtype(group_size: int, layout: dict[str, bool]) -> None:
+    for bits in BITS:
+        both = Both(Format(bits, group_size, **layout))
+        for dtype, numel in itertools.product(DTYPES, LENGTHS):
+            x = gaussian(1, numel, seed=2).to(dtype)
+            x[:, ::5] = torch.where(torch.arange(x[:, ::5].shape[1]) % 2 == 0, 0.0, -0.0)
+            for residual in residuals(numel, group_size):
+                _, left = both.encode_feedback(x, residual)
+                both.encode_feedback(x, left, momentum=0.0)
+
+
+@layouts
+@pytest.mark.parametrize(
+    "options", [{"spikes": True}, {"hadamard": True}, {"mse": True}, {"stochastic": True}], ids=str
+)
+def test_feedback_takes_every_option(options: dict[str, bool], layout: dict[str, bool]) -> None:
+    both = Both(Format(3, 128, **layout, **options))
+    x = gaussian(1, 5000)
+    x[:, 700:1000] = 0.0
+    for residual in residuals(5000, 128):
+        both.encode_feedback(x, residual, draw=DRAW)
+        _, left = both.encode_feedback(torch.zeros_like(x), residual, draw=DRAW)
+        if residual.dtype is torch.bfloat16:  # 8 bits are encoded again
+            assert same_bits(left.view(-1)[:5000], residual.view(-1)[:5000]), "zeros keep their residual"
+
+
+def test_feedback_of_hard_values() -> None:
+    values = torch.stack(list(hard_values(1100).values()))
+    for codec in (Format(4, 64), Format(2, 32, compact=True), Format(8, 128, symmetric=True), Format(4, 64, mse=True)):
+        both = Both(codec)
+        for row, dtype in itertools.product(values.split(1), DTYPES):
+            for residual in residuals(1100, codec.group_size):
+                _, left = both.encode_feedback(row.to(dtype), residual)
+                _, again = both.encode_feedback(row.to(dtype).flip(1), left)
+                if again.dtype is torch.bfloat16:
+                    assert again.isfinite().all()
+
+
+@layouts
+def test_feedback_of_sums(layout: dict[str, bool]) -> None:
+    for bits, gather, group_size, options in ((3, 4, 32, {}), (4, 4, 128, {"mse": True}), (2, 8, 1024, {})):
+        both = Both(Format(bits, group_size, **layout, hadamard=True, **options))
+        numel = 5 * 1024
+        payloads = both.encode(gaussian(3, numel))
+        for residual in residuals(numel, group_size):
+            both.decode_sum_encode_feedback(payloads, residual, replace(both.codec, bits=gather), 1 / 3, DRAW)
+
+
+@given(codec=codecs, dtype=dtypes, pattern=st.binary(min_size=4, max_size=600), kept=st.binary(min_size=1, max_size=64))
+@settings(max_examples=100, deadline=None)
+def test_feedback_is_the_reference_for_any_bit_pattern(
+    codec: Format, dtype: torch.dtype, pattern: bytes, kept: bytes
+) -> None:
+    whole = len(pattern) // dtype.itemsize * dtype.itemsize
+    values = torch.frombuffer(bytearray(pattern[:whole]), dtype=torch.uint8).view(dtype).view(1, -1)
+    for residual in residuals(values.shape[1], codec.group_size):
+        bytes_ = residual.view(torch.uint8).view(-1)
+        bytes_.copy_(
+            torch.frombuffer(bytearray((kept * (len(bytes_) // len(kept) + 1))[: len(bytes_)]), dtype=torch.uint8)
+        )
+        Both(codec).encode_feedback(values, residual)
+        Both(codec).encode_feedback(values.nan_to_num(1.0), residual)
+
+
+def test_feedback_that_does_not_fit_is_refused() -> None:
+    x, payload = torch.zeros(1, 100), torch.zeros(1, Format(4, 64).payload_bytes(100), dtype=torch.uint8)
+    small, wide = residuals(100, 64)
+    key = 4, 64, 0
+    for input, kept, momentum, message in (
+        (x, small[:1], 0.8, r"residual is not \[2, 66\] and contiguous"),
+        (x, wide[:, :63], 0.8, r"residual is not \[2, 64\] and contiguous"),
+        (x, wide.float(), 0.8, "neither uint8 nor bfloat16"),
+        (x, small, 1.0, "momentum is 1; expected 0 or more and below 1"),
+        (x.expand(2, -1), small, 0.8, "input has 2 rows; expected 1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.flash_allreduce.encode_feedback(input, payload, kept, momentum, *key)
 
 
 @layouts

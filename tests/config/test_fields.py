@@ -58,6 +58,7 @@ AVAILABLE = {
     "check_ranks": st.booleans(),
     "error_feedback": st.booleans(),
     "error_feedback_momentum": st.floats(0, 0.99),
+    "error_feedback_bits": st.sampled_from([8, 16]),
     "error_feedback_reset_interval": st.integers(0, 1 << 40),
 }
 WRONG: dict[str, list[Any]] = {
@@ -77,6 +78,7 @@ WRONG: dict[str, list[Any]] = {
     "hadamard": [0, "false"],
     "error_feedback": [None, 1],
     "error_feedback_momentum": ["0.8", True, 1.0, -0.1, None],
+    "error_feedback_bits": [4, "8", True, None],
     "error_feedback_reset_interval": ["1", True, 1.0, -1, None],
     "chunk_bytes": ["524288", True, 524288.0, 0, 4095, -1, None],
     "min_bytes": ["0", False, 0.0, -1, None],
