@@ -20,7 +20,7 @@ LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
 def residuals(numel: int, group_size: int, seed: int = 5) -> list[Tensor]:
     """What error feedback may have kept of a row of numel elements, as Gaussian values: of 8 bits and of bf16."""
     groups, own = -(-numel // group_size), residual_format(group_size)
-    values = gaussian(groups, group_size, seed=seed) / 8
+    values = (gaussian(groups, group_size, seed=seed) * 128).round() / 1024
     records = torch.empty(1, groups * own.record_bytes, dtype=torch.uint8)
     reference.encode(values.view(1, -1), records, own)
     return [records.view(groups, own.record_bytes), values.bfloat16()]

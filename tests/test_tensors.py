@@ -71,3 +71,32 @@ def test_encoding_a_leaf_that_needs_its_gradient_leaves_the_graph_alone() -> Non
     x = torch.ones(40, requires_grad=True)
     payload = fap.encode(x, fap.FlashConfig())
     assert not payload.requires_grad and x.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_is_written_and_returned(dtype: torch.dtype) -> None:
+    config, x = fap.FlashConfig(bits=3, group_size=32), gaussian(7, 31).to(dtype)
+    payload = torch.empty(fap.payload_bytes(x.numel(), config), dtype=torch.uint8)
+    result = torch.empty_like(x)
+    assert fap.encode(x, config, out=payload).data_ptr() == payload.data_ptr()
+    assert torch.equal(payload, fap.encode(x, config))
+    assert fap.decode(payload, x.shape, dtype, config, out=result).data_ptr() == result.data_ptr()
+    assert same_bits(result, fap.decode(payload, x.shape, dtype, config))
+
+
+def test_an_out_that_does_not_fit_is_refused_and_not_written() -> None:
+    config, x = fap.FlashConfig(bits=4), gaussian(2, 128)
+    payload = fap.encode(x, config)
+    for wrong in (
+        payload.int(),
+        torch.zeros(len(payload) + 1, dtype=torch.uint8),
+        payload.view(2, -1),
+        payload.to("meta"),
+    ):
+        with pytest.raises(ValueError, match=r"out is .*; expected torch\.uint8 \(136,\) on cpu, contiguous"):
+            fap.encode(x, config, out=wrong)
+    strided = torch.zeros(4, 128)[::2]
+    for wrong in (strided, x.bfloat16(), x.view(-1), x[:1]):
+        with pytest.raises(ValueError, match=r"out is .*; expected torch\.float32 \(2, 128\) on cpu, contiguous"):
+            fap.decode(payload, x.shape, x.dtype, config, out=wrong)
+    assert not strided.any()

@@ -162,6 +162,55 @@ def test_an_error_or_the_right_result(call: tuple[str, list[Any], Format, Format
     assert same[outside].all(), f"{name} wrote beside its output"
 
 
+@st.composite
+def feedback_calls(draw: st.DrawFn) -> tuple[list[Any], Format]:
+    """The arguments of encode_feedback, and its codec."""
+    flags = {flag: draw(st.booleans()) for flag in FLAGS}
+    flags["compact"] &= not flags["symmetric"]
+    flags["stochastic"] &= not flags["mse"]
+    codec = Format(draw(st.integers(2, 8)), draw(st.sampled_from(GROUP_SIZES)), **flags)
+    numel, g = draw(st.integers(0, 200) | st.integers(0, 2500)), codec.group_size
+    shape, dtype = draw(st.sampled_from([((g + 2), torch.uint8), (g, torch.bfloat16)]))
+    made = [
+        draw(tensors((1, numel), draw(st.sampled_from(DTYPES)))),
+        draw(tensors((1, codec.payload_bytes(numel)), torch.uint8)),
+        draw(tensors((codec.groups(numel), shape), dtype)),
+    ]
+    momentum = draw(mostly(0.8, st.floats()))
+    drawn = [draw(st.just(0) | INT64) for _ in range(2)]
+    return [*made, momentum, codec.bits, g, codec.options, *drawn], codec
+
+
+@given(call=feedback_calls())
+@fuzz
+def test_feedback_is_an_error_or_the_right_result(call: tuple[list[Any], Format]) -> None:
+    arguments, codec = call
+    made, (momentum, *_, key, first) = arguments[:3], arguments[3:]
+    for one in made:
+        one.remember()
+    given = [a.tensor if isinstance(a, Made) else a for a in arguments]
+    try:
+        compiled.encode_feedback(*given)
+    except (RuntimeError, TypeError, ValueError):
+        for one in made:
+            assert one.kind == "resized" or torch.equal(one.memory, one.before), "wrote, and then refused"
+        return
+    if any(one.kind == "meta" for one in made):
+        return
+    assert 0 <= momentum < 1 and not any(one.kind == "resized" and one.tensor.numel() for one in made)
+    assert torch.equal(made[0].memory, made[0].before), "the input was written to"
+    if any(one.kind == "resized" for one in made):
+        return
+    x, *others = (one.tensor.detach().resolve_neg() for one in made)
+    before = [
+        one.before.view(one.tensor.dtype).as_strided(one.tensor.shape, one.tensor.stride(), one.tensor.storage_offset())
+        for one in made[1:]
+    ]
+    payload, residual = (one.clone(memory_format=torch.contiguous_format) for one in before)
+    reference.encode_feedback(x.contiguous(), payload, residual, momentum, codec, Draw(key, first))
+    assert same_bits(others[0], payload) and same_bits(others[1], residual)
+
+
 def _expected(name: str, given: list[Any], made: list[Made], codec: Format, gather: Format) -> Tensor | None:
     """The reference's result, None if the arguments are not as ops.py has them."""
     if any(one.kind == "resized" and one.tensor.numel() for one in made):
