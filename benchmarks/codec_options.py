@@ -2,9 +2,9 @@
 
     python -m benchmarks.codec_options
 
-64 MiB of fp32, groups of 128. All are timed in turn, round after round; a number is the median over the rounds of the
+64 MiB of fp32 (--numel 65536: in the cache), groups of 128. All are timed in turn, round after round; a number is the median over the rounds of the
 speed with the option over the speed without it in the same round. "call" is what a rank of two computes in an
-all_reduce: encode, sum of two and encode again, decode.
+all_reduce: encode, sum of two and encode again, decode. "feedback": error feedback, with residuals of 8 bits or of bf16.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from benchmarks.codec import time_in_turn
 from flash_allreduce_plugin.codec import ops, rows
-from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.codec.format import Draw, Format, residual_format
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "compact": {"compact": True},
@@ -34,34 +35,46 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "hadamard, mse": {"hadamard": True, "mse": True},
     "compact, mse": {"compact": True, "mse": True},
 }
+FEEDBACK = {"feedback": torch.uint8, "feedback, bf16": torch.bfloat16}
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")
 
 
-def runs_of(c: Format, x: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], Any]]:
+def runs_of(
+    c: Format, x: torch.Tensor, y: torch.Tensor, kept: torch.dtype | None = None
+) -> dict[str, Callable[[], Any]]:
+    """kept: of the residual; None: no error feedback."""
     payloads = torch.empty(2, c.payload_bytes(x.numel()), dtype=torch.uint8)
     rows.encode(x.expand(2, -1), payloads, c)
     spare = torch.empty_like(payloads[:1])
-    return {
+    runs = {
         "encode": partial(rows.encode, x.view(1, -1), spare, c, Draw(1)),
         "decode": partial(rows.decode, payloads[:1], y.view(1, -1), c),
         "sum of 2": partial(rows.decode_sum, payloads, y, c, 1.0),
         "sum of 2, encode": partial(rows.decode_sum_encode, payloads, spare[0], c, c, 1.0, Draw(1)),
     }
+    if kept is not None:
+        width = residual_format(c.group_size).record_bytes if kept is torch.uint8 else c.group_size
+        before, after = (torch.zeros(c.groups(x.numel()), width, dtype=kept) for _ in range(2))
+        runs["encode"] = partial(rows.encode_feedback, x.view(1, -1), spare, before, 0.8, c)
+        runs["sum of 2, encode"] = partial(rows.decode_sum_encode_feedback, payloads, spare[0], after, c, c, 1.0, 0.8)
+    return runs
 
 
 def measure(bits: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     x = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(0))
     y = torch.empty_like(x)
-    codecs = {"": Format(bits, arguments.group_size)}
-    codecs |= {name: Format(bits, arguments.group_size, **options) for name, options in OPTIONS.items()}
-    runs = {(name, part): run for name, c in codecs.items() for part, run in runs_of(c, x, y).items()}
-    times = time_in_turn({f"{name}/{part}": run for (name, part), run in runs.items()}, arguments.rounds)
-    for name in codecs:
+    plain = Format(bits, arguments.group_size)
+    variants = {"": runs_of(plain, x, y)}
+    variants |= {name: runs_of(replace(plain, **options), x, y) for name, options in OPTIONS.items()}
+    variants |= {name: runs_of(plain, x, y, kept) for name, kept in FEEDBACK.items()}
+    runs = {f"{name}/{part}": run for name, parts in variants.items() for part, run in parts.items()}
+    times = time_in_turn(runs, arguments.rounds)
+    for name in variants:
         parts = [times[f"{name}/{part}"] for part in ("encode", "sum of 2, encode", "decode")]
         # Of the sum each of two ranks has half.
         times[f"{name}/call"] = [encode + half / 2 + decode for encode, half, decode in zip(*parts, strict=True)]
     rows = []
-    for name in OPTIONS:
+    for name in (*OPTIONS, *FEEDBACK):
         speeds = {
             part: statistics.median(
                 off / on for off, on in zip(times[f"/{part}"], times[f"{name}/{part}"], strict=True)
