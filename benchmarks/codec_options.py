@@ -2,9 +2,10 @@
 
     python -m benchmarks.codec_options
 
-64 MiB of fp32 (--numel 65536: in the cache), groups of 128. All are timed in turn, round after round; a number is the median over the rounds of the
-speed with the option over the speed without it in the same round. "call" is what a rank of two computes in an
-all_reduce: encode, sum of two and encode again, decode. "feedback": error feedback, with residuals of 8 bits or of bf16.
+64 MiB of fp32 (--numel 65536: in the cache), groups of 128. All are timed in turn, round after round; a number is the
+median over the rounds of the speed with the option over the speed without it in the same round. "call" is what a rank
+of two computes in an all_reduce: encode, sum of two and encode again, decode. "feedback" is error feedback, with
+residuals of 8 bits or bf16.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def runs_of(
     payloads = torch.empty(2, c.payload_bytes(x.numel()), dtype=torch.uint8)
     rows.encode(x.expand(2, -1), payloads, c)
     spare = torch.empty_like(payloads[:1])
-    runs = {
+    runs: dict[str, Callable[[], Any]] = {
         "encode": partial(rows.encode, x.view(1, -1), spare, c, Draw(1)),
         "decode": partial(rows.decode, payloads[:1], y.view(1, -1), c),
         "sum of 2": partial(rows.decode_sum, payloads, y, c, 1.0),
