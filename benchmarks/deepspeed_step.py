@@ -6,9 +6,8 @@ Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearl
 variant is an engine of its own; they take their steps in turn, so that a machine that drifts drifts for all of them. A
 time is the median over the rounds of the slowest rank's. "gradients" is a step's time less that of the step whose
 gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "nothing sent" is the step
-without them too. "INT4 + 2" has gradients
-in 4 bits and parameters in 2: differences at stages 1 and 2, values at stage 3. "wire" is what a step puts on the
-interfaces of a host, headers and all.
+without them too. "INT4 + 2" has gradients in 4 bits and parameters in 2: differences at stages 1 and 2, values at
+stage 3. "wire" is what a step puts on the interfaces of a host, headers and all.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from flash_allreduce_plugin.deepspeed import engine as attachment
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
+PRESET = "preset "
 NOTHING_SENT = "nothing sent"  # nor parameters: at stages 1 and 2, what is left for no width to gain
 
 
@@ -69,6 +69,8 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
     if variant.startswith("INT"):
         bits, _, params = variant.removeprefix("INT").partition(" + ")
         config["flash_allreduce"] = {"bits": int(bits), **({"param_bits": int(params)} if params else {})}
+    elif variant.startswith(PRESET):
+        config["flash_allreduce"] = {"preset": variant.removeprefix(PRESET)}
     elif variant != FULL_PRECISION:
         config["flash_allreduce"] = {}
     attachment.Reduction = _NothingSent if variant in (NOT_SENT, NOTHING_SENT) else Reduction  # type: ignore[misc]
@@ -88,12 +90,13 @@ def measure(arguments: argparse.Namespace) -> None:
     deepspeed.init_distributed("gloo")
     attachment.attach()
     quantized = [f"INT{bits}" for bits in arguments.bits]
+    presets = [PRESET + preset for preset in arguments.presets]
     x = torch.randn(arguments.rows, arguments.width).bfloat16()
     results: dict[int, Any] = {}
     for stage in arguments.stages:
         params = [] if stage == 0 else arguments.values if stage == 3 else arguments.differences
         unsent = [NOT_SENT, NOTHING_SENT] if stage in (1, 2) else [NOT_SENT]
-        variants = [*unsent, FULL_PRECISION, *quantized, *(f"{quantized[-1]} + {bits}" for bits in params)]
+        variants = [*unsent, FULL_PRECISION, *quantized, *presets, *(f"{quantized[-1]} + {bits}" for bits in params)]
         engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         sent = {variant: 0 for variant in variants}
@@ -173,6 +176,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's")
     parser.add_argument("--differences", type=int, nargs="*", default=[4, 2], help="of parameters, at stages 1 and 2")
     parser.add_argument("--values", type=int, nargs="*", default=[8], help="bits of parameters at stage 3")
     parser.add_argument("--width", type=int, default=2048)

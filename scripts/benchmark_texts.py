@@ -132,9 +132,10 @@ def deepspeed_step(results: list[Any]) -> Rows:
     parameters are quantized too.
     """
     tables = results[0]["tables"]
-    widths = [name for name in tables[0]["variants"] if name.startswith("INT") and "+" not in name]
+    widths = [name for name in tables[0]["variants"] if name.startswith(("INT", "preset")) and "+" not in name]
+    least = [name for name in widths if name.startswith("INT")][-1]
     heads = [text for name in widths for text in (f"{name}: step", "gradients")]
-    heads += [f"{widths[-1]}, parameters too: step", "bytes on the wire / bf16's"]
+    heads += [f"{least}, parameters too: step", "bytes on the wire / bf16's"]
     rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", "nothing sent, ms", *heads]]
     for table in tables:
         variants = table["variants"]
