@@ -1,4 +1,4 @@
-"""The codec on one core against memcpy, torch's add_ and torch's own FBGEMM row-wise codec.
+"""The codec on one core, or on several, against memcpy, torch's add_ and torch's own FBGEMM row-wise codec.
 
     python -m benchmarks.codec
 
@@ -102,10 +102,11 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 16777216: 64 MiB)")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--symmetric", action="store_true")
+    parser.add_argument("--threads", type=int, default=1, help="of torch's, for all that is timed")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     # Correctness first: a fast codec that is wrong has no speed.
     sample = torch.randn(1, 10_000)
     for bits in range(2, 9):
@@ -116,7 +117,7 @@ def main() -> None:
         reference.encode(sample, theirs, c)
         assert torch.equal(ours, theirs), f"{bits} bits: the compiled codec and the reference differ"
     measured = measure(arguments.numel, arguments.group_size, arguments.symmetric, arguments.rounds)
-    print(f"one core, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}")
+    print(f"{arguments.threads} thread{'s' * (arguments.threads > 1)}, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}")
     columns = list(measured[0])  # 8 bits has them all
     print("  ".join(f"{name:>6}" for name in columns))
     for row in measured:
