@@ -524,3 +524,15 @@ def test_fsdp(ranks: Callable[[int], Ranks]) -> None:
                 assert found["steps"] == {STEPS * (1 + accumulate)}
                 assert not torch.equal(found["weights"], off[rank]["weights"])
                 assert torch.equal(found["weights"], alone[0]["weights"]), "shared or not, the same residuals"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_element_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+    for numel in (0, 1, 5000):
+        x = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype)
+        assert error_feedback._is_finite(x), "its squares are not, and it is"
+        for value in (math.nan, math.inf, -math.inf):
+            for place in {0, numel - 1} if numel else ():
+                worse = torch.zeros_like(x)
+                worse[place] = value
+                assert not error_feedback._is_finite(worse)
