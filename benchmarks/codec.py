@@ -117,9 +117,8 @@ def main() -> None:
         reference.encode(sample, theirs, c)
         assert torch.equal(ours, theirs), f"{bits} bits: the compiled codec and the reference differ"
     measured = measure(arguments.numel, arguments.group_size, arguments.symmetric, arguments.rounds)
-    print(
-        f"{arguments.threads} thread{'s' * (arguments.threads > 1)}, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}"
-    )
+    threads = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
+    print(f"{threads}, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}")
     columns = list(measured[0])  # 8 bits has them all
     print("  ".join(f"{name:>6}" for name in columns))
     for row in measured:
