@@ -59,7 +59,7 @@ const CodecKernels& with_options(const Codec& c) {
 }
 
 Encode encoder(const Codec& c, int type) {
-  return (c.options & ~(kSymmetricCodes | kCompact) ? with_options(c) : plain(c)).encode[type];
+  return (c.options & ~(kSymmetricCodes | kCompact | kMse) ? with_options(c) : plain(c)).encode[type];
 }
 
 // How the codes were chosen does not matter to it.

@@ -35,6 +35,7 @@ using VecB = uint8_t __attribute__((vector_size(4 * kLanes)));
 using Vec64 = uint64_t __attribute__((vector_size(4 * kLanes)));
 
 #define FLASH_INLINE static inline __attribute__((always_inline))
+#define FLASH_INLINED __attribute__((always_inline))  // of a lambda
 
 template <typename V>
 FLASH_INLINE V load(const void* p) {
@@ -107,6 +108,9 @@ struct Least {
 struct Greatest {
   FLASH_INLINE VecF of(VecF a, VecF b) { return a > b ? a : b; }
 };
+struct Sum {
+  FLASH_INLINE VecI of(VecI a, VecI b) { return a + b; }
+};
 
 // Whether no element was 0 so far, by lane; a NaN is none.
 #if FLASH_LANES == 16
@@ -128,18 +132,18 @@ FLASH_INLINE bool holds_zero(Without without) {
 }
 #endif
 
-// Lane j of the result: the least (greatest) lane of v[j]. A tree that halves the number of vectors: where
+// Lane j of the result: the least (greatest) lane of v[j], or the sum of its lanes. A tree that halves the number of vectors: where
 // bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the second.
-template <typename Pick, int kStride = 1>
-FLASH_INLINE VecF across(const VecF* v) {
+template <typename Pick, int kStride = 1, typename V>
+FLASH_INLINE V across(const V* v) {
   if constexpr (kStride == kLanes) {
     return v[0];
   } else {
-    VecF merged[kLanes / 2 / kStride];
+    V merged[kLanes / 2 / kStride];
     for (int j = 0; j < kLanes / 2 / kStride; ++j) {
       const VecI first = (lane_numbers() & kStride) == 0;
-      const VecF stay = first ? v[2 * j] : v[2 * j + 1];
-      const VecF move = first ? v[2 * j + 1] : v[2 * j];
+      const V stay = first ? v[2 * j] : v[2 * j + 1];
+      const V move = first ? v[2 * j + 1] : v[2 * j];
       merged[j] = Pick::of(stay, FLASH_PERMUTE(VecU, move, FLASH_APART(kStride)));
     }
     return across<Pick, 2 * kStride>(merged);
@@ -357,6 +361,156 @@ void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t
   }
 }
 
+// f(Number<0>), f(Number<1>) ... f(Number<kCount - 1>): loops that are gone before the compiler makes vectors.
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+template <int kCount, int kFrom = 0, typename F>
+FLASH_INLINE void for_each(const F& f) {
+  if constexpr (kFrom < kCount) {
+    f(Number<kFrom>{});
+    for_each<kCount, kFrom + 1>(f);
+  }
+}
+
+// ---- the ranges of a batch ----------------------------------------------------------------------------
+
+struct Ranges {
+  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
+  alignas(64) uint32_t scale[kBatch], metadata[kBatch];
+};
+
+// Of group j where `chosen` says so. No branch: the compiler makes vectors of a loop over j.
+FLASH_INLINE void choose_range(Ranges& b, int j, const Range& r, bool chosen) {
+  b.zero[j] = chosen ? r.zero : b.zero[j];
+  b.scale[j] = chosen ? r.scale : b.scale[j];
+  b.metadata[j] = chosen ? r.metadata : b.metadata[j];
+}
+
+// Those without a search, of groups between b.lo and b.hi.
+FLASH_INLINE void whole_ranges(Ranges& b, int bits, Layout layout, float slack) {
+  for (int j = 0; j < kBatch; ++j) choose_range(b, j, whole_range(b.lo[j], b.hi[j], bits, layout, slack), true);
+}
+
+FLASH_INLINE void ranges_with_zero(Ranges& b, const uint32_t* with_zero, int bits, Layout layout, float slack) {
+  for (int j = 0; j < kBatch; ++j) {
+    choose_range(b, j, range_with_zero(b.lo[j], b.hi[j], bits, layout, slack), with_zero[j] != 0);
+  }
+}
+
+FLASH_INLINE void invert_scales(Ranges& b) {
+  for (int j = 0; j < kBatch; ++j) b.inverse[j] = 1.0f / bits_float(b.scale[j]);
+}
+
+// Errors of a block of 4 vectors, from the positions of the elements (codec_math.h): the last byte of each,
+// so that what is done for every zero point is done for four elements in a lane.
+#if FLASH_LANES == 16
+using Positions = VecU;
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
+  const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaa, cast<__m512i>(p[0]), cast<__m512i>(p[1] << 16));
+  const __m512i odd = _mm512_mask_blend_epi16(0xaaaaaaaa, cast<__m512i>(p[2]), cast<__m512i>(p[3] << 16));
+  return cast<VecU>(_mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, even, _mm512_slli_epi16(odd, 8)));
+}
+FLASH_INLINE VecI squared_errors(Positions p, uint32_t shift) {
+  const __m512i at = _mm512_add_epi8(cast<__m512i>(p), _mm512_set1_epi8(static_cast<char>(shift)));
+  const __m512i error = _mm512_min_epu8(_mm512_abs_epi8(at), _mm512_set1_epi8(127));
+  return cast<VecI>(_mm512_madd_epi16(_mm512_maddubs_epi16(error, error), _mm512_set1_epi16(1)));
+}
+#elif FLASH_LANES == 8
+using Positions = VecU;
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
+  const __m256i even = _mm256_blend_epi16(cast<__m256i>(p[0]), cast<__m256i>(p[1] << 16), 0xaa);
+  const __m256i odd = _mm256_blend_epi16(cast<__m256i>(p[2]), cast<__m256i>(p[3] << 16), 0xaa);
+  const __m256i low = _mm256_and_si256(even, _mm256_set1_epi16(0xff));
+  return cast<VecU>(_mm256_or_si256(low, _mm256_slli_epi16(odd, 8)));
+}
+FLASH_INLINE VecI squared_errors(Positions p, uint32_t shift) {
+  const __m256i at = _mm256_add_epi8(cast<__m256i>(p), _mm256_set1_epi8(static_cast<char>(shift)));
+  const __m256i error = _mm256_min_epu8(_mm256_abs_epi8(at), _mm256_set1_epi8(127));
+  return cast<VecI>(_mm256_madd_epi16(_mm256_maddubs_epi16(error, error), _mm256_set1_epi16(1)));
+}
+#else
+struct Positions {
+  VecU of[4];
+};
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) { return {{p[0], p[1], p[2], p[3]}}; }
+FLASH_INLINE VecI squared_errors(const Positions& p, uint32_t shift) {
+  VecF sum = VecF{};
+  for (const VecU& of : p.of) {
+    const VecF byte = __builtin_convertvector(cast<VecI>((of + shift) << 24) >> 24, VecF);
+    const VecF distance = byte < 0.0f ? -byte : byte;
+    const VecF error = distance > 127.0f ? VecF{} + 127.0f : distance;
+    sum = sum + error * error;
+  }
+  return __builtin_convertvector(sum, VecI);
+}
+#endif
+
+// Puts into b, where the whole ranges are, the first of those with the least sum of squared errors. kBits:
+// what searched_as(bits) says.
+template <DType kType, int kBits, Layout kLayout>
+__attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g, int bits, Ranges& b) {
+  using E = Element<kType>;
+  constexpr int scales = scales_of(kBits, kLayout), each = places_of(0, kBits, kLayout);
+  constexpr int places = (scales - 1) * each + places_of(scales - 1, kBits, kLayout);
+  alignas(64) float whole_inverse[kBatch], origin[kBatch], inverse[scales][kBatch];
+  alignas(64) uint32_t tried[scales][kBatch], shift[places][kBatch];
+  alignas(64) int32_t errors[places][kBatch];
+  Ranges of[places];
+  for (int j = 0; j < kBatch; ++j) {
+    whole_inverse[j] = 1.0f / bits_float(b.scale[j]);
+    origin[j] = search_origin(b.lo[j], kLayout);
+  }
+  for_each<scales>([&](auto s) FLASH_INLINED {
+    for (int j = 0; j < kBatch; ++j) {
+      tried[s.value][j] = tried_scale(s.value, b.scale[j], b.lo[j], b.hi[j], bits, kLayout);
+      inverse[s.value][j] = 1.0f / bits_float(tried[s.value][j]);
+    }
+    for_each<places_of(s.value, kBits, kLayout)>([&](auto p) FLASH_INLINED {
+      constexpr int n = s.value * each + p.value;
+      for (int j = 0; j < kBatch; ++j) {
+        const Range r = tried_range(s.value, p.value, tried[s.value][j], b.zero[j], b.lo[j], b.hi[j], bits, kLayout);
+        choose_range(of[n], j, r, true);
+        shift[n][j] = search_shift(origin[j], r.zero, inverse[s.value][j]);
+      }
+    });
+  });
+  VecI sums[places][kBatch] = {};
+  for (int j = 0; j < count; ++j, x += g * E::kBytes) {
+    VecI sum[places] = {};
+    for (int i = 0; i < g; i += kBlock) {
+      VecF above[4];
+      for (int l = 0; l < 4; ++l) above[l] = E::read(x + (i + l * kLanes) * E::kBytes) - origin[j];
+      for_each<scales>([&](auto s) FLASH_INLINED {
+        const VecF fine = VecF{} + inverse[s.value][j] * 256.0f;
+        VecU at[4];
+        for (int l = 0; l < 4; ++l) at[l] = cast<VecU>(above[l] * fine + kRoundMagic);  // finely
+        const Positions positions = last_bytes(at);
+        for_each<places_of(s.value, kBits, kLayout)>([&](auto p) FLASH_INLINED {
+          constexpr int n = s.value * each + p.value;
+          sum[n] = sum[n] + squared_errors(positions, shift[n][j]);
+        });
+      });
+    }
+    for (int n = 0; n < places; ++n) sums[n][j] = sum[n];
+  }
+  for (int n = 0; n < places; ++n) {
+    for (int j = 0; j < kBatch; j += kLanes) store(errors[n] + j, across<Sum>(sums[n] + j));
+  }
+  alignas(64) float least[kBatch];
+  for (int j = 0; j < kBatch; ++j) least[j] = bits_float(kInfBits);
+  for_each<places>([&](auto n) FLASH_INLINED {
+    for (int j = 0; j < kBatch; ++j) {
+      const float ratio = bits_float(of[n.value].scale[j]) * whole_inverse[j];
+      const float error = static_cast<float>(errors[n.value][j]) * (ratio * ratio);
+      const bool better = error < least[j];  // not so if it does not serve: NaN
+      choose_range(b, j, {of[n.value].zero[j], of[n.value].scale[j], of[n.value].metadata[j]}, better);
+      least[j] = better ? error : least[j];
+    }
+  });
+}
+
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
 // way, group by group, so that memory is read at an even pace.
 template <DType kType, int kBits, Layout kLayout>
@@ -369,40 +523,27 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
   constexpr int front = spikes_offset(options_of(kLayout));
   constexpr bool kZeros = may_miss_zero(kBits, kLayout);
-  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
-  alignas(64) uint32_t scale[kBatch], metadata[kBatch];
+  Ranges b;
   for (int j = 0; j < kBatch; j += kLanes) {
-    store(lo + j, across<Least>(now.least + j));
-    store(hi + j, across<Greatest>(now.greatest + j));
+    store(b.lo + j, across<Least>(now.least + j));
+    store(b.hi + j, across<Greatest>(now.greatest + j));
   }
-  for (int j = 0; j < kBatch; ++j) {
-    const Range r = candidate(0, lo[j], hi[j], kBits, kLayout, kInside);
-    zero[j] = r.zero;
-    scale[j] = r.scale;
-    metadata[j] = r.metadata;
-    inverse[j] = 1.0f / bits_float(r.scale);
+  whole_ranges(b, kBits, kLayout, kInside);
+  if (c.options & kMse) search_ranges<kType, searched_as(kBits, kLayout), kLayout>(x, count, g, kBits, b);
+  if constexpr (kZeros) {
+    alignas(64) uint32_t with_zero[kBatch] = {};
+    uint32_t any = 0;
+    for (int j = 0; j < count; ++j) any |= with_zero[j] = holds_zero(now.without[j]);
+    if (any) ranges_with_zero(b, with_zero, kBits, kLayout, kInside);
   }
-  if constexpr (may_miss_zero(kBits, kLayout)) {
-    Without all = kWithoutZero;
-    for (int j = 0; j < count; ++j) all = all & now.without[j];
-    if (holds_zero(all)) {
-      for (int j = 0; j < kBatch; ++j) {
-        const Range r = range_with_zero(lo[j], hi[j], kBits, kLayout, kInside);
-        const bool with_zero = j < count && holds_zero(now.without[j]);
-        zero[j] = with_zero ? r.zero : zero[j];
-        scale[j] = with_zero ? r.scale : scale[j];
-        metadata[j] = with_zero ? r.metadata : metadata[j];
-        inverse[j] = with_zero ? 1.0f / bits_float(r.scale) : inverse[j];
-      }
-    }
-  }
+  invert_scales(b);
   VecU largest = VecU{};
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
-    __builtin_memcpy(out, metadata + j, front);
-    const VecF z = VecF{} + zero[j];
-    const VecF inv = VecF{} + inverse[j];
+    __builtin_memcpy(out, b.metadata + j, front);
+    const VecF z = VecF{} + b.zero[j];
+    const VecF inv = VecF{} + b.inverse[j];
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
@@ -417,7 +558,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   }
   uint32_t worst = 0;
   for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-  if (worst > more + static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, scale, records);
+  if (worst > more + static_cast<uint32_t>(levels)) mark_non_finite<kType>(x, count, c, b.scale, records);
 }
 
 // The last group of a tensor, of n < g elements, filled up with its first one.
