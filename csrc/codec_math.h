@@ -48,7 +48,8 @@
 //   (stochastic:
 //                at random), and a third element stands in for them in what follows. (FlashCommunication V2,
 //                arXiv 2508.03760.)
-//   mse          other ranges are tried (see below), whose ends lie less than half a step inside of the group's
+//   mse          other ranges are tried (see below), whose ends lie less than half a step inside of the
+//   group's
 //                own: every element still rounds to a code, so the error stays below half a step. The first
 //                with the least sum of squared errors serves, but in a group with a range of its own for its
 //                0. Errors are counted in whole 1/256 of a step: no order of adding changes the sum.
@@ -239,6 +240,11 @@ constexpr int kOffsets = 32;
 // In steps, from an offset to the next.
 FLASH_HD constexpr float offset_unit(int bits) { return static_cast<float>(1 << bits) / kOffsets; }
 
+FLASH_HD uint32_t compact_word(uint32_t scale, float offset) {
+  const uint32_t number = float_bits(offset + (kRoundMagic + (kOffsets - 1)));  // 0 ... 31 in its last bits
+  return (scale >> 16) | (number & 15u) | (number & 16u) << 11;
+}
+
 // place 0: the nearest offset; 1: its neighbour on the side of the middle; 2: the other neighbour.
 FLASH_HD Range with_offset(uint32_t scale, int place, float lo, float hi, int bits, float slack) {
   const float levels = static_cast<float>(code_levels(bits, Layout::kCompact));
@@ -252,8 +258,7 @@ FLASH_HD Range with_offset(uint32_t scale, int place, float lo, float hi, int bi
   r.zero = offset * unit * bits_float(scale);
   const bool serves = (lo - r.zero) * inverse >= -slack && (hi - r.zero) * inverse <= levels + slack;
   r.scale = serves ? scale : kNaNBits;
-  const uint32_t number = float_bits(offset + (kRoundMagic + (kOffsets - 1)));  // 0 ... 31 in its last bits
-  r.metadata = (r.scale >> 16) | (number & 15u) | (number & 16u) << 11;
+  r.metadata = compact_word(r.scale, offset);
   return r;
 }
 
@@ -304,7 +309,9 @@ FLASH_HD constexpr int places_of(int scale, int bits, Layout layout) {
 
 // The least width whose search is the same but for numbers.
 FLASH_HD constexpr int searched_as(int bits, Layout layout) {
-  return layout == Layout::kCompact      ? (bits < 4 ? 2 : bits == 4 ? 4 : 5)
+  return layout == Layout::kCompact      ? (bits < 4    ? 2
+                                            : bits == 4 ? 4
+                                                        : 5)
          : layout == Layout::kAsymmetric ? (bits < 7 ? 2 : 7)
                                          : 2;
 }
@@ -317,11 +324,13 @@ FLASH_HD uint32_t tried_scale(int scale, uint32_t whole, float lo, float hi, int
   if (layout == Layout::kCompact) {
     tried = whole + static_cast<uint32_t>(scale) * kCompactStep;
   } else if (layout == Layout::kSymmetric) {
-    const float steps = static_cast<float>(code_half(bits, layout)) + static_cast<float>(scale) * (kInside / 2);
+    const float steps =
+        static_cast<float>(code_half(bits, layout)) + static_cast<float>(scale) * (kInside / 2);
     tried = group_scale(lo, hi, 0.0f, steps, true);
   } else if (scale >= scales_of(bits, layout) - 2) {
     const float room = scale == scales_of(bits, layout) - 1 ? 0.5f : 0.0f;
-    tried = group_scale(lo, hi, lo, static_cast<float>(code_levels(bits, layout)) + (2 * kInside - room), false);
+    tried =
+        group_scale(lo, hi, lo, static_cast<float>(code_levels(bits, layout)) + (2 * kInside - room), false);
   }
   const bool serves = whole < kInfBits && tried < kInfBits && tried >= kMinTriedBits;
   return serves ? tried : kNaNBits;
@@ -332,8 +341,8 @@ FLASH_HD float finely(float x, float from, float inverse_scale) {
   return (x - from) * (inverse_scale * 256.0f) + kRoundMagic;
 }
 
-// The range of a tried scale and one of its places; its own scale is NaN if it does not serve. whole: the zero
-// point of the range without a search.
+// The range of a tried scale and one of its places; its own scale is NaN if it does not serve. whole: the
+// zero point of the range without a search.
 FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, float lo, float hi, int bits,
                            Layout layout) {
   if (layout == Layout::kCompact) return with_offset(tried, place, lo, hi, bits, kInside);
@@ -344,9 +353,8 @@ FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, fl
   r.zero = whole;
   if (layout == Layout::kAsymmetric && scale >= scales_of(bits, layout) - 2) {
     const float least = hi - (levels + kInside) * step, most = lo + kInside * step;
-    const float part = scale == scales_of(bits, layout) - 2
-                           ? 0.5f
-                           : static_cast<float>(place) * (1.0f / (kMostPlaces - 1));
+    const float part =
+        scale == scales_of(bits, layout) - 2 ? 0.5f : static_cast<float>(place) * (1.0f / (kMostPlaces - 1));
     const float wish = least + (most - least) * part;
     r.zero = bits_float((float_bits(wish) + 0x8000u) & 0xffff0000u);
   }
@@ -359,19 +367,31 @@ FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, fl
   return r;
 }
 
+// What travels for a range that is not one of a group with a 0.
+FLASH_HD uint32_t word_of(float zero, uint32_t scale, int bits, Layout layout) {
+  if (layout != Layout::kCompact) return (scale >> 16) | float_bits(zero);
+  return compact_word(scale, zero / bits_float(scale) * (1.0f / offset_unit(bits)));
+}
+
 // Where the positions of a group's elements are counted from.
 FLASH_HD float search_origin(float lo, Layout layout) { return layout == Layout::kSymmetric ? 0.0f : lo; }
 
-// What is added to them, for a zero point.
+// What is added to them, for a zero point; an even number.
 FLASH_HD uint32_t search_shift(float origin, float zero, float inverse_scale) {
-  return float_bits(finely(origin, zero, inverse_scale));
+  return float_bits(finely(origin, zero, inverse_scale)) & ~1u;
 }
 
-// The error of an element, squared, in (1/256 of a step)^2: a whole number below 2^14.
+// What the errors in steps of a range are multiplied with. scale: of the range; whole: of the one without a
+// search.
+FLASH_HD float search_ratio(uint32_t scale, uint32_t whole) {
+  return bits_float(scale) * (1.0f / bits_float(whole));
+}
+
+// The error of an element, squared, in (1/256 of a step)^2. It counts as odd, so that its size is a byte
+// below 128: the middle of the 1/128 of a step where it lies.
 FLASH_HD float squared_error(float x, float origin, float inverse_scale, uint32_t shift) {
-  const uint32_t last = (float_bits(finely(x, origin, inverse_scale)) + shift) & 255u;
-  const uint32_t distance = last < 128 ? last : 256 - last;
-  const float error = static_cast<float>(distance < 127 ? distance : 127);
+  const uint32_t last = ((float_bits(finely(x, origin, inverse_scale)) | 1u) + shift) & 255u;
+  const float error = static_cast<float>(last < 128 ? last : 256 - last);
   return error * error;
 }
 
