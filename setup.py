@@ -141,6 +141,8 @@ def extension() -> dict[str, Any]:
         "-fvisibility=hidden",
         # As above.
         "-ffp-contract=off",
+        # Nobody reads the flags of floating-point exceptions; else GCC makes no vectors of a choice between results.
+        "-fno-trapping-math",
         *DEFINES,
         *(f"-isystem{path}" for path in headers),  # torch's headers may warn, ours may not
         # Error messages name the place in the source, not where that lay on the machine that compiled it.

@@ -48,11 +48,11 @@
 //   (stochastic:
 //                at random), and a third element stands in for them in what follows. (FlashCommunication V2,
 //                arXiv 2508.03760.)
-//   mse          narrower ranges are tried, whose ends lie up to 7/16 of a step inside of the group's own:
-//   every element
-//                still rounds to a code, so the error stays below half a step. The first with the least sum
-//                of squared errors serves, but in a group with a range of its own for its 0. Errors are
-//                counted in whole 1/256 of a step: no order of adding changes the sum.
+//   mse          other ranges are tried (see below), whose ends lie less than half a step inside of the
+//   group's
+//                own: every element still rounds to a code, so the error stays below half a step. The first
+//                with the least sum of squared errors serves, but in a group with a range of its own for its
+//                0. Errors are counted in whole 1/256 of a step: no order of adding changes the sum.
 //   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
 //   spike:
 //                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
@@ -221,44 +221,18 @@ struct Range {
 constexpr float kInside = 7.0f / 16;
 FLASH_HD constexpr float slack_of(int options) { return options & kStochastic ? 0.0f : kInside; }
 
-// ---- asymmetric and symmetric: how far inside, in steps, the lower and the upper end of each range lie
-FLASH_HD constexpr float inside_low(int range) {
-  return range == 1 || range == 3 ? kInside : range == 4 ? kInside / 2 : 0.0f;
-}
-FLASH_HD constexpr float inside_high(int range) {
-  return range == 2 || range == 3 ? kInside : range == 4 ? kInside / 2 : 0.0f;
-}
-FLASH_HD constexpr float inside_symmetric(int range) { return static_cast<float>(range) * (kInside / 2); }
-
-FLASH_HD Range wide_candidate(int range, float lo, float hi, int bits, Layout layout) {
+// ---- asymmetric and symmetric
+FLASH_HD Range wide_range(float lo, float hi, int bits, Layout layout) {
   const bool symmetric = layout == Layout::kSymmetric;
-  const int levels = code_levels(bits, layout), half = code_half(bits, layout);
+  const float steps = static_cast<float>(symmetric ? code_half(bits, layout) : code_levels(bits, layout));
   Range r;
-  if (symmetric) {
-    r.zero = 0.0f;
-    r.scale = group_scale(lo, hi, 0.0f, static_cast<float>(half) + inside_symmetric(range), true);
-  } else if (range == 0) {
-    r.zero = group_zero(lo);
-    r.scale = group_scale(lo, hi, r.zero, static_cast<float>(levels), false);
-  } else {
-    const float low = inside_low(range), high = inside_high(range);
-    const float step = (hi - lo) / (static_cast<float>(levels) + (low + high));
-    r.zero = group_zero(lo + low * step);
-    r.scale = group_scale(lo, hi - high * step, r.zero, static_cast<float>(levels), false);
-  }
-  if (range != 0) {  // rounding may have moved an end by more than the rest of half a step
-    const float inverse = 1.0f / bits_float(r.scale);
-    const float first = (lo - r.zero) * inverse + kRoundMagic - kRoundMagic;
-    const float last = (hi - r.zero) * inverse + kRoundMagic - kRoundMagic;
-    const float low_code = static_cast<float>(symmetric ? -half : 0);
-    const float high_code = static_cast<float>(symmetric ? half : levels);
-    if (!(first >= low_code && last <= high_code)) r.scale = kNaNBits;
-  }
+  r.zero = symmetric ? 0.0f : group_zero(lo);
+  r.scale = group_scale(lo, hi, r.zero, steps, symmetric);
   r.metadata = (r.scale >> 16) | float_bits(r.zero);
   return r;
 }
 
-// ---- compact: a scale, and the nearest offset to the one that lies in the middle or its neighbours
+// ---- compact: a scale, and the offset nearest to the one that lies in the middle or a neighbour of it
 constexpr uint32_t kMinCompactBits = 0x03800000u;  // 2^-120: an offset's part of it is no subnormal
 constexpr uint32_t kCompactStep = 0x00100000u;     // from a scale to the next
 constexpr int kOffsets = 32;
@@ -266,26 +240,29 @@ constexpr int kOffsets = 32;
 // In steps, from an offset to the next.
 FLASH_HD constexpr float offset_unit(int bits) { return static_cast<float>(1 << bits) / kOffsets; }
 
-FLASH_HD constexpr float offset_shift(int range) {
-  return range % 3 == 1 ? 1.0f : range % 3 == 2 ? -1.0f : 0.0f;
+FLASH_HD uint32_t compact_word(uint32_t scale, float offset) {
+  const uint32_t number = float_bits(offset + (kRoundMagic + (kOffsets - 1)));  // 0 ... 31 in its last bits
+  return (scale >> 16) | (number & 15u) | (number & 16u) << 11;
 }
 
-FLASH_HD Range with_offset(uint32_t scale, float shift, float lo, float hi, int bits, float slack) {
+// place 0: the nearest offset; 1: its neighbour on the side of the middle; 2: the other neighbour.
+FLASH_HD Range with_offset(uint32_t scale, int place, float lo, float hi, int bits, float slack) {
   const float levels = static_cast<float>(code_levels(bits, Layout::kCompact));
   const float unit = offset_unit(bits), inverse = 1.0f / bits_float(scale);
   const float middle = ((lo * 0.5f + hi * 0.5f) * inverse - levels * 0.5f) * (1.0f / unit);
-  const float nearest = middle + kRoundMagic - kRoundMagic + shift;
-  const float offset = nearest < 1 - kOffsets ? 1 - kOffsets : nearest > 0.0f ? 0.0f : nearest;
+  const float nearest = middle + kRoundMagic - kRoundMagic;
+  const float side = middle < nearest ? -1.0f : 1.0f;
+  const float wish = nearest + (place == 0 ? 0.0f : place == 1 ? side : -side);
+  const float offset = wish < 1 - kOffsets ? 1 - kOffsets : wish > 0.0f ? 0.0f : wish;
   Range r;
   r.zero = offset * unit * bits_float(scale);
   const bool serves = (lo - r.zero) * inverse >= -slack && (hi - r.zero) * inverse <= levels + slack;
   r.scale = serves ? scale : kNaNBits;
-  const uint32_t number = float_bits(offset + (kRoundMagic + (kOffsets - 1)));  // 0 ... 31 in its last bits
-  r.metadata = (r.scale >> 16) | (number & 15u) | (number & 16u) << 11;
+  r.metadata = compact_word(r.scale, offset);
   return r;
 }
 
-FLASH_HD Range compact_candidate(int range, float lo, float hi, int bits, float slack) {
+FLASH_HD Range compact_range(float lo, float hi, int bits, float slack) {
   const float levels = static_cast<float>(code_levels(bits, Layout::kCompact));
   const float spread = (hi - lo) / (levels + 2 * slack);
   const float below = -lo / (offset_unit(bits) * (kOffsets - 1) + slack);
@@ -295,26 +272,127 @@ FLASH_HD Range compact_candidate(int range, float lo, float hi, int bits, float 
   const uint32_t up = (float_bits(least) + (kCompactStep - 1)) & ~(kCompactStep - 1);
   const uint32_t served = up < kMinCompactBits ? kMinCompactBits : up;
   const uint32_t first = served >= kInfBits ? kNaNBits : served;
-  const Range r = with_offset(first, 0.0f, lo, hi, bits, slack);
-  const uint32_t scale = r.scale == kNaNBits ? first + kCompactStep : first;
-  if (range != 0) {
-    return with_offset(range < 3 ? scale : scale + kCompactStep, offset_shift(range), lo, hi, bits, slack);
-  }
-  const Range next = with_offset(first + kCompactStep, 0.0f, lo, hi, bits, slack);
+  const Range r = with_offset(first, 0, lo, hi, bits, slack);
+  const Range next = with_offset(first + kCompactStep, 0, lo, hi, bits, slack);
   const bool serves = r.scale != kNaNBits;
   return {serves ? r.zero : next.zero, serves ? r.scale : next.scale, serves ? r.metadata : next.metadata};
 }
 
-// The ranges that mse tries.
-constexpr int kMostRanges = 6;
-FLASH_HD constexpr int ranges_of(Layout layout) {
-  return layout == Layout::kSymmetric ? 3 : layout == Layout::kCompact ? 6 : 5;
+// The range of a group between lo and hi, without a search. slack: see slack_of.
+FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float slack) {
+  return layout == Layout::kCompact ? compact_range(lo, hi, bits, slack) : wide_range(lo, hi, bits, layout);
 }
 
-// Range `range` of a group between lo and hi. The first is the one without a search. slack: see slack_of.
-FLASH_HD Range candidate(int range, float lo, float hi, int bits, Layout layout, float slack) {
-  return layout == Layout::kCompact ? compact_candidate(range, lo, hi, bits, slack)
-                                    : wide_candidate(range, lo, hi, bits, layout);
+// ---- mse: a few scales are tried, each with zero points in a few places
+//
+//   asymmetric   The ends of the group may lie up to 7/16 of a step outside of the values of the codes. One
+//                scale leaves the zero point no room, the next leaves it half a step, in which it takes four
+//                places, evenly spread. At 7 and 8 bits, where bf16 has few zero points, the whole range is
+//                tried before them.
+//   symmetric    The larger end lies 0, 7/32 or 7/16 of a step outside.
+//   compact      The scale of the whole range and the one after it. Offsets one step apart have the same
+//                errors: at 2 and 3 bits both neighbours of the nearest are tried, at 4 bits one, then none.
+//
+// All zero points of a scale share the positions of the elements, in whole 1/256 of a step above the group's
+// least: a zero point is a number that is added to them, and the error is what the last 8 bits then say.
+
+constexpr int kMostScales = 3, kMostPlaces = 4;
+
+FLASH_HD constexpr int scales_of(int bits, Layout layout) {
+  return layout == Layout::kCompact || (layout == Layout::kAsymmetric && bits < 7) ? 2 : 3;
+}
+
+FLASH_HD constexpr int places_of(int scale, int bits, Layout layout) {
+  if (layout == Layout::kCompact) return bits < 4 ? 3 : bits == 4 ? 2 : 1;
+  return layout == Layout::kAsymmetric && scale == scales_of(bits, layout) - 1 ? kMostPlaces : 1;
+}
+
+// The least width whose search is the same but for numbers.
+FLASH_HD constexpr int searched_as(int bits, Layout layout) {
+  return layout == Layout::kCompact      ? (bits < 4    ? 2
+                                            : bits == 4 ? 4
+                                                        : 5)
+         : layout == Layout::kAsymmetric ? (bits < 7 ? 2 : 7)
+                                         : 2;
+}
+
+constexpr uint32_t kMinTriedBits = 0x08800000u;  // 2^-110: 256 / scale stays finite
+
+// The bits of scale number `scale`, NaN: it is not tried. whole: of the scale of the range without a search.
+FLASH_HD uint32_t tried_scale(int scale, uint32_t whole, float lo, float hi, int bits, Layout layout) {
+  uint32_t tried = whole;
+  if (layout == Layout::kCompact) {
+    tried = whole + static_cast<uint32_t>(scale) * kCompactStep;
+  } else if (layout == Layout::kSymmetric) {
+    const float steps =
+        static_cast<float>(code_half(bits, layout)) + static_cast<float>(scale) * (kInside / 2);
+    tried = group_scale(lo, hi, 0.0f, steps, true);
+  } else if (scale >= scales_of(bits, layout) - 2) {
+    const float room = scale == scales_of(bits, layout) - 1 ? 0.5f : 0.0f;
+    tried =
+        group_scale(lo, hi, lo, static_cast<float>(code_levels(bits, layout)) + (2 * kInside - room), false);
+  }
+  const bool serves = whole < kInfBits && tried < kInfBits && tried >= kMinTriedBits;
+  return serves ? tried : kNaNBits;
+}
+
+// From `from` to x in whole 1/256 of a step: a number to which kRoundMagic is added.
+FLASH_HD float finely(float x, float from, float inverse_scale) {
+  return (x - from) * (inverse_scale * 256.0f) + kRoundMagic;
+}
+
+// The range of a tried scale and one of its places; its own scale is NaN if it does not serve. whole: the
+// zero point of the range without a search.
+FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, float lo, float hi, int bits,
+                           Layout layout) {
+  if (layout == Layout::kCompact) return with_offset(tried, place, lo, hi, bits, kInside);
+  const float levels = static_cast<float>(code_levels(bits, layout));
+  const float half = static_cast<float>(code_half(bits, layout));
+  const float step = bits_float(tried), inverse = 1.0f / step;
+  Range r;
+  r.zero = whole;
+  if (layout == Layout::kAsymmetric && scale >= scales_of(bits, layout) - 2) {
+    const float least = hi - (levels + kInside) * step, most = lo + kInside * step;
+    const float part =
+        scale == scales_of(bits, layout) - 2 ? 0.5f : static_cast<float>(place) * (1.0f / (kMostPlaces - 1));
+    const float wish = least + (most - least) * part;
+    r.zero = bits_float((float_bits(wish) + 0x8000u) & 0xffff0000u);
+  }
+  const float first = finely(lo, r.zero, inverse) - kRoundMagic;
+  const float last = finely(hi, r.zero, inverse) - kRoundMagic;
+  // Below half a step from the values of the codes.
+  const bool serves = first >= -127.0f - half * 256.0f && last <= (levels - half) * 256.0f + 127.0f;
+  r.scale = serves ? tried : kNaNBits;
+  r.metadata = (r.scale >> 16) | float_bits(r.zero);
+  return r;
+}
+
+// What travels for a range that is not one of a group with a 0.
+FLASH_HD uint32_t word_of(float zero, uint32_t scale, int bits, Layout layout) {
+  if (layout != Layout::kCompact) return (scale >> 16) | float_bits(zero);
+  return compact_word(scale, zero / bits_float(scale) * (1.0f / offset_unit(bits)));
+}
+
+// Where the positions of a group's elements are counted from.
+FLASH_HD float search_origin(float lo, Layout layout) { return layout == Layout::kSymmetric ? 0.0f : lo; }
+
+// What is added to them, for a zero point; an even number.
+FLASH_HD uint32_t search_shift(float origin, float zero, float inverse_scale) {
+  return float_bits(finely(origin, zero, inverse_scale)) & ~1u;
+}
+
+// What the errors in steps of a range are multiplied with. scale: of the range; whole: of the one without a
+// search.
+FLASH_HD float search_ratio(uint32_t scale, uint32_t whole) {
+  return bits_float(scale) * (1.0f / bits_float(whole));
+}
+
+// The error of an element, squared, in (1/256 of a step)^2. It counts as odd, so that its size is a byte
+// below 128: the middle of the 1/128 of a step where it lies.
+FLASH_HD float squared_error(float x, float origin, float inverse_scale, uint32_t shift) {
+  const uint32_t last = ((float_bits(finely(x, origin, inverse_scale)) | 1u) + shift) & 255u;
+  const float error = static_cast<float>(last < 128 ? last : 256 - last);
+  return error * error;
 }
 
 // ---- a group that holds an exact 0
@@ -387,13 +465,6 @@ FLASH_HD Metadata read_metadata(const uint8_t* record, int bits, Layout layout) 
   uint32_t word = 0;
   memcpy(&word, record, static_cast<size_t>(spikes_offset(options_of(layout))));
   return metadata_of(word, bits, layout);
-}
-
-// The error of an element, squared, in (1/256 of a step)^2: a whole number up to 2^14.
-FLASH_HD float squared_error(float x, float zero, float inverse_scale) {
-  const float t = (x - zero) * inverse_scale;
-  const float q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
-  return q * q;
 }
 
 // Which NaN an invalid operation makes differs between machines; what we write does not.

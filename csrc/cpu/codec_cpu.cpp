@@ -59,9 +59,10 @@ const CodecKernels& with_options(const Codec& c) {
   return kernels(c.group_size).with_options[layout_index(c)][c.bits - kMinBits];
 }
 
-Encode encoder(const Codec& c, int type) {
-  return (c.options & ~(kSymmetricCodes | kCompact) ? with_options(c) : plain(c)).encode[type];
-}
+// Whether the kernels without options encode it.
+bool is_plain(const Codec& c) { return !(c.options & ~(kSymmetricCodes | kCompact | kMse)); }
+
+Encode encoder(const Codec& c, int type) { return (is_plain(c) ? plain(c) : with_options(c)).encode[type]; }
 
 // How the codes were chosen does not matter to it.
 DecodeSum decoder(const Codec& c, int type) {
@@ -239,7 +240,7 @@ class Feedback {
     of_part.first_group += static_cast<uint64_t>(first);
     uint8_t* out = payload + first * record_;
     constexpr int kFloat = static_cast<int>(DType::kFloat32);
-    if (!(codec_.options & ~(kSymmetricCodes | kCompact))) {
+    if (is_plain(codec_)) {
       plain(codec_).encode_lost(x, count, of_part, share_, kept, out);
     } else {
       alignas(64) float arrives[kElements];

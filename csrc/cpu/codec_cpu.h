@@ -53,7 +53,7 @@ using Subtract = void (*)(const float* master, const uint8_t* held, int64_t n, f
 using Add = void (*)(const float* x, uint8_t* held, int64_t n);
 
 struct Kernels {
-  CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option
+  CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option but mse
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
   Subtract subtract[3];                                   // indexed by DType
   Add add[3];

@@ -13,7 +13,8 @@
 //   4 vectors of codes, 32 bits each   a0 a1 ... | b0 b1 ... | c0 c1 ... | d0 d1 ...
 //   one vector, a byte each            a0 b0 c0 d0  a1 b1 c1 d1 ...      shift and or
 //                                      a0 a1 ... b0 b1 ... c0 c1 ...     two permutations
-//   a plane of w bits                  8 bytes -> 8*w bits: three steps of "or with the neighbour, shifted"
+//   a plane of w bits                  neighbours together: a multiplication by 2^w, an addition, twice
+//   and back, plane by plane           one word of it in every lane, each shifted by its own number of bits
 //
 // NaN is looked for in step 3, where it costs one instruction: the code of a NaN is far out of range, and so
 // is every code of a group whose scale is NaN. Only then are the groups looked at one by one.
@@ -35,6 +36,7 @@ using VecB = uint8_t __attribute__((vector_size(4 * kLanes)));
 using Vec64 = uint64_t __attribute__((vector_size(4 * kLanes)));
 
 #define FLASH_INLINE static inline __attribute__((always_inline))
+#define FLASH_INLINED __attribute__((always_inline))  // of a lambda
 
 template <typename V>
 FLASH_INLINE V load(const void* p) {
@@ -107,6 +109,9 @@ struct Least {
 struct Greatest {
   FLASH_INLINE VecF of(VecF a, VecF b) { return a > b ? a : b; }
 };
+struct Sum {
+  FLASH_INLINE VecI of(VecI a, VecI b) { return a + b; }
+};
 
 // Whether no element was 0 so far, by lane; a NaN is none.
 #if FLASH_LANES == 16
@@ -128,18 +133,38 @@ FLASH_INLINE bool holds_zero(Without without) {
 }
 #endif
 
-// Lane j of the result: the least (greatest) lane of v[j]. A tree that halves the number of vectors: where
-// bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the second.
-template <typename Pick, int kStride = 1>
-FLASH_INLINE VecF across(const VecF* v) {
+// Lanes of a where bit s of their number is 0, of b where it is 1.
+#if defined(__clang__)
+#define FLASH_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define FLASH_PICK(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+#define FLASH_OF(i, s) ((i) + ((i) & (s) ? kLanes : 0))
+#if FLASH_LANES == 16
+#define FLASH_FIRST_OR_SECOND(s)                                                                        \
+  FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s), FLASH_OF(4, s), FLASH_OF(5, s),       \
+      FLASH_OF(6, s), FLASH_OF(7, s), FLASH_OF(8, s), FLASH_OF(9, s), FLASH_OF(10, s), FLASH_OF(11, s), \
+      FLASH_OF(12, s), FLASH_OF(13, s), FLASH_OF(14, s), FLASH_OF(15, s)
+#elif FLASH_LANES == 8
+#define FLASH_FIRST_OR_SECOND(s)                                                                  \
+  FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s), FLASH_OF(4, s), FLASH_OF(5, s), \
+      FLASH_OF(6, s), FLASH_OF(7, s)
+#else
+#define FLASH_FIRST_OR_SECOND(s) FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s)
+#endif
+
+// Lane j of the result: the least (greatest) lane of v[j], or the sum of its lanes. A tree that halves the
+// number of vectors: where bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the
+// second.
+template <typename Pick, int kStride = 1, typename V>
+FLASH_INLINE V across(const V* v) {
   if constexpr (kStride == kLanes) {
     return v[0];
   } else {
-    VecF merged[kLanes / 2 / kStride];
+    V merged[kLanes / 2 / kStride];
     for (int j = 0; j < kLanes / 2 / kStride; ++j) {
-      const VecI first = (lane_numbers() & kStride) == 0;
-      const VecF stay = first ? v[2 * j] : v[2 * j + 1];
-      const VecF move = first ? v[2 * j + 1] : v[2 * j];
+      const V stay = FLASH_PICK(v[2 * j], v[2 * j + 1], FLASH_FIRST_OR_SECOND(kStride));
+      const V move = FLASH_PICK(v[2 * j + 1], v[2 * j], FLASH_FIRST_OR_SECOND(kStride));
       merged[j] = Pick::of(stay, FLASH_PERMUTE(VecU, move, FLASH_APART(kStride)));
     }
     return across<Pick, 2 * kStride>(merged);
@@ -206,6 +231,98 @@ struct Element<DType::kFloat16> {
 
 constexpr int kBlock = 4 * kLanes;  // elements
 
+// Codes of a block, a byte each and in order.
+FLASH_INLINE void unpack_bytes(VecB bytes, VecU (&codes)[4]) {
+  const VecU quads = cast<VecU>(transpose_quads(cast<VecB>(rows_apart(cast<VecU>(bytes)))));
+  codes[0] = quads & 0xffu;
+  codes[1] = (quads >> 8) & 0xffu;
+  codes[2] = (quads >> 16) & 0xffu;
+  codes[3] = quads >> 24;
+}
+
+// Element i + l * kLanes + k of a block that begins at element i of its group is lane k of vector l.
+#if FLASH_LANES >= 8
+// The units of vector l of kWidth bits that begin at `plane`, to bit `to` of each lane. Reads a word, the
+// last bytes of which are the vector's; what lies before a plane is part of the record.
+template <int kWidth>
+FLASH_INLINE VecU unpack_units(const uint8_t* plane, int l, int to) {
+  constexpr int used = kWidth * kLanes < 32 ? kWidth * kLanes : 32;  // bits of a word
+  const uint8_t* end = plane + (l + 1) * kWidth * kLanes / 8;
+  VecU words = VecU{} + load<uint32_t>(end - 4);
+#if FLASH_LANES == 16
+  if constexpr (kWidth == 4) words = lane_numbers() < 8 ? VecU{} + load<uint32_t>(end - 8) : words;
+#endif
+  const VecI in_word = lane_numbers() & (32 / kWidth - 1);
+  return (words >> cast<VecU>(in_word * kWidth + (32 - used - to))) & (((1u << kWidth) - 1) << to);
+}
+
+template <int kBits>
+FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
+  if constexpr (kBits == 8) {
+    unpack_bytes(load<VecB>(planes + i), codes);
+    return;
+  }
+  for (int l = 0; l < 4; ++l) {
+    codes[l] = VecU{};
+    if constexpr (has_plane(kBits, 4)) codes[l] = unpack_units<4>(planes + i / 2, l, 0);
+    if constexpr (has_plane(kBits, 2)) {
+      const uint8_t* plane = planes + plane_offset(kBits, 2, g) + i / 4;
+      codes[l] |= unpack_units<2>(plane, l, plane_shift(kBits, 2));
+    }
+    if constexpr (has_plane(kBits, 1)) {
+      const uint8_t* plane = planes + plane_offset(kBits, 1, g) + i / 8;
+#if FLASH_LANES == 16
+      const __m512i one = cast<__m512i>(VecU{} + (1u << plane_shift(kBits, 1)));
+      const __m512i rest = cast<__m512i>(codes[l]);
+      codes[l] = cast<VecU>(_mm512_mask_or_epi32(rest, load<__mmask16>(plane + 2 * l), rest, one));
+#else
+      codes[l] |= unpack_units<1>(plane, l, plane_shift(kBits, 1));
+#endif
+    }
+  }
+}
+
+// The units at bit `from` of a block of codes, a byte each and in order, to their place in the plane:
+// neighbours are brought together by multiplying the second of them. (maskz: GCC 12 warns of the headers of
+// the others.)
+#if FLASH_LANES == 16
+template <int kWidth>
+FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
+  const __m512i x = cast<__m512i>(codes);
+  if constexpr (kWidth == 1) {
+    store(plane, _mm512_test_epi8_mask(x, _mm512_set1_epi8(static_cast<char>(1 << from))));
+  } else if constexpr (kWidth == 2) {
+    const __m512i units = _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(3 << from)));
+    const __m512i pairs = _mm512_maddubs_epi16(units, _mm512_set1_epi16(0x0401));
+    const __m512i quads = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
+    store(plane, _mm512_maskz_cvtepi32_epi8(0xffff, cast<__m512i>(cast<VecU>(quads) >> from)));
+  } else {
+    const __m512i units = _mm512_and_si512(x, _mm512_set1_epi8(15));
+    store(plane,
+          _mm512_maskz_cvtepi16_epi8(0xffffffff, _mm512_maddubs_epi16(units, _mm512_set1_epi16(0x1001))));
+  }
+}
+#else
+template <int kWidth>
+FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
+  const __m256i x = cast<__m256i>(codes);
+  if constexpr (kWidth == 1) {
+    store(plane, _mm256_movemask_epi8(_mm256_slli_epi16(x, 7 - from)));
+  } else if constexpr (kWidth == 2) {
+    const __m256i units = _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(3 << from)));
+    const __m256i pairs = _mm256_maddubs_epi16(units, _mm256_set1_epi16(0x0401));
+    const __m256i quads =
+        cast<__m256i>(cast<VecU>(_mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001))) >> from);
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(quads), _mm256_extracti128_si256(quads, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(plane), _mm_packus_epi16(words, words));
+  } else {
+    const __m256i units = _mm256_and_si256(x, _mm256_set1_epi8(15));
+    const __m256i pairs = _mm256_maddubs_epi16(units, _mm256_set1_epi16(0x1001));
+    store(plane, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+  }
+}
+#endif
+#else
 // 8 codes a 64-bit word <-> 8 units of kWidth bits a word of kWidth bytes.
 template <int kWidth>
 struct Plane;
@@ -234,10 +351,10 @@ constexpr uint64_t kPair = repeat((1u << (2 * kWidth)) - 1, 16);
 template <int kWidth>
 constexpr uint64_t kQuad = repeat((uint64_t{1} << (4 * kWidth)) - 1, 32);
 
-// The unit at bit `shift` of every code of a block, to its place in the plane.
+// The unit at bit `from` of every code of a block, a byte each and in order, to its place in the plane.
 template <int kWidth>
-FLASH_INLINE void pack_plane(Vec64 codes, int shift, uint8_t* plane) {
-  Vec64 x = (codes >> shift) & kUnit<kWidth>;
+FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
+  Vec64 x = (cast<Vec64>(codes) >> from) & kUnit<kWidth>;
   x = (x | (x >> (8 - kWidth))) & kPair<kWidth>;
   x = (x | (x >> (16 - 2 * kWidth))) & kQuad<kWidth>;
   x = x | (x >> (32 - 4 * kWidth));
@@ -251,25 +368,6 @@ FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
   x = (x | (x << (16 - 2 * kWidth))) & kPair<kWidth>;
   x = (x | (x << (8 - kWidth))) & kUnit<kWidth>;
   return x << shift;
-}
-
-// Block of elements [i, i + kBlock) of a group of g; the code of element i + l*kLanes + k, and `more`, in
-// lane k of codes[l].
-template <int kBits>
-FLASH_INLINE void pack_block(const VecU (&codes)[4], uint32_t more, int g, int i, uint8_t* planes) {
-  const VecU quads = codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - more * 0x01010101u;
-  const Vec64 x = cast<Vec64>(rows_together(cast<VecU>(transpose_quads(cast<VecB>(quads)))));
-  if constexpr (kBits == 8) {
-    store(planes + i, x);
-  } else {
-    if constexpr (has_plane(kBits, 4)) pack_plane<4>(x, 0, planes + i / 2);
-    if constexpr (has_plane(kBits, 2)) {
-      pack_plane<2>(x, plane_shift(kBits, 2), planes + plane_offset(kBits, 2, g) + i / 4);
-    }
-    if constexpr (has_plane(kBits, 1)) {
-      pack_plane<1>(x, plane_shift(kBits, 1), planes + plane_offset(kBits, 1, g) + i / 8);
-    }
-  }
 }
 
 template <int kBits>
@@ -287,11 +385,26 @@ FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes
       x |= unpack_plane<1>(planes + plane_offset(kBits, 1, g) + i / 8, plane_shift(kBits, 1));
     }
   }
-  const VecU quads = cast<VecU>(transpose_quads(cast<VecB>(rows_apart(cast<VecU>(x)))));
-  codes[0] = quads & 0xffu;
-  codes[1] = (quads >> 8) & 0xffu;
-  codes[2] = (quads >> 16) & 0xffu;
-  codes[3] = quads >> 24;
+  unpack_bytes(cast<VecB>(x), codes);
+}
+#endif
+
+// Block of elements [i, i + kBlock) of a group of g; codes[l] holds their codes and `more`.
+template <int kBits>
+FLASH_INLINE void pack_block(const VecU (&codes)[4], uint32_t more, int g, int i, uint8_t* planes) {
+  const VecU quads = codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - more * 0x01010101u;
+  const VecB x = cast<VecB>(rows_together(cast<VecU>(transpose_quads(cast<VecB>(quads)))));
+  if constexpr (kBits == 8) {
+    store(planes + i, x);
+  } else {
+    if constexpr (has_plane(kBits, 4)) pack_plane<4>(x, 0, planes + i / 2);
+    if constexpr (has_plane(kBits, 2)) {
+      pack_plane<2>(x, plane_shift(kBits, 2), planes + plane_offset(kBits, 2, g) + i / 4);
+    }
+    if constexpr (has_plane(kBits, 1)) {
+      pack_plane<1>(x, plane_shift(kBits, 1), planes + plane_offset(kBits, 1, g) + i / 8);
+    }
+  }
 }
 
 // ---- encoding -----------------------------------------------------------------------------------------
@@ -302,6 +415,15 @@ FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 
 // The processor's own prefetching stops at the end of a page; this far ahead it need not start again there.
 constexpr int kPrefetchBytes = 12288;
+
+template <int kBytes>
+FLASH_INLINE void prefetch_block(const uint8_t* x, int further) {
+  for (int k = 0; k < kBlock * kBytes; k += 64) {
+    // As a number: a pointer may not point there.
+    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) +
+                                                     static_cast<uintptr_t>(further + k + kPrefetchBytes)));
+  }
+}
 
 struct Bounds {
   VecF least[kBatch], greatest[kBatch];
@@ -315,11 +437,7 @@ FLASH_INLINE void take_bounds(const uint8_t* x, int g, Bounds& bounds, int j) {
   VecF lo0 = E::read(x), hi0 = lo0, lo1 = lo0, hi1 = lo0;
   Without without0 = kWithoutZero, without1 = kWithoutZero;
   for (int i = 0; i < g; i += kBlock) {
-    for (int k = 0; k < kBlock * E::kBytes; k += 64) {
-      // As a number: a pointer may not point there.
-      __builtin_prefetch(reinterpret_cast<const void*>(
-          reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(i * E::kBytes + k + kPrefetchBytes)));
-    }
+    prefetch_block<E::kBytes>(x + i * E::kBytes, 0);
     for (int l = 0; l < 4; l += 2) {
       const VecF a = E::read(x + (i + l * kLanes) * E::kBytes);
       const VecF b = E::read(x + (i + (l + 1) * kLanes) * E::kBytes);
@@ -375,6 +493,164 @@ FLASH_INLINE void lose_non_finite(int count, const Codec& c, const uint8_t* reco
 // What the sums and differences of error feedback cannot overflow below.
 constexpr float kSafe = 0x1p100f;
 
+// f(Number<0>), f(Number<1>) ... f(Number<kCount - 1>): loops that are gone before the compiler makes
+// vectors.
+template <int kValue>
+struct Number {
+  static constexpr int value = kValue;
+};
+template <int kCount, int kFrom = 0, typename F>
+FLASH_INLINE void for_each(const F& f) {
+  if constexpr (kFrom < kCount) {
+    f(Number<kFrom>{});
+    for_each<kCount, kFrom + 1>(f);
+  }
+}
+
+// ---- the ranges of a batch ----------------------------------------------------------------------------
+
+struct Ranges {
+  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
+  alignas(64) uint32_t scale[kBatch], metadata[kBatch];
+};
+
+// Of group j where `chosen` says so. No branch: the compiler makes vectors of a loop over j.
+FLASH_INLINE void choose_range(Ranges& b, int j, const Range& r, bool chosen) {
+  b.zero[j] = chosen ? r.zero : b.zero[j];
+  b.scale[j] = chosen ? r.scale : b.scale[j];
+  b.metadata[j] = chosen ? r.metadata : b.metadata[j];
+}
+
+// Those without a search, of groups between b.lo and b.hi.
+FLASH_INLINE void whole_ranges(Ranges& b, int bits, Layout layout, float slack) {
+  for (int j = 0; j < kBatch; ++j) {
+    choose_range(b, j, whole_range(b.lo[j], b.hi[j], bits, layout, slack), true);
+  }
+}
+
+FLASH_INLINE void ranges_with_zero(Ranges& b, const uint32_t* with_zero, int bits, Layout layout,
+                                   float slack) {
+  for (int j = 0; j < kBatch; ++j) {
+    choose_range(b, j, range_with_zero(b.lo[j], b.hi[j], bits, layout, slack), with_zero[j] != 0);
+  }
+}
+
+FLASH_INLINE void invert_scales(Ranges& b) {
+  for (int j = 0; j < kBatch; ++j) b.inverse[j] = 1.0f / bits_float(b.scale[j]);
+}
+
+// Errors of a block of 4 vectors, from the positions of the elements (codec_math.h): the last byte of each,
+// made odd, so that what is done for every zero point is done for four elements in a lane.
+#if FLASH_LANES == 16
+using Positions = __m512i;
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
+  const __m512i even = _mm512_mask_blend_epi16(0xaaaaaaaa, cast<__m512i>(p[0]), cast<__m512i>(p[1] << 16));
+  const __m512i odd = _mm512_mask_blend_epi16(0xaaaaaaaa, cast<__m512i>(p[2]), cast<__m512i>(p[3] << 16));
+  const __m512i all = _mm512_mask_blend_epi8(0xaaaaaaaaaaaaaaaa, even, _mm512_slli_epi16(odd, 8));
+  return _mm512_or_si512(all, _mm512_set1_epi8(1));
+}
+FLASH_INLINE VecI squared_errors(Positions p, uint32_t shift) {
+  const __m512i error = _mm512_abs_epi8(_mm512_add_epi8(p, _mm512_set1_epi8(static_cast<char>(shift))));
+  return cast<VecI>(_mm512_madd_epi16(_mm512_maddubs_epi16(error, error), _mm512_set1_epi16(1)));
+}
+#elif FLASH_LANES == 8
+using Positions = __m256i;
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
+  const __m256i even = _mm256_blend_epi16(cast<__m256i>(p[0]), cast<__m256i>(p[1] << 16), 0xaa);
+  const __m256i odd = _mm256_blend_epi16(cast<__m256i>(p[2]), cast<__m256i>(p[3] << 16), 0xaa);
+  const __m256i low = _mm256_and_si256(even, _mm256_set1_epi16(0xff));
+  return _mm256_or_si256(_mm256_or_si256(low, _mm256_slli_epi16(odd, 8)), _mm256_set1_epi8(1));
+}
+FLASH_INLINE VecI squared_errors(Positions p, uint32_t shift) {
+  const __m256i error = _mm256_abs_epi8(_mm256_add_epi8(p, _mm256_set1_epi8(static_cast<char>(shift))));
+  return cast<VecI>(_mm256_madd_epi16(_mm256_maddubs_epi16(error, error), _mm256_set1_epi16(1)));
+}
+#else
+struct Positions {
+  VecU of[4];
+};
+FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
+  return {{p[0] | 1u, p[1] | 1u, p[2] | 1u, p[3] | 1u}};
+}
+FLASH_INLINE VecI squared_errors(const Positions& p, uint32_t shift) {
+  VecF sum = VecF{};
+  for (const VecU& of : p.of) {
+    const VecF error = __builtin_convertvector(cast<VecI>((of + shift) << 24) >> 24, VecF);
+    sum = sum + error * error;
+  }
+  return __builtin_convertvector(sum, VecI);
+}
+#endif
+
+// Puts into b, where the whole ranges are, the first of those with the least sum of squared errors. kBits:
+// what searched_as(bits) says.
+template <DType kType, int kBits, Layout kLayout>
+__attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g, int bits, Ranges& b) {
+  using E = Element<kType>;
+  constexpr int scales = scales_of(kBits, kLayout), each = places_of(0, kBits, kLayout);
+  constexpr int places = (scales - 1) * each + places_of(scales - 1, kBits, kLayout);
+  alignas(64) float origin[kBatch], inverse[scales][kBatch];
+  alignas(64) uint32_t tried[scales][kBatch], shift[places][kBatch];
+  alignas(64) int32_t errors[places][kBatch];
+  alignas(64) float zero[places][kBatch], ratio[places][kBatch];
+  for_each<scales>([&](auto s) FLASH_INLINED {
+    for (int j = 0; j < kBatch; ++j) {
+      const float lo = b.lo[j], hi = b.hi[j];
+      const uint32_t scale = tried_scale(s.value, b.scale[j], lo, hi, bits, kLayout);
+      origin[j] = search_origin(lo, kLayout);
+      tried[s.value][j] = scale;
+      inverse[s.value][j] = 1.0f / bits_float(scale);
+      for_each<places_of(s.value, kBits, kLayout)>([&](auto p) FLASH_INLINED {
+        constexpr int n = s.value * each + p.value;
+        const Range r = tried_range(s.value, p.value, scale, b.zero[j], lo, hi, bits, kLayout);
+        zero[n][j] = r.zero;
+        shift[n][j] = search_shift(search_origin(lo, kLayout), r.zero, 1.0f / bits_float(scale));
+        ratio[n][j] = search_ratio(r.scale, b.scale[j]);
+      });
+    }
+  });
+  VecI sums[places][kBatch];
+  for (int j = count; j < kBatch; ++j) {
+    for (int n = 0; n < places; ++n) sums[n][j] = VecI{};
+  }
+  for (int j = 0; j < count; ++j, x += g * E::kBytes) {
+    VecI sum[places] = {};
+    for (int i = 0; i < g; i += kBlock) {
+      // As far ahead as the bounds of the next batch will: memory does not rest meanwhile.
+      prefetch_block<E::kBytes>(x + i * E::kBytes, count * g * E::kBytes);
+      VecF above[4];
+      for (int l = 0; l < 4; ++l) above[l] = E::read(x + (i + l * kLanes) * E::kBytes) - origin[j];
+      for_each<scales>([&](auto s) FLASH_INLINED {
+        const VecF fine = VecF{} + inverse[s.value][j] * 256.0f;
+        VecU at[4];
+        for (int l = 0; l < 4; ++l) at[l] = cast<VecU>(above[l] * fine + kRoundMagic);  // finely
+        const Positions positions = last_bytes(at);
+        for_each<places_of(s.value, kBits, kLayout)>([&](auto p) FLASH_INLINED {
+          constexpr int n = s.value * each + p.value;
+          sum[n] = sum[n] + squared_errors(positions, shift[n][j]);
+        });
+      });
+    }
+    for (int n = 0; n < places; ++n) sums[n][j] = sum[n];
+  }
+  for (int n = 0; n < places; ++n) {
+    for (int j = 0; j < kBatch; j += kLanes) store(errors[n] + j, across<Sum>(sums[n] + j));
+  }
+  alignas(64) float least[kBatch];
+  for (int j = 0; j < kBatch; ++j) least[j] = bits_float(kInfBits);
+  for_each<places>([&](auto n) FLASH_INLINED {
+    constexpr int scale = n.value / each < scales ? n.value / each : scales - 1;
+    for (int j = 0; j < kBatch; ++j) {
+      const float error = static_cast<float>(errors[n.value][j]) * (ratio[n.value][j] * ratio[n.value][j]);
+      const bool better = error < least[j];  // not so if it does not serve: NaN
+      b.zero[j] = better ? zero[n.value][j] : b.zero[j];
+      b.scale[j] = better ? tried[scale][j] : b.scale[j];
+      least[j] = better ? error : least[j];
+    }
+  });
+  for (int j = 0; j < kBatch; ++j) b.metadata[j] = word_of(b.zero[j], b.scale[j], bits, kLayout);
+}
+
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
 // way, group by group, so that memory is read at an even pace. kFeedback: adds `share` of what each element
 // lost to what is kept of it; x is float then.
@@ -388,41 +664,28 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
   constexpr int front = spikes_offset(options_of(kLayout));
   constexpr bool kZeros = may_miss_zero(kBits, kLayout);
-  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
-  alignas(64) uint32_t scale[kBatch], metadata[kBatch];
+  Ranges b;
   for (int j = 0; j < kBatch; j += kLanes) {
-    store(lo + j, across<Least>(now.least + j));
-    store(hi + j, across<Greatest>(now.greatest + j));
+    store(b.lo + j, across<Least>(now.least + j));
+    store(b.hi + j, across<Greatest>(now.greatest + j));
   }
-  for (int j = 0; j < kBatch; ++j) {
-    const Range r = candidate(0, lo[j], hi[j], kBits, kLayout, kInside);
-    zero[j] = r.zero;
-    scale[j] = r.scale;
-    metadata[j] = r.metadata;
-    inverse[j] = 1.0f / bits_float(r.scale);
+  whole_ranges(b, kBits, kLayout, kInside);
+  if (c.options & kMse) search_ranges<kType, searched_as(kBits, kLayout), kLayout>(x, count, g, kBits, b);
+  if constexpr (kZeros) {
+    alignas(64) uint32_t with_zero[kBatch] = {};
+    uint32_t any = 0;
+    for (int j = 0; j < count; ++j) any |= with_zero[j] = holds_zero(now.without[j]);
+    if (any) ranges_with_zero(b, with_zero, kBits, kLayout, kInside);
   }
-  if constexpr (may_miss_zero(kBits, kLayout)) {
-    Without all = kWithoutZero;
-    for (int j = 0; j < count; ++j) all = all & now.without[j];
-    if (holds_zero(all)) {
-      for (int j = 0; j < kBatch; ++j) {
-        const Range r = range_with_zero(lo[j], hi[j], kBits, kLayout, kInside);
-        const bool with_zero = j < count && holds_zero(now.without[j]);
-        zero[j] = with_zero ? r.zero : zero[j];
-        scale[j] = with_zero ? r.scale : scale[j];
-        metadata[j] = with_zero ? r.metadata : metadata[j];
-        inverse[j] = with_zero ? 1.0f / bits_float(r.scale) : inverse[j];
-      }
-    }
-  }
+  invert_scales(b);
   VecU largest = VecU{};
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
-    __builtin_memcpy(out, metadata + j, front);
-    const VecF z = VecF{} + zero[j];
-    const VecF inv = VecF{} + inverse[j];
-    const VecF step = VecF{} + bits_float(scale[j]);
+    __builtin_memcpy(out, b.metadata + j, front);
+    const VecF z = VecF{} + b.zero[j];
+    const VecF inv = VecF{} + b.inverse[j];
+    const VecF step = VecF{} + bits_float(b.scale[j]);
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
@@ -430,8 +693,7 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
         const VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv + kRoundMagic;
         codes[l] = cast<VecU>(t);
         largest = codes[l] > largest ? codes[l] : largest;
-        if constexpr (kFeedback) {  // what decode_element will make of it, from the code that is still a
-                                    // float
+        if constexpr (kFeedback) {  // the code is still a float: decode_element
           float* at = kept + j * g + i + l * kLanes;
           store(at, (v - ((t - kRoundMagic) * step + z)) * share + load<VecF>(at));
         }
@@ -443,10 +705,10 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   uint32_t worst = 0;
   for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
   const bool lost = worst > more + static_cast<uint32_t>(levels);
-  if (lost) mark_non_finite<kType>(x, count, c, scale, records);
+  if (lost) mark_non_finite<kType>(x, count, c, b.scale, records);
   if constexpr (kFeedback) {
     bool safe = !lost;
-    for (int j = 0; j < count; ++j) safe = safe && lo[j] > -kSafe && hi[j] < kSafe;
+    for (int j = 0; j < count; ++j) safe = safe && b.lo[j] > -kSafe && b.hi[j] < kSafe;
     if (!safe) lose_non_finite(count, c, records, kept);
   }
 }
@@ -576,11 +838,6 @@ void add(const float* x, uint8_t* held, int64_t n) {
 //
 // An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is.
 
-FLASH_INLINE void prefetch(const uint8_t* p) {  // as a number: a pointer may not point there
-  __builtin_prefetch(
-      reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(kPrefetchBytes)));
-}
-
 // Whole groups of g. A residual of bf16, or of 8 bits, symmetric.
 template <DType kType, bool kWide>
 void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, float momentum, float* x,
@@ -593,8 +850,8 @@ void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
     const Metadata m = kWide ? Metadata{} : read_metadata(residual, 8, Layout::kSymmetric);
     for (int i = 0; i < g; i += kBlock) {
       constexpr int kResidualBytes = kWide ? R::kBytes : 1;
-      for (int k = 0; k < kBlock * kResidualBytes; k += 64) prefetch(residual + i * kResidualBytes + k);
-      for (int k = 0; k < kBlock * E::kBytes; k += 64) prefetch(gradient + i * E::kBytes + k);
+      prefetch_block<kResidualBytes>(residual + i * kResidualBytes, 0);
+      prefetch_block<E::kBytes>(gradient + i * E::kBytes, 0);
       VecU codes[4];
       if constexpr (!kWide) unpack_block<8>(residual + front, g, i, codes);
       for (int l = 0; l < 4; ++l) {
@@ -614,7 +871,7 @@ void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
   }
 }
 
-// Whole groups of a format without options. kept: what stays of the residual -> the new one.
+// Whole groups of a format without options but mse. kept: what stays of the residual -> the new one.
 template <int kBits, Layout kLayout>
 void encode_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept, uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;

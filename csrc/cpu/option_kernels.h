@@ -112,13 +112,11 @@ FLASH_INLINE void load_groups(const uint8_t* x, int count, const Codec& c, float
 }
 
 // What is known of the groups of a batch.
-struct Groups {
-  alignas(64) float lo[kBatch], hi[kBatch], zero[kBatch], inverse[kBatch];
-  alignas(64) uint32_t metadata[kBatch];
+struct Groups : Ranges {
   uint16_t least[kBatch], greatest[kBatch];  // the spikes, bf16
   int least_at[kBatch], greatest_at[kBatch];
   bool lost[kBatch];
-  bool with_zero[kBatch];  // holds one
+  alignas(64) uint32_t with_zero[kBatch];  // holds one
 };
 
 // Least and greatest of each group; a NaN may be passed over.
@@ -194,44 +192,6 @@ FLASH_INLINE void take_spikes(float* x, int count, const Codec& c, uint64_t numb
   }
 }
 
-// The sums of squared errors of a group under each range, in (1/256 of a step)^2: exact, whatever the order.
-template <int kCount>
-FLASH_INLINE void sums_of_errors(const float* x, int g, const Range* ranges, float* errors) {
-  VecF sums[kCount] = {}, zero[kCount], inverse[kCount];
-  for (int r = 0; r < kCount; ++r) {
-    zero[r] = VecF{} + ranges[r].zero;
-    inverse[r] = VecF{} + 1.0f / bits_float(ranges[r].scale);
-  }
-  for (int i = 0; i < g; i += kLanes) {
-    const VecF v = load<VecF>(x + i);
-    for (int r = 0; r < kCount; ++r) {  // squared_error, kLanes at once
-      const VecF t = (v - zero[r]) * inverse[r];
-      const VecF q = (t - (t + kRoundMagic - kRoundMagic)) * 256.0f + kRoundMagic - kRoundMagic;
-      sums[r] = sums[r] + q * q;
-    }
-  }
-  for (int r = 0; r < kCount; ++r) {
-    errors[r] = 0.0f;
-    for (int i = 0; i < kLanes; ++i) errors[r] += sums[r][i];
-  }
-}
-
-template <int kBits, Layout kLayout>
-FLASH_INLINE Range best_range(const float* x, int g, float lo, float hi) {
-  constexpr int count = ranges_of(kLayout);
-  Range ranges[count];
-  float errors[count];
-  for (int r = 0; r < count; ++r) ranges[r] = candidate(r, lo, hi, kBits, kLayout, kInside);
-  sums_of_errors<count>(x, g, ranges, errors);
-  int best = 0;
-  for (int r = 1; r < count; ++r) {
-    const float ratio = bits_float(ranges[r].scale) / bits_float(ranges[0].scale);
-    errors[r] *= ratio * ratio;
-    if (errors[r] < errors[best]) best = r;  // not so if either is NaN
-  }
-  return ranges[best];
-}
-
 // pair_random of elements 0 to count - 1.
 FLASH_INLINE void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
   const uint32_t step = static_cast<uint32_t>(of_group >> 32) | 1u;
@@ -258,16 +218,13 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
   Groups b = {};
   if (c.options & kSpikes) take_spikes(x, count, c, number, b);
   bounds_of(x, count, g, b);
-  for (int j = 0; j < kBatch; ++j) {
-    const Range r = may_miss_zero(kBits, kLayout) && b.with_zero[j]
-                        ? range_with_zero(b.lo[j], b.hi[j], kBits, kLayout, slack)
-                    : c.options & kMse && j < count
-                        ? best_range<kBits, kLayout>(x + j * g, g, b.lo[j], b.hi[j])
-                        : candidate(0, b.lo[j], b.hi[j], kBits, kLayout, slack);
-    b.zero[j] = r.zero;
-    b.metadata[j] = r.metadata;
-    b.inverse[j] = 1.0f / bits_float(r.scale);
+  whole_ranges(b, kBits, kLayout, slack);
+  if (c.options & kMse) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(x);
+    search_ranges<DType::kFloat32, searched_as(kBits, kLayout), kLayout>(bytes, count, g, kBits, b);
   }
+  if constexpr (may_miss_zero(kBits, kLayout)) ranges_with_zero(b, b.with_zero, kBits, kLayout, slack);
+  invert_scales(b);
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const float* in = x + j * g;
@@ -445,6 +402,7 @@ constexpr Kernels kTable = {
 #undef FLASH_WIDTHS
 #undef FLASH_LAYOUTS
 #undef FLASH_INLINE
+#undef FLASH_INLINED
 
 }  // namespace
 }  // namespace flash_allreduce

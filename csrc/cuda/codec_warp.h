@@ -74,7 +74,7 @@ struct Lane {
   float least, greatest;     // the spikes
   uint32_t with_zero;        // whether its group holds one
   float stand_in;
-  Range range, best;
+  Range whole, range, best;
   float error, least_error;
   uint32_t codes[kLaneElements];
   uint32_t worst;  // of the codes
@@ -382,37 +382,40 @@ FLASH_HD void take_spikes(Warp& warp, const Form& form, uint64_t key, uint64_t n
       });
 }
 
-// Leaves in `best` the range with the least sum of squared errors.
+// Leaves in `best` the range with the least sum of squared errors, the first of equals.
 template <class Warp>
 FLASH_HD void search_range(Warp& warp, const Form& form) {
   const Layout layout = layout_of(form.options);
-  for (int r = 0; r < ranges_of(layout); ++r) {
-    warp.each([&](int, Lane& own) {
-      own.range = candidate(r, own.lo, own.hi, form.bits, layout, kInside);
-      const float inverse = 1.0f / bits_float(own.range.scale);
-      own.error = 0.0f;
-      FLASH_UNROLL
-      for (int i = 0; i < kLaneElements; ++i) own.error += squared_error(own.x[i], own.range.zero, inverse);
-    });
-    for (int mask = 1; mask < form.lanes; mask *= 2) {
-      warp.exchange(
-          mask, [](const Lane& own) { return own.error; },
-          [](int, Lane& own, float other) { own.error += other; });
+  const int bits = form.bits;
+  warp.each([&](int, Lane& own) {
+    own.whole = own.best = whole_range(own.lo, own.hi, bits, layout, kInside);
+    own.least_error = bits_float(kInfBits);
+  });
+  for (int scale = 0; scale < scales_of(bits, layout); ++scale) {
+    for (int place = 0; place < places_of(scale, bits, layout); ++place) {
+      warp.each([&](int, Lane& own) {
+        const uint32_t tried = tried_scale(scale, own.whole.scale, own.lo, own.hi, bits, layout);
+        const float inverse = 1.0f / bits_float(tried), origin = search_origin(own.lo, layout);
+        own.range = tried_range(scale, place, tried, own.whole.zero, own.lo, own.hi, bits, layout);
+        const uint32_t shift = search_shift(origin, own.range.zero, inverse);
+        own.error = 0.0f;
+        FLASH_UNROLL
+        for (int i = 0; i < kLaneElements; ++i) own.error += squared_error(own.x[i], origin, inverse, shift);
+      });
+      for (int mask = 1; mask < form.lanes; mask *= 2) {
+        warp.exchange(
+            mask, [](const Lane& own) { return own.error; },
+            [](int, Lane& own, float other) { own.error += other; });
+      }
+      warp.each([](int, Lane& own) {
+        const float ratio = search_ratio(own.range.scale, own.whole.scale);
+        const float error = own.error * (ratio * ratio);
+        if (error < own.least_error) {  // not so if it does not serve: NaN
+          own.best = own.range;
+          own.least_error = error;
+        }
+      });
     }
-    warp.each([r](int, Lane& own) {
-      if (r == 0) {
-        own.best = own.range;
-        own.least_error = own.error;
-        own.stand_in = bits_float(own.range.scale);  // of the first range
-        return;
-      }
-      const float ratio = bits_float(own.range.scale) / own.stand_in;
-      const float error = own.error * (ratio * ratio);
-      if (error < own.least_error) {
-        own.best = own.range;
-        own.least_error = error;
-      }
-    });
   }
 }
 
@@ -478,7 +481,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
     search_range(warp, form);
   } else {
     const float slack = kOptions ? slack_of(form.options) : kInside;
-    warp.each([&](int, Lane& own) { own.best = candidate(0, own.lo, own.hi, form.bits, layout, slack); });
+    warp.each([&](int, Lane& own) { own.best = whole_range(own.lo, own.hi, form.bits, layout, slack); });
   }
   if (may_miss_zero(form.bits, layout)) {
     find_zeros(warp, form.lanes);

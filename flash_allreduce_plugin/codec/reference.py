@@ -22,10 +22,10 @@ _OFFSETS = 32  # compact: zero points that a scale can have
 _COMPACT_STEP = 0x10  # bf16: from a scale of 3 bits of mantissa to the next
 _MIN_COMPACT_SCALE = 0x0380  # bf16: 2^-120
 
-# By how many steps the ends of a range lie inside of the group's own, (lower, upper); the whole range is tried first.
-_INSIDE = 7 / 16
-_RANGES = ((_INSIDE, 0.0), (0.0, _INSIDE), (_INSIDE, _INSIDE), (_INSIDE / 2, _INSIDE / 2))
-_SYMMETRIC_RANGES = ((_INSIDE / 2, _INSIDE / 2), (_INSIDE, _INSIDE))
+_INSIDE = 7 / 16  # by how many steps the ends of a group may lie outside of the values of its codes
+_MIN_TRIED_SCALE = 2.0**-110  # mse
+_PLACES = 4  # asymmetric: zero points that mse tries for a scale that leaves room
+_THIRD = float(torch.tensor(1 / 3))  # as float32
 _WHOLE = 0x8000  # asymmetric: the sign of a scale whose zero point is a code
 
 
@@ -54,7 +54,9 @@ def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
         x, spikes = _without_spikes(x, codec, draw)
         lost = lost | _is_not_finite(spikes[0]) | _is_not_finite(spikes[1])
     low, high = x.amin(-1), x.amax(-1)
-    range_ = _best_range(x, low, high, codec) if codec.mse else next(_ranges(low, high, codec))
+    range_ = _whole_range(low, high, codec)
+    if codec.mse:
+        range_ = _best_range(x, low, high, range_, codec)
     if _may_miss_zero(codec):
         held = (x == 0).any(-1)
         range_ = _chosen(held, _range_with_zero(low, high, codec), range_)
@@ -79,12 +81,17 @@ def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
     return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
 
 
-def _ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
-    """The ranges that mse tries: zero point and scale of each group, and the words that say so in its record.
+def _whole_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
+    """Zero point and scale of each group, without a search, and the words that say so in its record.
 
-    A scale of NaN: it does not serve. The first one serves wherever any does.
+    A scale of NaN: there is none.
     """
-    return _compact_ranges(low, high, codec) if codec.compact else _wide_ranges(low, high, codec)
+    if codec.compact:
+        return _compact_range(low, high, codec)
+    zero = torch.zeros_like(low) if codec.symmetric else _from_bf16(_bf16_down(low + 0.0))  # + 0: -0 is 0
+    if codec.symmetric:
+        return _wide(zero, _scale(torch.maximum(-low, high), _half(codec)), codec)
+    return _wide(zero, _scale(high - zero, _levels(codec)), codec)
 
 
 def _may_miss_zero(codec: Format) -> bool:
@@ -124,41 +131,21 @@ def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, 
     return zero, scale, _compact_word(scale, k * -(_OFFSETS >> codec.bits))
 
 
-def _wide_ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
-    """Asymmetric or symmetric."""
-    for inside in ((0.0, 0.0), *(_SYMMETRIC_RANGES if codec.symmetric else _RANGES)):
-        zero, scale = _range(low, high, codec, inside)
-        if inside != (0.0, 0.0):
-            inverse = torch.reciprocal(scale)
-            first, last = ((low - zero) * inverse).round(), ((high - zero) * inverse).round()
-            serves = (first >= -_half(codec)) & (last <= (_half(codec) if codec.symmetric else _levels(codec)))
-            scale = torch.where(serves, scale, torch.nan)
-        yield (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
+def _wide(zero: Tensor, scale: Tensor, codec: Format) -> tuple[Tensor, ...]:
+    """A range that is asymmetric or symmetric."""
+    return (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
 
 
-def _range(low: Tensor, high: Tensor, codec: Format, inside: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Zero point and scale, bf16 values as float32, of groups between low and high; a scale of NaN if there is none.
-
-    inside: by how many steps the ends of the range lie inside of low and high.
-    """
-    half = _half(codec)
-    if codec.symmetric:
-        zero = torch.zeros_like(low)
-        step = (torch.maximum(-low, high) + 0.0) / (half + inside[0])
-    elif inside == (0.0, 0.0):
-        zero = _from_bf16(_bf16_down(low + 0.0))  # + 0 makes -0 and 0 the same bytes
-        step = (high - zero + 0.0) / _levels(codec)
-    else:
-        ends = (high - low) / (_levels(codec) + sum(inside))
-        zero = _from_bf16(_bf16_down(low + inside[0] * ends + 0.0))
-        step = (high - inside[1] * ends - zero + 0.0) / _levels(codec)
+def _scale(range_: Tensor, steps: float) -> Tensor:
+    """A bf16 value as float32; NaN if there is none."""
+    step = (range_ + 0.0) / steps
     scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
     # What lies below zero has its sign in front: as bits above Inf.
     lost = (scale_bits >= _INF) | step.isnan()
-    return zero, _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
+    return _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
 
 
-def _compact_ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[Tensor, ...]]:
+def _compact_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
     slack = _slack(codec)
     levels, unit = _levels(codec), (1 << codec.bits) / _OFFSETS
     spread = (high - low) / (levels + 2 * slack)
@@ -168,21 +155,23 @@ def _compact_ranges(low: Tensor, high: Tensor, codec: Format) -> Iterator[tuple[
     upper, lower = _bits(least)
     up = (upper + (_COMPACT_STEP - 1) + (lower != 0).int()) & -_COMPACT_STEP
     up = torch.where((up >= _INF) | least.isnan(), _NAN_SCALE, up.clamp(min=_MIN_COMPACT_SCALE))
+    first = _with_offset(_from_bf16(up), 0, low, high, codec)
+    second = _with_offset(_from_bf16(up + _COMPACT_STEP), 0, low, high, codec)
+    return _chosen(first[1].isnan(), second, first)
 
-    def with_offset(scale_bits: Tensor, shift: int) -> tuple[Tensor, ...]:
-        scale = _from_bf16(scale_bits)
-        inverse = torch.reciprocal(scale)
-        middle = ((low * 0.5 + high * 0.5) * inverse - levels * 0.5) * (1 / unit)
-        offset = (middle.round() + shift).clamp(1 - _OFFSETS, 0)
-        zero = offset * unit * scale
-        serves = ((low - zero) * inverse >= -slack) & ((high - zero) * inverse <= levels + slack)
-        scale = torch.where(serves, scale, torch.nan)
-        return zero, scale, _compact_word(scale, offset)
 
-    first = up + with_offset(up, 0)[1].isnan().int() * _COMPACT_STEP
-    for step in (0, _COMPACT_STEP):
-        for shift in (0, 1, -1):
-            yield with_offset(first + step, shift)
+def _with_offset(scale: Tensor, place: int, low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
+    """place 0: the offset nearest to the middle; 1: its neighbour on the side of the middle; 2: the other one."""
+    levels, unit, slack = _levels(codec), (1 << codec.bits) / _OFFSETS, _slack(codec)
+    inverse = torch.reciprocal(scale)
+    middle = ((low * 0.5 + high * 0.5) * inverse - levels * 0.5) * (1 / unit)
+    nearest = middle.round()
+    side = torch.where(middle < nearest, -1.0, 1.0)
+    offset = (nearest + (0, side, -side)[place]).clamp(1 - _OFFSETS, 0)
+    zero = offset * unit * scale
+    serves = ((low - zero) * inverse >= -slack) & ((high - zero) * inverse <= levels + slack)
+    scale = torch.where(serves, scale, torch.nan)
+    return zero, scale, _compact_word(scale, offset)
 
 
 def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
@@ -190,28 +179,71 @@ def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
     return _upper(scale) | (number & 15) | (number >> 4) << 15
 
 
-def _best_range(x: Tensor, low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
-    """The first of several ranges with the least sum of squared errors."""
-    best, *others = _ranges(low, high, codec)
-    whole, least = best[1], _sum_of_errors(x, *best[:2])
-    for other in others:
-        ratio = other[1] / whole
-        error = _sum_of_errors(x, *other[:2]) * (ratio * ratio)
-        better = error < least
-        best = _chosen(better, other, best)
-        least = torch.where(better, error, least)
+def _best_range(
+    x: Tensor, low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format
+) -> tuple[Tensor, ...]:
+    """The first of several ranges with the least sum of squared errors; `whole` if none of them serves."""
+    origin = torch.zeros_like(low) if codec.symmetric else low
+    best, least = whole, torch.full_like(low, torch.inf)
+    for scale, ranges in _tried(low, high, whole, codec):
+        inverse = torch.reciprocal(scale)
+        positions = _finely(x, origin.unsqueeze(-1), inverse.unsqueeze(-1)) | 1
+        for range_ in ranges:
+            shift = _finely(origin, range_[0], inverse) & ~1
+            last = positions + shift.unsqueeze(-1) & 255  # odd: the middle of 1/128 of a step
+            error = torch.minimum(last, 256 - last).square().sum(-1, dtype=torch.int32).float()
+            ratio = range_[1] * torch.reciprocal(whole[1])
+            error = error * (ratio * ratio)
+            better = error < least
+            best = _chosen(better, range_, best)
+            least = torch.where(better, error, least)
     return best
+
+
+def _finely(x: Tensor, origin: Tensor, inverse: Tensor) -> Tensor:
+    """From origin to x in whole 1/256 of a step; anything of a range that does not serve."""
+    return _whole(((x - origin) * (inverse * 256.0)).round().clamp(-(2.0**22), 2.0**22))
+
+
+def _tried(
+    low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format
+) -> Iterator[tuple[Tensor, list[tuple[Tensor, ...]]]]:
+    """The scales that mse tries, each with its ranges. A range whose scale is NaN does not serve."""
+
+    def checked(scale: Tensor) -> Tensor:
+        return torch.where(whole[1].isfinite() & scale.isfinite() & (scale >= _MIN_TRIED_SCALE), scale, torch.nan)
+
+    def wide(zero: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        """If every element rounds to a code: lies below half a step from its value."""
+        fine = torch.reciprocal(scale) * 256.0
+        first, last = (((end - zero) * fine).round() for end in (low, high))
+        half, levels = _half(codec), _levels(codec)
+        serves = (first >= -127 - half * 256) & (last <= (levels - half) * 256 + 127)
+        return _wide(zero, torch.where(serves, scale, torch.nan), codec)
+
+    if codec.compact:
+        bits = _upper(whole[1])
+        for scale in (whole[1], _from_bf16(torch.where(bits >= _INF, bits, bits + _COMPACT_STEP))):
+            tried, places = checked(scale), 3 if codec.bits < 4 else 2 if codec.bits == 4 else 1
+            yield tried, [_with_offset(tried, place, low, high, codec) for place in range(places)]
+    elif codec.symmetric:
+        for inside in (0.0, _INSIDE / 2, _INSIDE):
+            tried = checked(_scale(torch.maximum(-low, high), _half(codec) + inside))
+            yield tried, [wide(whole[0], tried)]
+    else:
+        if codec.bits >= 7:  # bf16 has few zero points for the others
+            tried = checked(whole[1])
+            yield tried, [wide(whole[0], tried)]
+        for room, parts in ((0.0, [0.5]), (0.5, [place * _THIRD for place in range(_PLACES)])):
+            tried = checked(_scale(high - low, _levels(codec) + (2 * _INSIDE - room)))
+            least, most = high - (_levels(codec) + _INSIDE) * tried, low + _INSIDE * tried
+            wishes = [least + (most - least) * part for part in parts]
+            yield tried, [wide(_from_bf16(_bf16_half_up(wish)), tried) for wish in wishes]
 
 
 def _chosen(which: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Of two ranges of each group, a where `which` says so."""
     return tuple(torch.where(which, x, y) for x, y in zip(a, b, strict=True))
-
-
-def _sum_of_errors(x: Tensor, zero: Tensor, scale: Tensor) -> Tensor:
-    """Squared errors in (1/256 of a step)^2, whole numbers: exact in any order."""
-    t = (x - zero.unsqueeze(-1)) * torch.reciprocal(scale).unsqueeze(-1)
-    return ((t - t.round()) * 256.0).round().square().sum(-1)
 
 
 def _without_spikes(x: Tensor, codec: Format, draw: Draw) -> tuple[Tensor, list[Tensor]]:
@@ -458,6 +490,12 @@ def _bf16_nearest(x: Tensor) -> Tensor:
     upper, lower = _bits(x)
     up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 != 0))
     return torch.where(x.isnan(), _NAN_SCALE, upper + up.int())
+
+
+def _bf16_half_up(x: Tensor) -> Tensor:
+    """Bits of the bf16 nearest to x, away from 0 between two."""
+    upper, lower = _bits(x)
+    return upper + (lower >= 0x8000).int() & 0xFFFF
 
 
 def _bf16_random(x: Tensor, random: Tensor) -> Tensor:

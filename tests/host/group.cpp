@@ -20,12 +20,6 @@ void rotate(float* x, int group_size) {
 
 float flipped(float x, int i) { return rotation_flips(static_cast<uint32_t>(i)) ? -x : x; }
 
-float sum_of_errors(const float* x, int group_size, const Range& range) {
-  float sum = 0;
-  for (int i = 0; i < group_size; ++i) sum += squared_error(x[i], range.zero, 1.0f / bits_float(range.scale));
-  return sum;
-}
-
 void put_place(uint8_t* to, int group_size, int place) {
   to[0] = static_cast<uint8_t>(place);
   if (place_bytes(group_size) == 2) to[1] = static_cast<uint8_t>(place >> 8);
@@ -77,17 +71,22 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
   const Layout layout = layout_of(options);
   const float slack = slack_of(options);
   const int half = code_half(bits, layout);
-  const Range whole = candidate(0, lo, hi, bits, layout, slack);
+  const Range whole = whole_range(lo, hi, bits, layout, slack);
   Range best = whole;
-  if (options & kMse) {
-    float error = sum_of_errors(x, group_size, whole);
-    for (int i = 1; i < ranges_of(layout); ++i) {
-      const Range range = candidate(i, lo, hi, bits, layout, slack);
-      const float ratio = bits_float(range.scale) / bits_float(whole.scale);
-      const float of_range = sum_of_errors(x, group_size, range) * (ratio * ratio);
-      if (of_range < error) {
+  float least_error = bits_float(kInfBits);
+  for (int scale = 0; options & kMse && scale < scales_of(bits, layout); ++scale) {
+    const uint32_t tried = tried_scale(scale, whole.scale, lo, hi, bits, layout);
+    for (int place = 0; place < places_of(scale, bits, layout); ++place) {
+      const Range range = tried_range(scale, place, tried, whole.zero, lo, hi, bits, layout);
+      const float inverse = 1.0f / bits_float(tried), origin = search_origin(lo, layout);
+      const uint32_t shift = search_shift(origin, range.zero, inverse);
+      float error = 0;
+      for (int i = 0; i < group_size; ++i) error += squared_error(x[i], origin, inverse, shift);
+      const float ratio = search_ratio(range.scale, whole.scale);
+      error *= ratio * ratio;
+      if (error < least_error) {
         best = range;
-        error = of_range;
+        least_error = error;
       }
     }
   }
