@@ -252,8 +252,14 @@ FLASH_INLINE VecU unpack_units(const uint8_t* plane, int l, int to) {
 #if FLASH_LANES == 16
   if constexpr (kWidth == 4) words = lane_numbers() < 8 ? VecU{} + load<uint32_t>(end - 8) : words;
 #endif
-  const VecI in_word = lane_numbers() & (32 / kWidth - 1);
-  return (words >> cast<VecU>(in_word * kWidth + (32 - used - to))) & (((1u << kWidth) - 1) << to);
+  const VecI by = (lane_numbers() & (32 / kWidth - 1)) * kWidth + (32 - used - to);
+#if FLASH_LANES == 16
+  const VecU there =
+      cast<VecU>(_mm512_rorv_epi32(cast<__m512i>(words), cast<__m512i>(by)));  // by < 0: to the left
+#else
+  const VecU there = words >> cast<VecU>(by);
+#endif
+  return there & (((1u << kWidth) - 1) << to);
 }
 
 template <int kBits>
