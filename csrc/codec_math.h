@@ -287,7 +287,7 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 //
 //   asymmetric   The ends of the group may lie up to 7/16 of a step outside of the values of the codes. One
 //                scale leaves the zero point no room, the next leaves it half a step, in which it takes four
-//                places, evenly spread. At 7 and 8 bits, where bf16 has few zero points, the whole range is
+//                places, evenly spread. From 6 bits on, where bf16 has few zero points, the whole range is
 //                tried before them.
 //   symmetric    The larger end lies 0, 7/32 or 7/16 of a step outside.
 //   compact      The scale of the whole range and the one after it. Offsets one step apart have the same
@@ -299,7 +299,7 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 constexpr int kMostScales = 3, kMostPlaces = 4;
 
 FLASH_HD constexpr int scales_of(int bits, Layout layout) {
-  return layout == Layout::kCompact || (layout == Layout::kAsymmetric && bits < 7) ? 2 : 3;
+  return layout == Layout::kCompact || (layout == Layout::kAsymmetric && bits < 6) ? 2 : 3;
 }
 
 FLASH_HD constexpr int places_of(int scale, int bits, Layout layout) {
@@ -312,7 +312,7 @@ FLASH_HD constexpr int searched_as(int bits, Layout layout) {
   return layout == Layout::kCompact      ? (bits < 4    ? 2
                                             : bits == 4 ? 4
                                                         : 5)
-         : layout == Layout::kAsymmetric ? (bits < 7 ? 2 : 7)
+         : layout == Layout::kAsymmetric ? (bits < 6 ? 2 : 6)
                                          : 2;
 }
 

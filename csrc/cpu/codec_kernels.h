@@ -242,6 +242,8 @@ FLASH_INLINE void unpack_bytes(VecB bytes, VecU (&codes)[4]) {
 
 // Element i + l * kLanes + k of a block that begins at element i of its group is lane k of vector l.
 #if FLASH_LANES >= 8
+// (maskz, here and below: GCC 12 warns of the headers of the forms without it.)
+
 // The units of vector l of kWidth bits that begin at `plane`, to bit `to` of each lane. Reads a word, the
 // last bytes of which are the vector's; what lies before a plane is part of the record.
 template <int kWidth>
@@ -252,8 +254,14 @@ FLASH_INLINE VecU unpack_units(const uint8_t* plane, int l, int to) {
 #if FLASH_LANES == 16
   if constexpr (kWidth == 4) words = lane_numbers() < 8 ? VecU{} + load<uint32_t>(end - 8) : words;
 #endif
-  const VecI in_word = lane_numbers() & (32 / kWidth - 1);
-  return (words >> cast<VecU>(in_word * kWidth + (32 - used - to))) & (((1u << kWidth) - 1) << to);
+  const VecI by = (lane_numbers() & (32 / kWidth - 1)) * kWidth + (32 - used - to);
+#if FLASH_LANES == 16
+  const VecU there = cast<VecU>(
+      _mm512_maskz_rorv_epi32(0xffff, cast<__m512i>(words), cast<__m512i>(by)));  // by < 0: to the left
+#else
+  const VecU there = words >> cast<VecU>(by);
+#endif
+  return there & (((1u << kWidth) - 1) << to);
 }
 
 template <int kBits>
@@ -283,8 +291,7 @@ FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes
 }
 
 // The units at bit `from` of a block of codes, a byte each and in order, to their place in the plane:
-// neighbours are brought together by multiplying the second of them. (maskz: GCC 12 warns of the headers of
-// the others.)
+// neighbours are brought together by multiplying the second of them.
 #if FLASH_LANES == 16
 template <int kWidth>
 FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {

@@ -179,9 +179,7 @@ def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
     return _upper(scale) | (number & 15) | (number >> 4) << 15
 
 
-def _best_range(
-    x: Tensor, low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format
-) -> tuple[Tensor, ...]:
+def _best_range(x: Tensor, low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format) -> tuple[Tensor, ...]:
     """The first of several ranges with the least sum of squared errors; `whole` if none of them serves."""
     origin = torch.zeros_like(low) if codec.symmetric else low
     best, least = whole, torch.full_like(low, torch.inf)
@@ -231,7 +229,7 @@ def _tried(
             tried = checked(_scale(torch.maximum(-low, high), _half(codec) + inside))
             yield tried, [wide(whole[0], tried)]
     else:
-        if codec.bits >= 7:  # bf16 has few zero points for the others
+        if codec.bits >= 6:  # bf16 has few zero points for the others
             tried = checked(whole[1])
             yield tried, [wide(whole[0], tried)]
         for room, parts in ((0.0, [0.5]), (0.5, [place * _THIRD for place in range(_PLACES)])):
