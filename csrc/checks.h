@@ -111,6 +111,18 @@ inline int64_t check_records(const Tensor& payload, int64_t record) {
   return groups;
 }
 
+// What error feedback keeps of `groups` groups: records of 8 bits, symmetric, or bf16. Whether it is bf16.
+inline bool check_residual(const Tensor& t, int64_t groups, int64_t group_size) {
+  const bool wide = t.scalar_type() == torch::headeronly::ScalarType::BFloat16;
+  STD_TORCH_CHECK(wide || t.scalar_type() == torch::headeronly::ScalarType::Byte,
+                  "residual is neither uint8 nor bfloat16");
+  const int64_t columns = wide ? group_size : record_bytes(8, static_cast<int>(group_size), kSymmetricCodes);
+  STD_TORCH_CHECK(t.dim() == 2 && t.is_contiguous() && t.size(0) == groups && t.size(1) == columns,
+                  "residual is not [", groups, ", ", columns, "] and contiguous");
+  check_memory(t, "residual");
+  return wide;
+}
+
 // The dtype of a tensor that is or will be quantized, as a number of DType.
 inline int element_type(const Tensor& t, const char* name) {
   using torch::headeronly::ScalarType;

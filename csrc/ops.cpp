@@ -13,6 +13,13 @@ STABLE_TORCH_LIBRARY(flash_allreduce, m) {
       "decode_sum_encode(Tensor payloads, Tensor(a!) payload, float factor, int reduce_bits, "
       "int gather_bits, int group_size, int options, int key=0, int first_group=0) -> ()");
   m.def(
+      "encode_feedback(Tensor input, Tensor(a!) payload, Tensor(b!) residual, float momentum, int bits, "
+      "int group_size, int options, int key=0, int first_group=0) -> ()");
+  m.def(
+      "decode_sum_encode_feedback(Tensor payloads, Tensor(a!) payload, Tensor(b!) residual, float factor, "
+      "float momentum, int reduce_bits, int gather_bits, int group_size, int options, int key=0, "
+      "int first_group=0) -> ()");
+  m.def(
       "encode_difference(Tensor master, Tensor held, Tensor(a!) payload, int bits, int group_size, "
       "int options, int key=0, int first_group=0) -> bool");
   m.def("decode_add(Tensor payload, Tensor(a!) held, int bits, int group_size, int options) -> ()");

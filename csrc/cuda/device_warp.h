@@ -23,6 +23,11 @@ struct DeviceWarp {
   __device__ __forceinline__ void from_first(int lanes, Get get, F f) {
     f(lane, own, __shfl_sync(0xffffffffu, get(own), lane & ~(lanes - 1)));
   }
+
+  __device__ __forceinline__ void sync() {
+    __syncwarp();
+    asm volatile("" : "+r"(lane));  // places are computed again: kept, they would take the elements' registers
+  }
 };
 
 }  // namespace flash_allreduce
