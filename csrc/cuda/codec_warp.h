@@ -599,8 +599,8 @@ FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int6
       return;
     }
     const uint8_t* record = from.data + mine * form.record;
-    for (int64_t rank = 0; rank < from.count; ++rank) {
-      add_record<kOptions>(own, lane, form, record + rank * from.stride, rank == 0, from.align);
+    for (int rank = 0; rank < static_cast<int>(from.count); ++rank, record += from.stride) {
+      add_record<kOptions>(own, lane, form, record, rank == 0, from.align);
     }
   });
 }
@@ -672,9 +672,9 @@ FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form,
 }
 
 // What a ragged group lacks is its first element. left: elements from the warp's first group on.
-template <class Warp>
+template <bool kRagged, class Warp>
 FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
-  if (left >= kWarpElements) return;
+  if (!kRagged || left >= kWarpElements) return;
   warp.from_first(
       form.lanes, [](const Lane& own) { return own.x[0]; },
       [&](int lane, Lane& own, float first) {
@@ -705,7 +705,7 @@ FLASH_HD void add_carried(Warp& warp, const Form& form, const Residual& residual
 }
 
 // load: gives the lanes the input of their groups. left: elements of the row from the warp's first group on.
-template <bool kOptions, class Warp, class Load>
+template <bool kOptions, bool kRagged, class Warp, class Load>
 FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
                                    uint64_t key, uint64_t number, uint8_t* image, const Load& load) {
   const int left = total < kWarpElements ? static_cast<int>(total) : kWarpElements;
@@ -717,7 +717,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
   };
   load();
   add_carried(warp, form, residual, groups);
-  fill_up(warp, form, left);
+  fill_up<kRagged>(warp, form, left);
   warp.sync();
   if (!kOptions) warp.each(keep);
   if (rotated) {
@@ -754,7 +754,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
       }
     }
   });
-  fill_up(warp, form, left);
+  fill_up<kRagged>(warp, form, left);
   if (residual.wide) {
     warp.each([&](int lane, Lane& own) {
       if (form.group_of(lane) >= groups) return;
@@ -817,8 +817,8 @@ FLASH_HD void warp_encode_feedback(Warp& warp, const Form& form, const uint8_t* 
       load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
     });
   };
-  encode_with_feedback<kOptions>(warp, form, residual, numel - group * form.group_size, key, number + group,
-                                 image, load);
+  encode_with_feedback<kOptions, true>(warp, form, residual, numel - group * form.group_size, key,
+                                       number + group, image, load);
 }
 
 template <bool kOptions, class Warp>
@@ -833,8 +833,8 @@ FLASH_HD void warp_decode_sum_encode_feedback(Warp& warp, const Form& reduce, co
       for (float& x : own.x) x = x * factor;
     });
   };
-  encode_with_feedback<kOptions>(warp, gather, residual, (total - group) * gather.group_size, key,
-                                 number + group, image, load);
+  encode_with_feedback<kOptions, false>(warp, gather, residual, (total - group) * gather.group_size, key,
+                                        number + group, image, load);
 }
 
 }  // namespace flash_allreduce
