@@ -136,6 +136,9 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   copy(image, payload + span.first * gather.record, span.groups * gather.record);
 }
 
+// Of a multiprocessor. Beside x there are no registers for an encoding with options where two share them.
+constexpr int feedback_blocks(bool options) { return options ? 1 : 2; }
+
 // Bytes of a group's residual.
 __device__ __forceinline__ int residual_bytes(const Residual& residual, const Form& form) {
   return residual.wide ? element_bytes(DType::kBFloat16) * form.group_size : residual_form(form).record;
@@ -149,7 +152,7 @@ __device__ __forceinline__ Residual residual_of_warp(const Residual& residual, c
 }
 
 template <DType kType, bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
     encode_feedback_kernel(const uint8_t* x, Rows rows, Form form, Residual residual, uint64_t key,
                            uint64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
@@ -172,7 +175,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 }
 
 template <bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
     decode_sum_encode_feedback_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
                                       Residual residual, uint64_t key, uint64_t first_group,
                                       uint8_t* payload) {

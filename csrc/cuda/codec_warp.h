@@ -599,8 +599,8 @@ FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int6
       return;
     }
     const uint8_t* record = from.data + mine * form.record;
-    for (int rank = 0; rank < static_cast<int>(from.count); ++rank, record += from.stride) {
-      add_record<kOptions>(own, lane, form, record, rank == 0, from.align);
+    for (int64_t rank = 0; rank < from.count; ++rank) {
+      add_record<kOptions>(own, lane, form, record + rank * from.stride, rank == 0, from.align);
     }
   });
 }
@@ -627,8 +627,8 @@ FLASH_HD void turn_back(Warp& warp, const Form& form, float factor) {
 //   input, residual  -> x = input + carried   -> encode   -> record, in the image of the block
 //   record, residual -> lost = what x and the record differ by, and a share of carried  -> residual, in place
 //
-// A lane holds the same elements of all of them. There are registers for x beside an encoding without
-// options; with options x is made again. The residual is read again in any case, from where it is near.
+// A lane holds the same elements of all of them. x stays in registers meanwhile; the residual is read again,
+// from where it is near.
 
 // What was lost before, of a warp's groups: where the first one begins, an address that 16 divides if it is
 // wide and 2 if not.
@@ -672,9 +672,9 @@ FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form,
 }
 
 // What a ragged group lacks is its first element. left: elements from the warp's first group on.
-template <bool kRagged, class Warp>
+template <class Warp>
 FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
-  if (!kRagged || left >= kWarpElements) return;
+  if (left >= kWarpElements) return;
   warp.from_first(
       form.lanes, [](const Lane& own) { return own.x[0]; },
       [&](int lane, Lane& own, float first) {
@@ -686,10 +686,14 @@ FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
       });
 }
 
-// x out of the input that the lanes hold. An exact zero is encoded as zero and keeps its residual: x is -0
-// there, which no other sum is.
-template <class Warp>
-FLASH_HD void add_carried(Warp& warp, const Form& form, const Residual& residual, int groups) {
+// The groups whose input the lanes hold; total: elements of the row from the first of them on. An exact zero
+// is encoded as zero and keeps its residual: x is -0 there, which no other sum is.
+template <bool kOptions, class Warp>
+FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
+                                   uint64_t key, uint64_t number, uint8_t* image) {
+  const int left = total < kWarpElements ? static_cast<int>(total) : kWarpElements;
+  const int groups = static_cast<int>(form.groups(left));
+  const bool rotated = kOptions && form.options & kHadamard;
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
     FLASH_UNROLL
@@ -702,35 +706,15 @@ FLASH_HD void add_carried(Warp& warp, const Form& form, const Residual& residual
       }
     }
   });
-}
-
-// load: gives the lanes the input of their groups. left: elements of the row from the warp's first group on.
-template <bool kOptions, bool kRagged, class Warp, class Load>
-FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
-                                   uint64_t key, uint64_t number, uint8_t* image, const Load& load) {
-  const int left = total < kWarpElements ? static_cast<int>(total) : kWarpElements;
-  const int groups = static_cast<int>(form.groups(left));
-  const bool rotated = kOptions && form.options & kHadamard;
-  const auto keep = [](int, Lane& own) {
+  fill_up(warp, form, left);
+  warp.each([&](int lane, Lane& own) {
     FLASH_UNROLL
     for (int i = 0; i < kLaneElements; ++i) own.sent[i] = own.x[i];
-  };
-  load();
-  add_carried(warp, form, residual, groups);
-  fill_up<kRagged>(warp, form, left);
-  warp.sync();
-  if (!kOptions) warp.each(keep);
-  if (rotated) {
-    warp.each([&](int lane, Lane& own) { flip(own, lane, form.lanes); });
-    rotate(warp, form.lanes);
-  }
+    if (rotated) flip(own, lane, form.lanes);
+  });
+  if (rotated) rotate(warp, form.lanes);
   encode_groups<kOptions>(warp, form, groups, key, number, image);
   warp.sync();  // what its first lane wrote of a record all lanes read
-  if (kOptions) {
-    load();
-    add_carried(warp, form, residual, groups);
-    warp.each(keep);
-  }
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
     const uint8_t* record = image + form.group_of(lane) * form.record;
@@ -754,7 +738,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
       }
     }
   });
-  fill_up<kRagged>(warp, form, left);
+  fill_up(warp, form, left);
   if (residual.wide) {
     warp.each([&](int lane, Lane& own) {
       if (form.group_of(lane) >= groups) return;
@@ -812,13 +796,11 @@ template <DType kType, bool kOptions, class Warp>
 FLASH_HD void warp_encode_feedback(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,
                                    int64_t group, const Residual& residual, uint64_t key, uint64_t number,
                                    uint8_t* image) {
-  const auto load = [&] {
-    warp.each([&](int lane, Lane& own) {
-      load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
-    });
-  };
-  encode_with_feedback<kOptions, true>(warp, form, residual, numel - group * form.group_size, key,
-                                       number + group, image, load);
+  warp.each([&](int lane, Lane& own) {
+    load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
+  });
+  encode_with_feedback<kOptions>(warp, form, residual, numel - group * form.group_size, key, number + group,
+                                 image);
 }
 
 template <bool kOptions, class Warp>
@@ -826,15 +808,13 @@ FLASH_HD void warp_decode_sum_encode_feedback(Warp& warp, const Form& reduce, co
                                               const Sources& from, float factor, int64_t group, int64_t total,
                                               const Residual& residual, uint64_t key, uint64_t number,
                                               uint8_t* image) {
-  const auto load = [&] {
-    sum_groups<kOptions>(warp, reduce, from, group, total);
-    warp.each([&](int, Lane& own) {
-      FLASH_UNROLL
-      for (float& x : own.x) x = x * factor;
-    });
-  };
-  encode_with_feedback<kOptions, false>(warp, gather, residual, (total - group) * gather.group_size, key,
-                                        number + group, image, load);
+  sum_groups<kOptions>(warp, reduce, from, group, total);
+  warp.each([&](int, Lane& own) {
+    FLASH_UNROLL
+    for (float& x : own.x) x = x * factor;
+  });
+  encode_with_feedback<kOptions>(warp, gather, residual, (total - group) * gather.group_size, key,
+                                 number + group, image);
 }
 
 }  // namespace flash_allreduce

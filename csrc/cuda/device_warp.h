@@ -24,10 +24,7 @@ struct DeviceWarp {
     f(lane, own, __shfl_sync(0xffffffffu, get(own), lane & ~(lanes - 1)));
   }
 
-  __device__ __forceinline__ void sync() {
-    __syncwarp();
-    asm volatile("" : "+r"(lane));  // places are computed again: kept, they would take the elements' registers
-  }
+  __device__ __forceinline__ void sync() { __syncwarp(); }
 };
 
 }  // namespace flash_allreduce
