@@ -23,6 +23,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values, same_bits
+from tests.feedback import KINDS, composed, residual_like
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
 DRAW = Draw(rows.draw_key(3, 5), first_group=7)
@@ -253,52 +254,12 @@ def test_a_misaligned_address_is_noticed(warps: Warps) -> None:
 
 # ---- error feedback ----
 
-OWN = {g: Format(8, g, symmetric=True) for g in GROUP_SIZES}
-KINDS = (torch.uint8, torch.bfloat16)
-
-
-def composed(x: Tensor, residual: Tensor, momentum: float, c: Format) -> tuple[Tensor, Tensor]:
-    """x [numel] -> the payload and the new residual, by the codec's operators and torch's, one rounding a line."""
-    row, own, numel = x.view(1, -1), OWN[c.group_size], len(x)
-    carried, arrives = torch.empty(1, numel), torch.empty(1, numel)
-    if residual.dtype is torch.uint8:
-        rows.decode(residual.view(1, -1), carried, own)
-    else:
-        carried.copy_(residual.view(1, -1)[:, :numel])
-    is_zero = row == 0
-    sent = (carried + row).masked_fill(is_zero, 0.0)
-    payload = torch.empty(1, c.payload_bytes(numel), dtype=torch.uint8)
-    rows.encode(sent, payload, c, DRAW)
-    rows.decode(payload, arrives, c)
-    now = (sent - arrives).masked_fill(is_zero & ~arrives.isnan(), 0.0)
-    now = now * (1 - momentum)
-    stays = torch.where(is_zero, carried, carried * momentum)
-    lost = (now + stays).nan_to_num(0.0, 0.0, 0.0)
-    after = torch.empty_like(residual).view(1, -1)
-    if residual.dtype is torch.uint8:
-        rows.encode(lost, after, own)
-    else:
-        after[:, numel:] = lost[:, (numel - 1) // c.group_size * c.group_size]
-        after[:, :numel] = lost
-    return payload[0], after.view_as(residual)
-
-
-def residual_like(lost: Tensor, c: Format, kind: torch.dtype) -> Tensor:
-    """lost [numel], as a residual of whole groups."""
-    filled = torch.zeros(c.groups(len(lost)), c.group_size)
-    filled.view(-1)[: len(lost)] = lost
-    if kind is torch.bfloat16:
-        return filled.bfloat16()
-    records = torch.empty(len(filled), OWN[c.group_size].record_bytes, dtype=torch.uint8)
-    rows.encode(filled.view(1, -1), records.view(1, -1), OWN[c.group_size])
-    return records
-
 
 def check_feedback(
     warps: Warps, x: Tensor, residual: Tensor, c: Format, gather_bits: int, momentum: float = 0.8
 ) -> None:
     """x [ranks, numel]: the first row with feedback, then the sum of all with feedback."""
-    expected = composed(x[0], residual, momentum, c)
+    expected = composed(x[0], residual, momentum, c, DRAW)
     for ours, theirs in zip(warps.encode_feedback(x[0].clone(), residual, momentum, c), expected, strict=True):
         assert same_bits(ours, theirs), (c, x.dtype, residual.dtype)
     plain, gather = (replace(c, bits=bits, hadamard=False) for bits in (c.bits, gather_bits))
@@ -306,7 +267,7 @@ def check_feedback(
     rows.encode(x, payloads, c, DRAW)
     sums = torch.empty(len(residual) * c.group_size)
     rows.decode_sum(payloads, sums, plain, 0.5)
-    expected = composed(sums, residual, momentum, gather)
+    expected = composed(sums, residual, momentum, gather, DRAW)
     ours = warps.decode_sum_encode_feedback(payloads, residual, c, gather, 0.5, momentum, _align(payloads, c))
     for mine, theirs in zip(ours, expected, strict=True):
         assert same_bits(mine, theirs), (c, gather, residual.dtype)
@@ -370,5 +331,5 @@ def test_feedback_of_rows_that_begin_anywhere(warps: Warps) -> None:
         x = gaussian(2000).to(dtype)[1:]
         residual = residual_like(0.1 * gaussian(1999, seed=1), c, kind)
         ours = warps.encode_feedback(x, residual, 0.8, c, fast=False)
-        for mine, theirs in zip(ours, composed(x.clone(), residual, 0.8, c), strict=True):
+        for mine, theirs in zip(ours, composed(x.clone(), residual, 0.8, c, DRAW), strict=True):
             assert same_bits(mine, theirs)
