@@ -7,9 +7,10 @@ writes as many is timed beside it, in turn, round after round. "share" is the co
 median over the rounds: 1 is the speed of memory. The L2 cache is emptied before every run by reading 256 MiB. Times
 are of CUDA events.
 
-MiB is the size of the tensor that is encoded or decoded into; of the two sums, of one rank's shard, to which 8
-payloads are added up. "peers" are other projects' formats, quantized by Triton kernels written here from their
-documentation (benchmarks/triton_fp8.py), not by their own kernels.
+MiB is the size of the tensor that is encoded or decoded into; of the sums, of one rank's shard, to which 8
+payloads are added up. With feedback a residual of 8 bits is read and written beside it. "peers" are other projects'
+formats, quantized by Triton kernels written here from their documentation (benchmarks/triton_fp8.py), not by their
+own kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ MIB = 1 << 20
 RANKS = 8
 FLUSH = 256 * MIB
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-KERNELS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+KERNELS = (
+    "encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedback", "decode_sum_encode_feedback",
+)  # fmt: skip
 # From this size on something is aimed at.
 TARGET_MIB = 64
 WIDTHS = (8, 7, 6, 5, 4, 3, 2)
@@ -45,17 +48,20 @@ WIDTHS = (8, 7, 6, 5, 4, 3, 2)
 def counted_bytes(kernel: str, numel: int, element: int, c: Format, ranks: int = RANKS) -> int:
     """Bytes that a kernel has to read and write. numel: of the tensor, or of a shard; element: bytes of one."""
     payload = c.payload_bytes(numel)
+    residual = c.groups(numel) * (c.group_size + 2)
     return {
         "encode": element * numel + payload,
         "decode": payload + element * numel,
         "decode_sum": ranks * payload + element * numel,
         "decode_sum_encode": ranks * payload + payload,
+        "encode_feedback": element * numel + payload + 2 * residual,
+        "decode_sum_encode_feedback": ranks * payload + payload + 2 * residual,
     }[kernel]
 
 
 def target(kernel: str, bits: int, dtype: str, group_size: int, mib: int) -> float | None:
     """The share that is aimed at, or None where nothing is."""
-    if mib < TARGET_MIB or dtype != "bf16" or group_size != 128:
+    if mib < TARGET_MIB or dtype != "bf16" or group_size != 128 or kernel.endswith("feedback"):
         return None
     return 0.9 if bits in (8, 4) else 0.75
 
@@ -111,11 +117,18 @@ def calls_of(numel: int, dtype: torch.dtype, c: Format, device: torch.device) ->
     payloads = torch.empty(RANKS, c.payload_bytes(numel), dtype=torch.uint8, device=device)
     rows.encode(x.expand(RANKS, -1), payloads, c)
     spare, sent, y = payloads[:1].clone(), torch.empty_like(payloads[0]), torch.empty_like(x)
+    residual = torch.zeros(c.groups(numel), c.group_size + 2, dtype=torch.uint8, device=device)
+    numbers = c.bits, c.group_size, c.options
+    compiled = torch.ops.flash_allreduce
     return {
         "encode": partial(rows.encode, x.view(1, -1), spare, c),
         "decode": partial(rows.decode, payloads[:1], y.view(1, -1), c),
         "decode_sum": partial(rows.decode_sum, payloads, y, c, 1.0),
         "decode_sum_encode": partial(rows.decode_sum_encode, payloads, sent, c, c, 1.0),
+        "encode_feedback": partial(compiled.encode_feedback, x.view(1, -1), spare, residual, 0.8, *numbers),
+        "decode_sum_encode_feedback": partial(
+            compiled.decode_sum_encode_feedback, payloads, sent, residual, 1.0, 0.8, c.bits, *numbers
+        ),
     }
 
 
@@ -251,7 +264,7 @@ def main() -> int:
             arguments.json.write_text(json.dumps(results, indent=2) + "\n")
 
     print(f"{results['about']['device']}, an encode of one group: {results['launch us']:.1f} us")
-    print(f"{'kernel':18}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':8}{'us':>9}{'GB/s':>8}{'share':>7}")
+    print(f"{'kernel':27}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':8}{'us':>9}{'GB/s':>8}{'share':>7}")
     for mib, dtype, c in plan(arguments.quick):
         try:
             rows = measure(clock, arguments.mib or mib, dtype, c)
@@ -261,7 +274,7 @@ def main() -> int:
             continue
         for row in rows:
             print(
-                f"{row['kernel']:18}{row['MiB']:5} {row['dtype']:6}{row['bits']:4}{row['group_size']:5} "
+                f"{row['kernel']:27}{row['MiB']:5} {row['dtype']:6}{row['bits']:4}{row['group_size']:5} "
                 f"{'compact' if row['compact'] else '':8}{row['us']:9.1f}{row['GB/s']:8.0f}{row['share']:7.2f}"
                 + ("  below the aim" if row["target"] and row["share"] < row["target"] else "")
             )

@@ -38,6 +38,15 @@ def test_what_is_refused() -> None:
     assert spilled == "_Z6decodei on sm_90: 16 bytes of spills, a stack frame of 8; expected none"
     assert large == "_Z6decodei on sm_90: 168 registers; expected 128 at most"
     assert problems([replace(GOOD, registers=128)]) == []
+    for name, alone in (
+        ("_Z2two_shot_kernelv", True),
+        ("22encode_feedback_kernelILNS_5DTypeE0ELb1EEEv", True),
+        ("33decode_sum_encode_feedback_kernelILb1EEEv", True),
+        ("22encode_feedback_kernelILNS_5DTypeE0ELb0EEEv", False),
+        ("33decode_sum_encode_feedback_kernelILb0EEEv", False),
+        ("13encode_kernelILNS_5DTypeE0ELb1EEEv", False),
+    ):
+        assert (problems([replace(GOOD, name=name, registers=168)]) == []) == alone, name
 
 
 def test_a_symbol_that_no_torch_has_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@
 //
 // A decoding block has no shared memory: a lane reads its part of each rank's planes and writes 16 bytes at a
 // time.
+//
+// Error feedback in 8 bits: the block's part of the residual comes to shared memory whole, is read there
+// twice and replaced, and goes back whole. One in bf16 stays where it is: a lane reads and writes 16 bytes of
+// it.
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -32,6 +36,8 @@ constexpr int kBlockElements = kBlockWarps * kWarpElements;
 // Groups of 32 with 8 bits and spikes have the most.
 constexpr int kBlockBytes =
     kBlockElements / kMinGroupSize * static_cast<int>(record_bytes(kMaxBits, kMinGroupSize, kSpikes));
+
+constexpr int kBlockResidualBytes = kBlockElements * element_bytes(DType::kBFloat16);
 
 struct Rows {
   int64_t numel;
@@ -63,18 +69,17 @@ __device__ __forceinline__ uint8_t* image_of_warp(uint8_t* image, const Form& fo
   return image + static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp() * form.record;
 }
 
-// By all threads of a block, from an address that 16 divides.
-__device__ __forceinline__ void copy_out(const uint8_t* from, uint8_t* to, int bytes) {
-  const bool words = reinterpret_cast<uintptr_t>(to) % sizeof(Words) == 0;
+// By all threads of a block, to or from shared memory, to or from any address.
+__device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
+  const bool words = at % sizeof(Words) == 0;
   const int whole = words ? bytes / static_cast<int>(sizeof(Words)) * static_cast<int>(sizeof(Words)) : 0;
   for (int i = threadIdx.x * static_cast<int>(sizeof(Words)); i < whole;
        i += kBlockThreads * static_cast<int>(sizeof(Words))) {
     put_words(to + i, get_words(from + i));
   }
   // What is left, or a payload that begins at an even address only, or at any.
-  const int step = reinterpret_cast<uintptr_t>(to) % 4 == 0   ? 4
-                   : reinterpret_cast<uintptr_t>(to) % 2 == 0 ? 2
-                                                              : 1;
+  const int step = at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
   const int stepped = whole + (bytes - whole) / step * step;
   for (int i = whole + static_cast<int>(threadIdx.x) * step; i < stepped; i += kBlockThreads * step) {
     put(to + i, get(from + i, step, step), step, step);
@@ -97,7 +102,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                  image_of_warp(image, form));
   }
   __syncthreads();
-  copy_out(image, payload + span.row * payload_stride + span.first * form.record, span.groups * form.record);
+  copy(image, payload + span.row * payload_stride + span.first * form.record, span.groups * form.record);
 }
 
 // rows of output; each the sum of from.count payloads, those of the next row `row_stride` bytes further.
@@ -128,7 +133,69 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                      image_of_warp(image, gather));
   }
   __syncthreads();
-  copy_out(image, payload + span.first * gather.record, span.groups * gather.record);
+  copy(image, payload + span.first * gather.record, span.groups * gather.record);
+}
+
+// Of a multiprocessor. Beside x there are no registers for an encoding with options where two share them.
+constexpr int feedback_blocks(bool options) { return options ? 1 : 2; }
+
+// Bytes of a group's residual.
+__device__ __forceinline__ int residual_bytes(const Residual& residual, const Form& form) {
+  return residual.wide ? element_bytes(DType::kBFloat16) * form.group_size : residual_form(form).record;
+}
+
+// What this thread's warp has of a block's part, which lies at `image`.
+__device__ __forceinline__ Residual residual_of_warp(const Residual& residual, const Form& form,
+                                                     uint8_t* image) {
+  const int first = static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp();
+  return {image + first * residual_bytes(residual, form), residual.wide, residual.stays, residual.adds};
+}
+
+template <DType kType, bool kOptions>
+__global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
+    encode_feedback_kernel(const uint8_t* x, Rows rows, Form form, Residual residual, uint64_t key,
+                           uint64_t first_group, uint8_t* payload) {
+  __shared__ alignas(16) uint8_t image[kBlockBytes];
+  __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
+  const Span span(rows.blocks, form.groups(rows.numel), form);
+  uint8_t* lost = residual.data + span.first * residual_bytes(residual, form);
+  copy(lost, kept, span.groups * residual_bytes(residual, form));
+  __syncthreads();
+  const int64_t group = span.of_warp(form);
+  if (group < span.first + span.groups) {
+    DeviceWarp warp;
+    warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    warp_encode_feedback<kType, kOptions>(warp, form, x, rows.numel, rows.fast, group,
+                                          residual_of_warp(residual, form, kept), key, first_group,
+                                          image_of_warp(image, form));
+  }
+  __syncthreads();
+  copy(image, payload + span.first * form.record, span.groups * form.record);
+  copy(kept, lost, span.groups * residual_bytes(residual, form));
+}
+
+template <bool kOptions>
+__global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
+    decode_sum_encode_feedback_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
+                                      Residual residual, uint64_t key, uint64_t first_group,
+                                      uint8_t* payload) {
+  __shared__ alignas(16) uint8_t image[kBlockBytes];
+  __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
+  const Span span(gridDim.x, total, gather);
+  uint8_t* lost = residual.data + span.first * residual_bytes(residual, gather);
+  copy(lost, kept, span.groups * residual_bytes(residual, gather));
+  __syncthreads();
+  const int64_t group = span.of_warp(gather);
+  if (group < span.first + span.groups) {
+    DeviceWarp warp;
+    warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    warp_decode_sum_encode_feedback<kOptions>(warp, reduce, gather, from, factor, group, total,
+                                              residual_of_warp(residual, gather, kept), key, first_group,
+                                              image_of_warp(image, gather));
+  }
+  __syncthreads();
+  copy(image, payload + span.first * gather.record, span.groups * gather.record);
+  copy(kept, lost, span.groups * residual_bytes(residual, gather));
 }
 
 // ---- launches -------------------------------------------------------------------------------------------
@@ -280,6 +347,66 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// residual: [groups, bytes of records of 8 bits, symmetric] of uint8, or [groups, group_size] of bf16.
+Residual residual_of(Tensor& residual, int64_t groups, int64_t group_size, double momentum) {
+  STD_TORCH_CHECK(momentum >= 0.0 && momentum < 1.0, "momentum is ", momentum,
+                  "; expected 0 or more and below 1");
+  const bool wide = check_residual(residual, groups, group_size);
+  auto* data = static_cast<uint8_t*>(residual.mutable_data_ptr());
+  return {data, wide, static_cast<float>(momentum), static_cast<float>(1.0 - momentum)};
+}
+
+void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double momentum, int64_t bits,
+                     int64_t group_size, int64_t options, int64_t key, int64_t first_group) {
+  const Form form = make_form(bits, group_size, options);
+  check_same_device(input, payload);
+  check_same_device(input, residual);
+  check_rows(input, "input");
+  STD_TORCH_CHECK(input.size(0) == 1, "input has ", input.size(0), " rows; expected 1");
+  const int type = element_type(input, "input");
+  check_payload(payload, "payload", 1, row_bytes(input.size(1), form));
+  const Residual kept = residual_of(residual, form.groups(input.size(1)), group_size, momentum);
+  const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
+  const Rows rows = rows_of(input, x, type, form);
+  if (rows.blocks == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
+  choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
+    encode_feedback_kernel<t.value, with_options.value>
+        <<<rows.blocks, kBlockThreads, 0, current_stream(input)>>>(
+            x, rows, form, kept, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
+            static_cast<uint8_t*>(payload.mutable_data_ptr()));
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void decode_sum_encode_feedback(const Tensor payloads, Tensor payload, Tensor residual, double factor,
+                                double momentum, int64_t reduce_bits, int64_t gather_bits, int64_t group_size,
+                                int64_t options, int64_t key, int64_t first_group) {
+  const int64_t left = options & ~static_cast<int64_t>(kHadamard);  // as decode_sum_encode
+  const Form reduce = make_form(reduce_bits, group_size, left),
+             gather = make_form(gather_bits, group_size, left);
+  check_same_device(payloads, payload);
+  check_same_device(payloads, residual);
+  const int64_t groups = check_records(payload, gather.record);
+  check_payloads(payloads, groups * reduce.record);
+  const Residual kept = residual_of(residual, groups, group_size, momentum);
+  if (groups == 0) return;
+  const Sources from = sources_of(payloads, payloads.size(0), reduce);
+  const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
+  const auto launch = [&](auto with_options) {
+    decode_sum_encode_feedback_kernel<with_options.value>
+        <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
+            from, reduce, gather, static_cast<float>(factor), groups, kept, static_cast<uint64_t>(key),
+            static_cast<uint64_t>(first_group), static_cast<uint8_t*>(payload.mutable_data_ptr()));
+  };
+  if (left & ~(kSymmetricCodes | kCompact)) {
+    launch(std::bool_constant<true>());
+  } else {
+    launch(std::bool_constant<false>());
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 }  // namespace
 }  // namespace flash_allreduce
 
@@ -288,4 +415,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CUDA, m) {
   m.impl("decode", TORCH_BOX(&flash_allreduce::decode));
   m.impl("decode_sum", TORCH_BOX(&flash_allreduce::decode_sum));
   m.impl("decode_sum_encode", TORCH_BOX(&flash_allreduce::decode_sum_encode));
+  m.impl("encode_feedback", TORCH_BOX(&flash_allreduce::encode_feedback));
+  m.impl("decode_sum_encode_feedback", TORCH_BOX(&flash_allreduce::decode_sum_encode_feedback));
 }

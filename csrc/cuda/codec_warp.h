@@ -19,6 +19,7 @@
 //   warp.each(f)                    f(lane, own)
 //   warp.exchange(mask, get, f)     f(lane, own, get of the lane whose number differs by mask)
 //   warp.from_first(lanes, get, f)  f(lane, own, get of the first lane of its group)
+//   warp.sync()                     what the lanes wrote before, they all read after it
 #pragma once
 
 #include "../codec_math.h"
@@ -77,7 +78,8 @@ struct Lane {
   Range whole, range, best;
   float error, least_error;
   uint32_t codes[kLaneElements];
-  uint32_t worst;  // of the codes
+  uint32_t worst;             // of the codes
+  float sent[kLaneElements];  // error feedback: what was encoded
 };
 
 // Where in its group element i of a lane is.
@@ -623,6 +625,134 @@ FLASH_HD void turn_back(Warp& warp, const Form& form, float factor) {
   });
 }
 
+// ---- error feedback ---------------------------------------------------------------------------------------
+//
+//   input, residual  -> x = input + carried   -> encode   -> record, in the image of the block
+//   record, residual -> lost = what x and the record differ by, and a share of carried  -> residual, in place
+//
+// A lane holds the same elements of all of them. x stays in registers meanwhile; the residual is read again,
+// from where it is near.
+
+// What was lost before, of a warp's groups: where the first one begins, an address that 16 divides if it is
+// wide and 2 if not.
+struct Residual {
+  uint8_t* data;
+  bool wide;    // bf16; otherwise records of 8 bits, symmetric
+  float stays;  // the share that a new loss leaves of it: the momentum
+  float adds;   // the share of the new loss: the rest
+};
+
+FLASH_HD Form residual_form(const Form& form) {
+  Form own = form;
+  own.bits = 8;
+  own.options = kSymmetricCodes;
+  own.record = spikes_offset(kSymmetricCodes) + form.group_size;
+  return own;
+}
+
+// Of the 8 neighbours from element i of a lane on. A lane whose group is not there must not ask.
+FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form, int i, float* carried) {
+  const int place = static_cast<int>(place_of(lane, i, form.lanes));
+  if (residual.wide) {
+    const int at = form.group_of(lane) * form.group_size + place;
+    read_neighbours<DType::kBFloat16>(residual.data + 2 * at, true, carried);
+    return;
+  }
+  const Form own = residual_form(form);
+  const Layout layout = Layout::kSymmetric;
+  const uint8_t* record = residual.data + form.group_of(lane) * own.record;
+  const int front = spikes_offset(own.options);
+  const Metadata m = metadata_of(get(record, front, 2), own.bits, layout);
+  FLASH_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t four = get(record + front + place + 4 * half, 4, 2);
+    FLASH_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const uint32_t code = four >> (8 * k) & 0xffu;
+      carried[4 * half + k] = decode_element(code, m.scale, m.zero, code_half(own.bits, layout));
+    }
+  }
+}
+
+// What a ragged group lacks is its first element. left: elements from the warp's first group on.
+template <class Warp>
+FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
+  if (left >= kWarpElements) return;
+  warp.from_first(
+      form.lanes, [](const Lane& own) { return own.x[0]; },
+      [&](int lane, Lane& own, float first) {
+        const int there = left - form.group_of(lane) * form.group_size;
+        FLASH_UNROLL
+        for (int i = 0; i < kLaneElements; ++i) {
+          if (static_cast<int>(place_of(lane, i, form.lanes)) >= there) own.x[i] = first;
+        }
+      });
+}
+
+// The groups whose input the lanes hold; total: elements of the row from the first of them on. An exact zero
+// is encoded as zero and keeps its residual: x is -0 there, which no other sum is.
+template <bool kOptions, class Warp>
+FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
+                                   uint64_t key, uint64_t number, uint8_t* image) {
+  const int left = total < kWarpElements ? static_cast<int>(total) : kWarpElements;
+  const int groups = static_cast<int>(form.groups(left));
+  const bool rotated = kOptions && form.options & kHadamard;
+  warp.each([&](int lane, Lane& own) {
+    if (form.group_of(lane) >= groups) return;
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; i += kNeighbours) {
+      float carried[kNeighbours];
+      read_carried(residual, lane, form, i, carried);
+      FLASH_UNROLL
+      for (int k = 0; k < kNeighbours; ++k) {
+        own.x[i + k] = own.x[i + k] == 0.0f ? -0.0f : carried[k] + own.x[i + k];
+      }
+    }
+  });
+  fill_up(warp, form, left);
+  warp.each([&](int lane, Lane& own) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) own.sent[i] = own.x[i];
+    if (rotated) flip(own, lane, form.lanes);
+  });
+  if (rotated) rotate(warp, form.lanes);
+  encode_groups<kOptions>(warp, form, groups, key, number, image);
+  warp.sync();  // what its first lane wrote of a record all lanes read
+  warp.each([&](int lane, Lane& own) {
+    if (form.group_of(lane) >= groups) return;
+    const uint8_t* record = image + form.group_of(lane) * form.record;
+    add_record<kOptions>(own, lane, form, record, true, form.record % 4 == 0 ? 4 : 2);
+  });
+  if (rotated) turn_back<kOptions>(warp, form, 1.0f);
+  warp.each([&](int lane, Lane& own) {
+    if (form.group_of(lane) >= groups) return;
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; i += kNeighbours) {
+      float carried[kNeighbours];
+      read_carried(residual, lane, form, i, carried);
+      FLASH_UNROLL
+      for (int k = 0; k < kNeighbours; ++k) {
+        const float sent = own.sent[i + k], arrives = own.x[i + k];
+        const bool is_zero = float_bits(sent) == float_bits(-0.0f);
+        const float now =
+            is_zero && arrives == arrives ? 0.0f : sent - arrives;  // a lost group keeps nothing
+        const float lost = now * residual.adds + (is_zero ? carried[k] : carried[k] * residual.stays);
+        own.x[i + k] = (float_bits(lost) & 0x7fffffffu) < kInfBits ? lost : 0.0f;
+      }
+    }
+  });
+  fill_up(warp, form, left);
+  if (residual.wide) {
+    warp.each([&](int lane, Lane& own) {
+      if (form.group_of(lane) >= groups) return;
+      store_lane<DType::kBFloat16>(own, lane, form, residual.data, kWarpElements, form.group_of(lane), true);
+    });
+    return;
+  }
+  warp.sync();  // all have read the scale before one writes it
+  encode_groups<false>(warp, residual_form(form), groups, 0, 0, residual.data);
+}
+
 // ---- what a warp of each kernel does ----------------------------------------------------------------------
 
 template <DType kType, bool kOptions, class Warp>
@@ -662,6 +792,32 @@ FLASH_HD void warp_decode_sum_encode(Warp& warp, const Form& reduce, const Form&
   const int64_t left = total - group;
   const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
   encode_groups<kOptions>(warp, gather, groups, key, number + group, image);
+}
+
+// residual: of the warp's groups, as image.
+template <DType kType, bool kOptions, class Warp>
+FLASH_HD void warp_encode_feedback(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,
+                                   int64_t group, const Residual& residual, uint64_t key, uint64_t number,
+                                   uint8_t* image) {
+  warp.each([&](int lane, Lane& own) {
+    load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
+  });
+  encode_with_feedback<kOptions>(warp, form, residual, numel - group * form.group_size, key, number + group,
+                                 image);
+}
+
+template <bool kOptions, class Warp>
+FLASH_HD void warp_decode_sum_encode_feedback(Warp& warp, const Form& reduce, const Form& gather,
+                                              const Sources& from, float factor, int64_t group, int64_t total,
+                                              const Residual& residual, uint64_t key, uint64_t number,
+                                              uint8_t* image) {
+  sum_groups<kOptions>(warp, reduce, from, group, total);
+  warp.each([&](int, Lane& own) {
+    FLASH_UNROLL
+    for (float& x : own.x) x = x * factor;
+  });
+  encode_with_feedback<kOptions>(warp, gather, residual, (total - group) * gather.group_size, key,
+                                 number + group, image);
 }
 
 }  // namespace flash_allreduce

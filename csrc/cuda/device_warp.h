@@ -23,6 +23,8 @@ struct DeviceWarp {
   __device__ __forceinline__ void from_first(int lanes, Get get, F f) {
     f(lane, own, __shfl_sync(0xffffffffu, get(own), lane & ~(lanes - 1)));
   }
+
+  __device__ __forceinline__ void sync() { __syncwarp(); }
 };
 
 }  // namespace flash_allreduce

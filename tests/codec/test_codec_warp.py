@@ -11,6 +11,7 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values, same_bits
+from tests.feedback import KINDS, composed, residual_like
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
 DRAW = Draw(rows.draw_key(3, 5), first_group=7)
@@ -73,6 +75,41 @@ class Warps:
         )  # fmt: skip
         return self._checked(buffer, payload)
 
+    def encode_feedback(
+        self, row: Tensor, residual: Tensor, momentum: float, c: Format, fast: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """row [numel] and a residual -> the payload and the new residual."""
+        buffer, payload = _guarded(torch.empty(c.payload_bytes(len(row)), dtype=torch.uint8))
+        kept_buffer, kept = _guarded(residual)
+        kept.copy_(residual.view(-1))
+        self._library.warp_encode_feedback_row(
+            _at(row), ctypes.c_int64(len(row)), DTYPES.index(row.dtype), int(fast), ctypes.c_double(momentum), c.bits,
+            c.group_size, c.options, ctypes.c_uint64(DRAW.key), ctypes.c_int64(DRAW.first_group),
+            int(residual.dtype is torch.bfloat16), _at(kept), _at(payload),
+        )  # fmt: skip
+        return self._checked(buffer, payload), self._checked(kept_buffer, kept).view_as(residual)
+
+    def decode_sum_encode_feedback(
+        self,
+        payloads: Tensor,
+        residual: Tensor,
+        reduce: Format,
+        gather: Format,
+        factor: float,
+        momentum: float,
+        align: int,
+    ) -> tuple[Tensor, Tensor]:
+        buffer, payload = _guarded(torch.empty(len(residual) * gather.record_bytes, dtype=torch.uint8))
+        kept_buffer, kept = _guarded(residual)
+        kept.copy_(residual.view(-1))
+        self._library.warp_decode_sum_encode_feedback_row(
+            _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
+            ctypes.c_float(factor), ctypes.c_double(momentum), ctypes.c_int64(len(residual)), reduce.bits, gather.bits,
+            reduce.group_size, reduce.options, ctypes.c_uint64(DRAW.key), ctypes.c_int64(DRAW.first_group),
+            int(residual.dtype is torch.bfloat16), _at(kept), _at(payload),
+        )  # fmt: skip
+        return self._checked(buffer, payload), self._checked(kept_buffer, kept).view_as(residual)
+
     def _checked(self, buffer: Tensor, written: Tensor) -> Tensor:
         assert self._misaligned() == 0
         assert (buffer[:GUARD] == 0xA5).all() and (buffer[GUARD + written.nbytes :] == 0xA5).all()
@@ -84,7 +121,7 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _guarded(like: Tensor) -> tuple[Tensor, Tensor]:
-    """A buffer, and in its middle a tensor like the given one; torch's own buffers begin at multiples of 64."""
+    """A buffer, and in its middle a vector like the given tensor; torch's own buffers begin at multiples of 64."""
     buffer = torch.full((like.nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
     return buffer, buffer[GUARD : GUARD + like.nbytes].view(like.dtype)
 
@@ -213,3 +250,86 @@ def test_a_misaligned_address_is_noticed(warps: Warps) -> None:
             warps.encode(x[1:], c, fast=True)
     finally:
         ctypes.c_long.in_dll(library, "misaligned").value = 0
+
+
+# ---- error feedback ----
+
+
+def check_feedback(
+    warps: Warps, x: Tensor, residual: Tensor, c: Format, gather_bits: int, momentum: float = 0.8
+) -> None:
+    """x [ranks, numel]: the first row with feedback, then the sum of all with feedback."""
+    expected = composed(x[0], residual, momentum, c, DRAW)
+    for ours, theirs in zip(warps.encode_feedback(x[0].clone(), residual, momentum, c), expected, strict=True):
+        assert same_bits(ours, theirs), (c, x.dtype, residual.dtype)
+    plain, gather = (replace(c, bits=bits, hadamard=False) for bits in (c.bits, gather_bits))
+    payloads = torch.empty(len(x), c.payload_bytes(x.shape[1]), dtype=torch.uint8)
+    rows.encode(x, payloads, c, DRAW)
+    sums = torch.empty(len(residual) * c.group_size)
+    rows.decode_sum(payloads, sums, plain, 0.5)
+    expected = composed(sums, residual, momentum, gather, DRAW)
+    ours = warps.decode_sum_encode_feedback(payloads, residual, c, gather, 0.5, momentum, _align(payloads, c))
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert same_bits(mine, theirs), (c, gather, residual.dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_feedback_with_every_option_width_and_group_size(warps: Warps, options: dict[str, bool]) -> None:
+    """Zeros among the numbers, then hard values: carried errors of all sizes meet them."""
+    hard = torch.stack(list(hard_values(1100).values()))
+    lengths = itertools.cycle((1, 33, 1000, 1023, 1024, 1025, 2048, 2100))
+    for i, (bits, group_size) in enumerate(itertools.product(BITS, GROUP_SIZES)):
+        if options and i % 3:
+            continue
+        c, dtype, kind = Format(bits, group_size, **options), DTYPES[i % 3], KINDS[i // 2 % 2]
+        x = gaussian(3, next(lengths), seed=i).to(dtype)
+        x[:, 5::7] = 0.0
+        x[:, 3::11] = -0.0
+        residual = residual_like(0.1 * gaussian(x.shape[1], seed=i + 1), c, kind)
+        check_feedback(warps, x, residual, c, 2 + i % 7, (0.0, 0.8, 0.5, 0.9)[i % 4])
+        first = i % (len(hard) - 3)
+        x = hard[first : first + 3].to(dtype)
+        for kept in (hard[(first + 7) % len(hard)].nan_to_num(1.0), torch.zeros(1100)):
+            check_feedback(warps, x, residual_like(kept, c, kind), c, 2 + (i + 3) % 7)
+
+
+@given(
+    options=st.sampled_from(OPTIONS),
+    bits=st.sampled_from(BITS),
+    group_size=st.sampled_from(GROUP_SIZES),
+    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
+    pattern=st.binary(min_size=4, max_size=300),
+    kept=st.binary(min_size=1, max_size=64),
+    momentum=st.floats(0.0, 1.0, exclude_max=True),
+)
+@settings(max_examples=60, deadline=None)
+def test_feedback_of_any_bit_pattern_with_any_residual(
+    warps: Warps,
+    options: dict[str, bool],
+    bits: int,
+    group_size: int,
+    dtype: torch.dtype,
+    kind: torch.dtype,
+    pattern: bytes,
+    kept: bytes,
+    momentum: float,
+) -> None:
+    """Residuals that no encoding made are among them: NaN, infinities, codes that do not exist."""
+    whole = len(pattern) // dtype.itemsize * dtype.itemsize
+    values = torch.frombuffer(bytearray(pattern[:whole]), dtype=torch.uint8).view(dtype)
+    c = Format(bits, group_size, **options)
+    residual = residual_like(torch.zeros(len(values)), c, kind)
+    size = residual.nbytes
+    repeated = bytearray((kept * (size // len(kept) + 1))[:size])
+    residual = torch.frombuffer(repeated, dtype=torch.uint8).clone().view(kind).view_as(residual)
+    check_feedback(warps, torch.stack([values, values.flip(0)]), residual, c, 4, momentum)
+
+
+def test_feedback_of_rows_that_begin_anywhere(warps: Warps) -> None:
+    for c, dtype, kind in itertools.product((Format(4, 128), Format(3, 64, spikes=True, mse=True)), DTYPES, KINDS):
+        x = gaussian(2000).to(dtype)[1:]
+        residual = residual_like(0.1 * gaussian(1999, seed=1), c, kind)
+        ours = warps.encode_feedback(x, residual, 0.8, c, fast=False)
+        for mine, theirs in zip(ours, composed(x.clone(), residual, 0.8, c, DRAW), strict=True):
+            assert same_bits(mine, theirs)

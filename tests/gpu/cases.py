@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from tests.codecs import LAYOUTS, same_bits
+from tests.codecs import LAYOUTS, gaussian, same_bits
+from tests.feedback import KINDS, composed, residual_like
 from tests.gpu import device
 
 DRAW = Draw(rows.draw_key(3, 5), first_group=7, groups_a_row=11)
@@ -30,7 +31,7 @@ def encoded(x: Tensor, c: Format, draw: Draw = DRAW) -> Tensor:
 
 
 def check(x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
-    """x [ranks, numel] on the CPU, through the four operators on the device; dtype: of what is decoded."""
+    """x [ranks, numel] on the CPU, through the operators on the device; dtype: of what is decoded."""
     numel, what = x.shape[1], f"{c}, {x.dtype} [{len(x)}, {x.shape[1]}] -> {dtype}"
     payloads = encoded(x, c)
     ours = device.encode(x.to(device.DEVICE), c, DRAW)
@@ -51,3 +52,27 @@ def check(x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
     rows.decode_sum_encode(payloads, sent, c, gather, 0.5, DRAW)
     ours = device.decode_sum_encode(there, c, gather, 0.5, DRAW)
     assert torch.equal(ours, sent), f"decode_sum_encode to {gather_bits} bits, {what}"
+
+    if numel:
+        check_feedback(x, payloads, c, gather, KINDS[(c.bits + numel) % 2])
+
+
+def check_feedback(
+    x: Tensor, payloads: Tensor, c: Format, gather: Format, kind: torch.dtype, momentum: float = 0.8, offset: int = 0
+) -> None:
+    """Error feedback of the first row, then of the sum of all. offset: bytes by which what is written misses 64."""
+    what = f"{c}, {x.dtype} [{len(x)}, {x.shape[1]}], a residual of {kind}, + {offset}"
+    residual = residual_like(0.1 * gaussian(x.shape[1], seed=1), c, kind)
+    expected = composed(x[0], residual, momentum, c, DRAW)
+    ours = device.encode_feedback(x[:1].to(device.DEVICE), residual, momentum, c, DRAW, offset)
+    for name, mine, theirs in zip(("payload", "residual"), ours, expected, strict=True):
+        assert same_bits(mine, theirs), f"encode_feedback, {what}: the {name}"
+    plain, left = replace(c, hadamard=False), replace(gather, hadamard=False)
+    sums = torch.empty(len(residual) * c.group_size)
+    rows.decode_sum(payloads, sums, plain, 0.5)
+    expected = composed(sums, residual, momentum, left, DRAW)
+    ours = device.decode_sum_encode_feedback(
+        payloads.to(device.DEVICE), residual, c, gather, 0.5, momentum, DRAW, offset
+    )  # fmt: skip
+    for name, mine, theirs in zip(("payload", "residual"), ours, expected, strict=True):
+        assert same_bits(mine, theirs), f"decode_sum_encode_feedback to {gather.bits} bits, {what}: the {name}"

@@ -62,6 +62,13 @@ class Written:
         inner = buffer[GUARD + offset : GUARD + offset + size].view(dtype).view(rows, columns + gap)
         return cls(inner[:, :columns], buffer)
 
+    @classmethod
+    def of(cls, values: Tensor, offset: int = 0) -> Written:
+        """Rows that are read and replaced."""
+        written = cls.make(len(values), values.shape[1], values.dtype, offset)
+        written.rows.copy_(values)
+        return written
+
     def take(self) -> Tensor:
         """The rows on the CPU; fails if a byte beside them has changed."""
         values = self.rows.to("cpu", copy=True)
@@ -104,3 +111,33 @@ def decode_sum_encode(
         draw.key, draw.first_group,
     )  # fmt: skip
     return out.take()[0]
+
+
+def encode_feedback(
+    row: Tensor, residual: Tensor, momentum: float, c: Format, draw: Draw = NO_DRAW, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """row [1, numel] on the device, a residual on the CPU -> the payload and the new residual on the CPU."""
+    out, kept = Written.make(1, c.payload_bytes(row.shape[1]), torch.uint8, offset), Written.of(residual, 2 * offset)
+    compiled.encode_feedback(
+        row, out.rows, kept.rows, momentum, c.bits, c.group_size, c.options, draw.key, draw.first_group
+    )  # fmt: skip
+    return out.take()[0], kept.take()
+
+
+def decode_sum_encode_feedback(
+    payloads: Tensor,
+    residual: Tensor,
+    reduce: Format,
+    gather: Format,
+    factor: float,
+    momentum: float,
+    draw: Draw = NO_DRAW,
+    offset: int = 0,
+) -> tuple[Tensor, Tensor]:
+    out = Written.make(1, len(residual) * gather.record_bytes, torch.uint8, offset)
+    kept = Written.of(residual, 2 * offset)
+    compiled.decode_sum_encode_feedback(
+        payloads, out.rows[0], kept.rows, factor, momentum, reduce.bits, gather.bits, reduce.group_size,
+        reduce.options, draw.key, draw.first_group,
+    )  # fmt: skip
+    return out.take()[0], kept.take()

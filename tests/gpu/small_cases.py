@@ -9,6 +9,7 @@ beyond it.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import DTYPES, gaussian, same_bits
+from tests.feedback import KINDS, composed, residual_like
 from tests.gpu import device
 from tests.gpu.cases import DRAW, encoded
 
@@ -59,6 +61,20 @@ def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
     device.compiled.decode_sum_encode(there, sent, 0.5, c.bits, *key, DRAW.key, DRAW.first_group)
     rows.decode_sum_encode(payloads, again, c, c, 0.5, DRAW)
     results.append(compare("decode_sum_encode", sent, again))
+    for kind in KINDS:
+        residual = residual_like(0.1 * gaussian(numel, seed=1), c, kind)
+        kept = residual.to(device.DEVICE, copy=True)
+        device.compiled.encode_feedback(x[:1], ours[:1], kept, 0.8, *key, DRAW.key, DRAW.first_group)
+        payload, after = composed(inputs[0], residual, 0.8, c, DRAW)
+        results += [compare("encode_feedback", ours[0], payload), compare("its residual", kept, after)]
+        left, kept = replace(c, hadamard=False), residual.to(device.DEVICE, copy=True)
+        device.compiled.decode_sum_encode_feedback(
+            there, sent, kept, 0.5, 0.8, c.bits, *key, DRAW.key, DRAW.first_group
+        )  # fmt: skip
+        sums = torch.empty(len(residual) * c.group_size)
+        rows.decode_sum(payloads, sums, left, 0.5)
+        payload, after = composed(sums, residual, 0.8, left, DRAW)
+        results += [compare("decode_sum_encode_feedback", sent, payload), compare("its residual", kept, after)]
     return all(results)
 
 

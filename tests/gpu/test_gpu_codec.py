@@ -10,8 +10,9 @@ import torch
 from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import BITS, DTYPES, GROUP_SIZES, gaussian, hard_values, same_bits
+from tests.feedback import KINDS
 from tests.gpu import device
-from tests.gpu.cases import DRAW, NAMES, OPTIONS, check, encoded
+from tests.gpu.cases import DRAW, NAMES, OPTIONS, check, check_feedback, encoded
 from tests.gpu.device import DEVICE, EVERY, compiled
 
 device.need_device()
@@ -108,6 +109,15 @@ def test_strides_and_addresses_of_any_alignment(c: Format) -> None:
             assert torch.equal(device.decode_sum_encode(payloads, c, c, 1.0, DRAW, offset), sent), where
 
 
+@pytest.mark.parametrize("c", SOME, ids=str)
+def test_feedback_at_addresses_of_any_alignment(c: Format) -> None:
+    for dtype, numel, kind in itertools.product(DTYPES, (999, 20_001), KINDS):
+        x = gaussian(3, numel, seed=2).to(dtype)
+        x[:, 5::7] = 0.0
+        for offset in (0, 1, 2, 4):
+            check_feedback(x, encoded(x, c), c, c, kind, offset=offset)
+
+
 def test_many_rows() -> None:
     x_rows = gaussian(3000, 130)
     c = Format(4, 32, stochastic=True)
@@ -153,9 +163,19 @@ def test_arguments_that_are_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             compiled.encode(*arguments)
+    payload, residual = payload[:, :72], torch.zeros(2, 66, dtype=torch.uint8, device=DEVICE)
+    for arguments, message in (
+        ((x, payload, residual[:1], 0.8, 4, 64, 0), "residual is not"),
+        ((x, payload, residual.short(), 0.8, 4, 64, 0), "residual is neither"),
+        ((x, payload, residual, 1.0, 4, 64, 0), "momentum is 1"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            compiled.encode_feedback(*arguments)
     if not device.ON_CPU:
         with pytest.raises(RuntimeError):
             compiled.encode(x, payload.cpu(), 4, 64, 0)
+        with pytest.raises(RuntimeError):
+            compiled.encode_feedback(x, payload, residual.cpu(), 0.8, 4, 64, 0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import NO_DRAW, Format
 from tests.codecs import gaussian, same_bits
+from tests.feedback import composed
 from tests.gpu import device
 from tests.gpu.cases import encoded
 from tests.gpu.device import DEVICE, compiled, needs_cuda
@@ -24,7 +26,7 @@ SLEEP = 400_000_000  # cycles: a fifth of a second
 
 
 class Static:
-    """The four operators on tensors that stay, as in a captured graph."""
+    """The operators on tensors that stay, as in a captured graph."""
 
     def __init__(self, c: Format, dtype: torch.dtype = torch.bfloat16, on: torch.device = DEVICE) -> None:
         self.codec = c
@@ -32,6 +34,8 @@ class Static:
         self.payloads = torch.zeros(RANKS, c.payload_bytes(NUMEL), dtype=torch.uint8, device=on)
         self.decoded, self.total = torch.zeros_like(self.x), torch.zeros_like(self.x[0])
         self.sent = torch.zeros_like(self.payloads[0])
+        self.fed = torch.zeros_like(self.payloads)
+        self.residuals = torch.zeros(2, c.groups(NUMEL), c.group_size + 2, dtype=torch.uint8, device=on)
 
     def run(self) -> None:
         c = self.codec
@@ -39,6 +43,12 @@ class Static:
         compiled.decode(self.payloads, self.decoded, c.bits, c.group_size, c.options)
         compiled.decode_sum(self.payloads, self.total, 0.5, c.bits, c.group_size, c.options)
         compiled.decode_sum_encode(self.payloads, self.sent, 0.5, c.bits, c.bits, c.group_size, c.options)
+        self.residuals.zero_()
+        before, after = self.residuals
+        compiled.encode_feedback(self.x[:1], self.fed[:1], before, 0.8, c.bits, c.group_size, c.options)
+        compiled.decode_sum_encode_feedback(
+            self.payloads, self.fed[1], after, 0.5, 0.8, c.bits, c.bits, c.group_size, c.options
+        )
 
     def check(self, x: Tensor) -> None:
         """That run() was about x, on the CPU."""
@@ -51,6 +61,13 @@ class Static:
         sent = torch.empty_like(payloads[0])
         rows.decode_sum_encode(payloads, sent, self.codec, self.codec, 0.5)
         assert torch.equal(self.sent.cpu(), sent)
+        plain = replace(self.codec, hadamard=False)
+        nothing = torch.zeros_like(self.residuals[0], device="cpu")
+        sums = torch.empty(len(nothing) * self.codec.group_size)
+        rows.decode_sum(payloads, sums, plain, 0.5)
+        for i, (numbers, c) in enumerate(((x[0], self.codec), (sums, plain))):
+            payload, residual = composed(numbers, nothing, 0.8, c)
+            assert torch.equal(self.fed[i].cpu(), payload) and torch.equal(self.residuals[i].cpu(), residual)
 
 
 def values(seed: int) -> Tensor:
@@ -134,7 +151,7 @@ def test_a_captured_graph_replays_on_new_data(c: Format) -> None:
         static.run()
     for seed in (5, 6, 7):
         static.x.copy_(values(seed))
-        for output in (static.payloads, static.decoded, static.total, static.sent):
+        for output in (static.payloads, static.decoded, static.total, static.sent, static.fed):
             output.zero_()
         graph.replay()
         static.check(values(seed))

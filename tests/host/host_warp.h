@@ -24,6 +24,8 @@ struct HostWarp {
     shuffle([lanes_of_group](int lane) { return lane & ~(lanes_of_group - 1); }, get, f);
   }
 
+  void sync() {}  // lanes run in turn, phase by phase
+
  private:
   template <class From, class Get, class F>
   void shuffle(From from, Get get, F f) {

@@ -28,6 +28,13 @@ void for_warps(int64_t groups, const Form& form, F f) {
   for (int64_t group = 0; group < groups; group += kWarpElements / form.group_size) f(group);
 }
 
+// Of the warp whose first group is `group`. momentum: as the operators take it.
+Residual residual_of(uint8_t* residual, int wide, double momentum, const Form& form, int64_t group) {
+  const int bytes = wide ? 2 * form.group_size : residual_form(form).record;
+  return {residual + group * bytes, wide != 0, static_cast<float>(momentum),
+          static_cast<float>(1.0 - momentum)};
+}
+
 bool plain(int options) { return (options & ~(kSymmetricCodes | kCompact)) == 0; }
 
 }  // namespace
@@ -79,6 +86,46 @@ extern "C" void warp_decode_sum_encode_row(const uint8_t* payloads, int64_t coun
       warp_decode_sum_encode<false>(warp, reduce, gather, from, factor, group, groups, key, number, image);
     } else {
       warp_decode_sum_encode<true>(warp, reduce, gather, from, factor, group, groups, key, number, image);
+    }
+  });
+}
+
+extern "C" void warp_encode_feedback_row(const uint8_t* row, int64_t numel, int type, int fast,
+                                         double momentum, int bits, int group_size, int options, uint64_t key,
+                                         int64_t number, int wide, uint8_t* residual, uint8_t* payload) {
+  const Form form(bits, group_size, options);
+  for_warps(num_groups(numel, group_size), form, [&](int64_t group) {
+    HostWarp warp;
+    uint8_t* image = payload + group * form.record;
+    const Residual kept = residual_of(residual, wide, momentum, form, group);
+    with_type(type, [&](auto t) {
+      if (plain(options)) {
+        warp_encode_feedback<t.value, false>(warp, form, row, numel, fast, group, kept, key, number, image);
+      } else {
+        warp_encode_feedback<t.value, true>(warp, form, row, numel, fast, group, kept, key, number, image);
+      }
+    });
+  });
+}
+
+extern "C" void warp_decode_sum_encode_feedback_row(const uint8_t* payloads, int64_t count, int64_t stride,
+                                                    int align, float factor, double momentum, int64_t groups,
+                                                    int reduce_bits, int gather_bits, int group_size,
+                                                    int options, uint64_t key, int64_t number, int wide,
+                                                    uint8_t* residual, uint8_t* payload) {
+  const int left = options & ~kHadamard;
+  const Form reduce(reduce_bits, group_size, left), gather(gather_bits, group_size, left);
+  const Sources from{payloads, count, stride, align};
+  for_warps(groups, gather, [&](int64_t group) {
+    HostWarp warp;
+    uint8_t* image = payload + group * gather.record;
+    const Residual kept = residual_of(residual, wide, momentum, gather, group);
+    if (plain(left)) {
+      warp_decode_sum_encode_feedback<false>(warp, reduce, gather, from, factor, group, groups, kept, key,
+                                             number, image);
+    } else {
+      warp_decode_sum_encode_feedback<true>(warp, reduce, gather, from, factor, group, groups, kept, key,
+                                            number, image);
     }
   });
 }
