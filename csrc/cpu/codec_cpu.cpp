@@ -58,12 +58,16 @@ const CodecKernels& with_options(const Codec& c) {
   return kernels(c.group_size).with_options[layout_index(c)][c.bits - kMinBits];
 }
 
+const CodecKernels& codebook(const Codec& c) { return kernels(c.group_size).codebook[c.bits - kMinBits]; }
+
 Encode encoder(const Codec& c, int type) {
+  if (c.options & kCodebook) return codebook(c).encode[type];
   return (c.options & ~(kSymmetricCodes | kCompact) ? with_options(c) : plain(c)).encode[type];
 }
 
 // How the codes were chosen does not matter to it.
 DecodeSum decoder(const Codec& c, int type) {
+  if (c.options & kCodebook) return codebook(c).decode_sum[type];
   return (c.options & (kSpikes | kHadamard) ? with_options(c) : plain(c)).decode_sum[type];
 }
 
