@@ -26,15 +26,14 @@
 //   codebook     a group is 8 parts; widths 2, 3 and 4 have the levels of a table, the others equal steps
 //                asked  = max |x| of a part / reach
 //                scale  = bf16 rounded up (the largest asked of the group), at least 2^-112
-//                step   = scale * a float of 3 bits of mantissa, 1.125 * 2^-8 to 1: rounded up (asked / scale), or,
-//                at 2, 3 and 4 bits, the next one below
-//                y      = x * (1 / step), + shift in a group that holds a 0
-//                code   = y * (1 - bend * |y|) + 2^(b-1), rounded down, from 0 to 2^b - 1
-//                value  = level of code * step
-//                Cells grow with the distance from 0, as those that are best for Gaussian values (S. Lloyd, "Least
-//                squares quantization in PCM", 1982; J. Max, 1960); the levels are the means of what lies in them.
-//                What lies beyond the last cell is clipped (docs/numerics.md). With mse the step of a part is that
-//                of five with the least sum of squared errors, in whole 1/32 of a step.
+//                step   = scale * a float of 3 bits of mantissa, 1.125 * 2^-8 to 1: rounded up (asked /
+//                scale), or, at 2, 3 and 4 bits, the next one below y      = x * (1 / step), + shift in a
+//                group that holds a 0 code   = y * (1 - bend * |y|) + 2^(b-1), rounded down, from 0 to 2^b -
+//                1 value  = level of code * step Cells grow with the distance from 0, as those that are best
+//                for Gaussian values (S. Lloyd, "Least squares quantization in PCM", 1982; J. Max, 1960); the
+//                levels are the means of what lies in them. What lies beyond the last cell is clipped
+//                (docs/numerics.md). With mse the step of a part is that of five with the least sum of
+//                squared errors, in whole 1/32 of a step.
 //
 // Rounding the metadata outwards keeps every element inside the range of the codes, so nothing is clipped:
 // (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint removes.
@@ -443,7 +442,7 @@ FLASH_HD constexpr int level_of(int bits, bool with_zero, int code) {
 constexpr uint32_t kMinCodebookBits = 0x07800000u;  // 2^-112: of a group's scale
 constexpr int kPartShift = 20;                      // to a part's 6 bits in a float, ...
 constexpr int kLeastPart = 953;                     // ... which are so much more there
-constexpr int kTriedSteps = 5;                      // by a search: the one that clips nothing, and the next below
+constexpr int kTriedSteps = 5;      // by a search: the one that clips nothing, and the next below
 constexpr float kMostOff = 361.0f;  // 128 errors of it, squared, are below 2^24, and their sum is exact
 
 // Of a part against its group: number 0 to 63.

@@ -21,9 +21,9 @@
 //                | bit 4 of the multiple | exponent, 8 bits | mantissa, 3 bits | bits 3 to 0 of the multiple
 //                |
 //
-//   codebook, with the sign of the scale set: the group holds an exact 0. A part is an eighth of the group; its 6
-//   bits are the exponent and the mantissa of its scale against the group's (codec_math.h); those of the first
-//   part come first, in the lowest bits.
+//   codebook, with the sign of the scale set: the group holds an exact 0. A part is an eighth of the group;
+//   its 6 bits are the exponent and the mantissa of its scale against the group's (codec_math.h); those of
+//   the first part come first, in the lowest bits.
 //
 //   spikes, only with spike reserving, the group's extremes and where they are:
 //                | least bf16 | greatest bf16 | place of the least | place of the greatest |

@@ -1,5 +1,7 @@
 // The CPU codec for AVX2; called only where the processor has it.
 #if defined(__x86_64__)
+#include <immintrin.h>
+
 #include "codec_cpu.h"  // before the target is set: what it declares is shared with the other files
 
 #if defined(__clang__)
@@ -10,6 +12,7 @@
 #endif
 
 #define FLASH_LANES 8
+#include "codebook_kernels.h"
 #include "codec_kernels.h"
 #include "option_kernels.h"
 

@@ -13,6 +13,7 @@
 #endif
 
 #define FLASH_LANES 16
+#include "codebook_kernels.h"
 #include "codec_kernels.h"
 #include "option_kernels.h"
 

@@ -1,5 +1,6 @@
 // The CPU codec for any machine: only what the compiler's default target has.
 #define FLASH_LANES 4
+#include "codebook_kernels.h"
 #include "codec_kernels.h"
 #include "option_kernels.h"
 
