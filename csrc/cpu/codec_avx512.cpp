@@ -13,9 +13,10 @@
 #endif
 
 #define FLASH_LANES 16
-#include "codebook_kernels.h"
 #include "codec_kernels.h"
 #include "option_kernels.h"
+
+#include "codebook_kernels.h"  // after the others, whose table it makes
 
 #if defined(__clang__)
 #pragma clang attribute pop

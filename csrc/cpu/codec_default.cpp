@@ -1,8 +1,9 @@
 // The CPU codec for any machine: only what the compiler's default target has.
 #define FLASH_LANES 4
-#include "codebook_kernels.h"
 #include "codec_kernels.h"
 #include "option_kernels.h"
+
+#include "codebook_kernels.h"  // after the others, whose table it makes
 
 namespace flash_allreduce {
 const Kernels& kernels_default() { return kTable; }
