@@ -439,6 +439,31 @@ FLASH_HD constexpr int level_of(int bits, bool with_zero, int code) {
                      : (code - (1 << (bits - 1))) * 128 + (with_zero ? 0 : 64);
 }
 
+// Of widths 2, 3 and 4, one after the other, without and with a 0.
+struct LevelTable {
+  int16_t of[2][28];
+};
+
+FLASH_HD constexpr LevelTable make_levels() {
+  LevelTable table{};
+  for (int bits = 2; bits <= 4; ++bits) {
+    for (int code = 0; code < 1 << bits; ++code) {
+      for (int held = 0; held < 2; ++held) {
+        table.of[held][(1 << bits) - 4 + code] = static_cast<int16_t>(level_of(bits, held != 0, code));
+      }
+    }
+  }
+  return table;
+}
+
+// The level of a code in steps.
+FLASH_HD float level(int bits, bool with_zero, uint32_t code) {
+  static constexpr LevelTable table = make_levels();
+  const int at = static_cast<int>(code);
+  if (bits > 4) return static_cast<float>(at - (1 << (bits - 1))) + (with_zero ? 0.0f : 0.5f);
+  return static_cast<float>(table.of[with_zero][(1 << bits) - 4 + at]) * (1.0f / 128);
+}
+
 constexpr uint32_t kMinCodebookBits = 0x07800000u;  // 2^-112: of a group's scale
 constexpr int kPartShift = 20;                      // to a part's 6 bits in a float, ...
 constexpr int kLeastPart = 953;                     // ... which are so much more there
@@ -463,6 +488,24 @@ FLASH_HD int widest_part(float asked, float scale) {
 FLASH_HD uint32_t codebook_scale(float asked) {
   const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
   return !(scale < kInfBits) ? kNaNBits : scale < kMinCodebookBits ? kMinCodebookBits : scale;
+}
+
+// y: x in steps, moved by the shift of a group that holds a 0. 0 of a NaN.
+FLASH_HD uint32_t codebook_code(float y, int bits) {
+  const float half = static_cast<float>(1 << (bits - 1)), last = 2 * half - 0.5f;
+  const float magnitude = bits_float(float_bits(y) & 0x7fffffffu);
+  const float place = y * (1.0f - book_of(bits).bend * magnitude) + half;
+  const float above = place > 0.0f ? place : 0.0f;
+  return static_cast<uint32_t>(static_cast<int>(above < last ? above : last));
+}
+
+// The error of an element, squared, in (1/32 of a step)^2: a whole number. shift: of its group.
+FLASH_HD float codebook_error(float y, float shift, int bits) {
+  const float off = (y - shift) - level(bits, shift != 0.0f, codebook_code(y, bits));
+  const float magnitude = bits_float(float_bits(off * 32.0f) & 0x7fffffffu);
+  const float whole = magnitude + kRoundMagic - kRoundMagic;
+  const float counted = whole < kMostOff ? whole : kMostOff;
+  return counted * counted;
 }
 
 // Which NaN an invalid operation makes differs between machines; what we write does not.

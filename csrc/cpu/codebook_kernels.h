@@ -19,13 +19,13 @@ constexpr int kBatchParts = kBatch * kParts;
 
 // ---- levels -------------------------------------------------------------------------------------------
 
-struct LevelTable {
+struct Padded {
   float of[2][16];  // without and with a 0
 };
 
 template <int kBits>
-constexpr LevelTable make_levels() {
-  LevelTable table{};
+constexpr Padded make_padded() {
+  Padded table{};
   for (int held = 0; held < 2; ++held) {
     for (int i = 0; i < 16; ++i) {
       table.of[held][i] = static_cast<float>(level_of(kBits, held != 0, i & ((1 << kBits) - 1))) / 128;
@@ -35,7 +35,7 @@ constexpr LevelTable make_levels() {
 }
 
 template <int kBits>
-alignas(64) constexpr LevelTable kLevels = make_levels<kBits>();
+alignas(64) constexpr Padded kLevels = make_padded<kBits>();
 
 // The levels of a group, in steps.
 template <int kBits>
@@ -127,7 +127,7 @@ struct Steps {
   bool with_zero[kBatch];
 };
 
-// In whole numbers: the code of y, elements in steps, moved by the shift; 0 of a NaN.
+// codebook_code, kLanes at once.
 template <int kBits>
 FLASH_INLINE VecU codes_of(VecF y) {
   constexpr Book book = book_of(kBits);
@@ -154,7 +154,7 @@ int best_number(const uint8_t* x, int part, float scale, int widest, bool with_z
   const VecF most = VecF{} + kMostOff;
   for (int i = 0; i < part; i += kLanes) {
     const VecF v = E::read(x + i * E::kBytes);
-    for (int r = 0; r < kTriedSteps; ++r) {
+    for (int r = 0; r < kTriedSteps; ++r) {  // codebook_error, kLanes at once
       const VecF y = v * inverse[r] + shift;
       const VecF off = (y - shift) - looked_up<kBits>(levels, codes_of<kBits>(y));
       const VecF whole = magnitude(off * 32.0f) + kRoundMagic - kRoundMagic;
