@@ -23,6 +23,18 @@
 //                group asks for, or the next one, has one: offsets are so close that 1/23 more is enough, and
 //                the next is 1/15 larger.
 //
+//   codebook     a group is 8 parts; widths 2, 3 and 4 have the levels of a table, the others equal steps
+//                asked  = max |x| of a part / reach
+//                scale  = bf16 rounded up (the largest asked of the group), at least 2^-112
+//                step   = scale * a float of 3 bits of mantissa, 1.125 * 2^-8 to 1: rounded up (asked /
+//                scale), or, at 2, 3 and 4 bits, the next one below y      = x * (1 / step), + shift in a
+//                group that holds a 0 code   = y * (1 - bend * |y|) + 2^(b-1), rounded down, from 0 to 2^b -
+//                1 value  = level of code * step Cells grow with the distance from 0, as those that are best
+//                for Gaussian values (S. Lloyd, "Least squares quantization in PCM", 1982; J. Max, 1960); the
+//                levels are the means of what lies in them. What lies beyond the last cell is clipped
+//                (docs/numerics.md). With mse the step of a part is that of five with the least sum of
+//                squared errors, in whole 1/32 of a step.
+//
 // Rounding the metadata outwards keeps every element inside the range of the codes, so nothing is clipped:
 // (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint removes.
 // A group that holds a NaN or an Inf, or whose range float32 or bf16 cannot hold, travels as scale = NaN,
@@ -465,6 +477,106 @@ FLASH_HD Metadata read_metadata(const uint8_t* record, int bits, Layout layout) 
   uint32_t word = 0;
   memcpy(&word, record, static_cast<size_t>(spikes_offset(options_of(layout))));
   return metadata_of(word, bits, layout);
+}
+
+// ---- codebook
+
+// How a step becomes codes, at one width.
+struct Book {
+  float reach;  // steps from 0 to the largest element of a part, with the step that clips nothing
+  float bend;   // by how much cells grow with the distance from 0
+  float shift;  // of a group that holds a 0, which so lies inside of a cell
+  int lower;    // the step without a search is so many below the one that clips nothing
+};
+
+FLASH_HD constexpr Book book_of(int bits) {
+  return bits == 2   ? Book{2.125f, 0.0f, 0.375f, 1}
+         : bits == 3 ? Book{5.0f, 1.0f / 16, 0.5f, 1}
+         : bits == 4 ? Book{11.25f, 1.0f / 32, 0.5f, 1}
+                     : Book{static_cast<float>(1 << (bits - 1)), 0.0f, 0.5f, 0};
+}
+
+// The level of a code in steps, times 128. with_zero: the group holds a 0.
+FLASH_HD constexpr int level_of(int bits, bool with_zero, int code) {
+  constexpr int two[2][4] = {{-199, -57, 57, 199}, {-238, -101, 0, 162}};
+  constexpr int three[2][8] = {{-637, -385, -211, -67, 67, 211, 385, 637},
+                               {-687, -445, -273, -129, 0, 149, 327, 591}};
+  constexpr int four[2][16] = {
+      {-1475, -1146, -896, -690, -510, -349, -202, -66, 66, 202, 349, 510, 690, 896, 1146, 1475},
+      {-1533, -1212, -960, -753, -574, -413, -266, -129, 0, 139, 286, 447, 626, 834, 1086, 1434}};
+  return bits == 2   ? two[with_zero][code]
+         : bits == 3 ? three[with_zero][code]
+         : bits == 4 ? four[with_zero][code]
+                     : (code - (1 << (bits - 1))) * 128 + (with_zero ? 0 : 64);
+}
+
+// Of widths 2, 3 and 4, one after the other, without and with a 0.
+struct LevelTable {
+  int16_t of[2][28];
+};
+
+FLASH_HD constexpr LevelTable make_levels() {
+  LevelTable table{};
+  for (int bits = 2; bits <= 4; ++bits) {
+    for (int code = 0; code < 1 << bits; ++code) {
+      for (int held = 0; held < 2; ++held) {
+        table.of[held][(1 << bits) - 4 + code] = static_cast<int16_t>(level_of(bits, held != 0, code));
+      }
+    }
+  }
+  return table;
+}
+
+// The level of a code in steps.
+FLASH_HD float level(int bits, bool with_zero, uint32_t code) {
+  static constexpr LevelTable table = make_levels();
+  const int at = static_cast<int>(code);
+  if (bits > 4) return static_cast<float>(at - (1 << (bits - 1))) + (with_zero ? 0.0f : 0.5f);
+  return static_cast<float>(table.of[with_zero][(1 << bits) - 4 + at]) * (1.0f / 128);
+}
+
+constexpr uint32_t kMinCodebookBits = 0x07800000u;  // 2^-112: of a group's scale
+constexpr int kPartShift = 20;                      // to a part's 6 bits in a float, ...
+constexpr int kLeastPart = 953;                     // ... which are so much more there
+constexpr int kTriedSteps = 5;      // by a search: the one that clips nothing, and the next below
+constexpr float kMostOff = 361.0f;  // 128 errors of it, squared, are below 2^24, and their sum is exact
+
+// Of a part against its group: number 0 to 63.
+FLASH_HD float part_scale(int number) {
+  return bits_float(static_cast<uint32_t>(number + kLeastPart) << kPartShift);
+}
+
+FLASH_HD int at_least_0(int number) { return number < 0 ? 0 : number; }
+
+// The number of the step that clips nothing. asked: of the part, at most scale.
+FLASH_HD int widest_part(float asked, float scale) {
+  const int up = static_cast<int>(float_bits(asked / scale) + ((1u << kPartShift) - 1)) >> kPartShift;
+  const int number = at_least_0(up - kLeastPart);
+  return number > 63 ? 63 : number;
+}
+
+// The bits, as a float, of a group's scale; NaN for what is not finite.
+FLASH_HD uint32_t codebook_scale(float asked) {
+  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
+  return !(scale < kInfBits) ? kNaNBits : scale < kMinCodebookBits ? kMinCodebookBits : scale;
+}
+
+// y: x in steps, moved by the shift of a group that holds a 0. 0 of a NaN.
+FLASH_HD uint32_t codebook_code(float y, int bits) {
+  const float half = static_cast<float>(1 << (bits - 1)), last = 2 * half - 0.5f;
+  const float magnitude = bits_float(float_bits(y) & 0x7fffffffu);
+  const float place = y * (1.0f - book_of(bits).bend * magnitude) + half;
+  const float above = place > 0.0f ? place : 0.0f;
+  return static_cast<uint32_t>(static_cast<int>(above < last ? above : last));
+}
+
+// The error of an element, squared, in (1/32 of a step)^2: a whole number. shift: of its group.
+FLASH_HD float codebook_error(float y, float shift, int bits) {
+  const float off = (y - shift) - level(bits, shift != 0.0f, codebook_code(y, bits));
+  const float magnitude = bits_float(float_bits(off * 32.0f) & 0x7fffffffu);
+  const float whole = magnitude + kRoundMagic - kRoundMagic;
+  const float counted = whole < kMostOff ? whole : kMostOff;
+  return counted * counted;
 }
 
 // Which NaN an invalid operation makes differs between machines; what we write does not.

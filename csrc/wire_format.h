@@ -10,6 +10,8 @@
 //   compact      | both       |             spikes | plane | plane | plane |
 //                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that are
 //                  there
+//   codebook     | scale bf16 | parts, 8 x 6 bits | plane | plane | plane |
+//                  2 bytes      6 bytes
 //
 //   asymmetric, with the sign of the scale set: the other 15 bits are the scale, and the zero point is not a
 //   bf16 but a whole number k: 0 is the value of code k (codec_math.h)
@@ -18,6 +20,10 @@
 //   bits the zero point travels, a multiple of 1/32 of the range of the codes (codec_math.h)
 //                | bit 4 of the multiple | exponent, 8 bits | mantissa, 3 bits | bits 3 to 0 of the multiple
 //                |
+//
+//   codebook, with the sign of the scale set: the group holds an exact 0. A part is an eighth of the group;
+//   its 6 bits are the exponent and the mantissa of its scale against the group's (codec_math.h); those of
+//   the first part come first, in the lowest bits.
 //
 //   spikes, only with spike reserving, the group's extremes and where they are:
 //                | least bf16 | greatest bf16 | place of the least | place of the greatest |
@@ -48,7 +54,7 @@
 
 namespace flash_allreduce {
 
-constexpr int kWireVersion = 3;
+constexpr int kWireVersion = 4;
 
 // What a codec is made of besides its width and its group size.
 enum Option : int {
@@ -58,26 +64,33 @@ enum Option : int {
   kMse = 8,
   kStochastic = 16,
   kCompact = 32,
-  kAllOptions = 63
+  kCodebook = 64,
+  kAllOptions = 127
 };
 
 // How a group's scale and zero point travel.
-enum class Layout : int { kAsymmetric, kSymmetric, kCompact };
+enum class Layout : int { kAsymmetric, kSymmetric, kCompact, kCodebook };
 
 FLASH_HD constexpr Layout layout_of(int options) {
   return options & kSymmetricCodes ? Layout::kSymmetric
          : options & kCompact      ? Layout::kCompact
+         : options & kCodebook     ? Layout::kCodebook
                                    : Layout::kAsymmetric;
 }
 
 FLASH_HD constexpr int options_of(Layout layout) {
-  return layout == Layout::kSymmetric ? kSymmetricCodes : layout == Layout::kCompact ? kCompact : 0;
+  return layout == Layout::kSymmetric  ? kSymmetricCodes
+         : layout == Layout::kCompact  ? kCompact
+         : layout == Layout::kCodebook ? kCodebook
+                                       : 0;
 }
 
 constexpr int kMinBits = 2;
 constexpr int kMaxBits = 8;
 constexpr int kMinGroupSize = 32;
 constexpr int kMaxGroupSize = 1024;
+constexpr int kParts = 8;                   // of a group, codebook
+constexpr int kMinCodebookGroupSize = 128;  // a part has 16 elements or more
 
 FLASH_HD constexpr bool is_valid_bits(int64_t bits) { return bits >= kMinBits && bits <= kMaxBits; }
 
@@ -89,7 +102,8 @@ FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 
 
 // Bytes from the start of a record to its spikes, and to its planes.
 FLASH_HD constexpr int spikes_offset(int options) {
-  return layout_of(options) == Layout::kAsymmetric ? 4 : 2;
+  const Layout layout = layout_of(options);
+  return layout == Layout::kCodebook ? 8 : layout == Layout::kAsymmetric ? 4 : 2;
 }
 
 FLASH_HD constexpr int metadata_bytes(int group_size, int options) {

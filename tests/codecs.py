@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import reference
-from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format, residual_format
+from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE, NO_DRAW, Draw, Format, residual_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = range(2, 9)
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
 LAYOUTS: tuple[dict[str, bool], ...] = ({}, {"symmetric": True}, {"compact": True})
+CODEBOOK = {"codebook": True}  # a fourth, for groups of 128 and more
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
 
 
@@ -27,6 +28,11 @@ def residuals(numel: int, group_size: int, seed: int = 5) -> list[Tensor]:
 
 
 compiled = torch.ops.flash_allreduce
+
+
+def fits(group_size: int, layout: dict[str, bool]) -> bool:
+    """Whether the layout has groups of this size."""
+    return group_size >= MIN_CODEBOOK_GROUP_SIZE or not layout.get("codebook")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -16,6 +16,8 @@
 #include "codec_kernels.h"
 #include "option_kernels.h"
 
+#include "codebook_kernels.h"  // after the others, whose table it makes
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

@@ -59,13 +59,19 @@ const CodecKernels& with_options(const Codec& c) {
   return kernels(c.group_size).with_options[layout_index(c)][c.bits - kMinBits];
 }
 
+const CodecKernels& codebook(const Codec& c) { return kernels(c.group_size).codebook[c.bits - kMinBits]; }
+
 // Whether the kernels without options encode it.
 bool is_plain(const Codec& c) { return !(c.options & ~(kSymmetricCodes | kCompact | kMse)); }
 
-Encode encoder(const Codec& c, int type) { return (is_plain(c) ? plain(c) : with_options(c)).encode[type]; }
+Encode encoder(const Codec& c, int type) {
+  if (c.options & kCodebook) return codebook(c).encode[type];
+  return (is_plain(c) ? plain(c) : with_options(c)).encode[type];
+}
 
 // How the codes were chosen does not matter to it.
 DecodeSum decoder(const Codec& c, int type) {
+  if (c.options & kCodebook) return codebook(c).decode_sum[type];
   return (c.options & (kSpikes | kHadamard) ? with_options(c) : plain(c)).decode_sum[type];
 }
 

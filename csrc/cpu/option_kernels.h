@@ -330,6 +330,18 @@ FLASH_INLINE void add_group(const uint8_t* record, const Codec& c, float* sums) 
   }
 }
 
+// sums [g] of rotated groups; overwrites them.
+template <DType kType>
+FLASH_INLINE void write_turned_back(float* sums, int g, float factor, uint8_t* y) {
+  using E = Element<kType>;
+  for (int i = 0; i < g; i += kLanes) store(sums + i, rotated_lanes(load<VecF>(sums + i)));
+  rotate_vectors(sums, g);
+  const float shrink = 1.0f / static_cast<float>(g);
+  for (int i = 0; i < g; i += kLanes) {
+    E::write(y + i * E::kBytes, flipped(load<VecF>(sums + i) * shrink, i) * factor);
+  }
+}
+
 template <DType kType, int kBits, Layout kLayout>
 FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float factor, uint8_t* y) {
   using E = Element<kType>;
@@ -342,12 +354,7 @@ FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float facto
     add_group<kBits, kLayout, false>(record + rank * p.stride, c, sums);
   }
   if (c.options & kHadamard) {
-    for (int i = 0; i < g; i += kLanes) store(sums + i, rotated_lanes(load<VecF>(sums + i)));
-    rotate_vectors(sums, g);
-    const float shrink = 1.0f / static_cast<float>(g);
-    for (int i = 0; i < g; i += kLanes) {
-      E::write(y + i * E::kBytes, flipped(load<VecF>(sums + i) * shrink, i) * factor);
-    }
+    write_turned_back<kType>(sums, g, factor, y);
   } else {
     for (int i = 0; i < g; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
   }
@@ -369,7 +376,7 @@ void decode_sum_with_options(const Payloads& p, float factor, uint8_t* y, int64_
   }
 }
 
-// ---- the table ----------------------------------------------------------------------------------------
+// ---- the table: codebook_kernels.h has the whole of it -----------------------------------------------
 
 template <int kBits, Layout kLayout>
 constexpr CodecKernels kOptions = {
@@ -387,22 +394,6 @@ constexpr CodecKernels kOptions = {
    table<6, Layout::layout>, table<7, Layout::layout>, table<8, Layout::layout>}
 #define FLASH_LAYOUTS(table) \
   {FLASH_WIDTHS(table, kAsymmetric), FLASH_WIDTHS(table, kSymmetric), FLASH_WIDTHS(table, kCompact)}
-
-constexpr Kernels kTable = {
-    FLASH_LAYOUTS(kPlain),
-    FLASH_LAYOUTS(kOptions),
-    {subtract<DType::kFloat32>, subtract<DType::kBFloat16>, subtract<DType::kFloat16>},
-    {add<DType::kFloat32>, add<DType::kBFloat16>, add<DType::kFloat16>},
-    {{carry<DType::kFloat32, false>, carry<DType::kFloat32, true>},
-     {carry<DType::kBFloat16, false>, carry<DType::kBFloat16, true>},
-     {carry<DType::kFloat16, false>, carry<DType::kFloat16, true>}},
-    lose,
-    narrow};
-
-#undef FLASH_WIDTHS
-#undef FLASH_LAYOUTS
-#undef FLASH_INLINE
-#undef FLASH_INLINED
 
 }  // namespace
 }  // namespace flash_allreduce

@@ -295,7 +295,7 @@ void launch_decode(const Tensor& payloads, int64_t count, Tensor& output, float 
   if (blocks == 0) return;
   const Sources from = sources_of(payloads, count, form);
   const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
-  choose(type, (form.options & (kSpikes | kHadamard)) != 0, [&](auto t, auto with_options) {
+  choose(type, (form.options & (kSpikes | kHadamard | kCodebook)) != 0, [&](auto t, auto with_options) {
     decode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(
         from, from.stride, form, factor, y, rows);
   });

@@ -68,6 +68,15 @@ struct Form {
   }
 };
 
+// With the codebook, of the parts of a lane's elements: each row of 8 neighbours lies in one part.
+constexpr int kRows = kLaneElements / kNeighbours;
+struct PartRows {
+  uint32_t most[kRows];  // bits of the greatest |x|
+  int widest[kRows], number[kRows];
+  float errors[kRows], least_errors[kRows];
+  uint32_t front[2];  // numbers of parts 0 to 3 and 4 to 7, 24 bits each
+};
+
 struct Lane {
   float x[kLaneElements];
   float lo, hi;
@@ -80,12 +89,18 @@ struct Lane {
   uint32_t codes[kLaneElements];
   uint32_t worst;             // of the codes
   float sent[kLaneElements];  // error feedback: what was encoded
+  PartRows rows;              // codebook
 };
 
 // Where in its group element i of a lane is.
 FLASH_HD uint32_t place_of(int lane, int i, int lanes) {
   return static_cast<uint32_t>((i / kNeighbours * lanes + (lane & (lanes - 1))) * kNeighbours +
                                i % kNeighbours);
+}
+
+// Codebook: the part of row i of a lane. A row of neighbours of all lanes of a group is a quarter of it.
+FLASH_HD int part_of(int lane, int row, int lanes) {
+  return 2 * row + ((lane & (lanes - 1)) >= lanes / 2 ? 1 : 0);
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------
@@ -435,7 +450,11 @@ FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool los
   uint8_t* record = image + form.group_of(lane) * form.record;
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
   const int align = form.record % 4 == 0 ? 4 : 2;
-  if (in_group == 0) {
+  if (in_group == 0 && layout_of(form.options) == Layout::kCodebook) {
+    const uint32_t *numbers = own.rows.front, scale = own.best.metadata;
+    put(record, lost ? kNaNScale : scale | numbers[0] << 16, 4, align);
+    put(record + 4, lost ? 0 : numbers[0] >> 16 | numbers[1] << 8, 4, align);
+  } else if (in_group == 0) {
     put(record, lost ? kNaNScale : own.best.metadata, front, 2);
     if (form.options & kSpikes) {
       const int bytes = place_bytes(form.group_size);
@@ -470,6 +489,124 @@ FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool los
   }
 }
 
+// f(own, row, what the lane whose number differs by mask has) for each row. get(own, row).
+template <class Warp, class Get, class F>
+FLASH_HD void exchange_rows(Warp& warp, int mask, Get get, F f) {
+  FLASH_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    warp.exchange(
+        mask, [=](const Lane& own) { return get(own, r); },
+        [=](int, Lane& own, auto other) { f(own, r, other); });
+  }
+}
+
+FLASH_HD float shift_of(const Lane& own, int bits) { return own.with_zero ? book_of(bits).shift : 0.0f; }
+
+FLASH_HD float inverse_step(const Lane& own, int number) {
+  return 1.0f / (part_scale(number) * bits_float(own.best.scale));
+}
+
+// Leaves in `number` the steps with the least sums of squared errors, the first of equals.
+template <class Warp>
+FLASH_HD void search_steps(Warp& warp, const Form& form) {
+  for (int lower = 0; lower < kTriedSteps; ++lower) {
+    warp.each([&](int, Lane& own) {
+      const float shift = shift_of(own, form.bits);
+      FLASH_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const float inverse = inverse_step(own, at_least_0(own.rows.widest[r] - lower));
+        own.rows.errors[r] = 0.0f;
+        FLASH_UNROLL
+        for (int k = 0; k < kNeighbours; ++k) {
+          own.rows.errors[r] +=
+              codebook_error(own.x[r * kNeighbours + k] * inverse + shift, shift, form.bits);
+        }
+      }
+    });
+    for (int mask = 1; mask < form.lanes / 2; mask *= 2) {
+      exchange_rows(
+          warp, mask, [](const Lane& own, int r) { return own.rows.errors[r]; },
+          [](Lane& own, int r, float other) { own.rows.errors[r] += other; });
+    }
+    warp.each([lower](int, Lane& own) {
+      FLASH_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int number = at_least_0(own.rows.widest[r] - lower);
+        const float error = own.rows.errors[r] * (part_scale(number) * part_scale(number));
+        if (lower != 0 && !(error < own.rows.least_errors[r])) continue;
+        own.rows.number[r] = number;
+        own.rows.least_errors[r] = error;
+      }
+    });
+  }
+}
+
+// As encode_groups, with the codebook.
+template <class Warp>
+FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t* image) {
+  const Book book = book_of(form.bits);
+  const int lanes = form.lanes;
+  find_zeros(warp, lanes);
+  warp.each([](int, Lane& own) {
+    FLASH_UNROLL
+    for (int i = 0; i < kLaneElements; ++i) {
+      const uint32_t bits = float_bits(own.x[i]) & 0x7fffffffu;
+      uint32_t& most = own.rows.most[i / kNeighbours];
+      most = i % kNeighbours == 0 || bits > most ? bits : most;
+    }
+  });
+  for (int mask = 1; mask < lanes / 2; mask *= 2) {
+    exchange_rows(
+        warp, mask, [](const Lane& own, int r) { return own.rows.most[r]; },
+        [](Lane& own, int r, uint32_t other) {
+          own.rows.most[r] = other > own.rows.most[r] ? other : own.rows.most[r];
+        });
+  }
+  warp.each([](int, Lane& own) {
+    own.worst = 0;
+    FLASH_UNROLL
+    for (int r = 0; r < kRows; ++r) own.worst = own.rows.most[r] > own.worst ? own.rows.most[r] : own.worst;
+  });
+  warp.exchange(
+      lanes / 2, [](const Lane& own) { return own.worst; },
+      [](int, Lane& own, uint32_t other) { own.worst = other > own.worst ? other : own.worst; });
+  warp.each([&](int, Lane& own) {
+    own.best.scale = codebook_scale(bits_float(own.worst) / book.reach);
+    own.best.metadata = own.best.scale >> 16 | (own.with_zero ? kWhole : 0u);
+    FLASH_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      own.rows.widest[r] = widest_part(bits_float(own.rows.most[r]) / book.reach, bits_float(own.best.scale));
+      own.rows.number[r] = at_least_0(own.rows.widest[r] - book.lower);
+    }
+  });
+  if (form.options & kMse) search_steps(warp, form);
+  warp.each([&](int lane, Lane& own) {
+    const float shift = shift_of(own, form.bits);
+    own.rows.front[0] = own.rows.front[1] = 0;
+    FLASH_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const float inverse = inverse_step(own, own.rows.number[r]);
+      FLASH_UNROLL
+      for (int k = 0; k < kNeighbours; ++k) {
+        uint32_t& code = own.codes[r * kNeighbours + k];
+        code = codebook_code(own.x[r * kNeighbours + k] * inverse + shift, form.bits);
+      }
+      own.rows.front[r / 2] |= static_cast<uint32_t>(own.rows.number[r])
+                               << (6 * (part_of(lane, r, lanes) % 4));
+    }
+  });
+  FLASH_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    warp.exchange(
+        lanes / 2, [half](const Lane& own) { return own.rows.front[half]; },
+        [half](int, Lane& own, uint32_t other) { own.rows.front[half] |= other; });
+  }
+  warp.each([&](int lane, Lane& own) {
+    if (form.group_of(lane) >= groups) return;
+    write_record(own, lane, form, own.best.scale == kNaNBits, image);
+  });
+}
+
 // The groups that a warp holds, to records at `image`, an address that 2 divides. groups: how many of them
 // there are; number: of the first one in its call. kOptions: others than the layout may be on. Overwrites the
 // lanes.
@@ -477,6 +614,10 @@ template <bool kOptions, class Warp>
 FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t key, uint64_t number,
                             uint8_t* image) {
   const Layout layout = layout_of(form.options);
+  if (kOptions && layout == Layout::kCodebook) {
+    encode_codebook(warp, form, groups, image);
+    return;
+  }
   if (kOptions && form.options & kSpikes) take_spikes(warp, form, key, number);
   find_bounds(warp, form.lanes);
   if (kOptions && form.options & kMse) {
@@ -533,7 +674,11 @@ FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* r
                          int align) {
   const Layout layout = layout_of(form.options);
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
-  const Metadata m = metadata_of(get(record, front, align), form.bits, layout);
+  const bool codebook = kOptions && layout == Layout::kCodebook;
+  const uint32_t word = get(record, codebook ? 4 : front, align);
+  const uint32_t numbers = codebook ? get(record + 4, 4, align) : 0;  // of the parts from bit 16 of word on
+  const Metadata m =
+      codebook ? Metadata{bits_float((word & 0x7fffu) << 16), 0.0f} : metadata_of(word, form.bits, layout);
   const int half = code_half(form.bits, layout);
   const bool spikes = kOptions && form.options & kSpikes && m.scale == m.scale;
   float values[2] = {0.0f, 0.0f};
@@ -570,9 +715,16 @@ FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* r
           codes[k] |= (units >> (k * width) & ((1u << width) - 1)) << shift;
       }
     }
+    float step = 0.0f;
+    if (codebook) {
+      const uint64_t both = word | static_cast<uint64_t>(numbers) << 32;
+      const int part = part_of(lane, i / kNeighbours, form.lanes);
+      step = part_scale(static_cast<int>(both >> (16 + 6 * part) & 63u)) * m.scale;
+    }
     FLASH_UNROLL
     for (int k = 0; k < kNeighbours; ++k) {
-      float value = decode_element(codes[k], m.scale, m.zero, half);
+      float value = codebook ? level(form.bits, (word & kWhole) != 0, codes[k]) * step
+                             : decode_element(codes[k], m.scale, m.zero, half);
       if (spikes) {
         const uint32_t place = place_of(lane, i + k, form.lanes);
         value = place == at[1] ? values[1] : place == at[0] ? values[0] : value;

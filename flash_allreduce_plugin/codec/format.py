@@ -10,10 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 #: Changes whenever the bytes of a payload change; compared across the ranks of a group.
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 MIN_BITS, MAX_BITS = 2, 8
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
+#: Of the codebook: its groups have eight parts of 16 elements or more.
+MIN_CODEBOOK_GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Format:
         mse: of several ranges, the one with the least squared error; otherwise the group's whole range.
         stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
         compact: scale and zero point share two bytes, the zero point one of 32 multiples of the scale.
+        codebook: a scale for every eighth of a group, and at 2, 3 and 4 bits levels of a table, closer near zero.
     """
 
     bits: int
@@ -39,11 +42,12 @@ class Format:
     mse: bool = False
     stochastic: bool = False
     compact: bool = False
+    codebook: bool = False
 
     @property
     def options(self) -> int:
         """The options as the compiled operators take them (csrc/wire_format.h)."""
-        flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic, self.compact)
+        flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic, self.compact, self.codebook)
         return sum(1 << i for i, flag in enumerate(flags) if flag)
 
     @property
@@ -53,7 +57,11 @@ class Format:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places."""
+        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; codebook: the
+        scale and the eight of the parts.
+        """
+        if self.codebook:
+            return 8
         spikes = 2 * (2 + self.place_bytes) if self.spikes else 0
         return (2 if self.symmetric or self.compact else 4) + spikes
 

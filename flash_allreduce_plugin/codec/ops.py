@@ -6,8 +6,8 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     decode(payload [rows, bytes], output [rows, numel])
     decode_sum(payloads [ranks, bytes], output [numel], factor)   sum in rank order, in float32, times factor
     decode_sum_encode(payloads [ranks, bytes], payload [bytes], factor)
-    encode_feedback(input [1, numel], payload [1, bytes], residual, momentum)             on a CPU
-    decode_sum_encode_feedback(payloads, payload, residual, factor, momentum)             on a CPU
+    encode_feedback(input [1, numel], payload [1, bytes], residual, momentum)
+    decode_sum_encode_feedback(payloads, payload, residual, factor, momentum)
     encode_difference(master, held [1, numel], payload [1, bytes]) -> bool    on a CPU
     decode_add(payload [rows, bytes], held [rows, numel])                     on a CPU
 

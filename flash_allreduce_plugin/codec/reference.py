@@ -7,7 +7,7 @@ line is one rounding of IEEE float32, so there is nothing for a compiler to fuse
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,64 @@ _INSIDE = 7 / 16  # by how many steps the ends of a group may lie outside of the
 _MIN_TRIED_SCALE = 2.0**-110  # mse
 _PLACES = 4  # asymmetric: zero points that mse tries for a scale that leaves room
 _THIRD = float(torch.tensor(1 / 3))  # as float32
-_WHOLE = 0x8000  # asymmetric: the sign of a scale whose zero point is a code
+_WHOLE = 0x8000  # asymmetric: the sign of a scale whose zero point is a code; codebook: of a group that holds a 0
+
+_PARTS = 8  # of a group, codebook
+_PART_SHIFT = 20  # a part's 6 bits are bits 20 to 25 of a float32 of 3 bits of mantissa, ...
+_LEAST_PART = 953  # ... less this: from 1.125 * 2^-8 to 1
+_MIN_CODEBOOK_SCALE = 0x0780  # bf16: 2^-112
+_TRIED = 5  # scales of a part that mse tries
+_MOST_OFF = 361.0  # an error of a part's element, in 1/32 of a step, as it is summed: 128 of them stay below 2^24
+
+
+@dataclass(frozen=True)
+class _Book:
+    """How a step becomes codes and back, at one width. csrc/codec_math.h has the same numbers.
+
+    Args:
+        reach: steps from 0 to the largest element of a part, at the scale that clips nothing.
+        bend: by how much cells grow with the distance from 0.
+        shift: by how much a group with a 0 moves up, in steps, so that 0 lies inside of a cell.
+        levels: in 1/128 of a step, of groups without and with a 0.
+        lower: by how many scales lower than the one that clips nothing, without a search.
+    """
+
+    reach: float
+    bend: float
+    shift: float
+    levels: tuple[tuple[int, ...], tuple[int, ...]]
+    lower: int
+
+
+def _even(bits: int) -> _Book:
+    """5 bits and more: equal steps."""
+    half = 1 << (bits - 1)
+    places = range(-half, half)
+    return _Book(half, 0.0, 0.5, (tuple(128 * i + 64 for i in places), tuple(128 * i for i in places)), 0)
+
+
+# Lloyd's levels of Gaussian values in parts of 32, with mse (docs/numerics.md).
+_BOOKS = {
+    2: _Book(2.125, 0.0, 0.375, ((-199, -57, 57, 199), (-238, -101, 0, 162)), 1),
+    3: _Book(
+        5.0,
+        1 / 16,
+        0.5,
+        ((-637, -385, -211, -67, 67, 211, 385, 637), (-687, -445, -273, -129, 0, 149, 327, 591)),
+        1,
+    ),
+    4: _Book(
+        11.25,
+        1 / 32,
+        0.5,
+        (
+            (-1475, -1146, -896, -690, -510, -349, -202, -66, 66, 202, 349, 510, 690, 896, 1146, 1475),
+            (-1533, -1212, -960, -753, -574, -413, -266, -129, 0, 139, 286, 447, 626, 834, 1086, 1434),
+        ),
+        1,
+    ),
+    **{bits: _even(bits) for bits in range(5, 9)},
+}
 
 
 def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
@@ -49,6 +106,8 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
     """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
     lost = ~x.isfinite().all(-1)
+    if codec.codebook:
+        return _records(lost, *_codebook_codes(x, codec), codec)
     spikes: list[Tensor] = []
     if codec.spikes:
         x, spikes = _without_spikes(x, codec, draw)
@@ -71,6 +130,12 @@ def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
     words += spikes[:2]
     bytes_ = [_two_bytes(word) for word in words]
     bytes_ += [place.unsqueeze(-1) if codec.place_bytes == 1 else _two_bytes(place) for place in spikes[2:]]
+    return _records(lost, bytes_, codes, codec)
+
+
+def _records(lost: Tensor, front: list[Tensor], codes: Tensor, codec: Format) -> Tensor:
+    """The bytes [rows, groups, some] in front of the planes, and codes -> payload [rows, bytes]; NaN where lost."""
+    bytes_ = list(front)
     for width, shift in _planes(codec.bits):
         units = (codes >> shift & ((1 << width) - 1)).unflatten(-1, (-1, 8 // width))
         places = torch.arange(0, 8, width, dtype=torch.int32, device=units.device)
@@ -79,6 +144,66 @@ def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
     nothing = torch.zeros_like(record)
     nothing[..., 0], nothing[..., 1] = _NAN_SCALE & 0xFF, _NAN_SCALE >> 8
     return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
+
+
+def _codebook_codes(x: Tensor, codec: Format) -> tuple[list[Tensor], Tensor]:
+    """Groups -> what travels in front, and codes; anything of a group that is not finite."""
+    book = _BOOKS[codec.bits]
+    held = (x == 0).any(-1)
+    parts = x.unflatten(-1, (_PARTS, -1))
+    asked = parts.abs().amax(-1) / book.reach
+    scale_bits = _bf16_up(asked.amax(-1)).clamp(min=_MIN_CODEBOOK_SCALE, max=_NAN_SCALE)
+    scale = _from_bf16(scale_bits).unsqueeze(-1)
+    ratio = (asked / scale).view(torch.int32)
+    widest = (((ratio + ((1 << _PART_SHIFT) - 1)) >> _PART_SHIFT) - _LEAST_PART).clamp(0, 63)
+    shift = torch.where(held, book.shift, 0.0)[..., None, None]
+    levels = _levels_of(book, held)
+    half = 1 << (codec.bits - 1)
+
+    def codes_of(number: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each part with its scale: codes and the elements in steps, moved by the shift."""
+        step = _part_scale(number) * scale
+        y = parts * torch.reciprocal(step).unsqueeze(-1) + shift
+        place = y * (1.0 - book.bend * y.abs()) + half
+        return place.nan_to_num(0.0).clamp(0.0, 2 * half - 0.5).to(torch.int32), y
+
+    best = (widest - book.lower).clamp(min=0)
+    if codec.mse:
+        least = torch.full_like(asked, torch.inf)
+        for lower in range(_TRIED):
+            number = (widest - lower).clamp(min=0)
+            codes, y = codes_of(number)
+            off = (y - shift) - _looked_up(levels, codes)
+            off = (off * 32.0).round().abs().clamp(max=_MOST_OFF)
+            error = off.square().sum(-1) * _part_scale(number).square()
+            best = torch.where(error < least, number, best)
+            least = torch.where(error < least, error, least)
+    codes, _ = codes_of(best)
+    front = [_two_bytes(scale_bits | held.int() << 15), _six_bits(best)]
+    return front, codes.flatten(-2)
+
+
+def _part_scale(number: Tensor) -> Tensor:
+    """Of a part, against its group's: 6 bits -> 1.125 * 2^-8 to 1."""
+    return ((number + _LEAST_PART) << _PART_SHIFT).to(torch.int32).view(torch.float32)
+
+
+def _six_bits(numbers: Tensor) -> Tensor:
+    """[..., 8] of 6 bits each -> 6 bytes, the first number in the lowest bits."""
+    fours = numbers.unflatten(-1, (2, 4)) << torch.arange(0, 24, 6, dtype=torch.int32, device=numbers.device)
+    words = fours.sum(-1, keepdim=True, dtype=torch.int32)
+    return (words >> torch.arange(0, 24, 8, dtype=torch.int32, device=numbers.device) & 0xFF).flatten(-2)
+
+
+def _levels_of(book: _Book, held: Tensor) -> Tensor:
+    """held [...], bool -> the levels of each group in steps, [..., 2^bits]."""
+    both = torch.tensor(book.levels, dtype=torch.float32, device=held.device) / 128
+    return both[held.long()]
+
+
+def _looked_up(levels: Tensor, codes: Tensor) -> Tensor:
+    """levels [..., count] of each group, codes [..., parts, elements] -> in steps."""
+    return levels.gather(-1, codes.flatten(-2).long()).view(codes.shape)
 
 
 def _whole_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
@@ -414,6 +539,8 @@ def _values(payload: Tensor, codec: Format) -> Tensor:
         return bytes_ if width == 1 else bytes_[..., :1] | bytes_[..., 1:] << 8
 
     scale_bits = word()
+    if codec.codebook:
+        return _codebook_values(scale_bits, record, codec)
     scale = _from_bf16(scale_bits & 0x7FF0 if codec.compact else scale_bits)
     if codec.compact:
         offset = (scale_bits & 15 | scale_bits >> 11 & 16) - (_OFFSETS - 1)
@@ -426,17 +553,34 @@ def _values(payload: Tensor, codec: Format) -> Tensor:
         zero = torch.where(whole, -(zero_bits.float() * scale), _from_bf16(zero_bits))
     spikes = [_from_bf16(word()), _from_bf16(word())] if codec.spikes else []
     places = [word(codec.place_bytes).long() & (codec.group_size - 1) for _ in spikes]
-    codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=payload.device)
-    for width, shift in _planes(codec.bits):
-        plane = record[..., at : at + codec.group_size * width // 8]
-        positions = torch.arange(0, 8, width, dtype=torch.int32, device=payload.device)
-        units = (plane.unsqueeze(-1) >> positions & ((1 << width) - 1)).flatten(-2)
-        codes |= units << shift
-        at += codec.group_size * width // 8
-    values = (codes - _half(codec)).float() * scale + zero
+    values = (_codes(record, codec) - _half(codec)).float() * scale + zero
     for spike, place in zip(spikes, places, strict=True):
         values = values.scatter(-1, place, torch.where(scale.isnan(), values.gather(-1, place), spike))
     return values
+
+
+def _codebook_values(scale_bits: Tensor, record: Tensor, codec: Format) -> Tensor:
+    """scale_bits [rows, groups, 1] and records -> values [rows, groups, group_size]."""
+    thirds = record[..., 2:8].unflatten(-1, (2, 3)) << torch.arange(0, 24, 8, dtype=torch.int32, device=record.device)
+    fours = thirds.sum(-1, keepdim=True, dtype=torch.int32)
+    numbers = (fours >> torch.arange(0, 24, 6, dtype=torch.int32, device=record.device) & 63).flatten(-2)
+    step = _part_scale(numbers) * _from_bf16(scale_bits & 0x7FFF)
+    levels = _levels_of(_BOOKS[codec.bits], (scale_bits >= _WHOLE).squeeze(-1))
+    codes = _codes(record, codec).unflatten(-1, (_PARTS, -1))
+    return (_looked_up(levels, codes) * step.unsqueeze(-1)).flatten(-2)
+
+
+def _codes(record: Tensor, codec: Format) -> Tensor:
+    """Records [rows, groups, bytes] -> codes [rows, groups, group_size], int32."""
+    codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=record.device)
+    at = codec.metadata_bytes
+    for width, shift in _planes(codec.bits):
+        plane = record[..., at : at + codec.group_size * width // 8]
+        positions = torch.arange(0, 8, width, dtype=torch.int32, device=record.device)
+        units = (plane.unsqueeze(-1) >> positions & ((1 << width) - 1)).flatten(-2)
+        codes |= units << shift
+        at += codec.group_size * width // 8
+    return codes
 
 
 def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:

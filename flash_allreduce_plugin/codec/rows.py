@@ -42,7 +42,9 @@ def use_reference(device_type: str = "cpu") -> bool:
     return False
 
 
-def _is_compiled(tensor: Tensor) -> bool:
+def _is_compiled(tensor: Tensor, codec: Format) -> bool:
+    if codec.codebook and tensor.device.type == "cuda":  # not written for it yet
+        return False
     return not use_reference(tensor.device.type)
 
 
@@ -51,7 +53,7 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 
     draw: the random numbers of stochastic rounding, not looked at otherwise.
     """
-    if _is_compiled(input):
+    if _is_compiled(input, codec):
         _compiled.encode(
             input,
             payload,
@@ -68,7 +70,7 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 
 def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
     """payload [rows, bytes] -> output [rows, numel]."""
-    if _is_compiled(output):
+    if _is_compiled(output, codec):
         _compiled.decode(payload, output, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode(payload, output, codec)
@@ -76,7 +78,7 @@ def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
     """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
-    if _is_compiled(output):
+    if _is_compiled(output, codec):
         _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode_sum(payloads, output, codec, factor)
@@ -89,7 +91,7 @@ def decode_sum_encode(
 
     The two differ in their width alone.
     """
-    if _is_compiled(payload):
+    if _is_compiled(payload, reduce):
         _compiled.decode_sum_encode(
             payloads,
             payload,
@@ -117,7 +119,7 @@ def encode_feedback(
     residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
         [groups, group_size].
     """
-    if _is_fused(input):
+    if _is_compiled(input, codec):
         numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
         _compiled.encode_feedback(input, payload, residual, momentum, *numbers)
     else:
@@ -135,15 +137,11 @@ def decode_sum_encode_feedback(
     draw: Draw = NO_DRAW,
 ) -> None:
     """decode_sum_encode with the sum's own residual; rotated groups stay so in both."""
-    if _is_fused(payload):
+    if _is_compiled(payload, reduce):
         numbers = reduce.bits, gather.bits, reduce.group_size, reduce.options, draw.key, draw.first_group
         _compiled.decode_sum_encode_feedback(payloads, payload, residual, factor, momentum, *numbers)
     else:
         reference.decode_sum_encode_feedback(payloads, payload, residual, reduce, gather, factor, momentum, draw)
-
-
-def _is_fused(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and _is_compiled(tensor)
 
 
 def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
@@ -151,7 +149,7 @@ def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Form
 
     master: float32 or of held's dtype.
     """
-    if held.device.type == "cpu" and _is_compiled(held) and master.dtype is torch.float32:
+    if held.device.type == "cpu" and _is_compiled(held, codec) and master.dtype is torch.float32:
         numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
         return torch.tensor(_compiled.encode_difference(master, held, payload, *numbers))
     finite = torch.ones((), dtype=torch.bool, device=held.device)
@@ -166,7 +164,7 @@ def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Form
 
 def decode_add(payload: Tensor, held: Tensor, codec: Format) -> None:
     """held [rows, numel] += what payload [rows, bytes] decodes to, in float32, rounded to held's dtype."""
-    if held.device.type == "cpu" and _is_compiled(held):
+    if held.device.type == "cpu" and _is_compiled(held, codec):
         _compiled.decode_add(payload, held, codec.bits, codec.group_size, codec.options)
         return
     for first, last, buffer in _pieces(len(held), held.shape[1], held.device):

@@ -27,7 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from flash_allreduce_plugin import environment
-from flash_allreduce_plugin.codec.format import GROUP_SIZES, MAX_BITS, MIN_BITS, Format
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, MAX_BITS, MIN_BITS, MIN_CODEBOOK_GROUP_SIZE, Format
 from flash_allreduce_plugin.config import presets, strict_json
 from flash_allreduce_plugin.config.wording import nearest, parse, sentences, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
@@ -135,6 +135,9 @@ class FlashConfig(_Frozen):
         128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
     )
     compact: bool = _format(False, _BOOL, "scale and zero point in one word: 2 bytes a group instead of 4")
+    codebook: bool = _format(
+        False, _BOOL, "a scale for every eighth of a group, levels closer near zero; groups of 128 or more"
+    )
     range: Literal["min-max", "mse"] = _format(
         "min-max", '"min-max" or "mse"', "mse: of several ranges of each group, the one with the least squared error"
     )
@@ -240,6 +243,28 @@ class FlashConfig(_Frozen):
             )
         return value
 
+    @field_validator("codebook", mode="after")
+    @classmethod
+    def _refuse_other_metadata(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("compact"):
+            raise PydanticCustomError("combination", "excludes compact=True, another way to scale; drop one of the two")
+        if value and info.data.get("group_size", MIN_CODEBOOK_GROUP_SIZE) < MIN_CODEBOOK_GROUP_SIZE:
+            raise PydanticCustomError(
+                "combination",
+                f"excludes group_size={info.data['group_size']}, whose eighths are too small; "
+                f"expected {MIN_CODEBOOK_GROUP_SIZE} or more",
+            )
+        return value
+
+    @field_validator("symmetric", "spike_reserving", "rounding", mode="after")
+    @classmethod
+    def _refuse_beside_codebook(cls, value: Any, info: ValidationInfo) -> Any:
+        if value in (True, "stochastic") and info.data.get("codebook"):
+            raise PydanticCustomError(
+                "combination", "excludes codebook=True, whose scales and levels are its own; drop one of the two"
+            )
+        return value
+
     @field_validator("rounding", mode="after")
     @classmethod
     def _refuse_biased(cls, value: str, info: ValidationInfo) -> str:
@@ -292,6 +317,7 @@ class FlashConfig(_Frozen):
             mse=self.range == "mse",
             stochastic=self.rounding == "stochastic",
             compact=self.compact,
+            codebook=self.codebook,
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:

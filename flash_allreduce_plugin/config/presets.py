@@ -29,10 +29,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Instead in Megatron, where `bits` is the width of activations.
 IN_MEGATRON: dict[str, dict[str, Any]] = {"thin": {"bits": 4}}
 
-# Given key and value -> the key of a preset that cannot go together with it, and stays at its default.
+# Given key and value -> the keys of a preset that cannot go together with it, and stay at their defaults.
 _YIELDS = {
-    ("symmetric", True): "compact",
-    ("rounding", "stochastic"): "range",
+    ("symmetric", True): ("compact",),
+    ("rounding", "stochastic"): ("range",),
+    ("codebook", True): ("compact", "group_size"),
 }
 
 
@@ -45,7 +46,8 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     filled = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
     for key, value in values.items():
         if isinstance(value, bool | str):
-            filled.pop(_YIELDS.get((key, value), ""), None)
+            for other in _YIELDS.get((key, value), ()):
+                filled.pop(other, None)
     if values.get("hierarchical", "off") != "off":
         filled.pop("error_feedback", None)
     return {**filled, **values}

@@ -18,6 +18,7 @@ import torch
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, Draw, Format
+from tests.codecs import fits
 
 SOURCE = Path(__file__).parents[1] / "host" / "group.cpp"
 
@@ -51,14 +52,17 @@ def groups(size: int) -> torch.Tensor:
 
 
 OPTIONS = [sum(flags) for flags in itertools.product((0, 1, 32), (0, 2), (0, 4), (0, 8, 16))]
+OPTIONS += [64, 64 + 4, 64 + 8, 64 + 4 + 8]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_shared_headers_give_the_bytes_of_the_kernels(host: ctypes.CDLL, options: int) -> None:
-    flags = [bool(options & 1 << i) for i in range(6)]
+    flags = [bool(options & 1 << i) for i in range(7)]
     draw = Draw(rows.draw_key(9), 4)
     for i, size in enumerate(GROUP_SIZES):
-        for bits in range(2, 9) if options in (0, 1, 32) else (2 + i, 8 - i):
+        if not fits(size, {"codebook": bool(options & 64)}):
+            continue
+        for bits in range(2, 9) if options in (0, 1, 32, 64, 72) else (2 + i, 8 - i):
             layout = Format(bits, size, *flags)
             values_in = groups(size)
             payload = torch.empty(len(values_in), layout.record_bytes, dtype=torch.uint8)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values, same_bits
+from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values, same_bits
 from tests.feedback import KINDS, composed, residual_like
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
@@ -32,6 +32,9 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
+]
+OPTIONS += [
+    {**CODEBOOK, "hadamard": hadamard, "mse": mse} for hadamard, mse in itertools.product((False, True), (False, True))
 ]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
@@ -164,7 +167,7 @@ def check(warps: Warps, x: Tensor, c: Format, dtype: torch.dtype, gather_bits: i
     assert torch.equal(warps.decode_sum_encode(payloads, c, gather, 0.5, _align(payloads, c)), sent), (c, gather)
 
 
-FLAGS = ("symmetric", "compact", "spikes", "hadamard", "mse", "stochastic")
+FLAGS = ("symmetric", "compact", "codebook", "spikes", "hadamard", "mse", "stochastic")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
@@ -172,7 +175,8 @@ def test_every_option_width_and_group_size(warps: Warps, options: dict[str, bool
     """Lengths around a warp's 1024 elements; hard values, not finite ones among them."""
     hard = torch.stack(list(hard_values(1100).values()))
     lengths = itertools.cycle((1, 33, 1000, 1023, 1024, 1025, 2048, 2100))
-    for i, (bits, group_size) in enumerate(itertools.product(BITS, GROUP_SIZES)):
+    sizes = [g for g in GROUP_SIZES if fits(g, options)]
+    for i, (bits, group_size) in enumerate(itertools.product(BITS, sizes)):
         if options and i % 3:  # a third of them with options: with none, all
             continue
         c, dtype = Format(bits, group_size, **options), DTYPES[i % 3]
@@ -197,7 +201,7 @@ def test_any_bit_pattern(
     check(
         warps,
         torch.stack([values, values.flip(0), values.nan_to_num(1.0)]),
-        Format(bits, group_size, **options),
+        Format(bits, group_size if fits(group_size, options) else 4 * group_size, **options),
         dtype,
         4,
     )
@@ -214,6 +218,7 @@ def test_any_bytes_decode_alike(
     warps: Warps, options: dict[str, bool], bits: int, group_size: int, data: bytes
 ) -> None:
     """Places of spikes included that lie outside of the group: nothing is read or written elsewhere."""
+    group_size = group_size if fits(group_size, options) else 4 * group_size
     c = Format(bits, group_size, **options)
     size = 3 * 2 * c.record_bytes
     payloads = (
@@ -227,7 +232,8 @@ def test_any_bytes_decode_alike(
 def test_addresses_of_any_alignment(warps: Warps) -> None:
     """Rows that begin anywhere, and payloads at odd addresses."""
     for c, dtype in itertools.product(
-        (Format(4, 128), Format(3, 64, compact=True), Format(8, 32, spikes=True)), DTYPES
+        (Format(4, 128), Format(3, 64, compact=True), Format(8, 32, spikes=True), Format(4, 128, codebook=True)),
+        DTYPES,
     ):
         x = gaussian(2000).to(dtype)
         expected = torch.empty(1, c.payload_bytes(1999), dtype=torch.uint8)

@@ -16,7 +16,7 @@ CODECS = [
     for group_size in GROUP_SIZES
     for layout in LAYOUTS
     for spikes in (False, True)
-]
+] + [Format(bits, group_size, codebook=True) for bits in (2, 3, 4, 8) for group_size in GROUP_SIZES[2:]]
 NUMELS = (0, 1, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 999_983, (1 << 31) + 5, 1 << 40)
 
 needs_library = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
@@ -36,10 +36,13 @@ def test_the_library_writes_this_wire_version() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_and_spikes_6_or_8_more(codec: Format) -> None:
+def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_8_codebook_and_spikes_6_or_8_more(
+    codec: Format,
+) -> None:
     overhead = codec.record_bytes - codec.group_size * codec.bits // 8
     spikes = (6 if codec.group_size <= 256 else 8) if codec.spikes else 0
-    assert overhead == codec.metadata_bytes == (2 if codec.symmetric or codec.compact else 4) + spikes
+    front = 8 if codec.codebook else 2 if codec.symmetric or codec.compact else 4
+    assert overhead == codec.metadata_bytes == front + spikes
     assert codec.bits_per_element == codec.bits + 8 * overhead / codec.group_size
 
 

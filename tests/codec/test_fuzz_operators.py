@@ -18,7 +18,7 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec import ops, reference
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, Draw, Format
-from tests.codecs import DTYPES, as_bytes, compiled, same_bits
+from tests.codecs import DTYPES, as_bytes, compiled, fits, same_bits
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
@@ -32,7 +32,8 @@ fuzz = settings(
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 OTHER_DTYPES = (torch.float64, torch.int8, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)
-FLAGS = ("symmetric", "spikes", "hadamard", "mse", "stochastic", "compact")
+FLAGS = ("symmetric", "spikes", "hadamard", "mse", "stochastic", "compact", "codebook")
+BESIDE_CODEBOOK = ("symmetric", "spikes", "stochastic", "compact")  # excluded
 
 
 def mostly(good: Any, *others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -106,7 +107,9 @@ def calls(draw: st.DrawFn) -> tuple[str, list[Any], Format, Format]:
     flags = {flag: draw(st.booleans()) for flag in FLAGS}
     flags["compact"] &= not flags["symmetric"]
     flags["stochastic"] &= not flags["mse"]
-    codec = Format(draw(st.integers(2, 8)), draw(st.sampled_from(GROUP_SIZES)), **flags)
+    flags["codebook"] &= not (flags["symmetric"] or flags["compact"] or flags["spikes"] or flags["stochastic"])
+    sizes = [g for g in GROUP_SIZES if fits(g, flags)]
+    codec = Format(draw(st.integers(2, 8)), draw(st.sampled_from(sizes)), **flags)
     gather = Format(draw(st.integers(2, 8)), codec.group_size, **flags)
     numbers = [draw(mostly(n, INT64)) for n in (codec.bits, codec.group_size, codec.options)]
     gather_bits = draw(mostly(gather.bits, INT64))
@@ -266,7 +269,9 @@ def _said(name: str, given: list[Any]) -> tuple[Format | None, Format | None]:
         else [(n := given[3:6] if name == "decode_sum" else given[2:5])[0], *n]
     )
     flags = {flag: bool(options >> i & 1) for i, flag in enumerate(FLAGS)}
-    wrong = not 0 <= options < 64 or (flags["symmetric"] and flags["compact"]) or (flags["mse"] and flags["stochastic"])
+    wrong = not 0 <= options < 128 or (flags["symmetric"] and flags["compact"])
+    wrong |= flags["mse"] and flags["stochastic"]
+    wrong |= flags["codebook"] and (any(flags[f] for f in BESIDE_CODEBOOK) or not fits(group_size, flags))
     if wrong or not 2 <= bits <= 8 or not 2 <= gather_bits <= 8 or group_size not in GROUP_SIZES:
         return None, None
     return Format(bits, group_size, **flags), Format(gather_bits, group_size, **flags)
@@ -276,7 +281,7 @@ def _said(name: str, given: list[Any]) -> tuple[Format | None, Format | None]:
     numel=INT64,
     bits=INT64 | st.integers(2, 8),
     group_size=INT64 | st.sampled_from(GROUP_SIZES),
-    options=INT64 | st.integers(0, 63),
+    options=INT64 | st.integers(0, 127),
 )
 @fuzz
 def test_the_size_of_a_payload(numel: int, bits: int, group_size: int, options: int) -> None:

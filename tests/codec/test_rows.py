@@ -18,12 +18,14 @@ from flash_allreduce_plugin.codec import ops
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import (
     BITS,
+    CODEBOOK,
     DTYPES,
     GROUP_SIZES,
     LAYOUTS,
     LENGTHS,
     Both,
     as_bytes,
+    fits,
     gaussian,
     hard_values,
     residuals,
@@ -33,12 +35,13 @@ from tests.golden.make import DRAW, FOLDER, values_of
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 
-layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=["asymmetric", "symmetric", "compact"])
+layouts = pytest.mark.parametrize(
+    "layout", [*LAYOUTS, CODEBOOK], ids=["asymmetric", "symmetric", "compact", "codebook"]
+)
 codecs = st.builds(
-    lambda bits, group_size, layout: Format(bits, group_size, **layout),
+    lambda bits, shape: Format(bits, shape[0], **shape[1]),
     st.sampled_from(BITS),
-    st.sampled_from(GROUP_SIZES),
-    st.sampled_from(LAYOUTS),
+    st.sampled_from([(g, layout) for g in GROUP_SIZES for layout in (*LAYOUTS, CODEBOOK) if fits(g, layout)]),
 )
 dtypes = st.sampled_from(DTYPES)
 
@@ -47,6 +50,8 @@ dtypes = st.sampled_from(DTYPES)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("bits", BITS)
 def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size: int, layout: dict[str, bool]) -> None:
+    if not fits(group_size, layout):
+        return
     both = Both(Format(bits, group_size, **layout))
     for dtype in DTYPES:
         for numel in LENGTHS:
@@ -58,7 +63,7 @@ def test_compiled_is_reference_for_every_length_and_dtype(bits: int, group_size:
 @pytest.mark.parametrize("group_size", (32, 64, 1024))
 def test_differences_are_those_of_float32(group_size: int, layout: dict[str, bool]) -> None:
     generator = torch.Generator().manual_seed(7)
-    for bits in BITS:
+    for bits in BITS if fits(group_size, layout) else ():
         both = Both(Format(bits, group_size, **layout))
         for dtype in DTYPES:
             for numel in LENGTHS[1:]:
@@ -72,7 +77,9 @@ def test_differences_are_those_of_float32(group_size: int, layout: dict[str, boo
 
 
 @pytest.mark.parametrize(
-    "options", [{"spikes": True}, {"hadamard": True}, {"mse": True}, {"stochastic": True}], ids=str
+    "options",
+    [{"spikes": True}, {"hadamard": True}, {"mse": True}, {"stochastic": True}, {**CODEBOOK, "mse": True}],
+    ids=str,
 )
 def test_differences_take_every_option(options: dict[str, bool]) -> None:
     both = Both(Format(3, 128, **options))
@@ -190,7 +197,7 @@ def test_feedback_that_does_not_fit_is_refused() -> None:
 @layouts
 @pytest.mark.parametrize("bits", BITS)
 def test_compiled_is_reference_for_hard_values(bits: int, layout: dict[str, bool]) -> None:
-    for group_size in (32, 128, 1024):
+    for group_size in (g for g in (32, 128, 1024) if fits(g, layout)):
         both = Both(Format(bits, group_size, **layout))
         # In rows, so that decode_sum adds hard values to one another.
         rows = torch.stack(list(hard_values(1100).values()))
@@ -206,7 +213,10 @@ def test_compiled_is_reference_for_hard_values(bits: int, layout: dict[str, bool
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_compiled_is_reference_for_sums_over_ranks(ranks: int) -> None:
-    for codec in (Format(8, 128), Format(4, 32), Format(5, 256, symmetric=True), Format(4, 64, compact=True)):
+    for codec in (
+        *(Format(8, 128), Format(4, 32), Format(5, 256, symmetric=True), Format(4, 64, compact=True)),
+        *(Format(bits, group_size, codebook=True) for bits, group_size in ((2, 256), (4, 128), (8, 512))),
+    ):
         both = Both(codec)
         for numel in LENGTHS:
             payloads = both.encode(gaussian(ranks, numel))
@@ -265,7 +275,9 @@ def test_rows_may_be_strided_and_nothing_beside_them_is_written() -> None:
     assert (output[:, :100] == 7).all() and (output[:, 250:] == 7).all()
 
 
-@pytest.mark.parametrize("codec", [Format(8, 128), Format(3, 32), Format(5, 64, True)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Format(8, 128), Format(3, 32), Format(5, 64, True), Format(3, 128, codebook=True)], ids=str
+)
 def test_the_payload_of_a_part_is_a_slice_of_the_payload_of_the_whole(codec: Format) -> None:
     both, g = Both(codec), codec.group_size
     x = gaussian(1, 10 * g + 17)
@@ -291,11 +303,11 @@ def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, l
 
 
 def test_zeros_come_back_as_zeros_and_their_signs_do_not_travel() -> None:
-    for layout in LAYOUTS:
-        both = Both(Format(8, 32, **layout))
-        plus, minus = both.encode(torch.zeros(1, 32)), both.encode(-torch.zeros(1, 32))
+    for layout in (*LAYOUTS, CODEBOOK):
+        both = Both(Format(8, 128, **layout))
+        plus, minus = both.encode(torch.zeros(1, 128)), both.encode(-torch.zeros(1, 128))
         assert torch.equal(plus, minus)
-        assert (both.decode(plus, 32) == 0).all()
+        assert (both.decode(plus, 128) == 0).all()
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
@@ -311,7 +323,7 @@ def test_golden_bytes(path: Path) -> None:
 
 
 def test_there_are_golden_bytes() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["edges", "options", "ramps"]
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["codebook", "edges", "options", "ramps"]
 
 
 def _wire_format_example() -> tuple[Tensor, bytes]:

@@ -33,6 +33,7 @@ AVAILABLE = {
     "group_size": st.sampled_from([32, 64, 128, 256, 512, 1024]),
     "symmetric": st.booleans(),
     "compact": st.just(False),  # with symmetric
+    "codebook": st.just(False),  # with symmetric, spike_reserving and small groups
     "chunk_bytes": st.integers(4096, 1 << 40),
     "min_bytes": st.integers(0, 1 << 40),
     "grad_bits": st.just("full") | WIDTHS,
@@ -71,6 +72,7 @@ WRONG: dict[str, list[Any]] = {
     "group_size": ["128", True, 128.0, 0, 16, 100, 2048, None],
     "symmetric": [1, "false", None],
     "compact": [1, "false", None],
+    "codebook": [1, "false", None],
     "range": ["max", None, 1],
     "seed": ["1", True, 1.0, -1, None],
     "rounding": ["up", None, 1],

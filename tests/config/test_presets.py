@@ -69,6 +69,7 @@ def test_a_copy_may_take_another_preset() -> None:
     [
         ({"symmetric": True}, {"compact": False}),
         ({"rounding": "stochastic"}, {"range": "min-max"}),
+        ({"codebook": True}, {"compact": False, "group_size": 128}),
         ({"hierarchical": "auto"}, {"error_feedback": False}),
     ],
 )

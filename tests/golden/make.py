@@ -60,6 +60,13 @@ OPTIONS = [
     {"compact": True, "spikes": True, "mse": True},
     {"compact": True, "stochastic": True},
 ]
+# As many of the codebook's, whose groups are larger.
+CODEBOOK = [
+    {"codebook": True},
+    {"codebook": True, "mse": True},
+    {"codebook": True, "hadamard": True},
+    {"codebook": True, "hadamard": True, "mse": True},
+]
 DRAW = Draw(key=-1234567890123456789, first_group=3)
 
 
@@ -75,7 +82,9 @@ def case(name: str, codec: Format, dtype: str, input: Any) -> dict[str, Any]:
         "group_size": codec.group_size,
         "symmetric": codec.symmetric,
         "options": {
-            name: True for name in ("spikes", "hadamard", "mse", "stochastic", "compact") if getattr(codec, name)
+            name: True
+            for name in ("spikes", "hadamard", "mse", "stochastic", "compact", "codebook")
+            if getattr(codec, name)
         },
         "dtype": dtype,
         "input": input,
@@ -102,7 +111,18 @@ def main() -> None:
         for ramp, group_size, dtype in zip(RAMPS, (64, 32, 512), ("float32", "bfloat16", "float16"), strict=True)
         for bits in (2, 3, 4, 8)
     ]
-    for stem, cases in (("ramps", ramps), ("edges", edges), ("options", options)):
+    codebook = [
+        case(f"{ramp['count']} from {ramp['first']}", Format(bits, group_size, **chosen), dtype, ramp)
+        for chosen in CODEBOOK
+        for ramp, group_size, dtype in zip(RAMPS, (128, 256, 512), ("float32", "bfloat16", "float16"), strict=True)
+        for bits in range(2, 9)
+    ]
+    codebook += [
+        case(name, Format(bits, 128, codebook=True, mse=bits == 4), "float32", input)
+        for name, input in EDGES.items()
+        for bits in (2, 3, 4, 8)
+    ]
+    for stem, cases in (("ramps", ramps), ("edges", edges), ("options", options), ("codebook", codebook)):
         (FOLDER / f"{stem}.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 

@@ -29,6 +29,64 @@ int place_at(const uint8_t* from, int group_size) {
   return (place_bytes(group_size) == 2 ? from[0] | from[1] << 8 : from[0]) & (group_size - 1);
 }
 
+void pack(uint32_t code, int i, int bits, int group_size, uint8_t* planes) {
+  for (int width = 8; width >= 1; width /= 2) {
+    if (!has_plane(bits, width)) continue;
+    const uint32_t unit = (code >> plane_shift(bits, width)) & ((1u << width) - 1);
+    planes[plane_offset(bits, width, group_size) + i * width / 8] |=
+        static_cast<uint8_t>(unit << (i * width % 8));
+  }
+}
+
+float largest(const float* x, int count) {  // a NaN is larger than Inf
+  uint32_t most = 0;
+  for (int i = 0; i < count; ++i) {
+    const uint32_t bits = float_bits(x[i]) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
+  return bits_float(most);
+}
+
+// x, rotated if it is to be, to its record.
+void encode_codebook(const float* x, int bits, int group_size, int options, uint8_t* record) {
+  const Book book = book_of(bits);
+  const int part = group_size / kParts;
+  memset(record, 0, static_cast<size_t>(record_bytes(bits, group_size, options)));
+  const uint32_t scale_bits = codebook_scale(largest(x, group_size) / book.reach);
+  if (scale_bits == kNaNBits) {
+    memcpy(record, &kNaNScale, sizeof kNaNScale);
+    return;
+  }
+  const float scale = bits_float(scale_bits);
+  bool with_zero = false;
+  for (int i = 0; i < group_size; ++i) with_zero = with_zero || x[i] == 0.0f;
+  const float shift = with_zero ? book.shift : 0.0f;
+  uint64_t front = scale_bits >> 16 | (with_zero ? kWhole : 0u);
+  for (int p = 0; p < kParts; ++p) {
+    const float* of_part = x + p * part;
+    const int widest = widest_part(largest(of_part, part) / book.reach, scale);
+    int number = at_least_0(widest - book.lower);
+    float least = 0;
+    for (int lower = 0; options & kMse && lower < kTriedSteps; ++lower) {
+      const int tried = at_least_0(widest - lower);
+      const float inverse = 1.0f / (part_scale(tried) * scale);
+      float error = 0;
+      for (int i = 0; i < part; ++i) error += codebook_error(of_part[i] * inverse + shift, shift, bits);
+      error *= part_scale(tried) * part_scale(tried);
+      if (lower == 0 || error < least) {
+        number = tried;
+        least = error;
+      }
+    }
+    front |= static_cast<uint64_t>(number) << (16 + 6 * p);
+    const float inverse = 1.0f / (part_scale(number) * scale);
+    for (int i = 0; i < part; ++i) {
+      pack(codebook_code(of_part[i] * inverse + shift, bits), p * part + i, bits, group_size, record + 8);
+    }
+  }
+  memcpy(record, &front, sizeof front);
+}
+
 }  // namespace
 
 // input [group_size] -> record. number: of the group in its call.
@@ -37,6 +95,10 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
   float x[kMaxGroupSize];
   for (int i = 0; i < group_size; ++i) x[i] = options & kHadamard ? flipped(input[i], i) : input[i];
   if (options & kHadamard) rotate(x, group_size);
+  if (options & kCodebook) {
+    encode_codebook(x, bits, group_size, options, record);
+    return;
+  }
   bool finite = true;
   int least = 0, greatest = 0;
   for (int i = 0; i < group_size; ++i) {
@@ -107,19 +169,18 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
       code = float_bits((x[i] - best.zero) * inverse + offset + kRoundMagic) - kRoundMagicBits +
              static_cast<uint32_t>(half);
     }
-    for (int width = 8; width >= 1; width /= 2) {
-      if (!has_plane(bits, width)) continue;
-      const uint32_t unit = (code >> plane_shift(bits, width)) & ((1u << width) - 1);
-      planes[plane_offset(bits, width, group_size) + i * width / 8] |=
-          static_cast<uint8_t>(unit << (i * width % 8));
-    }
+    pack(code, i, bits, group_size, planes);
   }
 }
 
 // record -> y [group_size].
 extern "C" void decode_group(const uint8_t* record, int bits, int group_size, int options, float* y) {
   const Layout layout = layout_of(options);
-  const Metadata m = read_metadata(record, bits, layout);
+  const bool codebook = layout == Layout::kCodebook;
+  uint64_t front = 0;
+  if (codebook) memcpy(&front, record, sizeof front);
+  const float scale = bits_float(static_cast<uint32_t>(front & 0x7fffu) << 16);
+  const Metadata m = codebook ? Metadata{scale, 0.0f} : read_metadata(record, bits, layout);
   const uint8_t* planes = record + metadata_bytes(group_size, options);
   for (int i = 0; i < group_size; ++i) {
     uint32_t code = 0;
@@ -128,7 +189,9 @@ extern "C" void decode_group(const uint8_t* record, int bits, int group_size, in
       const uint32_t byte = planes[plane_offset(bits, width, group_size) + i * width / 8];
       code |= ((byte >> (i * width % 8)) & ((1u << width) - 1)) << plane_shift(bits, width);
     }
-    y[i] = decode_element(code, m.scale, m.zero, code_half(bits, layout));
+    const int number = static_cast<int>(front >> (16 + 6 * (i / (group_size / kParts))) & 63u);
+    y[i] = codebook ? level(bits, (front & kWhole) != 0, code) * (part_scale(number) * m.scale)
+                    : decode_element(code, m.scale, m.zero, code_half(bits, layout));
   }
   if (options & kSpikes && m.scale == m.scale) {
     const uint8_t* spikes = record + spikes_offset(options);
