@@ -57,8 +57,8 @@ class Format:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; codebook: the
-        scale and the eight of the parts.
+        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; or the scales
+        of a codebook.
         """
         if self.codebook:
             return 8
