@@ -205,6 +205,16 @@ def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes
         assert better > (10 if "compact" in layout else 60)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_searched_range_of_the_least_scales(layout: dict[str, bool]) -> None:
+    """256 / scale must stay finite: below 2^-110 nothing is searched for, and all agree where that begins."""
+    x = torch.cat([gaussian(1, 64) * 2.0**exponent for exponent in range(-126, -96)], dim=1)
+    for bits in BITS:
+        whole, searched = (Both(of(bits, 32, **layout, mse=mse)).encode(x) for mse in (False, True))
+        differ = (whole != searched).view(len(range(-126, -96)), -1).any(1)
+        assert not differ[:6].any() and differ[-8:].any(), bits
+
+
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
     """The mean over many draws comes as close to the value as their number lets it; nearest does not."""
     x, calls = gaussian(1, 256), 600
