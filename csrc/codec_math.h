@@ -52,7 +52,7 @@
 //   group's
 //                own: every element still rounds to a code, so the error stays below half a step. The first
 //                with the least sum of squared errors serves, but in a group with a range of its own for its
-//                0. Errors are counted in whole 1/256 of a step: no order of adding changes the sum.
+//                0. Errors are counted in odd 1/256 of a step: no order of adding changes the sum.
 //   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
 //   spike:
 //                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
@@ -285,10 +285,9 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 
 // ---- mse: a few scales are tried, each with zero points in a few places
 //
-//   asymmetric   The whole range. Then the ends of the group may lie up to 7/16 of a step outside of the
-//   values
-//                of the codes: one scale leaves the zero point no room, the last leaves it half a step, in
-//                which it takes four places, evenly spread.
+//   asymmetric   The whole range. Then the group's ends may lie up to 7/16 of a step outside of the values of
+//                the codes: one scale leaves the zero point no room, the last leaves it half a step, in which
+//                it takes four places, evenly spread.
 //   symmetric    The larger end lies 0, 7/32 or 7/16 of a step outside.
 //   compact      The scale of the whole range and the one after it. Offsets one step apart have the same
 //                errors: at 2 and 3 bits both neighbours of the nearest are tried, at 4 bits one, then none.
@@ -296,7 +295,7 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 // All zero points of a scale share the positions of the elements, in whole 1/256 of a step above the group's
 // least: a zero point is a number that is added to them, and the error is what the last 8 bits then say.
 
-constexpr int kMostScales = 3, kMostPlaces = 4;
+constexpr int kMostPlaces = 4;
 
 FLASH_HD constexpr int scales_of(Layout layout) { return layout == Layout::kCompact ? 2 : 3; }
 

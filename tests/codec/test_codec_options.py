@@ -198,8 +198,9 @@ def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes
                 for mse in (False, True)
             ]
             before, after = (error.square().sum(1) for error in errors)
-            # Errors are counted in 1/256 of a step, and those of an element that stands in for spikes three times.
-            assert (after <= before * (1.1 if spikes else 1.02) + 1e-12).all(), (bits, values)
+            # Errors are counted in 1/128 of a step, which tells where all elements but one have the same small error;
+            # and those of an element that stands in for spikes three times.
+            assert (after <= before * 1.1 + 1e-12).all(), (bits, values)
             better += int((after < 0.98 * before).sum())
         # Compact ranges are narrow without a search; at 8 bits only the next scale differs.
         assert better > (10 if "compact" in layout else 60)
