@@ -64,7 +64,7 @@
 //   group's
 //                own: every element still rounds to a code, so the error stays below half a step. The first
 //                with the least sum of squared errors serves, but in a group with a range of its own for its
-//                0. Errors are counted in whole 1/256 of a step: no order of adding changes the sum.
+//                0. Errors are counted in odd 1/256 of a step: no order of adding changes the sum.
 //   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
 //   spike:
 //                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
@@ -297,10 +297,9 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 
 // ---- mse: a few scales are tried, each with zero points in a few places
 //
-//   asymmetric   The ends of the group may lie up to 7/16 of a step outside of the values of the codes. One
-//                scale leaves the zero point no room, the next leaves it half a step, in which it takes four
-//                places, evenly spread. From 6 bits on, where bf16 has few zero points, the whole range is
-//                tried before them.
+//   asymmetric   The whole range. Then the group's ends may lie up to 7/16 of a step outside of the values of
+//                the codes: one scale leaves the zero point no room, the last leaves it half a step, in which
+//                it takes four places, evenly spread.
 //   symmetric    The larger end lies 0, 7/32 or 7/16 of a step outside.
 //   compact      The scale of the whole range and the one after it. Offsets one step apart have the same
 //                errors: at 2 and 3 bits both neighbours of the nearest are tried, at 4 bits one, then none.
@@ -308,24 +307,18 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 // All zero points of a scale share the positions of the elements, in whole 1/256 of a step above the group's
 // least: a zero point is a number that is added to them, and the error is what the last 8 bits then say.
 
-constexpr int kMostScales = 3, kMostPlaces = 4;
+constexpr int kMostPlaces = 4;
 
-FLASH_HD constexpr int scales_of(int bits, Layout layout) {
-  return layout == Layout::kCompact || (layout == Layout::kAsymmetric && bits < 6) ? 2 : 3;
-}
+FLASH_HD constexpr int scales_of(Layout layout) { return layout == Layout::kCompact ? 2 : 3; }
 
 FLASH_HD constexpr int places_of(int scale, int bits, Layout layout) {
   if (layout == Layout::kCompact) return bits < 4 ? 3 : bits == 4 ? 2 : 1;
-  return layout == Layout::kAsymmetric && scale == scales_of(bits, layout) - 1 ? kMostPlaces : 1;
+  return layout == Layout::kAsymmetric && scale == 2 ? kMostPlaces : 1;
 }
 
 // The least width whose search is the same but for numbers.
 FLASH_HD constexpr int searched_as(int bits, Layout layout) {
-  return layout == Layout::kCompact      ? (bits < 4    ? 2
-                                            : bits == 4 ? 4
-                                                        : 5)
-         : layout == Layout::kAsymmetric ? (bits < 6 ? 2 : 6)
-                                         : 2;
+  return layout != Layout::kCompact || bits < 4 ? 2 : bits == 4 ? 4 : 5;
 }
 
 constexpr uint32_t kMinTriedBits = 0x08800000u;  // 2^-110: 256 / scale stays finite
@@ -339,8 +332,8 @@ FLASH_HD uint32_t tried_scale(int scale, uint32_t whole, float lo, float hi, int
     const float steps =
         static_cast<float>(code_half(bits, layout)) + static_cast<float>(scale) * (kInside / 2);
     tried = group_scale(lo, hi, 0.0f, steps, true);
-  } else if (scale >= scales_of(bits, layout) - 2) {
-    const float room = scale == scales_of(bits, layout) - 1 ? 0.5f : 0.0f;
+  } else if (scale > 0) {
+    const float room = scale == 1 ? 0.0f : 0.5f;
     tried =
         group_scale(lo, hi, lo, static_cast<float>(code_levels(bits, layout)) + (2 * kInside - room), false);
   }
@@ -363,10 +356,9 @@ FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, fl
   const float step = bits_float(tried), inverse = 1.0f / step;
   Range r;
   r.zero = whole;
-  if (layout == Layout::kAsymmetric && scale >= scales_of(bits, layout) - 2) {
+  if (layout == Layout::kAsymmetric && scale > 0) {
     const float least = hi - (levels + kInside) * step, most = lo + kInside * step;
-    const float part =
-        scale == scales_of(bits, layout) - 2 ? 0.5f : static_cast<float>(place) * (1.0f / (kMostPlaces - 1));
+    const float part = scale == 1 ? 0.5f : static_cast<float>(place) * (1.0f / (kMostPlaces - 1));
     const float wish = least + (most - least) * part;
     r.zero = bits_float((float_bits(wish) + 0x8000u) & 0xffff0000u);
   }

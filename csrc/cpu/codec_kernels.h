@@ -594,7 +594,7 @@ FLASH_INLINE VecI squared_errors(const Positions& p, uint32_t shift) {
 template <DType kType, int kBits, Layout kLayout>
 __attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g, int bits, Ranges& b) {
   using E = Element<kType>;
-  constexpr int scales = scales_of(kBits, kLayout), each = places_of(0, kBits, kLayout);
+  constexpr int scales = scales_of(kLayout), each = places_of(0, kBits, kLayout);
   constexpr int places = (scales - 1) * each + places_of(scales - 1, kBits, kLayout);
   alignas(64) float origin[kBatch], inverse[scales][kBatch];
   alignas(64) uint32_t tried[scales][kBatch], shift[places][kBatch];

@@ -408,7 +408,7 @@ FLASH_HD void search_range(Warp& warp, const Form& form) {
     own.whole = own.best = whole_range(own.lo, own.hi, bits, layout, kInside);
     own.least_error = bits_float(kInfBits);
   });
-  for (int scale = 0; scale < scales_of(bits, layout); ++scale) {
+  for (int scale = 0; scale < scales_of(layout); ++scale) {
     for (int place = 0; place < places_of(scale, bits, layout); ++place) {
       warp.each([&](int, Lane& own) {
         const uint32_t tried = tried_scale(scale, own.whole.scale, own.lo, own.hi, bits, layout);

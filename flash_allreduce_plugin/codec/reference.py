@@ -354,9 +354,8 @@ def _tried(
             tried = checked(_scale(torch.maximum(-low, high), _half(codec) + inside))
             yield tried, [wide(whole[0], tried)]
     else:
-        if codec.bits >= 6:  # bf16 has few zero points for the others
-            tried = checked(whole[1])
-            yield tried, [wide(whole[0], tried)]
+        tried = checked(whole[1])
+        yield tried, [wide(whole[0], tried)]
         for room, parts in ((0.0, [0.5]), (0.5, [place * _THIRD for place in range(_PLACES)])):
             tried = checked(_scale(high - low, _levels(codec) + (2 * _INSIDE - room)))
             least, most = high - (_levels(codec) + _INSIDE) * tried, low + _INSIDE * tried

@@ -136,7 +136,7 @@ extern "C" void encode_group(const float* input, int bits, int group_size, int o
   const Range whole = whole_range(lo, hi, bits, layout, slack);
   Range best = whole;
   float least_error = bits_float(kInfBits);
-  for (int scale = 0; options & kMse && scale < scales_of(bits, layout); ++scale) {
+  for (int scale = 0; options & kMse && scale < scales_of(layout); ++scale) {
     const uint32_t tried = tried_scale(scale, whole.scale, lo, hi, bits, layout);
     for (int place = 0; place < places_of(scale, bits, layout); ++place) {
       const Range range = tried_range(scale, place, tried, whole.zero, lo, hi, bits, layout);
