@@ -260,8 +260,9 @@ def check_feedback(
 ) -> None:
     """x [ranks, numel]: the first row with feedback, then the sum of all with feedback."""
     expected = composed(x[0], residual, momentum, c, DRAW)
-    for ours, theirs in zip(warps.encode_feedback(x[0].clone(), residual, momentum, c), expected, strict=True):
-        assert same_bits(ours, theirs), (c, x.dtype, residual.dtype)
+    ours = warps.encode_feedback(x[0].clone(), residual, momentum, c)
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert same_bits(mine, theirs), (c, x.dtype, residual.dtype)
     plain, gather = (replace(c, bits=bits, hadamard=False) for bits in (c.bits, gather_bits))
     payloads = torch.empty(len(x), c.payload_bytes(x.shape[1]), dtype=torch.uint8)
     rows.encode(x, payloads, c, DRAW)
