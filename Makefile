@@ -73,7 +73,7 @@ HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERA
 PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)-$(TORCHTITAN)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/fuzz/*.h tests/fuzz/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/ptx/*.h tests/fuzz/*.h tests/fuzz/*.cpp)
 
 .PHONY: demo test test-slow test-older test-deepspeed test-hf test-programs test-upstream-deepspeed lint format bench soak check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
 
