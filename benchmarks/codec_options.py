@@ -33,6 +33,8 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "spikes, mse": {"spikes": True, "mse": True},
     "hadamard, mse": {"hadamard": True, "mse": True},
     "compact, mse": {"compact": True, "mse": True},
+    "codebook": {"codebook": True},
+    "codebook, mse": {"codebook": True, "mse": True},
 }
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from tests.codecs import LAYOUTS, same_bits
+from tests.codecs import CODEBOOK, LAYOUTS, same_bits
 from tests.gpu import device
 
 DRAW = Draw(rows.draw_key(3, 5), first_group=7, groups_a_row=11)
@@ -18,7 +18,7 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-]
+] + [{**CODEBOOK, "hadamard": on, "mse": mse} for on, mse in itertools.product((False, True), (False, True))]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
 
