@@ -133,8 +133,8 @@ def deepspeed(x: Tensor, bits: int, world: int = 8) -> tuple[Tensor, int]:
 
 
 def dynamiq(x: Tensor, bits: int) -> tuple[Tensor, int]:
-    """DynamiQ (arXiv 2602.08923) at one width, from summaries of the paper: groups of 16 whose scale, 8 bits, is a part of
-    a bf16 scale of 256 elements; codes of sign and magnitude whose levels grow geometrically,
+    """DynamiQ (arXiv 2602.08923) at one width, from summaries of the paper: groups of 16 whose scale, 8 bits, is a part
+    of a bf16 scale of 256 elements; codes of sign and magnitude whose levels grow geometrically,
     ((1 + e)^r - 1) / ((1 + e)^last - 1), rounded at random without a bias.
 
     The e that is best for the tensor. That the random numbers of the ranks are correlated is not modelled, nor that
@@ -162,8 +162,8 @@ def thc(x: Tensor, granularity: int = 30, outside: float = 1 / 32) -> tuple[Tens
     """THC (M. Li et al., NSDI 2024), 4 bits: rotated over all of a power of two of elements, clipped to where all but
     `outside` of Gaussian values lie, and rounded at random to 16 of granularity + 1 equally spaced values.
 
-    One fp32 norm for each of these powers of two. Sums are added up as whole numbers, without a second rounding, and come
-    back in 8 bits (of up to 8 ranks): 6 bits an element, on average of the two ways.
+    One fp32 norm for each of these powers of two. Sums are added up as whole numbers, without a second rounding, and
+    come back in 8 bits (of up to 8 ranks): 6 bits an element, on average of the two ways.
     """
     size = x.numel() & -x.numel()
     blocks = x.reshape(-1, size)

@@ -36,7 +36,9 @@ def test_the_library_writes_this_wire_version() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_8_codebook_and_spikes_6_or_8_more(codec: Format) -> None:
+def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_8_codebook_and_spikes_6_or_8_more(
+    codec: Format,
+) -> None:
     overhead = codec.record_bytes - codec.group_size * codec.bits // 8
     spikes = (6 if codec.group_size <= 256 else 8) if codec.spikes else 0
     front = 8 if codec.codebook else 2 if codec.symmetric or codec.compact else 4

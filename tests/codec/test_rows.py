@@ -192,7 +192,9 @@ def test_rows_may_be_strided_and_nothing_beside_them_is_written() -> None:
     assert (output[:, :100] == 7).all() and (output[:, 250:] == 7).all()
 
 
-@pytest.mark.parametrize("codec", [Format(8, 128), Format(3, 32), Format(5, 64, True), Format(3, 128, codebook=True)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Format(8, 128), Format(3, 32), Format(5, 64, True), Format(3, 128, codebook=True)], ids=str
+)
 def test_the_payload_of_a_part_is_a_slice_of_the_payload_of_the_whole(codec: Format) -> None:
     both, g = Both(codec), codec.group_size
     x = gaussian(1, 10 * g + 17)

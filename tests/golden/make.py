@@ -82,7 +82,9 @@ def case(name: str, codec: Format, dtype: str, input: Any) -> dict[str, Any]:
         "group_size": codec.group_size,
         "symmetric": codec.symmetric,
         "options": {
-            name: True for name in ("spikes", "hadamard", "mse", "stochastic", "compact", "codebook") if getattr(codec, name)
+            name: True
+            for name in ("spikes", "hadamard", "mse", "stochastic", "compact", "codebook")
+            if getattr(codec, name)
         },
         "dtype": dtype,
         "input": input,

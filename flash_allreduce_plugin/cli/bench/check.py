@@ -156,9 +156,8 @@ def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
 
 def _codebook_share(wire: Format) -> float:
     """Of the largest element of a group (docs/numerics.md, "The error with the codebook")."""
-    plain, searched = {2: (0.48, 0.61), 3: (0.23, 0.39), 4: (0.125, 0.34)}.get(
-        wire.bits, (2 / 2**wire.bits, min(0.38, 12 / 2**wire.bits))
-    )
+    shares = {2: (0.48, 0.61), 3: (0.23, 0.39), 4: (0.125, 0.34), 5: (0.08, 0.31), 6: (0.07, 0.31)}
+    plain, searched = shares.get(wire.bits, (2 / 2**wire.bits, 16 / 2**wire.bits))
     return (searched if wire.mse else plain) * (1 + 1e-4)
 
 
