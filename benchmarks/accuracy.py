@@ -32,7 +32,7 @@ from benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up
 from benchmarks.peer_codecs import FLOATS, PEERS, Peer
 from flash_allreduce_plugin.cli.demo.model import ModelSize
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.codec.format import GROUP_SIZES, Format
+from flash_allreduce_plugin.codec.format import GROUP_SIZES, MIN_CODEBOOK_GROUP_SIZE, Format
 
 BUDGETS = (2.25, 2.5, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
 #: Settings that are a default, a preset or advice somewhere, and two tensors that they differ on.
@@ -49,6 +49,12 @@ NAMED = [
     "4/32 cm",
     "3/32 cm",
     "2/32 cm",
+    "4/256 b",
+    "4/256 bm",
+    "4/256 bHm",
+    "3/256 bm",
+    "2/256 bm",
+    "4/128 bm",
 ]
 TWO_TENSORS = ("Gaussian", "outlier channels")
 ALIKE_DB = 0.05  # of settings so close, the one with the fewest options is named
@@ -81,19 +87,26 @@ class Frontier:
 def settings() -> list[Format]:
     """Every codec with rounding to nearest."""
     flags = (False, True)
-    return [
+    ours = [
         Format(bits, group_size, symmetric, spikes=spikes, hadamard=hadamard, mse=mse, compact=compact)
         for bits, group_size, symmetric, compact, spikes, hadamard, mse in product(
             range(2, 9), GROUP_SIZES, flags, flags, flags, flags, flags
         )
         if not (symmetric and compact)
     ]
+    return ours + [
+        Format(bits, group_size, hadamard=hadamard, mse=mse, codebook=True)
+        for bits, group_size, hadamard, mse in product(range(2, 9), GROUP_SIZES, flags, flags)
+        if group_size >= MIN_CODEBOOK_GROUP_SIZE
+    ]
 
 
 def label(c: Format) -> str:
-    """4/128 Hm: 4 bits, groups of 128; s symmetric, c compact, p spikes, H Hadamard, m range="mse"."""
-    flags = (c.symmetric, c.compact, c.spikes, c.hadamard, c.mse)
-    options = "".join(letter for letter, on in zip("scpHm", flags, strict=True) if on)
+    """4/128 Hm: 4 bits, groups of 128; s symmetric, c compact, b codebook, p spikes, H Hadamard,
+    m range="mse".
+    """
+    flags = (c.symmetric, c.compact, c.codebook, c.spikes, c.hadamard, c.mse)
+    options = "".join(letter for letter, on in zip("scbpHm", flags, strict=True) if on)
     return f"{c.bits}/{c.group_size} {options}".strip()
 
 

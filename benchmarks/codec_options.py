@@ -35,6 +35,8 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "spikes, mse": {"spikes": True, "mse": True},
     "hadamard, mse": {"hadamard": True, "mse": True},
     "compact, mse": {"compact": True, "mse": True},
+    "codebook": {"codebook": True},
+    "codebook, mse": {"codebook": True, "mse": True},
 }
 FEEDBACK = {"feedback": torch.uint8, "feedback, bf16": torch.bfloat16}
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ E4M3_MAX = 448.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """slow: its two roundings are left out."""
+    """slow: its two roundings are left out, for want of time or of a second one."""
 
     name: str
     round_trip: RoundTrip
@@ -132,6 +132,87 @@ def deepspeed(x: Tensor, bits: int, world: int = 8) -> tuple[Tensor, int]:
     return (codes * (1 / scale)).view(x.shape), x.numel() * bits // 8 + 4 * count
 
 
+def dynamiq(x: Tensor, bits: int) -> tuple[Tensor, int]:
+    """DynamiQ (arXiv 2602.08923) at one width, from summaries of the paper: groups of 16 whose scale, 8 bits, is a part
+    of a bf16 scale of 256 elements; codes of sign and magnitude whose levels grow geometrically,
+    ((1 + e)^r - 1) / ((1 + e)^last - 1), rounded at random without a bias.
+
+    The e that is best for the tensor. That the random numbers of the ranks are correlated is not modelled, nor that
+    widths vary between groups.
+    """
+    generator = torch.Generator().manual_seed(0)
+    last = 2 ** (bits - 1) - 1
+    wide = _groups(x, 256).view(-1, 16, 16)
+    most = wide.abs().amax(-1, keepdim=True)
+    whole = (most.amax(1, keepdim=True) * (1 + 2.0**-8)).bfloat16().float()
+    scale = torch.where(whole == 0, 0.0, (most / whole * 255).ceil() / 255 * whole)
+    t = torch.where(scale == 0, 0.0, wide / scale)
+    tried = []
+    for e in (1e-4, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0):
+        levels = ((1 + e) ** torch.arange(last + 1) - 1) / ((1 + e) ** last - 1)
+        above = torch.bucketize(t.abs(), levels).clamp(1, last)
+        low, high = levels[above - 1], levels[above]
+        up = torch.rand(t.shape, generator=generator) * (high - low) < t.abs() - low
+        tried.append(torch.where(up, high, low).copysign(t) * scale)
+    best = min(tried, key=lambda decoded: float((decoded - wide).square().sum()))
+    return best.view(x.shape), x.numel() * bits // 8 + x.numel() // 16 + 2 * (x.numel() // 256)
+
+
+def thc(x: Tensor, granularity: int = 30, outside: float = 1 / 32) -> tuple[Tensor, int]:
+    """THC (M. Li et al., NSDI 2024), 4 bits: rotated over all of a power of two of elements, clipped to where all but
+    `outside` of Gaussian values lie, and rounded at random to 16 of granularity + 1 equally spaced values.
+
+    One fp32 norm for each of these powers of two. Sums are added up as whole numbers, without a second rounding, and
+    come back in 8 bits (of up to 8 ranks): 6 bits an element, on average of the two ways.
+    """
+    size = x.numel() & -x.numel()
+    blocks = x.reshape(-1, size)
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(2, (size,), generator=generator) * 2.0 - 1
+    rotated = _rotated(blocks * signs) / size**0.5
+    end = math.sqrt(2) * float(torch.erfinv(torch.tensor(1 - outside)))
+    reach = blocks.square().mean(-1, keepdim=True).sqrt() * end
+    values = torch.tensor(_thc_table(granularity, end), dtype=torch.float32)
+    place = torch.where(reach == 0, granularity / 2, (rotated / reach + 1) * (granularity / 2)).clamp(0, granularity)
+    above = torch.bucketize(place, values).clamp(1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    codes = torch.where(torch.rand(place.shape, generator=generator) < (place - low) / (high - low), high, low)
+    decoded = _rotated((codes * (2 / granularity) - 1) * reach) / size**0.5 * signs
+    return decoded.view(x.shape), x.numel() * 6 // 8 + 4 * len(blocks)
+
+
+@cache
+def _thc_table(granularity: int, end: float, count: int = 16) -> list[int]:
+    """Of the numbers 0 to granularity the ones that lose least when Gaussian values between -end and end are rounded
+    to them at random: a shortest path of count - 1 steps.
+    """
+    fine = torch.linspace(-end, end, 64 * granularity + 1, dtype=torch.float64)
+    weight, place = torch.exp(-fine.square() / 2), (fine / end + 1) * granularity / 2
+
+    def loss(i: int, j: int) -> float:
+        inside = (place >= i) & (place < j)
+        return float((weight * (place - i) * (j - place))[inside].sum())
+
+    best = {0: (0.0, [0])}
+    for _ in range(count - 1):
+        best = {
+            j: min((cost + loss(i, j), [*path, j]) for i, (cost, path) in best.items() if i < j)
+            for j in range(1, granularity + 1)
+            if any(i < j for i in best)
+        }
+    return best[granularity][1]
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """[..., a power of two] times the Hadamard matrix of +-1."""
+    stride = 1
+    while stride < x.shape[-1]:
+        a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        stride *= 2
+    return x
+
+
 def fbgemm(x: Tensor, bits: int, row: int = 128, optimized: bool = False) -> tuple[Tensor, int]:
     """FBGEMM's row-wise codec, the real one, as torch carries it: scale and bias fp32 at 8 bits, fp16 below.
 
@@ -227,6 +308,8 @@ PEERS = (
     Peer("torchft FP8", torchft_fp8),
     Peer("TACO FP8", taco),
     *(Peer(f"DeepSpeed INT{bits}", partial(deepspeed, bits=bits)) for bits in (4, 8)),
+    *(Peer(f"DynamiQ {bits}", partial(dynamiq, bits=bits), slow=True) for bits in (2, 4, 8)),
+    Peer("THC 4", thc, slow=True),
     *(Peer(f"FBGEMM {bits}", partial(fbgemm, bits=bits)) for bits in (2, 4, 8)),
     *(Peer(f"FBGEMM {bits} searched", partial(fbgemm, bits=bits, optimized=True), slow=True) for bits in (2, 4)),
 )

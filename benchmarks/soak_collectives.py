@@ -50,7 +50,7 @@ def groups_of(lane: int, world: int) -> list[tuple[int, ...]]:
 
 def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
     """Of the i-th configuration; the first lets small messages go in full precision."""
-    layout = draw.choice(["asymmetric", "symmetric", "compact"])
+    layout = draw.choice(["asymmetric", "symmetric", "compact", "codebook"])
     fields: dict[str, Any] = {
         "bits": draw.randint(2, 8),
         "reduce_bits": draw.choice([None, None, 8]),
@@ -64,6 +64,10 @@ def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
         "chunk_bytes": draw.choice([4096, 16384, 65536, 1 << 20]),
         "min_bytes": 1 << 16 if i == 0 else 0,
     }
+    if layout == "codebook":
+        fields.update(
+            codebook=True, group_size=draw.choice([128, 256, 1024]), spike_reserving=False, rounding="nearest"
+        )
     if i % 12 == 1:
         fields.update(range="mse", rounding="nearest")
     if i % 6 == 2:

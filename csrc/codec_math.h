@@ -23,11 +23,12 @@
 //                group asks for, or the next one, has one: offsets are so close that 1/23 more is enough, and
 //                the next is 1/15 larger.
 //
-//   codebook     a group is 8 parts; widths 2, 3 and 4 have the levels of a table, the others equal steps
+//   codebook     a group is 8 parts; levels of a table at 2, 3 and 4 bits, computed at 5 and 6, equal steps
+//   at 7 and 8
 //                asked  = max |x| of a part / reach
 //                scale  = bf16 rounded up (the largest asked of the group), at least 2^-112
 //                step   = scale * a float of 3 bits of mantissa, 1.125 * 2^-8 to 1: rounded up (asked /
-//                scale), or, at 2, 3 and 4 bits, the next one below y      = x * (1 / step), + shift in a
+//                scale), or, below 7 bits, the next one below y      = x * (1 / step), + shift in a
 //                group that holds a 0 code   = y * (1 - bend * |y|) + 2^(b-1), rounded down, from 0 to 2^b -
 //                1 value  = level of code * step Cells grow with the distance from 0, as those that are best
 //                for Gaussian values (S. Lloyd, "Least squares quantization in PCM", 1982; J. Max, 1960); the
@@ -479,16 +480,20 @@ struct Book {
   float bend;   // by how much cells grow with the distance from 0
   float shift;  // of a group that holds a 0, which so lies inside of a cell
   int lower;    // the step without a search is so many below the one that clips nothing
+  float rise;   // 5 bits and more: how the levels follow the cells
+  float curve;
 };
 
 FLASH_HD constexpr Book book_of(int bits) {
-  return bits == 2   ? Book{2.125f, 0.0f, 0.375f, 1}
-         : bits == 3 ? Book{5.0f, 1.0f / 16, 0.5f, 1}
-         : bits == 4 ? Book{11.25f, 1.0f / 32, 0.5f, 1}
-                     : Book{static_cast<float>(1 << (bits - 1)), 0.0f, 0.5f, 0};
+  return bits == 2   ? Book{2.125f, 0.0f, 0.375f, 1, 0.0f, 0.0f}
+         : bits == 3 ? Book{5.0f, 1.0f / 16, 0.5f, 1, 0.0f, 0.0f}
+         : bits == 4 ? Book{11.25f, 1.0f / 32, 0.5f, 1, 0.0f, 0.0f}
+         : bits == 5 ? Book{19.0f, 3.0f / 256, 0.5f, 1, 17.0f / 2048, 96.0f / 131072}
+         : bits == 6 ? Book{39.0f, 3.0f / 512, 0.5f, 1, 9.0f / 2048, 23.0f / 131072}
+                     : Book{static_cast<float>(1 << (bits - 1)), 0.0f, 0.5f, 0, 0.0f, 0.0f};
 }
 
-// The level of a code in steps, times 128. with_zero: the group holds a 0.
+// The level of a code of 2, 3 or 4 bits in steps, times 128. with_zero: the group holds a 0.
 FLASH_HD constexpr int level_of(int bits, bool with_zero, int code) {
   constexpr int two[2][4] = {{-199, -57, 57, 199}, {-238, -101, 0, 162}};
   constexpr int three[2][8] = {{-637, -385, -211, -67, 67, 211, 385, 637},
@@ -496,10 +501,7 @@ FLASH_HD constexpr int level_of(int bits, bool with_zero, int code) {
   constexpr int four[2][16] = {
       {-1475, -1146, -896, -690, -510, -349, -202, -66, 66, 202, 349, 510, 690, 896, 1146, 1475},
       {-1533, -1212, -960, -753, -574, -413, -266, -129, 0, 139, 286, 447, 626, 834, 1086, 1434}};
-  return bits == 2   ? two[with_zero][code]
-         : bits == 3 ? three[with_zero][code]
-         : bits == 4 ? four[with_zero][code]
-                     : (code - (1 << (bits - 1))) * 128 + (with_zero ? 0 : 64);
+  return bits == 2 ? two[with_zero][code] : bits == 3 ? three[with_zero][code] : four[with_zero][code];
 }
 
 // Of widths 2, 3 and 4, one after the other, without and with a 0.
@@ -519,11 +521,22 @@ FLASH_HD constexpr LevelTable make_levels() {
   return table;
 }
 
+// Of 5 bits and more, in a group without a 0: w is the code from the middle of the codes on.
+FLASH_HD constexpr float computed_level(float w, Book book) {
+  const float u = w < 0.0f ? -w : w;
+  return w * (1.0f + u * (book.rise + book.curve * u));
+}
+
 // The level of a code in steps.
 FLASH_HD float level(int bits, bool with_zero, uint32_t code) {
   static constexpr LevelTable table = make_levels();
   const int at = static_cast<int>(code);
-  if (bits > 4) return static_cast<float>(at - (1 << (bits - 1))) + (with_zero ? 0.0f : 0.5f);
+  if (bits > 4) {
+    const Book book = book_of(bits);
+    const float of_zero = with_zero ? computed_level(0.5f, book) : 0.0f;
+    return computed_level(static_cast<float>(at) + (0.5f - static_cast<float>(1 << (bits - 1))), book) -
+           of_zero;
+  }
   return static_cast<float>(table.of[with_zero][(1 << bits) - 4 + at]) * (1.0f / 128);
 }
 

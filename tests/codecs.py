@@ -37,7 +37,7 @@ def fits(group_size: int, layout: dict[str, bool]) -> bool:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a tensor: comparing them tells -0 from 0 and one NaN from another."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

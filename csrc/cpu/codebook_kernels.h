@@ -17,6 +17,8 @@ namespace {
 
 constexpr int kBatchParts = kBatch * kParts;
 
+FLASH_INLINE VecF magnitude(VecF v) { return cast<VecF>(cast<VecI>(v) & 0x7fffffff); }
+
 // ---- levels -------------------------------------------------------------------------------------------
 
 struct Padded {
@@ -35,12 +37,13 @@ constexpr Padded make_padded() {
 }
 
 template <int kBits>
-alignas(64) constexpr Padded kLevels = make_padded<kBits>();
+alignas(64) constexpr Padded kLevels = make_padded < kBits<5 ? kBits : 4>();
 
 // The levels of a group, in steps.
 template <int kBits>
 struct Levels {
   const float* at;
+  float of_zero;  // 5 bits and more: what a group that holds a 0 has moved its levels by
 #if FLASH_LANES == 16
   VecF all;
 #elif FLASH_LANES == 8
@@ -52,6 +55,7 @@ template <int kBits>
 FLASH_INLINE Levels<kBits> levels_of_group(bool with_zero) {
   Levels<kBits> levels;
   levels.at = kLevels<kBits>.of[with_zero];
+  levels.of_zero = with_zero ? computed_level(0.5f, book_of(kBits)) : 0.0f;
 #if FLASH_LANES == 16
   levels.all = load<VecF>(levels.at);
 #elif FLASH_LANES == 8
@@ -63,8 +67,13 @@ FLASH_INLINE Levels<kBits> levels_of_group(bool with_zero) {
 
 template <int kBits>
 FLASH_INLINE VecF looked_up(const Levels<kBits>& levels, VecU codes) {
-  if constexpr (kBits > 4) {  // equal steps from the first level on
-    return __builtin_convertvector(cast<VecI>(codes), VecF) + levels.at[0];
+  if constexpr (kBits > 4) {  // computed_level, kLanes at once
+    constexpr Book book = book_of(kBits);
+    constexpr float middle = 0.5f - static_cast<float>(1 << (kBits - 1));
+    const VecF w = __builtin_convertvector(cast<VecI>(codes), VecF) + middle;
+    if constexpr (book.bend == 0.0f) return w - levels.of_zero;
+    const VecF u = magnitude(w);
+    return w * (1.0f + u * (book.rise + book.curve * u)) - levels.of_zero;
   } else {
 #if FLASH_LANES == 16
     // maskz: GCC takes the other for uninitialized.
@@ -90,8 +99,6 @@ struct GreatestBits {
     return cast<VecF>(x > y ? x : y);
   }
 };
-
-FLASH_INLINE VecF magnitude(VecF v) { return cast<VecF>(cast<VecI>(v) & 0x7fffffff); }
 
 struct PartBounds {
   VecF greatest[kBatchParts];  // by lane

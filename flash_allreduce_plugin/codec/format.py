@@ -31,7 +31,7 @@ class Format:
         mse: of several ranges, the one with the least squared error; otherwise the group's whole range.
         stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
         compact: scale and zero point share two bytes, the zero point one of 32 multiples of the scale.
-        codebook: a scale for every eighth of a group, and at 2, 3 and 4 bits levels of a table, closer near zero.
+        codebook: a scale for every eighth of a group, and up to 6 bits levels that lie closer near zero.
     """
 
     bits: int
@@ -57,8 +57,8 @@ class Format:
 
     @property
     def metadata_bytes(self) -> int:
-        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; or the scales
-        of a codebook.
+        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; codebook:
+        the scale and the eight of the parts.
         """
         if self.codebook:
             return 8

@@ -44,45 +44,57 @@ class _Book:
         reach: steps from 0 to the largest element of a part, at the scale that clips nothing.
         bend: by how much cells grow with the distance from 0.
         shift: by how much a group with a 0 moves up, in steps, so that 0 lies inside of a cell.
-        levels: in 1/128 of a step, of groups without and with a 0.
+        levels: in steps, of groups without and with a 0.
         lower: by how many scales lower than the one that clips nothing, without a search.
     """
 
     reach: float
     bend: float
     shift: float
-    levels: tuple[tuple[int, ...], tuple[int, ...]]
+    levels: tuple[tuple[float, ...], tuple[float, ...]]
     lower: int
 
 
-def _even(bits: int) -> _Book:
-    """5 bits and more: equal steps."""
-    half = 1 << (bits - 1)
-    places = range(-half, half)
-    return _Book(half, 0.0, 0.5, (tuple(128 * i + 64 for i in places), tuple(128 * i for i in places)), 0)
+def _tabled(without: tuple[int, ...], with_zero: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """2, 3 and 4 bits: levels in 1/128 of a step."""
+    return tuple(level / 128 for level in without), tuple(level / 128 for level in with_zero)
+
+
+def _computed(bits: int, rise: float, curve: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """5 bits and more: levels that follow the cells."""
+
+    def level(w: Tensor) -> Tensor:
+        u = w.abs()
+        return w * (1.0 + u * (rise + curve * u))
+
+    without = level(torch.arange(1 << bits, dtype=torch.float32) + (0.5 - (1 << (bits - 1))))
+    return tuple(without.tolist()), tuple((without - level(torch.tensor(0.5))).tolist())
 
 
 # Lloyd's levels of Gaussian values in parts of 32, with mse (docs/numerics.md).
 _BOOKS = {
-    2: _Book(2.125, 0.0, 0.375, ((-199, -57, 57, 199), (-238, -101, 0, 162)), 1),
+    2: _Book(2.125, 0.0, 0.375, _tabled((-199, -57, 57, 199), (-238, -101, 0, 162)), 1),
     3: _Book(
         5.0,
         1 / 16,
         0.5,
-        ((-637, -385, -211, -67, 67, 211, 385, 637), (-687, -445, -273, -129, 0, 149, 327, 591)),
+        _tabled((-637, -385, -211, -67, 67, 211, 385, 637), (-687, -445, -273, -129, 0, 149, 327, 591)),
         1,
     ),
     4: _Book(
         11.25,
         1 / 32,
         0.5,
-        (
+        _tabled(
             (-1475, -1146, -896, -690, -510, -349, -202, -66, 66, 202, 349, 510, 690, 896, 1146, 1475),
             (-1533, -1212, -960, -753, -574, -413, -266, -129, 0, 139, 286, 447, 626, 834, 1086, 1434),
         ),
         1,
     ),
-    **{bits: _even(bits) for bits in range(5, 9)},
+    5: _Book(19.0, 3 / 256, 0.5, _computed(5, 17 / 2048, 96 / 131072), 1),
+    6: _Book(39.0, 3 / 512, 0.5, _computed(6, 9 / 2048, 23 / 131072), 1),
+    7: _Book(64.0, 0.0, 0.5, _computed(7, 0.0, 0.0), 0),
+    8: _Book(128.0, 0.0, 0.5, _computed(8, 0.0, 0.0), 0),
 }
 
 
@@ -197,8 +209,7 @@ def _six_bits(numbers: Tensor) -> Tensor:
 
 def _levels_of(book: _Book, held: Tensor) -> Tensor:
     """held [...], bool -> the levels of each group in steps, [..., 2^bits]."""
-    both = torch.tensor(book.levels, dtype=torch.float32, device=held.device) / 128
-    return both[held.long()]
+    return torch.tensor(book.levels, dtype=torch.float32, device=held.device)[held.long()]
 
 
 def _looked_up(levels: Tensor, codes: Tensor) -> Tensor:

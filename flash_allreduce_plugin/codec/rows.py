@@ -42,9 +42,7 @@ def use_reference(device_type: str = "cpu") -> bool:
     return False
 
 
-def _is_compiled(tensor: Tensor, codec: Format) -> bool:
-    if codec.codebook and tensor.device.type == "cuda":  # not written for it yet
-        return False
+def _is_compiled(tensor: Tensor) -> bool:
     return not use_reference(tensor.device.type)
 
 
@@ -53,7 +51,7 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 
     draw: the random numbers of stochastic rounding, not looked at otherwise.
     """
-    if _is_compiled(input, codec):
+    if _is_compiled(input):
         _compiled.encode(
             input,
             payload,
@@ -70,7 +68,7 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 
 def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
     """payload [rows, bytes] -> output [rows, numel]."""
-    if _is_compiled(output, codec):
+    if _is_compiled(output):
         _compiled.decode(payload, output, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode(payload, output, codec)
@@ -78,7 +76,7 @@ def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
     """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
-    if _is_compiled(output, codec):
+    if _is_compiled(output):
         _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.options)
     else:
         reference.decode_sum(payloads, output, codec, factor)
@@ -91,7 +89,7 @@ def decode_sum_encode(
 
     The two differ in their width alone.
     """
-    if _is_compiled(payload, reduce):
+    if _is_compiled(payload):
         _compiled.decode_sum_encode(
             payloads,
             payload,
@@ -149,7 +147,7 @@ def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Form
 
     master: float32 or of held's dtype.
     """
-    if held.device.type == "cpu" and _is_compiled(held, codec) and master.dtype is torch.float32:
+    if held.device.type == "cpu" and _is_compiled(held) and master.dtype is torch.float32:
         numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
         return torch.tensor(_compiled.encode_difference(master, held, payload, *numbers))
     finite = torch.ones((), dtype=torch.bool, device=held.device)
@@ -164,7 +162,7 @@ def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Form
 
 def decode_add(payload: Tensor, held: Tensor, codec: Format) -> None:
     """held [rows, numel] += what payload [rows, bytes] decodes to, in float32, rounded to held's dtype."""
-    if held.device.type == "cpu" and _is_compiled(held, codec):
+    if held.device.type == "cpu" and _is_compiled(held):
         _compiled.decode_add(payload, held, codec.bits, codec.group_size, codec.options)
         return
     for first, last, buffer in _pieces(len(held), held.shape[1], held.device):

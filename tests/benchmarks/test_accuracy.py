@@ -60,6 +60,8 @@ def test_sqnr_of_an_all_reduce_is_the_published_one(name: str, db: float) -> Non
         ("TACO FP8", 96 * (256 + 2 * 8)),
         ("DeepSpeed INT4", 96 * 128 + 256 * 4),
         ("DeepSpeed INT8", 96 * 256 + 256 * 4),
+        ("DynamiQ 4", 96 * (128 + 16 + 2)),
+        ("THC 4", 96 * 192 + 3 * 4),
         ("FBGEMM 2", 96 * 2 * (32 + 4)),
         ("FBGEMM 4", 96 * 2 * (64 + 4)),
         ("FBGEMM 8", 96 * 2 * (128 + 8)),
@@ -82,7 +84,7 @@ def test_zeros_and_the_scale_do_not_matter(peer: Peer) -> None:
     x[:8] = 0
     decoded, _ = peer.round_trip(x)
     assert decoded.isfinite().all()
-    assert torch.equal(decoded[:8], x[:8])
+    assert torch.equal(decoded[:8], x[:8]) or peer.name == "THC 4"  # which rotates all of the tensor
     larger, _ = peer.round_trip(x * 4)
     assert accuracy.sqnr_db(x * 4, larger) == pytest.approx(accuracy.sqnr_db(x, decoded), abs=0.05)
 
@@ -105,7 +107,7 @@ def test_the_greatest_element_is_quickreduce_lowest_code() -> None:
 
 
 def test_settings_are_all_there_under_names_of_their_own() -> None:
-    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 24
+    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 24 + 7 * 4 * 4
 
 
 def test_frontier_rises_and_keeps_to_the_budget() -> None:

@@ -31,6 +31,7 @@ CONFIGS = [
     {"bits": 3, "group_size": 32},
     {"bits": 6, "group_size": 256, "symmetric": True},
     {"bits": 4, "group_size": 64, "compact": True},
+    {"reduce_bits": 3, "gather_bits": 4, "group_size": 256, "codebook": True, "range": "mse"},
     {"reduce_bits": 5, "gather_bits": 8, "group_size": 64},
     {"bits": 2, "group_size": 64, "spike_reserving": True, "range": "mse"},
     {"bits": 4, "hadamard": True},
@@ -115,11 +116,13 @@ def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetR
         *({}, {"compact": True}, {"symmetric": True}),
         *({"range": "mse"}, {"compact": True, "range": "mse"}, {"rounding": "stochastic"}),
         {"compact": True, "rounding": "stochastic"},
+        *({"codebook": True}, {"codebook": True, "range": "mse"}),
         *({"spike_reserving": True}, {"spike_reserving": True, "compact": True, "rounding": "stochastic"}),
     ]
     calls = []
     for i, (bits, chosen) in enumerate((b, o) for b in range(2, 9) for o in options):
-        group_size, dtype = (32, 64, 128, 256, 512, 1024)[i % 6], ("float32", "bfloat16", "float16")[i % 3]
+        sizes = (128, 256, 512, 1024) if "codebook" in chosen else (32, 64, 128, 256, 512, 1024)
+        group_size, dtype = sizes[i % len(sizes)], ("float32", "bfloat16", "float16")[i % 3]
         config = {"bits": bits, "gather_bits": 10 - bits, "group_size": group_size, **chosen}
         for collective in ("all_reduce", "reduce_scatter", "all_gather"):
             op = "AVG" if i % 2 and collective != "all_gather" else "SUM"

@@ -32,7 +32,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError, ConfigError, MismatchError
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.topology import neighbours
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, LAYOUTS, gaussian, hard_values
+from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values
 from tests.distributed import Ranks
 
 SOURCE = Path(__file__).parents[1] / "host" / "two_shot.cpp"
@@ -41,7 +41,7 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-]
+] + [{**CODEBOOK, "hadamard": on, "mse": mse} for on, mse in itertools.product((False, True), (False, True))]
 PLAIN = Format(4, 128)
 PLAN = Plan(PLAIN, PLAIN, chunk_bytes=1 << 20)
 
@@ -105,7 +105,8 @@ class Call:
 def make(world: int, numel: int, i: int, seed: int = 0) -> Call:
     """The i-th of many kinds of calls."""
     options = OPTIONS[i % len(OPTIONS)]
-    group_size, dtype = GROUP_SIZES[i % len(GROUP_SIZES)], DTYPES[i % 3]
+    sizes = [g for g in GROUP_SIZES if fits(g, options)]
+    group_size, dtype = sizes[i % len(sizes)], DTYPES[i % 3]
     inputs = gaussian(world, numel, seed=seed + i)
     if i % 5 == 4 and numel:
         values = list(hard_values(numel).values())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
-from tests.codecs import LAYOUTS, gaussian, same_bits
+from tests.codecs import CODEBOOK, LAYOUTS, gaussian, same_bits
 from tests.feedback import KINDS, composed, residual_like
 from tests.gpu import device
 
@@ -19,7 +19,7 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-]
+] + [{**CODEBOOK, "hadamard": on, "mse": mse} for on, mse in itertools.product((False, True), (False, True))]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
 

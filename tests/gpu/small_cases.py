@@ -30,6 +30,8 @@ CODECS = (
     Format(3, 32, spikes=True, hadamard=True, mse=True),
     Format(5, 256, hadamard=True),
     Format(6, 512, compact=True, spikes=True, stochastic=True),
+    Format(3, 128, codebook=True, mse=True),
+    Format(8, 1024, codebook=True, hadamard=True),
 )
 
 

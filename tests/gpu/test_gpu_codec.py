@@ -9,7 +9,7 @@ import torch
 
 from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import Format
-from tests.codecs import BITS, DTYPES, GROUP_SIZES, gaussian, hard_values, same_bits
+from tests.codecs import BITS, DTYPES, GROUP_SIZES, fits, gaussian, hard_values, same_bits
 from tests.feedback import KINDS
 from tests.gpu import device
 from tests.gpu.cases import DRAW, NAMES, OPTIONS, check, check_feedback, encoded
@@ -26,6 +26,8 @@ SOME = (
     Format(2, 256, spikes=True, mse=True),
     Format(5, 1024, hadamard=True),
     Format(6, 512, stochastic=True),
+    Format(4, 256, codebook=True),
+    Format(2, 128, codebook=True, mse=True),
 )
 
 
@@ -33,7 +35,8 @@ SOME = (
 def test_every_option_width_and_group_size(options: dict[str, bool]) -> None:
     hard = torch.stack(list(hard_values(1100).values()))
     lengths = itertools.cycle(LENGTHS)
-    for i, (bits, group_size, dtype) in enumerate(itertools.product(BITS, GROUP_SIZES, DTYPES)):
+    sizes = [g for g in GROUP_SIZES if fits(g, options)]
+    for i, (bits, group_size, dtype) in enumerate(itertools.product(BITS, sizes, DTYPES)):
         if i % EVERY:
             continue
         c, other = Format(bits, group_size, **options), DTYPES[i // 7 % 3]
@@ -72,7 +75,8 @@ def test_any_bit_pattern(seed: int) -> None:
     """Every kind of NaN, infinities and subnormals among the inputs; then anything at all as a payload."""
     generator = torch.Generator().manual_seed(seed)
     options, dtype = OPTIONS[seed * 3 % len(OPTIONS)], DTYPES[seed % 3]
-    c = Format(BITS[seed % 7], GROUP_SIZES[seed % 6], **options)
+    sizes = [g for g in GROUP_SIZES if fits(g, options)]
+    c = Format(BITS[seed % 7], sizes[seed % len(sizes)], **options)
     bits = torch.randint(0, 256, (3, 9000 * dtype.itemsize), generator=generator, dtype=torch.uint8)
     check(bits.view(dtype), c, DTYPES[(seed + 1) % 3], 4)
     payloads = torch.randint(0, 256, (3, c.payload_bytes(9000)), generator=generator, dtype=torch.uint8)

@@ -44,6 +44,7 @@ def codec(report: Findings) -> None:
     options: list[dict[str, Any]] = [
         {},
         {"compact": True, "range": "mse"},
+        {"codebook": True, "range": "mse"},
         {"hadamard": True},
         {"spike_reserving": True},
     ]
