@@ -129,7 +129,7 @@ FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j)
 
 // What the groups of a batch travel with.
 struct Steps {
-  alignas(64) float asked[kBatchParts], scale[kBatchParts], inverse[kBatchParts];
+  alignas(64) float asked[kBatchParts], scale[kBatchParts], step[kBatchParts], inverse[kBatchParts];
   alignas(64) int widest[kBatchParts], number[kBatchParts];
   bool with_zero[kBatch];
 };
@@ -222,7 +222,9 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const PartBounds& bo
   }
   for (int i = 0; i < parts; i += kLanes) {
     const VecF of_part = cast<VecF>((load<VecI>(s.number + i) + kLeastPart) << kPartShift);
-    store(s.inverse + i, 1.0f / (of_part * load<VecF>(s.scale + i)));
+    const VecF step = of_part * load<VecF>(s.scale + i);
+    store(s.step + i, step);
+    store(s.inverse + i, 1.0f / step);
   }
   for (int j = 0; j < count; ++j) {
     uint64_t front = float_bits(s.scale[j * kParts]) >> 16 | (s.with_zero[j] ? kWhole : 0u);
@@ -232,10 +234,10 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const PartBounds& bo
 }
 
 // `count` whole groups, count <= kBatch, whose bounds are `now`; takes the bounds of the next batch on the
-// way.
-template <DType kType, int kBits>
+// way. kFeedback: as encode_batch.
+template <DType kType, int kBits, bool kFeedback = false>
 void encode_parts(const uint8_t* x, int count, const PartBounds& now, int next_count, PartBounds& next,
-                  const Codec& c, uint8_t* records) {
+                  const Codec& c, uint8_t* records, float share = 0.0f, float* kept = nullptr) {
   using E = Element<kType>;
   const int g = c.group_size, part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
   const int64_t record = record_bytes(kBits, g, kCodebook);
@@ -246,12 +248,20 @@ void encode_parts(const uint8_t* x, int count, const PartBounds& now, int next_c
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
     const float* inverse = s.inverse + j * kParts;
+    const float* step = s.step + j * kParts;
     const VecF shift = VecF{} + (s.with_zero[j] ? book_of(kBits).shift : 0.0f);
+    const Levels<kBits> levels = levels_of_group<kBits>(s.with_zero[j]);
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
-        codes[l] = codes_of<kBits>(E::read(in + at * E::kBytes) * inverse[at >> part_shift] + shift);
+        const VecF v = E::read(in + at * E::kBytes);
+        codes[l] = codes_of<kBits>(v * inverse[at >> part_shift] + shift);
+        if constexpr (kFeedback) {
+          float* lost = kept + j * g + at;
+          store(lost,
+                (v - looked_up<kBits>(levels, codes[l]) * step[at >> part_shift]) * share + load<VecF>(lost));
+        }
       }
       pack_block<kBits>(codes, 0, g, i, out + front);
     }
@@ -260,6 +270,11 @@ void encode_parts(const uint8_t* x, int count, const PartBounds& now, int next_c
       __builtin_memcpy(out, &kNaNScale, sizeof kNaNScale);
     }
     if (j < next_count) take_parts<kType>(in + count * g * E::kBytes, g, next, j);
+  }
+  if constexpr (kFeedback) {
+    bool safe = true;
+    for (int j = 0; j < count; ++j) safe = safe && s.scale[j * kParts] < kSafe;
+    if (!safe) lose_non_finite(count, c, records, kept);
   }
 }
 
@@ -313,6 +328,22 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
     encode_alone<kType, kBits>(group, 1, c, payload + whole * record);
+  }
+}
+
+// Whole groups, not rotated, with error feedback; see encode_lost.
+template <int kBits>
+void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept,
+                          uint8_t* payload) {
+  constexpr DType kType = DType::kFloat32;
+  const int g = c.group_size, batch = batch_of(g);
+  PartBounds bounds = {};
+  for (int64_t i = 0; i < groups; i += batch) {
+    const int count = static_cast<int>(groups - i < batch ? groups - i : batch);
+    const auto* part = reinterpret_cast<const uint8_t*>(x + i * g);
+    for (int j = 0; j < count; ++j) take_parts<kType>(part + 4 * j * g, g, bounds, j);
+    encode_parts<kType, kBits, true>(part, count, bounds, 0, bounds, c, payload + i * record_bytes(c), share,
+                                     kept + i * g);
   }
 }
 
@@ -377,7 +408,7 @@ constexpr CodecKernels kCodebooks = {
      encode_codebook<DType::kFloat16, kBits>},
     {decode_sum_codebook<DType::kFloat32, kBits>, decode_sum_codebook<DType::kBFloat16, kBits>,
      decode_sum_codebook<DType::kFloat16, kBits>},
-    nullptr,
+    encode_codebook_lost<kBits>,
 };
 
 // ---- the table of all kernels -------------------------------------------------------------------------

@@ -69,6 +69,12 @@ Encode encoder(const Codec& c, int type) {
   return (is_plain(c) ? plain(c) : with_options(c)).encode[type];
 }
 
+// Encoding with error feedback, or null.
+EncodeLost fused(const Codec& c) {
+  if (c.options & kCodebook) return c.options & kHadamard ? nullptr : codebook(c).encode_lost;
+  return is_plain(c) ? plain(c).encode_lost : nullptr;
+}
+
 // How the codes were chosen does not matter to it.
 DecodeSum decoder(const Codec& c, int type) {
   if (c.options & kCodebook) return codebook(c).decode_sum[type];
@@ -246,8 +252,8 @@ class Feedback {
     of_part.first_group += static_cast<uint64_t>(first);
     uint8_t* out = payload + first * record_;
     constexpr int kFloat = static_cast<int>(DType::kFloat32);
-    if (is_plain(codec_)) {
-      plain(codec_).encode_lost(x, count, of_part, share_, kept, out);
+    if (const EncodeLost encode_lost = fused(codec_)) {
+      encode_lost(x, count, of_part, share_, kept, out);
     } else {
       alignas(64) float arrives[kElements];
       encoder(codec_, kFloat)(reinterpret_cast<const uint8_t*>(x), count * g, of_part, out, 0, count);
