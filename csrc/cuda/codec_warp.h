@@ -84,7 +84,9 @@ struct Lane {
   float least, greatest;     // the spikes
   uint32_t with_zero;        // whether its group holds one
   float stand_in;
-  Range whole, range, best;
+  Range range, best;
+  float whole_zero;  // of the range without a search
+  uint32_t whole_scale;
   float error, least_error;
   uint32_t codes[kLaneElements];
   uint32_t worst;             // of the codes
@@ -405,15 +407,17 @@ FLASH_HD void search_range(Warp& warp, const Form& form) {
   const Layout layout = layout_of(form.options);
   const int bits = form.bits;
   warp.each([&](int, Lane& own) {
-    own.whole = own.best = whole_range(own.lo, own.hi, bits, layout, kInside);
+    own.best = whole_range(own.lo, own.hi, bits, layout, kInside);
+    own.whole_zero = own.best.zero;
+    own.whole_scale = own.best.scale;
     own.least_error = bits_float(kInfBits);
   });
   for (int scale = 0; scale < scales_of(layout); ++scale) {
     for (int place = 0; place < places_of(scale, bits, layout); ++place) {
       warp.each([&](int, Lane& own) {
-        const uint32_t tried = tried_scale(scale, own.whole.scale, own.lo, own.hi, bits, layout);
+        const uint32_t tried = tried_scale(scale, own.whole_scale, own.lo, own.hi, bits, layout);
         const float inverse = 1.0f / bits_float(tried), origin = search_origin(own.lo, layout);
-        own.range = tried_range(scale, place, tried, own.whole.zero, own.lo, own.hi, bits, layout);
+        own.range = tried_range(scale, place, tried, own.whole_zero, own.lo, own.hi, bits, layout);
         const uint32_t shift = search_shift(origin, own.range.zero, inverse);
         own.error = 0.0f;
         FLASH_UNROLL
@@ -425,7 +429,7 @@ FLASH_HD void search_range(Warp& warp, const Form& form) {
             [](int, Lane& own, float other) { own.error += other; });
       }
       warp.each([](int, Lane& own) {
-        const float ratio = search_ratio(own.range.scale, own.whole.scale);
+        const float ratio = search_ratio(own.range.scale, own.whole_scale);
         const float error = own.error * (ratio * ratio);
         if (error < own.least_error) {  // not so if it does not serve: NaN
           own.best = own.range;

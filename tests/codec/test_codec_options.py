@@ -209,7 +209,7 @@ def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_searched_range_of_the_least_scales(layout: dict[str, bool]) -> None:
     """256 / scale must stay finite: below 2^-110 nothing is searched for, and all agree where that begins."""
-    x = torch.cat([gaussian(1, 64) * 2.0**exponent for exponent in range(-126, -96)], dim=1)
+    x = torch.cat([gaussian(1, 512) * 2.0**exponent for exponent in range(-126, -96)], dim=1)
     for bits in BITS:
         whole, searched = (Both(of(bits, 32, **layout, mse=mse)).encode(x) for mse in (False, True))
         differ = (whole != searched).view(len(range(-126, -96)), -1).any(1)
