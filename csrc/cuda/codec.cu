@@ -13,9 +13,11 @@
 // A decoding block has no shared memory: a lane reads its part of each rank's planes and writes 16 bytes at a
 // time.
 //
-// Error feedback in 8 bits: the block's part of the residual comes to shared memory whole, is read there
-// twice and replaced, and goes back whole. One in bf16 stays where it is: a lane reads and writes 16 bytes of
-// it.
+// With error feedback the block's part of the residual comes to shared memory whole, whatever its address, is
+// read and replaced there by its warps, and goes back whole:
+//
+//   residual of the row     | 8192 / g groups    | 8192 / g groups    | the rest       |
+//   shared memory             groups of block 1, then the new ones; the records of block 1 beside them
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -37,6 +39,7 @@ constexpr int kBlockElements = kBlockWarps * kWarpElements;
 constexpr int kBlockBytes =
     kBlockElements / kMinGroupSize * static_cast<int>(record_bytes(kMaxBits, kMinGroupSize, kSpikes));
 
+// A residual of bf16 is the larger one.
 constexpr int kBlockResidualBytes = kBlockElements * element_bytes(DType::kBFloat16);
 
 struct Rows {
