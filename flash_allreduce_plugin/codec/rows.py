@@ -117,7 +117,7 @@ def encode_feedback(
     residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
         [groups, group_size].
     """
-    if _is_compiled(input, codec):
+    if _is_compiled(input):
         numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
         _compiled.encode_feedback(input, payload, residual, momentum, *numbers)
     else:
@@ -135,7 +135,7 @@ def decode_sum_encode_feedback(
     draw: Draw = NO_DRAW,
 ) -> None:
     """decode_sum_encode with the sum's own residual; rotated groups stay so in both."""
-    if _is_compiled(payload, reduce):
+    if _is_compiled(payload):
         numbers = reduce.bits, gather.bits, reduce.group_size, reduce.options, draw.key, draw.first_group
         _compiled.decode_sum_encode_feedback(payloads, payload, residual, factor, momentum, *numbers)
     else:
