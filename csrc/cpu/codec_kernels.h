@@ -865,7 +865,7 @@ void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
         const int at = i + l * kLanes;
         VecF carried;
         if constexpr (kWide) {
-          carried = R::read(residual + at * R::kBytes);
+          carried = R::read(residual + at * R::kBytes) + 0.0f;  // -0 is 0
         } else {  // decode_element
           carried = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero;
         }

@@ -6,7 +6,7 @@ FUZZ_EXAMPLES: how many examples of each test (`make fuzz`).
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -102,15 +102,20 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Made
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> tuple[str, list[Any], Format, Format]:
-    """The name of an operator and its arguments; the codecs that the numbers among them say."""
+def formats(draw: st.DrawFn) -> Format:
     flags = {flag: draw(st.booleans()) for flag in FLAGS}
     flags["compact"] &= not flags["symmetric"]
     flags["stochastic"] &= not flags["mse"]
-    flags["codebook"] &= not (flags["symmetric"] or flags["compact"] or flags["spikes"] or flags["stochastic"])
+    flags["codebook"] &= not any(flags[flag] for flag in BESIDE_CODEBOOK)
     sizes = [g for g in GROUP_SIZES if fits(g, flags)]
-    codec = Format(draw(st.integers(2, 8)), draw(st.sampled_from(sizes)), **flags)
-    gather = Format(draw(st.integers(2, 8)), codec.group_size, **flags)
+    return Format(draw(st.integers(2, 8)), draw(st.sampled_from(sizes)), **flags)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, list[Any], Format, Format]:
+    """The name of an operator and its arguments; the codecs that the numbers among them say."""
+    codec = draw(formats())
+    gather = replace(codec, bits=draw(st.integers(2, 8)))
     numbers = [draw(mostly(n, INT64)) for n in (codec.bits, codec.group_size, codec.options)]
     gather_bits = draw(mostly(gather.bits, INT64))
     factor = draw(st.sampled_from((1.0, 0.5, 1 / 3)) | st.floats(width=32))
@@ -168,10 +173,7 @@ def test_an_error_or_the_right_result(call: tuple[str, list[Any], Format, Format
 @st.composite
 def feedback_calls(draw: st.DrawFn) -> tuple[list[Any], Format]:
     """The arguments of encode_feedback, and its codec."""
-    flags = {flag: draw(st.booleans()) for flag in FLAGS}
-    flags["compact"] &= not flags["symmetric"]
-    flags["stochastic"] &= not flags["mse"]
-    codec = Format(draw(st.integers(2, 8)), draw(st.sampled_from(GROUP_SIZES)), **flags)
+    codec = draw(formats())
     numel, g = draw(st.integers(0, 200) | st.integers(0, 2500)), codec.group_size
     shape, dtype = draw(st.sampled_from([((g + 2), torch.uint8), (g, torch.bfloat16)]))
     made = [

@@ -116,7 +116,7 @@ def test_differences_that_do_not_fit_are_refused() -> None:
 @layouts
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_feedback_is_the_reference_for_every_length_and_dtype(group_size: int, layout: dict[str, bool]) -> None:
-    for bits in BITS:
+    for bits in BITS if fits(group_size, layout) else ():
         both = Both(Format(bits, group_size, **layout))
         for dtype, numel in itertools.product(DTYPES, LENGTHS):
             x = gaussian(1, numel, seed=2).to(dtype)
@@ -131,6 +131,8 @@ def test_feedback_is_the_reference_for_every_length_and_dtype(group_size: int, l
     "options", [{"spikes": True}, {"hadamard": True}, {"mse": True}, {"stochastic": True}], ids=str
 )
 def test_feedback_takes_every_option(options: dict[str, bool], layout: dict[str, bool]) -> None:
+    if layout == CODEBOOK and not {"hadamard", "mse"} & options.keys():
+        return  # excluded
     both = Both(Format(3, 128, **layout, **options))
     x = gaussian(1, 5000)
     x[:, 700:1000] = 0.0
@@ -138,12 +140,13 @@ def test_feedback_takes_every_option(options: dict[str, bool], layout: dict[str,
         both.encode_feedback(x, residual, draw=DRAW)
         _, left = both.encode_feedback(torch.zeros_like(x), residual, draw=DRAW)
         if residual.dtype is torch.bfloat16:  # 8 bits are encoded again
-            assert same_bits(left.view(-1)[:5000], residual.view(-1)[:5000]), "zeros keep their residual"
+            assert torch.equal(left.view(-1)[:5000], residual.view(-1)[:5000]), "zeros keep their residual"
 
 
 def test_feedback_of_hard_values() -> None:
     values = torch.stack(list(hard_values(1100).values()))
-    for codec in (Format(4, 64), Format(2, 32, compact=True), Format(8, 128, symmetric=True), Format(4, 64, mse=True)):
+    plain = (Format(4, 64), Format(2, 32, compact=True), Format(8, 128, symmetric=True), Format(4, 64, mse=True))
+    for codec in (*plain, Format(4, 128, codebook=True), Format(2, 256, codebook=True, mse=True)):
         both = Both(codec)
         for row, dtype in itertools.product(values.split(1), DTYPES):
             for residual in residuals(1100, codec.group_size):
@@ -156,6 +159,7 @@ def test_feedback_of_hard_values() -> None:
 @layouts
 def test_feedback_of_sums(layout: dict[str, bool]) -> None:
     for bits, gather, group_size, options in ((3, 4, 32, {}), (4, 4, 128, {"mse": True}), (2, 8, 1024, {})):
+        group_size = group_size if fits(group_size, layout) else 4 * group_size
         both = Both(Format(bits, group_size, **layout, hadamard=True, **options))
         numel = 5 * 1024
         payloads = both.encode(gaussian(3, numel))
