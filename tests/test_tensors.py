@@ -36,7 +36,11 @@ def test_any_shape_and_stride_is_encoded_in_row_major_order(
         elif kind == "flip" and x.dim():
             x = x.flip(-1)
     config = fap.FlashConfig(
-        bits=codec.bits, group_size=codec.group_size, symmetric=codec.symmetric, compact=codec.compact
+        bits=codec.bits,
+        group_size=codec.group_size,
+        symmetric=codec.symmetric,
+        compact=codec.compact,
+        codebook=codec.codebook,
     )
     payload = fap.encode(x, config)
     assert torch.equal(payload, fap.encode(x.clone(memory_format=torch.contiguous_format).view(-1), config))
