@@ -57,7 +57,7 @@ def rivals(result: dict[str, Any]) -> Rows:
 
 
 def lost(result: dict[str, Any]) -> Rows:
-    """A row a rival's format and tensor on which it is ahead of us, after one rounding or in an all-reduce."""
+    """A row a rival's format and tensor on which it is ahead of us, once rounded or in an all-reduce; or "none"."""
     rows: Rows = [["format", "tensor", "one rounding", "2 ranks", "8 ranks"]]
     for tensor in result["tensors"]:
         for row in tensor["others"]:
@@ -65,7 +65,7 @@ def lost(result: dict[str, Any]) -> Rows:
             if row["is peer"] and any(value is not None and value < 0 for value in leads):
                 cells = ["" if value is None else f"{value:+.2f}" for value in leads]
                 rows.append([row["name"], tensor["tensor"], *cells])
-    return rows
+    return rows if len(rows) > 1 else [*rows, ["none", "", "", "", ""]]
 
 
 def floats(result: dict[str, Any]) -> Rows:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ def digest_of_everything() -> str:
     digest = hashlib.sha256()
     hard = torch.stack(list(hard_values(1100).values()))
     for bits in BITS:
-        for group_size in (32, 64, 512):
-            both = Both(Format(bits, group_size, symmetric=bits % 2 == 0 and group_size == 64))
+        for group_size in (32, 64, 512, 256):
+            layout = {"codebook": group_size == 256, "symmetric": bits % 2 == 0 and group_size == 64}
+            both = Both(Format(bits, group_size, **layout, mse=layout["codebook"] and bits % 2 == 0))
             for dtype in DTYPES:
                 for rows in (hard.to(dtype), gaussian(2, 129).to(dtype)):
                     payload = both.encode(rows)
@@ -41,9 +43,7 @@ def digest_of_everything() -> str:
                     payload = both.encode_difference(changed, rows[:1])
                     both.decode_add(payload, rows[:1])
                     digest.update(bytes(payload.flatten().tolist()))
-            digest.update(
-                bytes(both.decode_sum_encode(payload[:2], Format(8, group_size, both.codec.symmetric)).tolist())
-            )
+            digest.update(bytes(both.decode_sum_encode(payload[:2], replace(both.codec, bits=8)).tolist()))
     return digest.hexdigest()
 
 
