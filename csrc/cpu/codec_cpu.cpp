@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -240,12 +241,13 @@ class Feedback {
     const auto fill_up = [&](float* groups) {
       if (whole < count) std::fill(groups + n, groups + count * g, groups[whole * g]);
     };
-    carry(gradient, residual, whole, g, momentum_, x, kept);
+    bool safe = carry(gradient, residual, whole, g, momentum_, x, kept);
     if (whole < count) {
       const int64_t item = type == 0 ? 4 : 2;
       alignas(64) uint8_t last[4 * kMaxGroupSize] = {};
       std::memcpy(last, gradient + whole * g * item, static_cast<size_t>(there * item));
-      carry(last, residual + whole * residual_record_, 1, g, momentum_, x + whole * g, kept + whole * g);
+      safe &=
+          carry(last, residual + whole * residual_record_, 1, g, momentum_, x + whole * g, kept + whole * g);
     }
     fill_up(x);
     Codec of_part = codec_;
@@ -261,6 +263,7 @@ class Feedback {
                               count);
       all.lose(x, arrives, count * g, share_, kept);
     }
+    if (!safe) std::replace_if(kept, kept + count * g, [](float v) { return !std::isfinite(v); }, 0.0f);
     fill_up(kept);
     if (wide_) {
       all.narrow(kept, count * g, residual);

@@ -845,16 +845,19 @@ void add(const float* x, uint8_t* held, int64_t n) {
 //
 // An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is.
 
-// Whole groups of g. A residual of bf16, or of 8 bits, symmetric.
+// Whole groups of g. A residual of bf16, or of 8 bits, symmetric; false: of a scale so large that what is
+// kept may not be finite, which no encoding has left.
 template <DType kType, bool kWide>
-void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, float momentum, float* x,
+bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, float momentum, float* x,
            float* kept) {
   using E = Element<kType>;
   using R = Element<DType::kBFloat16>;
   constexpr int half = code_half(8, Layout::kSymmetric), front = kWide ? 0 : spikes_offset(kSymmetricCodes);
   const int64_t record = kWide ? R::kBytes * g : record_bytes(8, g, kSymmetricCodes);
+  bool safe = true;
   for (int64_t j = 0; j < groups; ++j, residual += record, gradient += g * E::kBytes, x += g, kept += g) {
     const Metadata m = kWide ? Metadata{} : read_metadata(residual, 8, Layout::kSymmetric);
+    safe = safe && m.scale < kSafe && m.scale > -kSafe;
     for (int i = 0; i < g; i += kBlock) {
       constexpr int kResidualBytes = kWide ? R::kBytes : 1;
       prefetch_block<kResidualBytes>(residual + i * kResidualBytes, 0);
@@ -866,7 +869,7 @@ void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
         VecF carried;
         if constexpr (kWide) {
           carried = R::read(residual + at * R::kBytes) + 0.0f;  // -0 is 0
-        } else {  // decode_element
+        } else {                                                // decode_element
           carried = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero;
         }
         const VecF v = E::read(gradient + at * E::kBytes);
@@ -876,6 +879,7 @@ void carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
       }
     }
   }
+  return safe;
 }
 
 // Whole groups of a format without options but mse. kept: what stays of the residual -> the new one.
@@ -907,9 +911,13 @@ void lose(const float* x, const float* arrives, int64_t n, float share, float* k
   }
 }
 
-// Floats to bf16, nearest even. n: a multiple of kLanes.
+// Floats to bf16, nearest even; what is not finite to 0. n: a multiple of kLanes.
 void narrow(const float* x, int64_t n, uint8_t* out) {
-  for (int64_t i = 0; i < n; i += kLanes) Element<DType::kBFloat16>::write(out + 2 * i, load<VecF>(x + i));
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecF v = load<VecF>(x + i);
+    const VecI finite = (cast<VecI>(v) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
+    Element<DType::kBFloat16>::write(out + 2 * i, finite ? v : VecF{});
+  }
 }
 
 // ---- the table ----------------------------------------------------------------------------------------

@@ -19,21 +19,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_FINE = {"group_size": 32, "compact": True, "range": "mse", "error_feedback": True}
+from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE
+
+_FINE = {"codebook": True, "error_feedback": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "int8": {"bits": 8, "backward_bits": 8, "grad_bits": 8},
     "int4": {"bits": 4, "backward_bits": 4, "grad_bits": 4, **_FINE},
-    "thin": {"bits": 3, "backward_bits": 4, "grad_bits": 3, **_FINE},
+    "thin": {"bits": 2, "backward_bits": 4, "grad_bits": 2, **_FINE},
 }
 # Instead in Megatron, where `bits` is the width of activations.
 IN_MEGATRON: dict[str, dict[str, Any]] = {"thin": {"bits": 4}}
 
-# Given key and value -> the keys of a preset that cannot go together with it, and stay at their defaults.
-_YIELDS = {
-    ("symmetric", True): ("compact",),
-    ("rounding", "stochastic"): ("range",),
-    ("codebook", True): ("compact", "group_size"),
+# A preset's key -> given keys and values that it cannot go together with: it stays at its default then.
+_YIELDS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "codebook": (("symmetric", True), ("compact", True), ("spike_reserving", True), ("rounding", "stochastic")),
 }
 
 
@@ -44,10 +44,12 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     preset = values.get("preset")
     filled = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
-    for key, value in values.items():
-        if isinstance(value, bool | str):
-            for other in _YIELDS.get((key, value), ()):
-                filled.pop(other, None)
+    for key, others in _YIELDS.items():
+        if any(values.get(other) == value for other, value in others):
+            filled.pop(key, None)
+    group_size = values.get("group_size")
+    if isinstance(group_size, int) and group_size < MIN_CODEBOOK_GROUP_SIZE:
+        filled.pop("codebook", None)
     if values.get("hierarchical", "off") != "off":
         filled.pop("error_feedback", None)
     return {**filled, **values}

@@ -82,8 +82,8 @@ def test_a_preset_and_what_is_said_beside_it(
     arguments.start(parse(*words, rank=0, tensor_model_parallel_size=2))
     line, *_ = capsys.readouterr().out.splitlines()
     assert enabled == [FlashConfig(preset="int4", bits=6, backward_bits=8)]
-    assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 32," in line
-    assert 'grad_bits=4, compact=true, range="mse", error_feedback=true' in line
+    assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 128," in line
+    assert "grad_bits=4, codebook=true, error_feedback=true" in line
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "thin", rank=1))
     assert enabled[1:] == [FlashConfig(preset="thin", bits=4)], "activations need more bits than gradients"
     other = arguments.config_from(parse(*words, "--flash-allreduce-preset", "thin"))

@@ -124,8 +124,8 @@ def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: s
     first, _ = run_ranks(2, train, fap.FlashConfig(preset="int4", min_bytes=0))
     [line] = [line for line in first if "gradients in" in line]
     assert line == (
-        f"flash all-reduce: attached to {said}, gradients in 4 bits, groups of 32, buckets from 0 bytes, "
-        f'compact=true, range="mse"{left}'
+        f"flash all-reduce: attached to {said}, gradients in 4 bits, groups of 128, buckets from 0 bytes, "
+        f"codebook=true{left}"
     )
 
 
