@@ -50,9 +50,7 @@ BENCH = "flash-allreduce bench"
 TRAIN = "python -m benchmarks.training --hidden 288 --layers 5 --steps 400"
 DEEPSPEED = "python -m benchmarks.deepspeed_training"
 COMPACT_MSE = '{"group_size": 32, "compact": true, "range": "mse"}'
-_MSE = '"range": "mse", "error_feedback": true'
-_COMPACT = '"group_size": 32, "compact": true, "error_feedback": true'
-_COMPACT_MSE = f'"group_size": 32, "compact": true, {_MSE}'
+_FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
 _QUICK_DEEPSPEED = "--steps 40 --seeds 1 --width 32 --layers 1"
@@ -215,28 +213,8 @@ TRAINING = (
         "low bits",
         (
             Command(
-                f"{DEEPSPEED} --stages 0 2 3 --noise " + _sections(f'"bits": 4, {_MSE}'),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(
-                f"{DEEPSPEED} --stages 2 3 --noise "
-                + _sections(*(f'"bits": {bits}, {_COMPACT_MSE}' for bits in (4, 3, 2))),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(
-                f"{DEEPSPEED} --stages 0 --noise "
-                + _sections(
-                    f'"bits": 4, {_COMPACT_MSE}',
-                    '"bits": 4, "group_size": 64, "compact": true, "error_feedback": true',
-                    f'"bits": 3, {_COMPACT}',
-                    f'"bits": 2, {_COMPACT_MSE}',
-                    f'"reduce_bits": 2, "gather_bits": 3, {_COMPACT_MSE}',
-                ),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(
-                f"{DEEPSPEED} --width 288 --layers 5 --stages 0 2 3 --seeds 1 --noise "
-                + _sections(f'"bits": 4, {_COMPACT_MSE}'),
+                f"{DEEPSPEED} --stages 0 2 3 --noise "
+                + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
                 _QUICK_DEEPSPEED,
             ),
         ),
