@@ -64,14 +64,14 @@ def lane(world: int) -> Lane:
 
 
 def makes_calls(spoil: bool) -> list[int]:
-    """All_reduces of which, if spoil, the result is a hundredth too large at one place."""
+    """All_reduces of which, if spoil, the result is too large at one place, by more than any width explains."""
     real = fap.all_reduce
 
     def spoilt(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
         work = real(tensor, *arguments, **options)
         assert work is not None
         work.wait()
-        tensor[500] += 0.01 * float(tensor.abs().max())
+        tensor[500] += 2 * float(tensor.abs().max())
         return work
 
     calls = [replace(CALL, number=number, config=1 + number % 7, start=1000 * number) for number in range(6)]
