@@ -3,15 +3,14 @@
         bits an   validation loss against full precision
         element   gradients, ZeRO stage 0 / 2 / 3               tensor parallelism
 int8    8.25      +0.002 / +0.001 / +0.002 %                    -0.017 %
-int4    4.5       +0.065 / +0.034 / +0.034 %                    +0.119 %
-thin    3.5       +0.194 (range "min-max") / +0.119 / +0.124 %  at 4 bits, as int4; at 3 bits +0.900 % (one seed)
+int4    4.5       -0.010 / -0.008 / -0.007 %                    not measured
+thin    2.5       -0.029 / +0.051 / +0.058 %                    not measured, at 4 bits as int4
 
 Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/benchmarks.md):
 
-    O='"group_size": 32, "compact": true, "range": "mse", "error_feedback": true'
-    python -m benchmarks.deepspeed_training --sections '{"bits": 8}' "{\"bits\": 4, $O}" "{\"bits\": 3, $O}"
+    python -m benchmarks.deepspeed_training --sections '{"bits": 8}' '{"preset": "int4"}' '{"preset": "thin"}'
     python -m benchmarks.training --hidden 288 --layers 5 --steps 400 --bits 8
-    python -m benchmarks.training --steps 400 --bits 4,3 --options '{"group_size": 32, "compact": true, "range": "mse"}'
+    python -m benchmarks.training --steps 400 --bits 4 --options '{"codebook": true}'
 """
 
 from __future__ import annotations
