@@ -206,7 +206,8 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const PartBounds& bo
   }
   for (int i = 0; i < parts; i += kLanes) {  // widest_part, kLanes at once
     const VecF ratio = load<VecF>(s.asked + i) / load<VecF>(s.scale + i);
-    const VecI up = ((cast<VecI>(ratio) + ((1 << kPartShift) - 1)) >> kPartShift) - kLeastPart;
+    const VecU rounded_up = cast<VecU>(ratio) + ((1u << kPartShift) - 1);  // of a NaN it wraps around
+    const VecI up = (cast<VecI>(rounded_up) >> kPartShift) - kLeastPart;
     const VecI none = VecI{}, last = VecI{} + 63;
     const VecI above = up > none ? up : none;
     const VecI widest = above < last ? above : last;

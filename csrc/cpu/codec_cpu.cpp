@@ -9,12 +9,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "../checks.h"
+#include "feedback.h"
 
 namespace flash_allreduce {
 namespace {
@@ -52,35 +51,8 @@ const Kernels& kernels(int group_size) {
   return kernels_default();
 }
 
-const CodecKernels& plain(const Codec& c) {
-  return kernels(c.group_size).plain[layout_index(c)][c.bits - kMinBits];
-}
-
-const CodecKernels& with_options(const Codec& c) {
-  return kernels(c.group_size).with_options[layout_index(c)][c.bits - kMinBits];
-}
-
-const CodecKernels& codebook(const Codec& c) { return kernels(c.group_size).codebook[c.bits - kMinBits]; }
-
-// Whether the kernels without options encode it.
-bool is_plain(const Codec& c) { return !(c.options & ~(kSymmetricCodes | kCompact | kMse)); }
-
-Encode encoder(const Codec& c, int type) {
-  if (c.options & kCodebook) return codebook(c).encode[type];
-  return (is_plain(c) ? plain(c) : with_options(c)).encode[type];
-}
-
-// Encoding with error feedback, or null.
-EncodeLost fused(const Codec& c) {
-  if (c.options & kCodebook) return c.options & kHadamard ? nullptr : codebook(c).encode_lost;
-  return is_plain(c) ? plain(c).encode_lost : nullptr;
-}
-
-// How the codes were chosen does not matter to it.
-DecodeSum decoder(const Codec& c, int type) {
-  if (c.options & kCodebook) return codebook(c).decode_sum[type];
-  return (c.options & (kSpikes | kHadamard) ? with_options(c) : plain(c)).decode_sum[type];
-}
+Encode encoder(const Codec& c, int type) { return encoder(kernels(c.group_size), c, type); }
+DecodeSum decoder(const Codec& c, int type) { return decoder(kernels(c.group_size), c, type); }
 
 Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
   check_codec(bits, group_size, options);
@@ -199,87 +171,14 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   });
 }
 
-// One encoding with error feedback, a few groups at a time, so that all of it stays in the first-level cache.
-class Feedback {
- public:
-  static constexpr int64_t kElements = 2048;
-
-  // residual: [groups, bytes of 8-bit symmetric records] of uint8, or [groups, group_size] of bf16.
-  Feedback(const Codec& codec, Tensor& residual, int64_t groups, double momentum)
-      : codec_(codec),
-        record_(record_bytes(codec)),
-        own_{8, codec.group_size, kSymmetricCodes},
-        wide_(check_residual(residual, groups, codec.group_size)),
-        residual_(static_cast<uint8_t*>(residual.mutable_data_ptr())),
-        residual_record_(wide_ ? 2 * codec.group_size : record_bytes(own_)),
-        momentum_(static_cast<float>(momentum)),
-        share_(static_cast<float>(1.0 - momentum)) {
-    STD_TORCH_CHECK(momentum >= 0.0 && momentum < 1.0, "momentum is ", momentum,
-                    "; expected 0 or more and below 1");
-  }
-
-  // Groups [begin, end) of the call; gradient: n elements, of a DType, from the first of them on.
-  void encode(const uint8_t* gradient, int type, int64_t n, int64_t begin, int64_t end,
-              uint8_t* payload) const {
-    const int64_t g = codec_.group_size, item = type == 0 ? 4 : 2;
-    for (int64_t i = begin; i < end; i += kElements / g) {
-      const int64_t count = std::min(kElements / g, end - i), first = (i - begin) * g;
-      encode_few(gradient + first * item, type, std::min(count * g, n - first), i, count, payload);
-    }
-  }
-
- private:
-  void encode_few(const uint8_t* gradient, int type, int64_t n, int64_t first, int64_t count,
-                  uint8_t* payload) const {
-    const int g = codec_.group_size;
-    alignas(64) float x[kElements], kept[kElements];
-    const Kernels& all = kernels(g);
-    uint8_t* residual = residual_ + first * residual_record_;
-    const auto carry = all.carry[type][wide_ ? 1 : 0];
-    const int64_t whole = n / g, there = n - whole * g;
-    // The last group of a row is filled up with its first element, and so is what is kept of it.
-    const auto fill_up = [&](float* groups) {
-      if (whole < count) std::fill(groups + n, groups + count * g, groups[whole * g]);
-    };
-    bool safe = carry(gradient, residual, whole, g, momentum_, x, kept);
-    if (whole < count) {
-      const int64_t item = type == 0 ? 4 : 2;
-      alignas(64) uint8_t last[4 * kMaxGroupSize] = {};
-      std::memcpy(last, gradient + whole * g * item, static_cast<size_t>(there * item));
-      safe &=
-          carry(last, residual + whole * residual_record_, 1, g, momentum_, x + whole * g, kept + whole * g);
-    }
-    fill_up(x);
-    Codec of_part = codec_;
-    of_part.first_group += static_cast<uint64_t>(first);
-    uint8_t* out = payload + first * record_;
-    constexpr int kFloat = static_cast<int>(DType::kFloat32);
-    if (const EncodeLost encode_lost = fused(codec_)) {
-      encode_lost(x, count, of_part, share_, kept, out);
-    } else {
-      alignas(64) float arrives[kElements];
-      encoder(codec_, kFloat)(reinterpret_cast<const uint8_t*>(x), count * g, of_part, out, 0, count);
-      decoder(codec_, kFloat)({out, 1, 0, codec_}, 1.0f, reinterpret_cast<uint8_t*>(arrives), count * g, 0,
-                              count);
-      all.lose(x, arrives, count * g, share_, kept);
-    }
-    if (!safe) std::replace_if(kept, kept + count * g, [](float v) { return !std::isfinite(v); }, 0.0f);
-    fill_up(kept);
-    if (wide_) {
-      all.narrow(kept, count * g, residual);
-    } else {
-      encoder(own_, kFloat)(reinterpret_cast<const uint8_t*>(kept), count * g, own_, residual, 0, count);
-    }
-  }
-
-  Codec codec_;
-  int64_t record_;
-  Codec own_;
-  bool wide_;
-  uint8_t* residual_;
-  int64_t residual_record_;
-  float momentum_, share_;
-};
+// residual: [groups, bytes of 8-bit symmetric records] of uint8, or [groups, group_size] of bf16.
+Feedback feedback_of(const Codec& codec, Tensor& residual, int64_t groups, double momentum) {
+  const bool wide = check_residual(residual, groups, codec.group_size);
+  STD_TORCH_CHECK(momentum >= 0.0 && momentum < 1.0, "momentum is ", momentum,
+                  "; expected 0 or more and below 1");
+  return {kernels(codec.group_size), codec, wide, static_cast<uint8_t*>(residual.mutable_data_ptr()),
+          momentum};
+}
 
 void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double momentum, int64_t bits,
                      int64_t group_size, int64_t options, int64_t key, int64_t first_group) {
@@ -291,7 +190,7 @@ void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double
   const int type = element_type(input, "input");
   const int64_t numel = input.size(1), groups = num_groups(numel, codec.group_size);
   check_payload(payload, "payload", 1, row_bytes(numel, codec));
-  const Feedback feedback(codec, residual, groups, momentum);
+  const Feedback feedback = feedback_of(codec, residual, groups, momentum);
   const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   const int64_t item = type == 0 ? 4 : 2;
@@ -311,7 +210,7 @@ void decode_sum_encode_feedback(const Tensor payloads, Tensor payload, Tensor re
   gather.first_group = static_cast<uint64_t>(first_group);
   const int64_t groups = check_records(payload, record_bytes(gather));
   const Payloads in = sources(payloads, groups * group_size, reduce);
-  const Feedback feedback(gather, residual, groups, momentum);
+  const Feedback feedback = feedback_of(gather, residual, groups, momentum);
   auto* out = static_cast<uint8_t*>(payload.mutable_data_ptr());
   constexpr int kFloat = static_cast<int>(DType::kFloat32);
   const auto sum = decoder(reduce, kFloat);

@@ -63,6 +63,30 @@ struct Kernels {
   Narrow narrow;
 };
 
+// Whether the kernels without options encode it.
+inline bool is_plain(const Codec& c) { return (c.options & ~(kSymmetricCodes | kCompact | kMse)) == 0; }
+
+inline const CodecKernels& codec_kernels(const Kernels& k, const Codec& c, bool plain) {
+  const int width = c.bits - kMinBits;
+  if (c.options & kCodebook) return k.codebook[width];
+  return (plain ? k.plain : k.with_options)[layout_index(c)][width];
+}
+
+inline Encode encoder(const Kernels& k, const Codec& c, int type) {
+  return codec_kernels(k, c, is_plain(c)).encode[type];
+}
+
+// How the codes were chosen does not matter to it.
+inline DecodeSum decoder(const Kernels& k, const Codec& c, int type) {
+  return codec_kernels(k, c, (c.options & (kSpikes | kHadamard)) == 0).decode_sum[type];
+}
+
+// Encoding with error feedback, or null.
+inline EncodeLost fused(const Kernels& k, const Codec& c) {
+  return c.options & kCodebook && c.options & kHadamard ? nullptr
+                                                        : codec_kernels(k, c, is_plain(c)).encode_lost;
+}
+
 // Blocks of 16, 32 and 64 elements: the last is not for groups of 32.
 const Kernels& kernels_default();
 #if defined(__x86_64__)

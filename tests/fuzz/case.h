@@ -83,9 +83,11 @@ struct Case {
   int64_t cut;  // groups of the first of two calls
   float factor;
   uint64_t key, first_group;
+  bool wide;  // a residual of bf16
+  double momentum;
 
   explicit Case(Input& in) {
-    operation = in.below(3);
+    operation = in.below(5);
     set = in.below(3);
     bits = kMinBits + in.below(kMaxBits - kMinBits + 1);
     gather_bits = kMinBits + in.below(kMaxBits - kMinBits + 1);
@@ -96,6 +98,10 @@ struct Case {
     bits = widths[bits % std::size(widths)];
     gather_bits = widths[gather_bits % std::size(widths)];
 #endif
+    if (options & kCodebook) {
+      options &= kCodebook | kHadamard | kMse;
+      if (group_size < kMinCodebookGroupSize) group_size = kMinCodebookGroupSize;
+    }
     if (options & kSymmetricCodes) options &= ~kCompact;
     if (options & kMse) options &= ~kStochastic;
     type = in.below(3);
@@ -111,6 +117,9 @@ struct Case {
     factor = factors[in.below(4)];
     key = in.number(8);
     first_group = in.number(8);
+    wide = in.below(2) == 1;
+    const double momenta[4] = {0.0, 0.8, 0.9, 0.999};
+    momentum = momenta[in.below(4)];
     if (cut > groups()) cut = groups();
   }
 
@@ -120,8 +129,10 @@ struct Case {
   // The payloads of all ranks; nothing lies behind the last one.
   size_t payloads_bytes() const { return static_cast<size_t>(stride() * (ranks - 1) + row_bytes()); }
   size_t row_size() const { return static_cast<size_t>(numel * (type == 0 ? 4 : 2)); }
-  bool plain() const { return (options & ~(kSymmetricCodes | kCompact)) == 0; }
-  bool plain_decoding() const { return (options & (kSpikes | kHadamard)) == 0; }
+  size_t residual_size() const {
+    return static_cast<size_t>(groups() *
+                               (wide ? 2 * group_size : record_bytes(8, group_size, kSymmetricCodes)));
+  }
 };
 
 // Printed at the end.

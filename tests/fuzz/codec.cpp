@@ -1,7 +1,7 @@
 // The kernels of csrc/cpu with any bytes: whatever the calls of case.h ask for, nothing may be read or
 // written outside of a buffer, nothing may be undefined, and every instruction set and every split among
 // threads gives the same bytes.
-#include "../../csrc/cpu/codec_cpu.h"
+#include "../../csrc/cpu/feedback.h"
 #include "case.h"
 
 using namespace flash_allreduce;
@@ -30,27 +30,15 @@ Codec codec_of(const Case& c, int bits, int options) {
   return {bits, c.group_size, options, c.key, c.first_group};
 }
 
-Encode encoder(int set, const Codec& c, int type) {
-  const Kernels& k = kernels(set, c.group_size);
-  const bool plain = (c.options & ~(kSymmetricCodes | kCompact)) == 0;
-  return (plain ? k.plain : k.with_options)[layout_index(c)][c.bits - kMinBits].encode[type];
-}
-
-DecodeSum decoder(int set, const Codec& c, int type) {
-  const Kernels& k = kernels(set, c.group_size);
-  const bool plain = (c.options & (kSpikes | kHadamard)) == 0;
-  return (plain ? k.plain : k.with_options)[layout_index(c)][c.bits - kMinBits].decode_sum[type];
-}
-
 void encode(int set, const Case& c, const Codec& codec, const Exact& x, Exact& payload) {
-  const auto kernel = encoder(set, codec, c.type);
+  const auto kernel = encoder(kernels(set, c.group_size), codec, c.type);
   kernel(x.data, c.numel, codec, payload.data, 0, c.cut);
   kernel(x.data, c.numel, codec, payload.data, c.cut, c.groups());
 }
 
 void decode_sum(int set, const Case& c, const Codec& codec, const Exact& payloads, int ranks, int type,
                 Exact& y) {
-  const auto kernel = decoder(set, codec, type);
+  const auto kernel = decoder(kernels(set, c.group_size), codec, type);
   const Payloads from{payloads.data, ranks, c.stride(), codec};
   kernel(from, c.factor, y.data, c.numel, 0, c.cut);
   kernel(from, c.factor, y.data, c.numel, c.cut, c.groups());
@@ -92,6 +80,48 @@ void sum_and_encode(const Input& in, Case c) {
   encode(c.set, c, gather, sums, payload);
 }
 
+// Encoding that keeps what is lost, of elements of c.type; any bytes as the residual.
+void encode_feedback(int set, const Case& c, const Codec& codec, const Exact& x, Exact& residual,
+                     Exact& payload) {
+  const Feedback feedback(kernels(set, c.group_size), codec, c.wide, residual.data, c.momentum);
+  const int64_t cut = c.cut * c.group_size, item = c.type == 0 ? 4 : 2;
+  feedback.encode(x.data, c.type, c.numel, 0, c.cut, payload.data);
+  if (c.cut < c.groups()) {
+    feedback.encode(x.data + cut * item, c.type, c.numel - cut, c.cut, c.groups(), payload.data);
+  }
+}
+
+void keep_what_is_lost(const Input& in, const Case& c, const Codec& codec, const Exact& x) {
+  const auto payload_size = static_cast<size_t>(c.groups() * record_bytes(codec));
+  Exact residual(c.residual_size(), c.shifts[1]), residual_again(residual.size, 0);
+  Exact payload(payload_size, c.shifts[2]), payload_again(payload_size, 0);
+  in.fill(residual.data, residual.size);
+  in.fill(residual_again.data, residual.size);
+  encode_feedback(c.set, c, codec, x, residual, payload);
+  encode_feedback(0, c, codec, x, residual_again, payload_again);
+  if (!(payload == payload_again && residual == residual_again)) {
+    found("two instruction sets encode differently with error feedback");
+  }
+}
+
+// As encode_feedback, of any bits.
+void feedback(const Input& in, const Case& c) {
+  Exact x(c.row_size(), c.shifts[0]);
+  in.fill(x.data, x.size);
+  keep_what_is_lost(in, c, codec_of(c, c.bits, c.options), x);
+}
+
+// As decode_sum_encode_feedback, of any bytes as payloads.
+void sum_and_feedback(const Input& in, Case c) {
+  c.numel = c.groups() * c.group_size;
+  const int left = c.options & ~kHadamard;
+  Exact payloads(c.payloads_bytes(), c.shifts[0]), sums(static_cast<size_t>(4 * c.numel), 0);
+  in.fill(payloads.data, payloads.size);
+  decode_sum(c.set, c, codec_of(c, c.bits, left), payloads, c.ranks, 0, sums);
+  c.type = 0;
+  keep_what_is_lost(in, c, codec_of(c, c.gather_bits, left), sums);
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -100,5 +130,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (c.operation == 0) round_trip(in, c);
   if (c.operation == 1) sum(in, c);
   if (c.operation == 2) sum_and_encode(in, c);
+  if (c.operation == 3) feedback(in, c);
+  if (c.operation == 4) sum_and_feedback(in, c);
   return 0;
 }
