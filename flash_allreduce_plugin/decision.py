@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import environment, groups
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import flat, two_level
+from flash_allreduce_plugin.collectives import flat, transport, two_level
+from flash_allreduce_plugin.collectives.chunks import aligned, queued_chunk_bytes
 from flash_allreduce_plugin.collectives.copies import Range
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.runs import Rule
@@ -198,7 +199,7 @@ def _count(call: Call, plan: Plan) -> None:
 
 
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
-    return make_plan(
+    answer = make_plan(
         call.collective,
         numel=call.numel,
         dtype=call.dtype,
@@ -210,6 +211,10 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         nodes=groups.nodes_of(call.label, call.config, call.device),
         width=width,
     )
+    if isinstance(answer, Plan) and transport.queues(call.group, call.device):
+        payload = max(one.payload_bytes(call.numel) for one in (answer.reduce, answer.gather))
+        answer = replace(answer, chunk_bytes=queued_chunk_bytes(answer.chunk_bytes, payload))
+    return answer
 
 
 def _at_width(call: Call, width: int) -> Plan:
@@ -226,5 +231,5 @@ def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
         return two_level.sent_bytes(call.collective, sizes, plan, call.state.rank)
     if call.parts is not None:
         half = plan.gather if call.collective == "all_gather" else plan.reduce
-        return _to_others(call, list(map(half.payload_bytes, call.parts))), 0
+        return _to_others(call, [aligned(half.payload_bytes(numel)) for numel in call.parts]), 0
     return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0

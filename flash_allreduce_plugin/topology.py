@@ -58,56 +58,68 @@ class Slab:
 
 
 @lru_cache(maxsize=64)
-def slabs_of_tensor(groups: int, size: int, nodes: Nodes) -> tuple[Slab, ...]:
-    """A tensor of `groups` groups in slabs of at most `size`, alike, the nodes owning them in turn."""
+def slabs_of_tensor(groups: int, size: int, nodes: Nodes, multiple: int = 1) -> tuple[Slab, ...]:
+    """A tensor of `groups` groups in slabs of about `size`, alike, the nodes owning them in turn.
+
+    multiple: slabs and parts begin at multiples of so many groups.
+    """
     count = -(-groups // max(size, 1))
     count = -(-count // len(nodes)) * len(nodes)
-    size = -(-groups // count)
+    size = _up(-(-groups // count), multiple)
     slabs = []
     for i, first in enumerate(range(0, groups, size)):
         node, of_slab = i % len(nodes), min(size, groups - first)
-        parts = _parts(of_slab, node, _even(of_slab, len(nodes[node])), nodes)
+        parts = _parts(of_slab, node, _even(of_slab, len(nodes[node]), multiple), nodes, multiple)
         slabs.append(Slab(node, of_slab, parts, tuple(first + part[0] for part in parts)))
     return tuple(slabs)
 
 
 @lru_cache(maxsize=64)
-def slabs_of_shards(groups: tuple[int, ...], size: int, nodes: Nodes) -> tuple[tuple[int, Slab], ...]:
-    """Shards of so many groups, one a rank, in chunks of at most `size` groups of each, as far as it reaches.
+def slabs_of_shards(
+    groups: tuple[int, ...], size: int, nodes: Nodes, multiple: int = 1
+) -> tuple[tuple[int, Slab], ...]:
+    """Shards of so many groups, one a rank, in chunks of about `size` groups of each, as far as it reaches.
 
-    A slab is a chunk of the shards of one node, one behind the other; each rank owns its own.
+    A slab is a chunk of the shards of one node, one behind the other, each at a multiple of `multiple` groups; each
+    rank owns its own.
 
     Returns:
         Slabs that are not empty, each with the first group of its chunk, counted from the first of a shard.
     """
     starts = [0, *itertools.accumulate(groups)]
     count = -(-max(groups) // max(size, 1))
-    size = -(-max(groups) // count)
+    size = _up(-(-max(groups) // count), multiple)
     slabs = []
     for first in range(0, max(groups), size):
         of_chunk = [min(max(g - first, 0), size) for g in groups]
         for node, ranks in enumerate(nodes):
-            bounds = (0, *itertools.accumulate(of_chunk[rank] for rank in ranks))
+            bounds = tuple(itertools.accumulate((_up(of_chunk[rank], multiple) for rank in ranks), initial=0))
             if bounds[-1]:
-                parts = _parts(bounds[-1], node, bounds, nodes)
+                own = tuple((at, at + of_chunk[rank]) for at, rank in zip(bounds, ranks, strict=False))
+                parts = _parts(bounds[-1], node, own, nodes, multiple)
                 slabs.append(
                     (first, Slab(node, bounds[-1], parts, tuple(starts[r] + first for r in range(len(groups)))))
                 )
     return tuple(slabs)
 
 
-def _even(groups: int, parts: int) -> tuple[int, ...]:
-    """The bounds of `parts` parts that differ by one group at most."""
-    return tuple(groups * i // parts for i in range(parts + 1))
+def _up(groups: int, multiple: int) -> int:
+    return -(-groups // multiple) * multiple
+
+
+def _even(groups: int, parts: int, multiple: int) -> tuple[Part, ...]:
+    """`parts` parts that begin at multiples of `multiple` and are alike but for one such."""
+    bounds = [min(-(-groups // multiple) * i // parts * multiple, groups) for i in range(parts + 1)]
+    return tuple(itertools.pairwise(bounds))
 
 
 @lru_cache(maxsize=1024)
-def _parts(groups: int, owner: int, bounds: tuple[int, ...], nodes: Nodes) -> tuple[Part, ...]:
-    """bounds: of the owner's parts."""
+def _parts(groups: int, owner: int, own: tuple[Part, ...], nodes: Nodes, multiple: int) -> tuple[Part, ...]:
+    """own: the owner's parts."""
     parts: list[Part] = [(0, 0)] * sum(map(len, nodes))
     for node, ranks in enumerate(nodes):
-        cut = bounds if node == owner else _even(groups, len(ranks))
-        for rank, part in zip(ranks, itertools.pairwise(cut), strict=True):
+        cut = own if node == owner else _even(groups, len(ranks), multiple)
+        for rank, part in zip(ranks, cut, strict=True):
             parts[rank] = part
     return tuple(parts)
 

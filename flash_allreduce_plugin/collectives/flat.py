@@ -25,7 +25,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,6 +32,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, shard_multiple, whole_groups
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
@@ -44,37 +44,15 @@ if TYPE_CHECKING:
 _REDUCE, _GATHER = 0, 1  # the halves
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """`groups` groups cut into `count` chunks of `size`, the last one smaller; `window` of them in flight."""
-
-    groups: int
-    size: int
-    count: int
-
-    @classmethod
-    def cut(cls, groups: int, chunk_groups: int, multiple: int) -> Chunks:
-        """About chunk_groups groups a chunk, all alike, in multiples of `multiple`."""
-        count = -(-groups // max(chunk_groups, 1))
-        size = -(-groups // (count * multiple)) * multiple
-        return cls(groups, size, -(-groups // size))
-
-    @property
-    def window(self) -> int:
-        return self.count if self.count < 4 else self.count // 2
-
-    def __getitem__(self, i: int) -> tuple[int, int]:
-        """First group of chunk i, and the group after its last."""
-        return i * self.size, min((i + 1) * self.size, self.groups)
-
-
 def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
     record = max(plan.reduce.record_bytes, plan.gather.record_bytes)
-    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // record, world_size)
+    groups = plan.reduce.groups(numel)
+    multiple = world_size * shard_multiple(groups, world_size, plan.reduce, plan.gather)
+    return Chunks.cut(groups, plan.chunk_bytes // record, multiple)
 
 
-def _chunks_of_shard(numel: int, record: int, plan: Plan, world_size: int) -> Chunks:
-    return Chunks.cut(plan.reduce.groups(numel), plan.chunk_bytes // (record * world_size), 1)
+def _chunks_of_shard(numel: int, wire: Format, plan: Plan, world_size: int) -> Chunks:
+    return Chunks.cut(wire.groups(numel), plan.chunk_bytes // (wire.record_bytes * world_size), whole_groups(wire))
 
 
 def all_reduce(
@@ -109,8 +87,8 @@ class _AllReduce:
     """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
 
     __slots__ = (
-        *("chunks", "exchanges", "factor", "gather_key", "gathers", "label", "meter", "plan", "rank", "received"),
-        *("reduce_key", "residual", "sent", "slot", "tensor", "world"),
+        *("chunks", "exchanges", "factor", "gather_key", "gathers", "label", "meter", "multiple", "plan", "rank"),
+        *("received", "reduce_key", "residual", "sent", "slot", "tensor", "world"),
     )
 
     def __init__(
@@ -128,6 +106,7 @@ class _AllReduce:
         self.residual, self.meter = residual, meter
         self.world, self.rank = label.group.size(), label.group.rank()
         self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
+        self.multiple = shard_multiple(self.chunks.groups, self.world, plan.reduce, plan.gather)
         self.slot = self.chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
         self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
         label.reserve(2 * self.chunks.count)
@@ -180,7 +159,7 @@ class _AllReduce:
     def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
         """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
         first, last = self.chunks[i]
-        shard = -(-(last - first) // self.world)
+        shard = -(-(last - first) // (self.world * self.multiple)) * self.multiple
         return self.sent[i * self.slot : i * self.slot + self.world * shard * record], (last - first) * record
 
     def _inbox(self, i: int) -> Tensor:
@@ -207,11 +186,11 @@ def reduce_scatter(
     One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
     """
     world = label.group.size()
-    group_size, record = plan.reduce.group_size, plan.reduce.record_bytes
+    group_size = plan.reduce.group_size
     key = rows.draw_key(key, _REDUCE, label.group.rank())
     starts = list(itertools.accumulate((plan.reduce.groups(len(shard)) for shard in shards), initial=0))
-    chunks = _chunks_of_shard(max(len(shard) for shard in shards), record, plan, world)
-    slot = world * chunks.size * record
+    chunks = _chunks_of_shard(max(len(shard) for shard in shards), plan.reduce, plan, world)
+    slot = world * chunks.size * plan.reduce.record_bytes
     label.reserve(chunks.count)
     sent = pool.take(chunks.window * slot)
     received = pool.take(chunks.window * slot)
@@ -224,26 +203,26 @@ def reduce_scatter(
             parts = [shards[:, elements]]
         else:
             parts = [shard[elements].view(1, -1) for shard in shards]
-        sizes = [len(part) * plan.reduce.payload_bytes(part.shape[1]) for part in parts]
+        sizes = [len(part) * aligned(plan.reduce.payload_bytes(part.shape[1])) for part in parts]
         out = sent[start : start + sum(sizes)]
         for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):
             if part.numel():
                 first += chunks[i][0]
                 draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
-                payload = payload.view(len(part), -1)
-                _encode(part, payload, plan.reduce, draw, residual, first, last, meter)
+                real = payload.view(len(part), -1)[:, : plan.reduce.payload_bytes(part.shape[1])]
+                _encode(part, real, plan.reduce, draw, residual, first, last, meter)
         size = plan.reduce.payload_bytes(len(mine))
-        inbox = received[start : start + world * size]
-        even = None if isinstance(shards, Tensor) else [size] * world
+        inbox = received[start : start + world * aligned(size)]
+        even = None if isinstance(shards, Tensor) else [aligned(size)] * world
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
         arrives = transport.all_to_all(inbox, out, label, doing, even, even and sizes)
-        exchanges.append((mine, inbox, arrives))
+        exchanges.append((mine, inbox.view(world, -1)[:, :size], arrives))
 
     def reduce(_: int) -> None:
         mine, inbox, arrives = exchanges.popleft()
         arrives.wait()
         if len(mine):
-            rows.decode_sum(inbox.view(world, -1), mine, plan.reduce, factor)
+            rows.decode_sum(inbox, mine, plan.reduce, factor)
             if meter is not None:
                 meter.result(mine)
 
@@ -274,7 +253,7 @@ def all_gather(
     parts = [input.numel()] * world if parts is None else parts
     groups = [plan.gather.groups(numel) for numel in parts]
     key, number = rows.draw_key(key, _GATHER), sum(groups[:rank])
-    chunks = _chunks_of_shard(max(parts), record, plan, world)
+    chunks = _chunks_of_shard(max(parts), plan.gather, plan, world)
     slot = world * chunks.size * record
     label.reserve(chunks.count)
     buffer = pool.take(chunks.window * slot)
@@ -283,19 +262,22 @@ def all_gather(
     put = rows.decode if held is None else rows.decode_add
 
     def at(i: int) -> tuple[Tensor, list[int]]:
-        """The payloads of chunk i, one after another, and their sizes."""
+        """The payloads of chunk i, one after another, and the sizes of what is real of them."""
         first, last = chunks[i]
         sizes = [max(0, min(last, count) - first) * record for count in groups]
         start = i % chunks.window * slot
-        return buffer[start : start + sum(sizes)], sizes
+        return buffer[start : start + sum(map(aligned, sizes))], sizes
 
     def send(i: int) -> None:
         first, last = chunks[i]
         payloads, sizes = at(i)
-        before = sum(sizes[:rank])
-        mine = payloads[before : before + sizes[rank]]
+        before = sum(map(aligned, sizes[:rank]))
+        mine = payloads[before : before + aligned(sizes[rank])]
         if len(mine):
-            elements, payload = input[first * group_size : last * group_size].view(1, -1), mine.view(1, -1)
+            elements, payload = (
+                input[first * group_size : last * group_size].view(1, -1),
+                mine[: sizes[rank]].view(1, -1),
+            )
             draw = Draw(key, number + first)
             if held is not None:
                 held.encode(
@@ -306,7 +288,7 @@ def all_gather(
                 if meter is not None:
                     meter.gathered(elements, payload, plan.gather)
         doing = f"gathering chunk {i + 1} of {chunks.count}"
-        gathers.append(transport.all_gather(payloads, mine, label, doing, None if even else sizes))
+        gathers.append(transport.all_gather(payloads, mine, label, doing, None if even else list(map(aligned, sizes))))
 
     def write(i: int) -> None:
         gathers.popleft().wait()
@@ -314,11 +296,12 @@ def all_gather(
         payloads, sizes = at(i)
         elements = slice(first * group_size, last * group_size)
         if even:
-            put(payloads.view(world, -1), output.view(world, -1)[:, elements], plan.gather)
+            put(payloads.view(world, -1)[:, : sizes[0]], output.view(world, -1)[:, elements], plan.gather)
         else:
-            for shard, payload in zip(output.split(list(parts)), payloads.split(sizes), strict=True):
-                if len(payload):
-                    put(payload.view(1, -1), shard[elements].view(1, -1), plan.gather)
+            pieces = payloads.split(list(map(aligned, sizes)))
+            for shard, payload, size in zip(output.split(list(parts)), pieces, sizes, strict=True):
+                if size:
+                    put(payload[:size].view(1, -1), shard[elements].view(1, -1), plan.gather)
         if held is not None and meter is not None:
             meter.held(input[elements], own[elements])
 
@@ -368,7 +351,9 @@ def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_
 def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
     """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
     if collective == "all_reduce":
-        groups = -(-plan.reduce.groups(numel) // world_size)  # of a shard; padding only evens the last chunk's shards
+        groups = plan.reduce.groups(numel)
+        multiple = shard_multiple(groups, world_size, plan.reduce, plan.gather)
+        groups = -(-groups // (world_size * multiple)) * multiple  # of a shard; that of the last chunk is filled up
         return (world_size - 1) * groups * (plan.reduce.record_bytes + plan.gather.record_bytes)
     half = plan.reduce if collective == "reduce_scatter" else plan.gather
-    return (world_size - 1) * half.payload_bytes(numel // world_size)
+    return (world_size - 1) * aligned(half.payload_bytes(numel // world_size))

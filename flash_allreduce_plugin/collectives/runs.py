@@ -37,6 +37,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.chunks import ALIGNMENT, aligned
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
 
@@ -69,8 +70,8 @@ class Rule:
     def sent_bytes(self, sizes: Sequence[int], rank: int, wire: Format) -> tuple[int, int]:
         """Bytes that `rank` puts on the wire for runs of these sizes, and those of them that travel as they are."""
         others = [numel for to, numel in enumerate(sizes) if to != rank]
-        exact = sum(numel * self.itemsize for numel in others if not self.quantizes(numel))
-        return exact + sum(wire.payload_bytes(numel) for numel in others if self.quantizes(numel)), exact
+        exact = sum(aligned(numel * self.itemsize) for numel in others if not self.quantizes(numel))
+        return exact + sum(aligned(wire.payload_bytes(numel)) for numel in others if self.quantizes(numel)), exact
 
 
 class _Stretch(NamedTuple):
@@ -107,15 +108,14 @@ class _Runs:
         self.slot = sum(self.sizes(0))
 
     def sizes(self, i: int) -> list[int]:
-        """Bytes of exchange i to or from each rank."""
+        """Bytes of exchange i to or from each rank, filled up to where the next one may begin."""
         return [
-            self._bytes(max(0, min(step, end - start - i * step)), quantized)
+            aligned(self._bytes(max(0, min(step, end - start - i * step)), quantized))
             for start, end, _, step, quantized in self._runs
         ]
 
     def stretches(self, i: int, payload: Tensor) -> list[_Stretch]:
         """Exchange i, whose bytes are `payload`, in as few launches as its pieces allow."""
-        group_size = self._wire.group_size
         found: list[tuple[int, int, int, bool]] = []  # first element, the one after the last, first group, quantized
         for start, end, group, step, quantized in self._runs:
             first = start + i * step
@@ -124,16 +124,20 @@ class _Runs:
                 continue
             if found:
                 begin, before, number, kind = found[-1]
-                whole = not quantized or (before - begin) % group_size == 0
-                if before == first and kind == quantized and whole:
+                if before == first and kind == quantized and self._is_whole(before - begin, kind):
                     found[-1] = begin, last, number, kind
                     continue
-            found.append((first, last, group + i * (step // group_size), quantized))
-        ends = list(accumulate(self._bytes(last - first, quantized) for first, last, _, quantized in found))
+            found.append((first, last, group + i * (step // self._wire.group_size), quantized))
+        sizes = [self._bytes(last - first, quantized) for first, last, _, quantized in found]
+        starts = accumulate(map(aligned, sizes), initial=0)
         return [
-            _Stretch(self._tensor[first:last], payload[at:end], group, quantized)
-            for (first, last, group, quantized), at, end in zip(found, [0, *ends], ends, strict=False)
+            _Stretch(self._tensor[first:last], payload[at : at + size], group, quantized)
+            for (first, last, group, quantized), size, at in zip(found, sizes, starts, strict=False)
         ]
+
+    def _is_whole(self, numel: int, quantized: bool) -> bool:
+        """Whether another run may follow these elements in one payload: groups and bytes end with them."""
+        return (not quantized or numel % self._wire.group_size == 0) and self._bytes(numel, quantized) % ALIGNMENT == 0
 
     def _bytes(self, numel: int, quantized: bool) -> int:
         return self._wire.payload_bytes(numel) if quantized else numel * self._tensor.element_size()

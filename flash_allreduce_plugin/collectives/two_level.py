@@ -27,10 +27,11 @@ from flash_allreduce_plugin import topology
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.topology import Nodes, Slab
+from flash_allreduce_plugin.topology import Nodes, Part, Slab
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
@@ -189,19 +190,24 @@ def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: in
     assert plan.inside is not None and plan.nodes is not None
     slabs = _slabs_of_tensor(sizes, plan) if isinstance(sizes, int) else _slabs_of_shards(sizes, plan)[1]
     node = next(n for n, ranks in enumerate(plan.nodes) if rank in ranks)
+    mates = [mate for mate in plan.nodes[node] if mate != rank]
     inside = between = 0
     for slab in slabs:
-        first, last = slab.parts[rank]
-        own = last - first
+        own = _length(slab.parts[rank])
         if collective != "all_gather":
-            inside += (slab.groups - own) * plan.inside.record_bytes
+            inside += sum(_length(slab.parts[mate]) for mate in mates) * plan.inside.record_bytes
             if slab.node != node:
-                between += own * plan.reduce.record_bytes
+                owned = sum(_length(slab.meet(rank, owner)) for owner in plan.nodes[slab.node])
+                between += owned * plan.reduce.record_bytes
         if collective != "reduce_scatter":
-            inside += own * (len(plan.nodes[node]) - 1) * plan.gather.record_bytes
+            inside += own * len(mates) * plan.gather.record_bytes
             if slab.node == node:
                 between += own * (len(plan.nodes) - 1) * plan.gather.record_bytes
     return inside + between, between
+
+
+def _length(part: Part) -> int:
+    return part[1] - part[0]
 
 
 def _record(plan: Plan) -> int:
@@ -209,16 +215,23 @@ def _record(plan: Plan) -> int:
     return max(plan.inside.record_bytes, plan.reduce.record_bytes, plan.gather.record_bytes)
 
 
+def _multiple(plan: Plan) -> int:
+    """Of groups: where slabs and parts begin."""
+    assert plan.inside is not None
+    return whole_groups(plan.inside, plan.reduce, plan.gather)
+
+
 def _slabs_of_tensor(numel: int, plan: Plan) -> tuple[Slab, ...]:
     assert plan.nodes is not None
-    return topology.slabs_of_tensor(plan.reduce.groups(numel), plan.chunk_bytes // _record(plan), plan.nodes)
+    size = plan.chunk_bytes // _record(plan)
+    return topology.slabs_of_tensor(plan.reduce.groups(numel), size, plan.nodes, _multiple(plan))
 
 
 def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], tuple[Slab, ...]]:
     """First groups of the slabs' chunks, counted from the first of a shard; the slabs."""
     assert plan.nodes is not None
     size = plan.chunk_bytes // (_record(plan) * max(map(len, plan.nodes)))
-    both = topology.slabs_of_shards(tuple(map(plan.reduce.groups, sizes)), size, plan.nodes)
+    both = topology.slabs_of_shards(tuple(map(plan.reduce.groups, sizes)), size, plan.nodes, _multiple(plan))
     return tuple(first for first, _ in both), tuple(slab for _, slab in both)
 
 
@@ -229,16 +242,16 @@ def _lag(count: int, plan: Plan, exchanges: int) -> int:
 
 
 class _Ring:
-    """`count` buffers of at most `size` bytes, used in turn."""
+    """`count` buffers of `rows` rows of at most `size` bytes, used in turn."""
 
-    def __init__(self, pool: BufferPool, count: int, size: int) -> None:
-        self.buffer = pool.take(count * size)
-        self._count, self._size = count, size
+    def __init__(self, pool: BufferPool, count: int, rows: int, size: int) -> None:
+        self._count, self._rows, self._row = count, rows, aligned(size)
+        self.buffer = pool.take(count * rows * self._row)
 
-    def __call__(self, i: int, rows: int, size: int) -> Tensor:
+    def __call__(self, i: int, size: int) -> Tensor:
         """[rows, size]"""
-        start = i % self._count * self._size
-        return self.buffer[start : start + rows * size].view(rows, size)
+        start = i % self._count * self._rows * self._row
+        return self.buffer[start : start + self._rows * self._row].view(self._rows, self._row)[:, :size]
 
 
 class _Stages:
@@ -269,10 +282,10 @@ class _Stages:
         self._key, self._meter = rows.draw_key(key, _BETWEEN, self.node), meter
         own = max(self._own(i) for i in range(len(slabs)))
         summed = max((self._own(i) for i, slab in enumerate(slabs) if slab.node == self.node), default=0)
-        self._whole = _Ring(pool, ring, max(slab.groups for slab in slabs) * _record(plan))
-        self._inbox = _Ring(pool, lag, len(self._mates) * own * self.wide.record_bytes)
-        self._sums = _Ring(pool, lag, own * plan.reduce.record_bytes)
-        self._arrived = _Ring(pool, lag, len(plan.nodes) * summed * plan.reduce.record_bytes)
+        self._whole = _Ring(pool, ring, 1, max(slab.groups for slab in slabs) * _record(plan))
+        self._inbox = _Ring(pool, lag, len(self._mates), own * self.wide.record_bytes)
+        self._sums = _Ring(pool, lag, 1, own * plan.reduce.record_bytes)
+        self._arrived = _Ring(pool, lag, len(plan.nodes), summed * plan.reduce.record_bytes)
         self._pending: dict[int, Pending] = {}
 
     def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[None]:
@@ -301,13 +314,13 @@ class _Stages:
 
     def whole(self, i: int, codec: Format) -> Tensor:
         """The slab's payload [bytes]: what is sent inside, later what comes back."""
-        return self._whole(i, 1, self._slabs[i].groups * codec.record_bytes)[0]
+        return self._whole(i, self._slabs[i].groups * codec.record_bytes)[0]
 
     def part(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
         """A rank's part of it; under plan.gather by default."""
         record = (codec or self._plan.gather).record_bytes
         first, last = self._slabs[i].parts[rank]
-        return self._whole(i, 1, self._slabs[i].groups * record)[0, first * record : last * record]
+        return self._whole(i, last * record)[0, first * record :]
 
     def arrived(self, i: int) -> Tensor:
         """The sums of every node, of the part that this rank owns [nodes, bytes]; no bytes if it owns none."""
@@ -318,15 +331,15 @@ class _Stages:
         self._pending.pop(i).wait()
 
     def send_inside(self, i: int) -> None:
-        inbox = self._inbox(i, len(self._mates), self._own(i) * self.wide.record_bytes)
+        inbox = self._inbox(i, self._own(i) * self.wide.record_bytes)
         sent = {mate: self.part(i, mate, self.wide) for mate in self._mates}
         self._exchange(i, dict(zip(self._mates, inbox, strict=True)), sent, "summing inside the node")
 
     def send_between(self, i: int) -> None:
         self.wait(i)
         slab, wide, narrow = self._slabs[i], self.wide.record_bytes, self._plan.reduce.record_bytes
-        inbox = self._inbox(i, len(self._mates), self._own(i) * wide)
-        sums = self._sums(i, 1, self._own(i) * narrow)[0]
+        inbox = self._inbox(i, self._own(i) * wide)
+        sums = self._sums(i, self._own(i) * narrow)[0]
         sent, received = {}, {}
         for owner in self.nodes[slab.node]:
             first, last = slab.meet(self.rank, owner)
@@ -361,13 +374,12 @@ class _Stages:
         self._exchange(i, received, sent, "gathering inside the node")
 
     def _own(self, i: int) -> int:
-        first, last = self._slabs[i].parts[self.rank]
-        return last - first
+        return _length(self._slabs[i].parts[self.rank])
 
     def _outbox(self, i: int) -> Tensor:
         slab = self._slabs[i]
         own = self._own(i) if slab.node == self.node else 0
-        return self._arrived(i, len(self.nodes), own * self._plan.reduce.record_bytes)
+        return self._arrived(i, own * self._plan.reduce.record_bytes)
 
     def _piece(self, i: int, peer: int) -> Tensor:
         """The overlap of this rank's part and a peer's, under plan.gather."""

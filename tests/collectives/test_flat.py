@@ -375,8 +375,8 @@ def test_buffers_do_not_grow_and_are_at_most_one_and_a_half_payloads(ranks: GetR
             codec = Format(call.flash_config.bits, 128)
             payload = codec.payload_bytes(call.numel * (1 if call.collective == "all_reduce" else world_size))
             chunks = -(-payload // call.flash_config.chunk_bytes)
-            # A chunk is a multiple of world_size groups, all chunks are as large as the first.
-            padding = (chunks + 1) * world_size * codec.record_bytes
+            # A chunk is a multiple of world_size times 4 groups, all chunks are as large as the first.
+            padding = (chunks + 1) * world_size * 4 * codec.record_bytes
             output = 4 * call.numel if call.collective == "reduce_scatter" else 0  # sums are put in place at the end
             assert first <= (1.5 if chunks >= 4 else 2) * (payload + padding) + output, call
 

@@ -20,6 +20,7 @@ from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import runs, transport
+from flash_allreduce_plugin.collectives.chunks import aligned
 from flash_allreduce_plugin.collectives.transport import Label
 from tests.codecs import as_bytes, gaussian, same_bits
 from tests.distributed import Ranks
@@ -222,11 +223,11 @@ def test_bytes_count_what_goes_to_the_others(ranks: GetRanks) -> None:
     codec = Format(4, 128)
     assert [one["bytes_full_precision"] for one in seen] == [4 * 999, 4 * 1000, 4 * 6000]
     assert [one["bytes_sent"] for one in seen] == [
-        4 * 999,
+        aligned(4 * 999),
         4 * 1000,
-        codec.payload_bytes(5000) + codec.payload_bytes(1000),
+        aligned(codec.payload_bytes(5000)) + aligned(codec.payload_bytes(1000)),
     ]
-    assert [one["bytes_plain"] for one in seen] == [4 * 999, 4 * 1000, 0]
+    assert [one["bytes_plain"] for one in seen] == [aligned(4 * 999), 4 * 1000, 0]
     # Rank 0's own run is quantized, and rank 1 sends nothing that is.
     assert [one["quantized"] for one in seen] == [1, 0, 1]
     assert [one["full_precision"] for one in seen] == [{}, {"message below min_bytes": 1}, {}]
@@ -267,9 +268,9 @@ def launches(call: Call, by_messages: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "one collective"])
 def test_runs_of_whole_groups_are_one_launch(ranks: GetRanks, by_messages: bool) -> None:
-    """As many as there are peers if a run ends inside a group; over collectives there is one exchange in any case."""
+    """As many as there are peers if a run ends inside a group or off the 16 bytes; over collectives there is one exchange in any case."""
     table = ((3, 4, 1, 2), (0, 0, 5, 6), (7, 8, 9, 1), (0, 2, 0, 0))
-    whole, ragged = Call(table, 256, config={"chunk_bytes": 1 << 20}), Call(table, 100, config={"chunk_bytes": 1 << 20})
+    whole, ragged = Call(table, 512, config={"chunk_bytes": 1 << 20}), Call(table, 100, config={"chunk_bytes": 1 << 20})
     for rank, seen in enumerate(ranks(4).run(launches, whole, by_messages)):
         assert (seen["encode"], seen["decode"], seen["exchange"]) == (1, 1, 1)
         assert seen["result"] == digest(whole.simulate(rank))

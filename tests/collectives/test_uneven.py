@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.collectives.chunks import aligned
 from flash_allreduce_plugin.telemetry import counters
 from tests.distributed import Ranks
 
@@ -68,7 +69,7 @@ def test_bytes_count_what_goes_to_the_others(ranks: Callable[[int], Ranks]) -> N
     for rank, stats in enumerate(ranks(3).run(counted, sizes, CONFIG)):
         others = [size for owner, size in enumerate(sizes) if owner != rank]
         assert stats["bytes_full_precision"] == 4 * sum(others)
-        assert stats["bytes_sent"] == sum(-(-size // 32) * (4 + 16) for size in others)
+        assert stats["bytes_sent"] == sum(aligned(-(-size // 32) * (4 + 16)) for size in others)
 
 
 def test_full_precision_is_exact_and_the_error_is_measured(ranks: Callable[[int], Ranks]) -> None:
@@ -135,7 +136,7 @@ def test_bytes_and_error_of_an_uneven_gather(ranks: Callable[[int], Ranks], how:
     config = CONFIG.model_copy(update={"quality_interval": 1, "quality_measure": how})
     for size, (quantized, off, small) in zip(sizes, ranks(3).run(gathered_and_counted, sizes, config), strict=True):
         assert quantized["bytes_full_precision"] == off["bytes_sent"] == small["bytes_sent"] == 2 * 2 * 4 * size
-        assert quantized["bytes_sent"] == 2 * 2 * (-(-size // 32) * (4 + 16))
+        assert quantized["bytes_sent"] == 2 * 2 * aligned(-(-size // 32) * (4 + 16))
         assert 18 < quantized["sqnr_db"] < 23
         assert small["full_precision"] == {"message below min_bytes": 2}
 
