@@ -61,6 +61,7 @@ class GroupState:
         #: makes asynchronous calls progress where messages can
         self.helper = Helper()
         self._pools: dict[tuple[torch.device, int], BufferPool] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
         self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
@@ -73,6 +74,16 @@ class GroupState:
         """The buffers of the current stream: what is given back before it was read is used again behind that."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return self._pools.setdefault((device, stream), BufferPool(device))
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """That of the group's asynchronous calls, which follow one another on the wire as it is.
+
+        Groups have streams of their own: a call of one does not wait for calls of another, and two ranks may issue
+        calls of two groups in different orders. Of high priority: the codec's kernels are short, and the wire waits.
+        """
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        return self._streams[device]
 
     def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
         """The width of a site, which starts at `bits`."""

@@ -54,7 +54,8 @@ def start(
         return None
     name = f"{call.collective} at site {call.site.name!r}"
     if transport.queues(call.group, call.device):
-        return StreamWork(steps, name, outputs, call.device, (*outputs, *inputs))
+        stream = call.state.stream(call.device)
+        return StreamWork(steps, name, outputs, (*outputs, *inputs), stream, call.device)
     helper = call.state.helper if transport.by_messages(call.group, call.device) else None
     return Work(steps, name, outputs, helper, at_once=plan is not None)
 

@@ -19,6 +19,7 @@ ALIGNMENT = 16
 # Where the backend queues (NCCL), launching a chunk costs the host tens of microseconds, and moving 8 MiB over NVLink
 # about as much: larger chunks, and few of them.
 _QUEUED_BYTES, _QUEUED_CHUNKS = 8 << 20, 8
+_SLACK = 1 << 16  # that whole groups do not make one chunk more
 
 
 def aligned(nbytes: int) -> int:
@@ -39,7 +40,7 @@ def shard_multiple(groups: int, world_size: int, *formats: Format) -> int:
 
 def queued_chunk_bytes(configured: int, payload_bytes: int) -> int:
     """chunk_bytes where the backend queues: eight chunks at most, none below 8 MiB or what is configured."""
-    return max(configured, _QUEUED_BYTES, -(-payload_bytes // _QUEUED_CHUNKS))
+    return max(configured, _QUEUED_BYTES, payload_bytes // _QUEUED_CHUNKS + _SLACK)
 
 
 @dataclass(frozen=True, slots=True)

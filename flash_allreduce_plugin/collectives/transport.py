@@ -253,11 +253,19 @@ def all_gather_plainly(output: Tensor, input: Tensor, label: Label) -> Pending:
     )
 
 
+def _is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph is recording what is issued now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class BufferPool:
     """uint8 buffers of one group on one device, used again from call to call.
 
     It holds as many buffers as were ever in use at once, each as large as the largest call that it served:
     a training loop allocates in its first step only.
+
+    A call that a CUDA graph captures gets buffers of its own, which the graph's memory pool keeps for its replays:
+    a buffer of this pool might be let go, or be in use by an eager call, while the graph writes to its address.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -267,6 +275,8 @@ class BufferPool:
 
     def take(self, nbytes: int) -> Tensor:
         """A 1-D uint8 buffer of exactly nbytes, the smallest free one that holds them cut to size."""
+        if _is_captured(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with self._lock:
             fitting = [b for b in self._free if b.numel() >= nbytes]
             chosen = min(fitting or self._free, key=Tensor.numel, default=None)
@@ -281,6 +291,8 @@ class BufferPool:
 
     def give(self, *buffers: Tensor) -> None:
         """Return buffers that nothing reads or writes any more."""
+        if _is_captured(self._device):
+            return
         with self._lock:
             self._free += [b._base if b._base is not None else b for b in buffers]
 

@@ -201,11 +201,15 @@ os.register_at_fork(after_in_child=_serving.clear)
 class StreamWork(Work):
     """A call over a backend that queues its work on the GPU (NCCL), where waiting holds up a stream and not the caller.
 
-    All of it is issued at once, on a stream of its own, behind what the current stream has to do by now:
+    It is issued on a stream of its group's own, behind what the current stream has to do by now:
 
         current stream   ... | gradient      | other work, which overlaps     | wait(): goes on behind the event
-        our stream                           | encode | sum | decode | event
+        the group's stream                   | encode | sum | decode | event
         NCCL's stream                                 | all-to-all | all-gather
+
+    With one hardware queue (has_one_queue) what is issued later runs later, on whatever stream: a sum that waits for
+    the wire would hold up all that the program issues after the call. There only the encoding and the first
+    all-to-alls are issued at once, and the rest by wait(), as over gloo.
     """
 
     def __init__(
@@ -213,38 +217,52 @@ class StreamWork(Work):
         steps: Iterator[None],
         label: str,
         outputs: Sequence[Tensor],
-        device: torch.device,
         tensors: Sequence[Tensor],
+        stream: torch.cuda.Stream,
+        device: torch.device,
     ) -> None:
         """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before."""
-        stream = _stream_of(device)
-        self._device = device
+        self._device, self._stream = device, stream
+        self._event: torch.cuda.Event | None = None
         stream.wait_stream(torch.cuda.current_stream(device))
         for tensor in tensors:
             tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             super().__init__(steps, label, outputs)
-            super().wait()
-            self._event = stream.record_event()
+        if not has_one_queue(device):
+            self._issue()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Have the current stream wait for the result; the caller goes on. True."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._issue())
         return True
 
     def is_completed(self) -> bool:
         """Whether the result is in place."""
-        return self._event.query()
+        return self._issue().query()
+
+    def _issue(self) -> torch.cuda.Event:
+        """What is left of the call; the event of its end."""
+        with self._lock:
+            if self._event is None:
+                with torch.cuda.stream(self._stream):
+                    self._finish()
+                    self._event = self._stream.record_event()
+            return self._event
 
     def _new_future(self) -> Future:
         return Future(devices=[self._device])
 
     def _complete(self, future: Future) -> None:
-        with torch.cuda.stream(_stream_of(self._device)):  # what waits for the future waits for it
+        with torch.cuda.stream(self._stream):  # what waits for the future waits for it
             super()._complete(future)
 
 
 @cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream of asynchronous calls, one a device: calls of a group follow one another on the wire as it is."""
-    return torch.cuda.Stream(device)
+def has_one_queue(device: torch.device) -> bool:
+    """Whether the GPU takes all streams from one hardware queue: Megatron's CUDA_DEVICE_MAX_CONNECTIONS=1.
+
+    Kernels then start in the order in which they were launched. Blackwell does not look at it.
+    """
+    alone = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    return alone and torch.cuda.get_device_capability(device) < (10, 0)

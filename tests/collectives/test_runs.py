@@ -268,7 +268,10 @@ def launches(call: Call, by_messages: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "one collective"])
 def test_runs_of_whole_groups_are_one_launch(ranks: GetRanks, by_messages: bool) -> None:
-    """As many as there are peers if a run ends inside a group or off the 16 bytes; over collectives there is one exchange in any case."""
+    """As many as there are peers if a run ends inside a group or off the 16 bytes.
+
+    Over collectives there is one exchange in any case.
+    """
     table = ((3, 4, 1, 2), (0, 0, 5, 6), (7, 8, 9, 1), (0, 2, 0, 0))
     whole, ragged = Call(table, 512, config={"chunk_bytes": 1 << 20}), Call(table, 100, config={"chunk_bytes": 1 << 20})
     for rank, seen in enumerate(ranks(4).run(launches, whole, by_messages)):

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.groups import state_of
 from tests.codecs import same_bits
 from tests.distributed import Ranks
+from tests.queued import Queue, queued
 from tests.simulation import Call
 
 GetRanks = Callable[[int], Ranks]
@@ -367,3 +369,90 @@ def test_the_program_ends(how: str, tmp_path: Path) -> None:
             process.kill()
     expected = (1, "raised\n") if how == "raises" else (0, "")
     assert (processes[0].returncode, said) == expected
+
+
+# ---- over a backend that queues (NCCL), as it is issued ----
+
+QUEUED = fap.FlashConfig(bits=8, min_bytes=0, check_ranks=False)
+
+
+def issued(queue: Queue) -> list[tuple[str, str]]:
+    """(what, stream) of all but the memory's marks."""
+    return [(one.what, one.on) for one in queue.issued if one.what != "record_stream"]
+
+
+def test_an_asynchronous_call_is_issued_at_once_on_the_stream_of_its_group() -> None:
+    with queued(4) as queue:
+        work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
+        own = queue.issued[0].on
+        assert own != "current"
+        assert issued(queue) == [
+            *[("wait_stream", own), ("launch", own), ("collective", own)],  # encode, all-to-all
+            *[("launch", own), ("collective", own), ("launch", own)],  # sum, all-gather, decode
+            ("record_event", own),
+        ]
+        queue.clear()
+        assert work.wait() and work.is_completed()
+        assert issued(queue) == [("wait_event", "current")]
+        assert queue.count("synchronize") == 0
+
+
+def test_groups_have_streams_of_their_own_of_high_priority() -> None:
+    """A call of one group does not stand behind one of another, in whatever order they are issued."""
+    with queued(4) as queue:
+        groups = [dist.new_group(list(range(4))) for _ in range(2)]
+        streams = []
+        for group in (*groups, *reversed(groups)):
+            queue.clear()
+            fap.all_reduce(torch.empty(100_000), group=group, config=QUEUED, async_op=True).wait()
+            streams.append(next(one.on for one in queue.issued if one.what == "launch"))
+        assert streams[0] != streams[1] and streams == streams[::-1] and queue.made == 2
+        assert all(state_of(group).stream(torch.device("cpu")).priority < 0 for group in groups)
+
+
+def test_with_one_hardware_queue_the_half_is_issued_by_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that is launched after the call would stand behind its waits for the wire."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with queued(4) as queue:
+        work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
+        own = queue.issued[0].on
+        assert issued(queue) == [("wait_stream", own), ("launch", own), ("collective", own)]
+        queue.clear()
+        work.wait()
+        rest = [("launch", own), ("collective", own), ("launch", own), ("record_event", own)]
+        assert issued(queue) == [*rest, ("wait_event", "current")]
+        queue.clear()
+        work.wait()
+        assert issued(queue) == [("wait_event", "current")]
+        work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
+        assert work.is_completed()  # who polls brings it on
+        assert queue.count("record_event") == 1
+
+
+def test_on_blackwell_that_variable_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with queued(4) as queue:
+        queue.capability = (10, 0)
+        fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
+        assert queue.count("record_event") == 1
+
+
+def test_a_captured_call_has_buffers_of_its_own() -> None:
+    """Of the graph's pool: an eager call takes and lets go others, before and after the capture."""
+    with queued(4) as queue:
+        pool = state_of(dist.group.WORLD).pool(torch.device("cpu"))
+
+        def call(numel: int) -> set[int]:
+            queue.clear()
+            fap.all_reduce(torch.empty(numel), config=QUEUED)
+            return {message.untyped_storage().data_ptr() for message in queue.messages()}
+
+        eager, kept = call(100_000), list(pool._free)
+        queue.capturing = True
+        captured, again = call(100_000), call(100_000)
+        storages = [message.untyped_storage() for message in queue.messages()]  # as the graph keeps them
+        assert not captured & eager and not again & eager
+        assert [id(b) for b in pool._free] == [id(b) for b in kept]  # nothing of the capture came into the pool
+        queue.capturing = False
+        assert call(100_000) == eager
+        assert not call(1_000_000) & {storage.data_ptr() for storage in storages}

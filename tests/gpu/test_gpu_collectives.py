@@ -215,11 +215,12 @@ def one_rank_in_the_background() -> tuple[bool, str]:
         pool = groups.state_of(dist.group.WORLD).pool(here())
         yield from flat.all_reduce(x, 1.0, plan, label, pool)
 
-    StreamWork(steps(), "test", here(), (x,)).wait()  # loads the kernels, starts NCCL
+    on = groups.state_of(dist.group.WORLD).stream(here()), here()
+    StreamWork(steps(), "test", (x,), (x,), *on).wait()  # loads the kernels, starts NCCL
     torch.cuda.synchronize()
     torch.cuda._sleep(400_000_000)  # a fifth of a second
     x.copy_(values)
-    work = StreamWork(steps(), "test", here(), (x,))
+    work = StreamWork(steps(), "test", (x,), (x,), *on)
     returned = not work.is_completed()
     work.wait()
     result = x.clone()  # behind it, on the current stream
