@@ -41,6 +41,8 @@ from flash_allreduce_plugin.policy import (
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.telemetry import counters, run_log
 
+_PLANS = 4096  # of a group that are remembered
+
 DISABLED = environment.DISABLE
 """The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""
 
@@ -146,11 +148,12 @@ def decide(call: Call) -> Plan | FullPrecision:
         message = call.numel * call.itemsize
         counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
         return answer
-    alike = (call.numel, call.parts) if call.rule is None else (call.rule.min_bytes,)
-    call.label.sign(
-        *(call.op_name, call.factor, call.dtype, *alike),
-        *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
-    )
+    if transport.by_messages(call.group, call.device):  # whose tags tell calls apart
+        alike = (call.numel, call.parts) if call.rule is None else (call.rule.min_bytes,)
+        call.label.sign(
+            *(call.op_name, call.factor, call.dtype, *alike),
+            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
+        )
     _count(call, answer)
     if answer.reduce.stochastic:
         call.key = rows.draw_key(config.seed, state.draws)
@@ -199,6 +202,11 @@ def _count(call: Call, plan: Plan) -> None:
 
 
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
+    config, known = call.config, call.state.plans
+    warm = call.step is not None and call.step < config.warmup_steps
+    what = call.collective, call.numel, call.dtype, call.op_name, call.site, id(config), warm, width, call.device.type
+    if what in known:
+        return known[what][0]
     answer = make_plan(
         call.collective,
         numel=call.numel,
@@ -206,14 +214,17 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         world_size=call.world_size,
         op=call.op_name,
         site=call.site,
-        config=call.config,
+        config=config,
         step=call.step,
-        nodes=groups.nodes_of(call.label, call.config, call.device),
+        nodes=groups.nodes_of(call.label, config, call.device),
         width=width,
     )
     if isinstance(answer, Plan) and transport.queues(call.group, call.device):
         payload = max(one.payload_bytes(call.numel) for one in (answer.reduce, answer.gather))
         answer = replace(answer, chunk_bytes=queued_chunk_bytes(answer.chunk_bytes, payload))
+    if len(known) >= _PLANS:
+        known.clear()
+    known[what] = answer, config
     return answer
 
 

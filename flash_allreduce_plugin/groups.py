@@ -28,6 +28,7 @@ from flash_allreduce_plugin.collectives.transport import BufferPool, Label
 from flash_allreduce_plugin.collectives.work import Helper
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
+from flash_allreduce_plugin.policy import FullPrecision, Plan
 from flash_allreduce_plugin.quality.guard import SiteGuard
 from flash_allreduce_plugin.quality.sites import Sums
 from flash_allreduce_plugin.quality.widths import SiteWidth
@@ -65,6 +66,8 @@ class GroupState:
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
         self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
+        #: by the facts of a call; the configuration whose id is among them is kept beside it
+        self.plans: dict[tuple[Any, ...], tuple[Plan | FullPrecision, FlashConfig]] = {}
         #: of the last call: the log of the run knows it
         self.logged: FlashConfig | None = None
         self._agreed: set[tuple[FlashConfig, bool]] = set()

@@ -7,7 +7,7 @@ holds the two together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: Changes whenever the bytes of a payload change; compared across the ranks of a group.
 WIRE_VERSION = 4
@@ -32,6 +32,12 @@ class Format:
         stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
         compact: scale and zero point share two bytes, the zero point one of 32 multiples of the scale.
         codebook: a scale for every eighth of a group, and up to 6 bits levels that lie closer near zero.
+
+    Attributes:
+        options: those above as the compiled operators take them (csrc/wire_format.h).
+        metadata_bytes: of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places;
+            codebook: the scale and the eight of the parts.
+        record_bytes: of one group on the wire: metadata, then the planes of its codes.
     """
 
     bits: int
@@ -43,32 +49,23 @@ class Format:
     stochastic: bool = False
     compact: bool = False
     codebook: bool = False
+    # Asked for with every launch, so that they are worked out once.
+    options: int = field(init=False, repr=False, compare=False)
+    metadata_bytes: int = field(init=False, repr=False, compare=False)
+    record_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def options(self) -> int:
-        """The options as the compiled operators take them (csrc/wire_format.h)."""
+    def __post_init__(self) -> None:
         flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic, self.compact, self.codebook)
-        return sum(1 << i for i, flag in enumerate(flags) if flag)
+        scales = 8 if self.codebook else 2 if self.symmetric or self.compact else 4
+        metadata = scales + (2 * (2 + self.place_bytes) if self.spikes else 0)
+        object.__setattr__(self, "options", sum(1 << i for i, flag in enumerate(flags) if flag))
+        object.__setattr__(self, "metadata_bytes", metadata)
+        object.__setattr__(self, "record_bytes", metadata + self.group_size * self.bits // 8)
 
     @property
     def place_bytes(self) -> int:
         """Bytes of an element's place in its group."""
         return 1 if self.group_size <= 256 else 2
-
-    @property
-    def metadata_bytes(self) -> int:
-        """Bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places; codebook:
-        the scale and the eight of the parts.
-        """
-        if self.codebook:
-            return 8
-        spikes = 2 * (2 + self.place_bytes) if self.spikes else 0
-        return (2 if self.symmetric or self.compact else 4) + spikes
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of one group on the wire: metadata, then the planes of its codes."""
-        return self.metadata_bytes + self.group_size * self.bits // 8
 
     @property
     def bits_per_element(self) -> float:

@@ -18,7 +18,7 @@ or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byt
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +107,7 @@ class Feedback:
     def begin(self, step: int | None = None) -> None:
         """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
         step = self.step + 1 if step is None else step
-        if not all(map(bool, self._finite)):  # the step may have been skipped, and the scale of the loss be another
+        if not _all(self._finite):  # the step may have been skipped, and the scale of the loss be another
             self.reset(NOT_FINITE)
         elif self._interval and step // self._interval != self.step // self._interval:
             self.reset(INTERVAL)
@@ -155,7 +155,7 @@ class Feedback:
             key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
             for key, residual in self._residuals.items()
         }
-        return {"step": self.step, "finite": all(map(bool, self._finite)), "residuals": residuals}
+        return {"step": self.step, "finite": _all(self._finite), "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict gave on this rank.
@@ -229,7 +229,13 @@ class Slot:
         finite = self._feedback._finite
         finite.append(_is_finite(result))
         if len(finite) > _MOST_KEPT:  # nobody calls begin
-            finite[:] = [flag for flag in finite if not bool(flag)][:1]
+            finite[:] = [torch.tensor(_all(finite))]
+
+
+def _all(flags: Sequence[Tensor]) -> bool:
+    """Whether all of them are true; waits once for each device that they are on."""
+    devices = {flag.device for flag in flags}
+    return all(bool(torch.stack([f for f in flags if f.device == device]).all()) for device in devices)
 
 
 def _is_finite(x: Tensor) -> Tensor:

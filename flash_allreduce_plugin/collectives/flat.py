@@ -87,8 +87,19 @@ class _AllReduce:
     """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
 
     __slots__ = (
-        *("chunks", "exchanges", "factor", "gather_key", "gathers", "label", "meter", "multiple", "plan", "rank"),
-        *("received", "reduce_key", "residual", "sent", "slot", "tensor", "world"),
+        *(
+            "chunks",
+            "elements",
+            "exchanges",
+            "factor",
+            "gather_key",
+            "gathers",
+            "inboxes",
+            "label",
+            "meter",
+            "multiple",
+        ),
+        *("plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "world"),
     )
 
     def __init__(
@@ -102,38 +113,44 @@ class _AllReduce:
         residual: Residual | None,
         meter: Meter | None,
     ) -> None:
-        self.tensor, self.factor, self.plan, self.label = tensor, factor, plan, label
+        self.factor, self.plan, self.label = factor, plan, label
         self.residual, self.meter = residual, meter
         self.world, self.rank = label.group.size(), label.group.rank()
-        self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
-        self.multiple = shard_multiple(self.chunks.groups, self.world, plan.reduce, plan.gather)
-        self.slot = self.chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+        chunks = self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
+        self.multiple = shard_multiple(chunks.groups, self.world, plan.reduce, plan.gather)
+        slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
+        inbox = chunks.size * plan.reduce.record_bytes
         self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
-        label.reserve(2 * self.chunks.count)
-        self.sent = pool.take(self.chunks.count * self.slot)
-        self.received = pool.take(self.chunks.window * self.chunks.size * plan.reduce.record_bytes)
-        self.exchanges: deque[Pending] = deque()
-        self.gathers: deque[tuple[int, Pending]] = deque()
+        label.reserve(2 * chunks.count)
+        self.sent, self.received = pool.take(chunks.count * slot), pool.take(chunks.window * inbox)
+        # A view costs the host about a microsecond: those of all chunks are made at once.
+        self.elements = _cut(tensor.view(1, -1), chunks.size * plan.reduce.group_size, 1)
+        self.slots, self.inboxes = _cut(self.sent, slot), _cut(self.received, inbox)
+        self.exchanges: deque[tuple[Tensor, Pending]] = deque()
+        self.gathers: deque[tuple[int, Tensor, Pending]] = deque()
 
     def send(self, i: int) -> None:
         """Encode chunk i and put it on the wire."""
-        out, real = self._payload(i, self.plan.reduce.record_bytes)
-        first, last = self.chunks[i]
-        part, payload, draw = self._elements(i), out[:real].view(1, -1), Draw(self.reduce_key, first)
-        _encode(part, payload, self.plan.reduce, draw, self.residual, first, last, self.meter)
-        out[real:].zero_()
+        plan, (first, last) = self.plan, self.chunks[i]
+        out, real = self._payload(i, plan.reduce.record_bytes)
+        payload, draw = _first(out, real), Draw(self.reduce_key, first)
+        _encode(self.elements[i], payload.view(1, -1), plan.reduce, draw, self.residual, first, last, self.meter)
+        if payload is not out:
+            out[real:].zero_()
+        inbox = _first(self.inboxes[i % self.chunks.window], out.numel())
         doing = f"exchanging the shards of chunk {i + 1} of {self.chunks.count}"
-        self.exchanges.append(transport.all_to_all(self._inbox(i), out, self.label, doing))
+        self.exchanges.append((inbox, transport.all_to_all(inbox, out, self.label, doing)))
 
     def reduce(self, i: int) -> None:
         """Wait for chunk i, the oldest on the wire, sum this rank's shard of it, and put the sum on the wire."""
-        self.exchanges.popleft().wait()
+        inbox, exchange = self.exchanges.popleft()
+        exchange.wait()
         plan, residual = self.plan, self.residual
         out, _ = self._payload(i, plan.gather.record_bytes)
         mine = out.view(self.world, -1)[self.rank]
-        shard, first = len(mine) // plan.gather.record_bytes, i * (self.chunks.size // self.world)
-        draw = Draw(self.gather_key, self.chunks[i][0] + self.rank * shard)
-        inbox, wires = self._inbox(i).view(self.world, -1), (plan.reduce, plan.gather, self.factor)
+        shard, first = mine.numel() // plan.gather.record_bytes, i * (self.chunks.size // self.world)
+        draw = Draw(self.gather_key, i * self.chunks.size + self.rank * shard)
+        inbox, wires = inbox.view(self.world, -1), (plan.reduce, plan.gather, self.factor)
         if residual is None:
             rows.decode_sum_encode(inbox, mine, *wires, draw)
         else:
@@ -142,31 +159,21 @@ class _AllReduce:
         if self.meter is not None:
             self.meter.summed(inbox, mine, *wires)
         doing = f"gathering the sums of chunk {i + 1} of {self.chunks.count}"
-        self.gathers.append((i, transport.all_gather(out, mine, self.label, doing)))
+        self.gathers.append((i, out, transport.all_gather(out, mine, self.label, doing)))
 
     def write(self) -> None:
         """Wait for the sums of the oldest chunk and decode them into the tensor."""
-        i, gather = self.gathers.popleft()
+        i, out, gather = self.gathers.popleft()
         gather.wait()
-        out, real = self._payload(i, self.plan.gather.record_bytes)
-        rows.decode(out[:real].view(1, -1), self._elements(i), self.plan.gather)
-
-    def _elements(self, i: int) -> Tensor:
-        first, last = self.chunks[i]
-        group_size = self.plan.reduce.group_size
-        return self.tensor[first * group_size : last * group_size].view(1, -1)
+        wire, (first, last) = self.plan.gather, self.chunks[i]
+        real = (last - first) * wire.record_bytes
+        rows.decode(_first(out, real).view(1, -1), self.elements[i], wire)
 
     def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
         """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
         first, last = self.chunks[i]
         shard = -(-(last - first) // (self.world * self.multiple)) * self.multiple
-        return self.sent[i * self.slot : i * self.slot + self.world * shard * record], (last - first) * record
-
-    def _inbox(self, i: int) -> Tensor:
-        record = self.plan.reduce.record_bytes
-        out, _ = self._payload(i, record)
-        start = i % self.chunks.window * self.chunks.size * record
-        return self.received[start : start + out.numel()]
+        return _first(self.slots[i], self.world * shard * record), (last - first) * record
 
 
 def reduce_scatter(
@@ -192,36 +199,39 @@ def reduce_scatter(
     chunks = _chunks_of_shard(max(len(shard) for shard in shards), plan.reduce, plan, world)
     slot = world * chunks.size * plan.reduce.record_bytes
     label.reserve(chunks.count)
-    sent = pool.take(chunks.window * slot)
-    received = pool.take(chunks.window * slot)
+    sent, received = pool.take(chunks.window * slot), pool.take(chunks.window * slot)
+    slots, inboxes = _cut(sent, slot), _cut(received, slot)
+    step = chunks.size * group_size
+    outputs = _cut(output, step) if output.numel() else ()
+    even = isinstance(shards, Tensor)
+    columns = _cut(shards, step, 1) if isinstance(shards, Tensor) and residual is None else None
     exchanges: deque[tuple[Tensor, Tensor, Pending]] = deque()
 
     def send(i: int) -> None:
-        elements = slice(chunks[i][0] * group_size, chunks[i][1] * group_size)
-        mine, start = output[elements], i % chunks.window * slot
-        if isinstance(shards, Tensor) and residual is None:
-            parts = [shards[:, elements]]
+        mine = outputs[i] if i < len(outputs) else output[:0]
+        if columns is not None:
+            parts = [columns[i]]
         else:
-            parts = [shard[elements].view(1, -1) for shard in shards]
+            parts = [shard[i * step : (i + 1) * step].view(1, -1) for shard in shards]
         sizes = [len(part) * aligned(plan.reduce.payload_bytes(part.shape[1])) for part in parts]
-        out = sent[start : start + sum(sizes)]
-        for part, payload, first in zip(parts, out.split(sizes), starts, strict=False):
+        out = _first(slots[i % chunks.window], sum(sizes))
+        for part, payload, first in zip(parts, [out] if len(parts) == 1 else out.split(sizes), starts, strict=False):
             if part.numel():
                 first += chunks[i][0]
                 draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
-                real = payload.view(len(part), -1)[:, : plan.reduce.payload_bytes(part.shape[1])]
+                real = _columns(payload.view(part.shape[0], -1), plan.reduce.payload_bytes(part.shape[1]))
                 _encode(part, real, plan.reduce, draw, residual, first, last, meter)
-        size = plan.reduce.payload_bytes(len(mine))
-        inbox = received[start : start + world * aligned(size)]
-        even = None if isinstance(shards, Tensor) else [aligned(size)] * world
+        size = plan.reduce.payload_bytes(mine.numel())
+        inbox = _first(inboxes[i % chunks.window], world * aligned(size))
+        of_each = None if even else [aligned(size)] * world
         doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
-        arrives = transport.all_to_all(inbox, out, label, doing, even, even and sizes)
-        exchanges.append((mine, inbox.view(world, -1)[:, :size], arrives))
+        arrives = transport.all_to_all(inbox, out, label, doing, of_each, of_each and sizes)
+        exchanges.append((mine, _columns(inbox.view(world, -1), size), arrives))
 
     def reduce(_: int) -> None:
         mine, inbox, arrives = exchanges.popleft()
         arrives.wait()
-        if len(mine):
+        if mine.numel():
             rows.decode_sum(inbox, mine, plan.reduce, factor)
             if meter is not None:
                 meter.result(mine)
@@ -257,46 +267,37 @@ def all_gather(
     slot = world * chunks.size * record
     label.reserve(chunks.count)
     buffer = pool.take(chunks.window * slot)
-    gathers: deque[Pending] = deque()
+    slots, step = _cut(buffer, slot), chunks.size * group_size
+    inputs = _cut(input, step)
+    columns = _cut(output.view(world, -1), step, 1) if even else ()
+    gathers: deque[tuple[Tensor, list[int], Pending]] = deque()
     own = output[sum(parts[:rank]) :][: parts[rank]]
     put = rows.decode if held is None else rows.decode_add
 
-    def at(i: int) -> tuple[Tensor, list[int]]:
-        """The payloads of chunk i, one after another, and the sizes of what is real of them."""
-        first, last = chunks[i]
-        sizes = [max(0, min(last, count) - first) * record for count in groups]
-        start = i % chunks.window * slot
-        return buffer[start : start + sum(map(aligned, sizes))], sizes
-
     def send(i: int) -> None:
         first, last = chunks[i]
-        payloads, sizes = at(i)
-        before = sum(map(aligned, sizes[:rank]))
-        mine = payloads[before : before + aligned(sizes[rank])]
-        if len(mine):
-            elements, payload = (
-                input[first * group_size : last * group_size].view(1, -1),
-                mine[: sizes[rank]].view(1, -1),
-            )
+        sizes = [max(0, min(last, count) - first) * record for count in groups]
+        room = list(map(aligned, sizes))
+        payloads, before = _first(slots[i % chunks.window], sum(room)), sum(room[:rank])
+        mine = payloads[before : before + room[rank]]
+        if sizes[rank]:
+            elements, payload = inputs[i].view(1, -1), _first(mine, sizes[rank]).view(1, -1)
             draw = Draw(key, number + first)
             if held is not None:
-                held.encode(
-                    elements, own[first * group_size : last * group_size].view(1, -1), payload, plan.gather, draw
-                )
+                held.encode(elements, own[i * step : (i + 1) * step].view(1, -1), payload, plan.gather, draw)
             else:
                 rows.encode(elements, payload, plan.gather, draw)
                 if meter is not None:
                     meter.gathered(elements, payload, plan.gather)
         doing = f"gathering chunk {i + 1} of {chunks.count}"
-        gathers.append(transport.all_gather(payloads, mine, label, doing, None if even else list(map(aligned, sizes))))
+        gathers.append((payloads, sizes, transport.all_gather(payloads, mine, label, doing, None if even else room)))
 
     def write(i: int) -> None:
-        gathers.popleft().wait()
-        first, last = chunks[i]
-        payloads, sizes = at(i)
-        elements = slice(first * group_size, last * group_size)
+        payloads, sizes, gather = gathers.popleft()
+        gather.wait()
+        elements = slice(i * step, (i + 1) * step)
         if even:
-            put(payloads.view(world, -1)[:, : sizes[0]], output.view(world, -1)[:, elements], plan.gather)
+            put(_columns(payloads.view(world, -1), sizes[0]), columns[i], plan.gather)
         else:
             pieces = payloads.split(list(map(aligned, sizes)))
             for shard, payload, size in zip(output.split(list(parts)), pieces, sizes, strict=True):
@@ -307,6 +308,21 @@ def all_gather(
 
     yield from _in_turn(chunks, send, write)
     pool.give(buffer)
+
+
+def _first(buffer: Tensor, nbytes: int) -> Tensor:
+    """buffer[:nbytes]; a view costs the host about a microsecond."""
+    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
+
+
+def _columns(matrix: Tensor, count: int) -> Tensor:
+    """matrix[:, :count]"""
+    return matrix if matrix.shape[1] == count else matrix[:, :count]
+
+
+def _cut(tensor: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:
+    """tensor.split(size, dim)."""
+    return (tensor,) if tensor.shape[dim] <= size else tensor.split(size, dim)
 
 
 def _in_turn(chunks: Chunks, send: Callable[[int], None], receive: Callable[[int], None]) -> Iterator[None]:

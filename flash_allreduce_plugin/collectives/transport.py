@@ -184,12 +184,23 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: S
 
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether waiting for a collective holds up a stream of the device and not the caller."""
-    return device.type == "cuda" and group._get_backend(device).name() == "nccl"
+    return device.type == "cuda" and _backend(group, device) == "nccl"
 
 
 def by_messages(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the quantized collectives are made of messages, which any thread may post and wait for."""
-    return device.type == "cpu" and group._get_backend(device).name() == "gloo"
+    return device.type == "cpu" and _backend(group, device) == "gloo"
+
+
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what serves the group's tensors of a device; asked for with every chunk."""
+    names = _backends.setdefault(group, {})
+    if device.type not in names:
+        names[device.type] = group._get_backend(device).name()
+    return names[device.type]
 
 
 def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], label: Label) -> list[Any]:

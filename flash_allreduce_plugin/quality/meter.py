@@ -22,7 +22,8 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 
-_PIECE = 1 << 16  # elements that are compared at a time: they stay in the cache
+# Elements that are compared at a time: on a CPU they stay in the cache, and a GPU wants few launches.
+_PIECE, _PIECE_OF_A_GPU = 1 << 16, 1 << 24
 # Between these a norm in float32 is the sum of squares that are normal numbers, of up to _PIECE elements.
 _LEAST, _GREATEST = 1e-14, 1e18
 
@@ -57,19 +58,19 @@ class Meter:
 
     def held(self, master: Tensor, weights: Tensor) -> None:
         """master [numel] is exact, and what all ranks hold of it is weights [numel]."""
-        for exact, piece in zip(master.split(_PIECE), weights.split(_PIECE), strict=True):
+        for exact, piece in zip(master.split(_piece(master)), weights.split(_piece(master)), strict=True):
             exact = exact.float()
             self._signal += _energy(exact)
             self._after += _energy(exact - piece)
 
     def result(self, part: Tensor) -> None:
         """A part [numel] of the result that no other rank measures."""
-        for piece in part.split(_PIECE):
+        for piece in part.split(_piece(part)):
             self._signal += _energy(piece.float())
 
     def would_lose(self, part: Tensor, wire: Format, *, summed: bool) -> None:
         """part [numel] adds the error that encoding it would make. summed: on all ranks, before the sum."""
-        for piece in part.split(_PIECE):
+        for piece in part.split(_piece(part)):
             if piece.numel():
                 row = piece.view(1, -1)
                 payload = torch.empty(1, wire.payload_bytes(len(piece)), dtype=torch.uint8, device=piece.device)
@@ -91,8 +92,12 @@ class Meter:
         self._after += _energy(_decoded(part, payload, wire).sub_(part))
 
 
+def _piece(x: Tensor) -> int:
+    return _PIECE_OF_A_GPU if x.is_cuda else _PIECE
+
+
 def _energy(x: Tensor) -> Tensor | float:
-    """Sum of squares of up to _PIECE float32 elements, of any size."""
+    """Sum of squares of up to a piece of float32 elements, of any size."""
     if x.is_cuda:  # where looking at a number is waiting for it
         return torch.linalg.vector_norm(x, dtype=torch.float64).square()
     norm = float(torch.linalg.vector_norm(x))
@@ -110,7 +115,7 @@ def _decoded(like: Tensor, payload: Tensor, wire: Format) -> Tensor:
 def _pieces(part: Tensor, payload: Tensor, wire: Format) -> Iterator[tuple[Tensor, Tensor]]:
     """part [rows, numel] in float32 and payload [rows, bytes], piece by piece."""
     rows, numel = part.shape
-    step = max(1, _PIECE // (rows * wire.group_size))
+    step = max(1, _piece(part) // (rows * wire.group_size))
     for first in range(0, wire.groups(numel), step):
         piece = part[:, first * wire.group_size : (first + step) * wire.group_size]
         yield piece.float(), payload[:, first * wire.record_bytes : (first + step) * wire.record_bytes]
@@ -120,7 +125,7 @@ def _sums(
     payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Whole groups [1, numel] in float32 that went as payload [bytes], and their bytes [1, bytes], piece by piece."""
-    groups, step = payload.numel() // gather.record_bytes, _PIECE // gather.group_size
+    groups, step = payload.numel() // gather.record_bytes, _piece(payload) // gather.group_size
     for first in range(0, groups, step):
         last = min(first + step, groups)
         sums = torch.empty((last - first) * gather.group_size, dtype=torch.float32, device=payload.device)
