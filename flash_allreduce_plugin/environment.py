@@ -19,10 +19,13 @@ CONFIG = f"{PREFIX}CONFIG"  # the name of a JSON file, below the variables of fi
 COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/beside.py
 DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; decision.py
 LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
+NCCL_WINDOWS = f"{PREFIX}NCCL_WINDOWS"  # 1: buffers that NCCL's copy engines can serve; collectives/windows.py
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
 TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
-VARIABLES = (ATTACH, AUTOLOAD, AUTOSAVE, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, REFERENCE, TWO_SHOT_BYTES)
+VARIABLES = (
+    *(ATTACH, AUTOLOAD, AUTOSAVE, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, NCCL_WINDOWS, REFERENCE, TWO_SHOT_BYTES),
+)
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import environment, topology
 from flash_allreduce_plugin.codec.format import WIRE_VERSION
-from flash_allreduce_plugin.collectives import messages, presence
+from flash_allreduce_plugin.collectives import messages, presence, windows
 from flash_allreduce_plugin.collectives.presence import shown
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label
+from flash_allreduce_plugin.collectives.windows import Allocate
 from flash_allreduce_plugin.collectives.work import Helper
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
@@ -61,7 +62,8 @@ class GroupState:
         self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
         #: makes asynchronous calls progress where messages can
         self.helper = Helper()
-        self._pools: dict[tuple[torch.device, int], BufferPool] = {}
+        self._pools: dict[tuple[torch.device, int, bool], BufferPool] = {}
+        self._windows: dict[torch.device, Allocate | None] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
         #: beside it
@@ -73,10 +75,22 @@ class GroupState:
         self._agreed: set[tuple[FlashConfig, bool]] = set()
         self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 
-    def pool(self, device: torch.device) -> BufferPool:
-        """The buffers of the current stream: what is given back before it was read is used again behind that."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return self._pools.setdefault((device, stream), BufferPool(device))
+    def pool(self, device: torch.device, windows_of: dist.ProcessGroup | None = None) -> BufferPool:
+        """The buffers of the current stream: what is given back before it was read is used again behind that.
+
+        windows_of: the group, for a call whose buffers have the same sizes on all ranks; they may be windows of NCCL.
+        """
+        on_gpu = device.type == "cuda"
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+        allocate = None
+        if windows_of is not None and on_gpu and windows.wanted():
+            if device not in self._windows:
+                self._windows[device] = windows.open(windows_of, device)
+            allocate = self._windows[device]
+        key = device, stream, allocate is not None
+        if key not in self._pools:
+            self._pools[key] = BufferPool(device, allocate)
+        return self._pools[key]
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """That of the group's asynchronous calls, which follow one another on the wire as it is.
@@ -224,10 +238,11 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     if key in state._agreed:
         state._last = key
         return
-    fields = {**config.to_dict(), environment.DISABLE: disabled, "wire version": WIRE_VERSION}
+    switches = {environment.DISABLE: disabled, environment.NCCL_WINDOWS: windows.wanted()}
+    fields = {**config.to_dict(), **switches, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
     # The length travels with the digest: if one differs, all ranks know how much to gather.
-    digest = config.digest() + struct.pack("<?IQ", disabled, WIRE_VERSION, len(text))
+    digest = config.digest() + struct.pack("<??IQ", disabled, windows.wanted(), WIRE_VERSION, len(text))
     with nullcontext() if state._agreed else presence.first_use(label):
         digests = messages.gather(digest, label, device)
     if len(set(digests)) > 1:

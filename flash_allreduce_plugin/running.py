@@ -18,7 +18,7 @@ from flash_allreduce_plugin.collectives import flat, runs, transport, two_level,
 from flash_allreduce_plugin.collectives.copies import Exactly
 from flash_allreduce_plugin.collectives.differences import Exact, HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
-from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.decision import Call
 from flash_allreduce_plugin.errors import CollectiveError
@@ -125,7 +125,7 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterat
     carried = () if residual is None else (residual,)
     how = {"asynchronous": async_op, "feedback": residual is not None, "measured": meter is not None}
     if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
-        pool = call.state.pool(whole.device)
+        pool = _pool(call, plan)
         yield from _levels(plan).all_reduce(whole, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
     if exactly is not None:
         exactly.write(whole)
@@ -154,7 +154,7 @@ def reduce_scatter(
             torch.cat([one.reshape(-1) for one in outputs], out=shard)
     else:
         _measure(call, shards)
-        pool = call.state.pool(shard.device)
+        pool = _pool(call, plan)
         residual = _residual(call, plan, list(map(len, shards)))
         carried = () if residual is None else (residual,)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
@@ -223,7 +223,7 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
             whole.view(output.shape).copy_(output)
     else:
         _measure(call, own)
-        pool, how = call.state.pool(own.device), {"parts": call.parts, "meter": call.quality.meter}
+        pool, how = _pool(call, plan), {"parts": call.parts, "meter": call.quality.meter}
         yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
         output.copy_(whole.view(output.shape))
@@ -262,7 +262,7 @@ def gather_differences(
         sizes = call.parts or [len(master)] * call.world_size
         exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
         _measure(call, master)
-        pool = call.state.pool(weights.device)
+        pool = _pool(call, plan)
         how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
         yield from _levels(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
         if exact is not None:
@@ -310,6 +310,11 @@ def all_to_all(
         call.quality.watched(whole)
     else:
         call.quality.end(whole)
+
+
+def _pool(call: Call, plan: Plan) -> BufferPool:
+    """In two levels the ranks' buffers have sizes of their own."""
+    return call.state.pool(call.device, call.group if plan.nodes is None else None)
 
 
 def _levels(plan: Plan) -> ModuleType:

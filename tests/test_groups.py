@@ -47,6 +47,7 @@ def names() -> list[str]:
     made = [second, first, *([fewer] if dist.get_rank() == 0 else [])]
     found = [groups.state_of(group).name for group in made]
     assert [groups.state_of(group).name for group in made] == found
+    dist.barrier()  # a rank may still be connecting to a peer that is through
     for group in made:
         dist.destroy_process_group(group)
     return found

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_allreduce_plugin.collectives.windows import Allocate
 from flash_allreduce_plugin.errors import CollectiveError
 from flash_allreduce_plugin.telemetry.beside import ours
 
@@ -279,8 +280,10 @@ class BufferPool:
     a buffer of this pool might be let go, or be in use by an eager call, while the graph writes to its address.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, windows: Allocate | None = None) -> None:
+        """windows: makes the buffers, which are never let go (windows.py); None: torch's allocator."""
         self._device = device
+        self._windows = windows
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
@@ -290,15 +293,17 @@ class BufferPool:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with self._lock:
             fitting = [b for b in self._free if b.numel() >= nbytes]
-            chosen = min(fitting or self._free, key=Tensor.numel, default=None)
+            # A free buffer that is too small is let go for a larger one, so that their number does not grow.
+            chosen = min(fitting or (self._free if self._windows is None else ()), key=Tensor.numel, default=None)
             if chosen is not None:
                 self._free = [b for b in self._free if b is not chosen]
         if chosen is None or not fitting:
-            # A free buffer that is too small is let go for a larger one, so that their number does not grow.
+            chosen = self._windows(nbytes) if self._windows is not None else None
+        if chosen is None:
             # One made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return chosen[:nbytes]
+        return chosen if chosen.numel() == nbytes else chosen[:nbytes]
 
     def give(self, *buffers: Tensor) -> None:
         """Return buffers that nothing reads or writes any more."""

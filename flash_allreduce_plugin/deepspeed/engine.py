@@ -19,6 +19,8 @@ import weakref
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import gathering, section
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
@@ -234,9 +236,15 @@ def _with_section(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         deepspeed = signature.bind(self, *args, **kwargs).arguments.get("config_class")
-        config = _config_for(deepspeed)
-        if config is not None:
-            verify()
+        try:
+            config = _config_for(deepspeed)
+            if config is not None:
+                verify()
+        except Exception:
+            # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
+            # Python ends the process.
+            torch.nn.Module.__init__(self)
+            raise
         original(self, *args, **kwargs)
         if config is not None:
             _refuse_useless(self, config)

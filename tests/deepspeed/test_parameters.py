@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import pytest
@@ -257,9 +259,18 @@ def test_a_loaded_module_travels_whole_once(engines: Any, tmp_path: Any) -> None
 def refused(options: dict[str, Any]) -> str:
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    with pytest.raises(DeepSpeedConfigError) as caught:
-        training.engine(options, FOUR)
-    return str(caught.value)
+    unraisable: list[Any] = []
+    hook, sys.unraisablehook = sys.unraisablehook, lambda what: unraisable.append(what.exc_type)
+    try:
+        with pytest.raises(DeepSpeedConfigError) as caught:
+            training.engine(options, FOUR)
+        message = str(caught.value)
+        del caught
+        gc.collect()  # the engine that was never built
+    finally:
+        sys.unraisablehook = hook
+    assert RecursionError not in unraisable
+    return message
 
 
 @pytest.mark.parametrize(
