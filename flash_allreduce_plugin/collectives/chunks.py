@@ -4,7 +4,7 @@ NCCL moves 16 bytes at a time only where every pointer is a multiple of 16, and 
 NCCL's src/device/common_kernel.h). So every chunk, shard and message begins at such a multiple of its buffer:
 
     all_reduce                  a shard of a chunk is `whole_groups` groups, or a multiple: the last chunk is filled up.
-                                Not so if that would be more than an eighth of the call: it is a few KiB then
+                                Not so where that could be 3 % of the call: it sends a few KiB to each rank then
     parts of different ranks    each part's bytes are filled up to the next multiple (`aligned`)
 """
 
@@ -35,7 +35,7 @@ def whole_groups(*formats: Format) -> int:
 def shard_multiple(groups: int, world_size: int, *formats: Format) -> int:
     """Of how many groups the shards of an all_reduce's chunks are multiples."""
     whole = whole_groups(*formats)
-    return whole if groups >= 8 * world_size * whole else 1
+    return whole if groups >= 32 * world_size * whole else 1
 
 
 def queued_chunk_bytes(configured: int, payload_bytes: int) -> int:

@@ -39,14 +39,14 @@ def test_a_whole_number_of_groups_has_a_whole_number_of_16_bytes() -> None:
     assert [aligned(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
 
-def test_what_is_filled_up_is_at_most_an_eighth() -> None:
+def test_what_is_filled_up_is_at_most_a_thirtieth() -> None:
     one = Format(8, 128)
     for world in (2, 3, 8):
-        for groups in range(1, 2000):
+        for groups in range(1, 4000):
             multiple = shard_multiple(groups, world, one)
             filled = -(-groups // (world * multiple)) * world * multiple
             even = -(-groups // world) * world
-            assert filled - even <= groups / 8
+            assert filled - even <= groups / 30
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_message_begins_at_16_bytes(world_size: int, given: dict[str, obje
         for levels in ({}, {"hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2}}):
             config = fap.FlashConfig(chunk_bytes=4096, **common, **levels)
             for _ in range(8):
-                numel = chance.randrange(8 * 128 * world_size * 16, 300_000)
+                numel = 32 * 128 * 8 * world_size + chance.randrange(100_000)
                 fap.all_reduce(torch.empty(numel), config=config)
                 aligned_messages(queue)
                 sizes = [chance.randrange(60_000) for _ in range(world_size)]
