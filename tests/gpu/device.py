@@ -1,13 +1,15 @@
 """The device that these tests run on, and the operators on it.
 
 `make gpu-check` runs them. GPU_TESTS_ON=cpu puts CPU tensors in the place of CUDA tensors, for all tests
-but those of streams, graphs and NCCL: it tests the tests.
+but those of streams, graphs and NCCL: it tests the tests. GPU_TESTS_ON=ptx, which `make check-ptx` sets, runs nvcc's
+PTX of the kernels on the CPU (tests/ptx), with the operators' own host code.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +17,16 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import ops
 from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+from tests.ptx import build as ptx_build
+from tests.ptx.operators import operators as ptx_operators
 
+ON_PTX = os.environ.get("GPU_TESTS_ON") == "ptx"
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
-DEVICE = torch.device("cpu") if ON_CPU else torch.device("cuda", 0)
+DEVICE = torch.device("cpu") if ON_CPU or ON_PTX else torch.device("cuda", 0)
 #: Of widths, group sizes and dtypes, crossed, every which one is tested; 1: all. Not a multiple of 2, 3 or 7.
 EVERY = int(os.environ.get("GPU_TESTS_EVERY", "5"))
 
-compiled = torch.ops.flash_allreduce
+compiled: Any = ptx_operators if ON_PTX else torch.ops.flash_allreduce
 GUARD = 64  # bytes around what is written
 _FILL = 0xA5
 
@@ -30,6 +35,8 @@ def missing() -> str | None:
     """Why the tests cannot run here."""
     if ops.unavailable is not None or ON_CPU:
         return ops.unavailable
+    if ON_PTX:
+        return ptx_build.missing()
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     return ops.cuda_unavailable
@@ -42,7 +49,7 @@ def need_device() -> None:
         pytest.skip(reason, allow_module_level=True)
 
 
-needs_cuda = pytest.mark.skipif(ON_CPU, reason="GPU_TESTS_ON=cpu: this needs CUDA")
+needs_cuda = pytest.mark.skipif(ON_CPU or ON_PTX, reason="GPU_TESTS_ON=cpu or ptx: this needs CUDA")
 
 
 @dataclass

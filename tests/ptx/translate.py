@@ -1,232 +1,212 @@
-"""nvcc's PTX as C++: a function a kernel, a register a variable, an instruction a statement. runtime.h runs it.
+"""A kernel of parse.py -> a program of the machine (machine.h): rows of numbers.
 
-PTX is what nvcc makes of a kernel before it is fitted to a GPU: inlined, unrolled, with every address and shuffle. What
-is left out after it is the last step to machine code. Known are the instructions that the codec's kernels have; any
-other one is an error, so that nothing is skipped in silence.
+    shl.b32  %r3, %r1, 2;          ->  opcode of "shl.b32" | no guard | line | slot of %r3, slot of %r1, constant 2
 
-Registers hold bits: a float is looked at as one by the instructions that are about floats, so that a NaN that is only
-moved stays the NaN that it was.
+PTX has thousands of registers, each written in few places. Most live in one run of instructions between two branches,
+and share slots there; the others have one each. So the registers of a warp stay in the caches of a CPU.
+
+An opcode that opcodes.cpp does not know is an UnknownInstruction, which names it: nothing is skipped in silence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-_SIZES = {"pred": 1, "u8": 8, "u16": 16, "s16": 16, "b16": 16, "u32": 32, "s32": 32, "b32": 32, "f32": 32}
-_SIZES |= {"u64": 64, "s64": 64, "b64": 64}
-_KERNEL = re.compile(r"\.entry (\w+)\(\n(.*?)\n\).*?\n\{\n(.*?)\n\}\n", re.DOTALL)
-_SPECIAL = {"%tid.x": "t.index", "%ctaid.x": "t.block", "%nctaid.x": "t.blocks"}
-_ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "rem": "%", "and": "&", "or": "|", "xor": "^"}
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+from tests.ptx.parse import SIZES, Instruction, Kernel
+
+#: Parts of an opcode that say how memory is ordered or cached. The machine does one thing after the other.
+_ORDERS = {"volatile", "relaxed", "acquire", "release", "weak", "sys", "gpu", "cta", "nc"}
+_SPECIAL = {"%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x", "%globaltimer"}
+_JUMPS = ("bra", "ret", "exit")
+#: name -> bytes of its operands, a digit each; None: not known. opcodes.cpp's.
+Widths = Callable[[str], str | None]
 
 
 class UnknownInstruction(Exception):
-    """The kernels have something that no line here is about."""
+    """A kernel has something that the machine cannot do."""
 
 
-def _c_type(kind: str) -> str:
-    if kind == "pred":
-        return "bool"
-    if kind == "f32":
-        return "float"
-    return f"{'' if kind[0] == 's' else 'u'}int{_SIZES[kind]}_t"
+@dataclass
+class Program:
+    opcodes: list[str] = field(default_factory=list)  # by their numbers in rows
+    rows: list[tuple[int, ...]] = field(default_factory=list)  # opcode, guard, negated, line, 8 operands
+    constants: list[tuple[int, bool]] = field(default_factory=list)  # value, whether it has 64 bits
+    slots: int = 0
 
 
-def _register(name: str) -> str:
-    return "r_" + name.removeprefix("%")
+def _registers(i: Instruction) -> Iterator[str]:
+    for operand in (*i.operands, i.guard or ""):
+        for name in re.findall(r"%[a-z]\w*(?:\.x)?", operand):
+            if name not in _SPECIAL:
+                yield name
 
 
-def _operands(text: str) -> list[str]:
-    return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[]+)+", text)]
+def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
+    """For each instruction, the slots of its registers; and how many slots there are."""
+    starts = set(kernel.labels.values())
+    run, run_of, runs_of = 0, [], {}
+    for number, i in enumerate(kernel.instructions):
+        if number in starts or (number and kernel.instructions[number - 1].opcode.split(".")[0] in _JUMPS):
+            run += 1
+        run_of.append(run)
+        for name in _registers(i):
+            runs_of.setdefault(name, (run, number))
+            first = runs_of[name][0]
+            runs_of[name] = (first if first == run else -1), number  # the run, or several; the last use
+    shared: dict[str, int] = {name: 0 for name, (run, _) in runs_of.items() if run == -1}
+    shared = {name: slot for slot, name in enumerate(shared)}
+    count, free, local = len(shared), [], dict[str, int]()
+    slots = []
+    for number, i in enumerate(kernel.instructions):
+        names = list(dict.fromkeys(_registers(i)))
+        for name in names:
+            if name not in shared and name not in local:
+                if not free:
+                    free.append(count)
+                    count += 1
+                local[name] = free.pop()
+        slots.append({name: shared[name] if name in shared else local[name] for name in names})
+        for name in names:
+            if name in local and runs_of[name][1] == number:
+                free.append(local.pop(name))
+    return slots, count
 
 
-class _Kernel:
-    def __init__(self, name: str, parameters: str, body: str) -> None:
-        self.name = name
-        self.parameters = re.findall(r"(\w+)(?:\[\d+\])?,?$", parameters, re.MULTILINE)
-        self.shared: dict[str, int] = {}
-        self.shared_bytes = 0
-        self.sites = 0
-        self.lines = [line for raw in body.split("\n") for line in self._line(raw.split("//")[0].strip())]
+class _Translator:
+    def __init__(self, kernel: Kernel, widths: Widths, addresses: dict[str, int]) -> None:
+        self._kernel = kernel
+        self._widths = widths
+        #: What a symbol stands for: parameters and shared memory by their offsets, constant tables by address.
+        self._symbols = {name: at for name, (at, _) in kernel.parameters.items()} | kernel.shared | addresses
+        self._numbers: dict[str, int] = {}
+        self._constants: dict[tuple[int, bool], int] = {}
+        self._slots: dict[str, int] = {}
+        self.program = Program()
 
-    def text(self) -> str:
-        return f"static void {self.name}(Thread& t) {{\n" + "\n".join(self.lines) + "\n}\n"
+    def run(self) -> Program:
+        slots, self.program.slots = _slots(self._kernel)
+        first_row, jumps = [], []
+        for i, self._slots in zip(self._kernel.instructions, slots, strict=True):
+            first_row.append(len(self.program.rows))
+            try:
+                for name, operands in self._rows(i):
+                    if name == "bra":
+                        jumps.append((len(self.program.rows), i.operands[0]))
+                    self._add(i, name, operands)
+            except (UnknownInstruction, KeyError, ValueError) as error:
+                text = f"{i.opcode} {', '.join(i.operands)}"
+                raise UnknownInstruction(f"{text}, line {i.line} of {self._kernel.name}: {error}") from error
+        for row, label in jumps:
+            to = first_row[self._kernel.labels[label]]
+            self.program.rows[row] = (*self.program.rows[row][:4], to, *self.program.rows[row][5:])
+        self.program.opcodes = list(self._numbers)
+        self.program.constants = list(self._constants)
+        return self.program
 
-    def _line(self, line: str) -> list[str]:
-        if line.startswith("{ ") or line.endswith("; }"):  # an instruction that nvcc writes as several
-            inner = line.removeprefix("{ ").removesuffix(" }")
-            return ["{"] * line.startswith("{ ") + self._line(inner) + ["}"] * line.endswith("; }")
-        if not line or line.startswith(".pragma"):
-            return []
-        if line in "{}":
-            return [line]
-        declared = re.match(r"\.reg \.(\w+)\s+%(\w+?)(?:<(\d+)>)?;", line)
-        if declared:
-            kind = _c_type(declared[1].replace("f32", "b32"))
-            names = [declared[2]] if declared[3] is None else [f"{declared[2]}{i}" for i in range(int(declared[3]))]
-            return [f"{kind} " + ", ".join(f"{_register(name)} = 0" for name in names) + ";"]
-        array = re.match(r"\.shared \.align (\d+) \.b8 (\w+)\[(\d+)\];", line)
-        if array:
-            align = int(array[1])
-            self.shared[array[2]] = -(-self.shared_bytes // align) * align
-            self.shared_bytes = self.shared[array[2]] + int(array[3])
-            return []
-        label = re.match(r"(\$\w+):$", line)
-        if label:
-            return [f"{label[1].replace('$', 'at_')}:;"]
-        found = re.match(r"(?:@(!?)%(\w+)\s+)?([\w.:]+)\s*(.*);$", line)
-        if found is None:
-            raise UnknownInstruction(line)
-        condition = f"if ({found[1]}{_register(found[2])}) " if found[2] else ""
-        name, *parts = found[3].split(".")
-        statement = self._statement(name, parts, _operands(found[4]))
-        if statement is None:
-            raise UnknownInstruction(line)
-        return [f"{condition}{{ {statement} }}"]
+    def _add(self, i: Instruction, name: str, operands: Iterable[int]) -> None:
+        if self._widths(name) is None:
+            raise UnknownInstruction(f"no opcode {name}")
+        number = self._numbers.setdefault(name, len(self._numbers))
+        guard = -1 if i.guard is None else self._slots[i.guard]
+        at = (*operands, *[0] * 8)[:8]
+        self.program.rows.append((number, guard, int(i.negated), i.line, *at))
 
-    def _value(self, operand: str, kind: str) -> str:
-        """C++ for an operand as a value of a type."""
-        if operand.startswith("!"):
-            return f"!{self._value(operand[1:], kind)}"
-        if operand in _SPECIAL:
-            return _SPECIAL[operand]
-        if operand.startswith("%"):
-            return f"as_float({_register(operand)})" if kind == "f32" else f"(({_c_type(kind)}){_register(operand)})"
-        if operand.startswith("0f"):
-            return f"as_float(0x{operand[2:]}u)" if kind == "f32" else f"0x{operand[2:]}u"
-        if operand in self.shared:
-            return f"(({_c_type(kind)}){self.shared[operand]})"
-        return f"(({_c_type(kind)}){operand}{'' if operand.startswith('-') else 'ull'})"
-
-    def _set(self, register: str, value: str, kind: str) -> str:
-        return f"{_register(register)} = " + (f"as_bits({value});" if kind == "f32" else f"{value};")
-
-    def _address(self, operand: str, space: str, size: int, writes: bool) -> str:
-        found = re.match(r"\[([%\w]+)(?:\+(-?\d+))?\]$", operand)
-        assert found is not None, operand
-        base, offset = found[1], int(found[2] or 0)
-        if space == "param":
-            return f"t.parameters[{self.parameters.index(base)}] + {offset}"
-        if space == "shared":
-            return f"t.shared({self._value(base, 'u32')} + {offset}, {size})"
-        return f"t.global({self._value(base, 'u64')} + {offset}, {size}, {int(writes)})"
-
-    def _site(self) -> int:
-        """Where lanes and threads meet: they must all be at the same."""
-        self.sites += 1
-        return self.sites
-
-    def _statement(self, name: str, parts: Sequence[str], at: Sequence[str]) -> str | None:
-        kind = parts[-1] if parts else ""
-        if name == "ret":
-            return "return;"
-        if name == "bra":
-            return f"goto {at[0].replace('$', 'at_')};"
-        if name in ("ld", "st"):
-            memory, registers = (at[1], at[0]) if name == "ld" else (at[0], at[1])
-            names = [r.strip() for r in registers.strip("{}").split(",")]
-            moved, size = "b32" if kind == "f32" else kind, _SIZES[kind] // 8
-            text = f"uint8_t* p = {self._address(memory, parts[0], size * len(names), name == 'st')};"
-            for i, register in enumerate(names):
-                if name == "ld":
-                    text += f" {_register(register)} = read<{_c_type(moved)}>(p + {i * size});"
-                else:
-                    text += f" write<{_c_type(moved)}>(p + {i * size}, {self._value(register, moved)});"
-            return text
-        if name == "mov" and at[1].startswith("{"):  # two halves, the lower first
-            low, high = (self._value(half, "b16") for half in _operands(at[1].strip("{}")))
-            return self._set(at[0], f"{low} | (uint32_t){high} << 16", kind) if kind == "b32" else None
-        if name == "mov" and at[0].startswith("{"):
-            halves = _operands(at[0].strip("{}"))
-            texts = [
-                self._set(half, f"{self._value(at[1], 'b32')} >> {16 * i}", "b16") for i, half in enumerate(halves)
-            ]
-            return " ".join(texts) if kind == "b32" else None
-        if name in ("mov", "selp"):
-            kind = "b32" if kind == "f32" else kind
-            value = self._value(at[1], kind)
-            if name == "selp":
-                value = f"{self._value(at[3], 'pred')} ? {value} : {self._value(at[2], kind)}"
-            return self._set(at[0], value, kind)
-        if name == "cvta":  # an address in shared memory is known by its offset
-            return self._set(at[0], self._value(at[1], "u64"), "u64")
-        if name == "cvt":
-            to, source = parts[-2], parts[-1]
-            if source == "f32" or (to == "f32" and "rn" not in parts):
-                return None
-            value = self._value(at[1], source)
-            return self._set(at[0], f"(float){value}" if to == "f32" else f"({_c_type(to)}){value}", to)
-        if name in ("mul", "mad") and kind != "f32":
-            if "wide" in parts:
-                wide = kind[0] + str(2 * _SIZES[kind])
-                value = f"({_c_type(wide)}){self._value(at[1], kind)} * ({_c_type(wide)}){self._value(at[2], kind)}"
-            elif "lo" in parts:
-                wide = "u" + str(_SIZES[kind])
-                value = f"{self._value(at[1], wide)} * {self._value(at[2], wide)}"
-            else:
-                return None
-            return self._set(at[0], value + (f" + {self._value(at[3], wide)}" if name == "mad" else ""), wide)
-        if name in _ARITHMETIC:
-            if kind == "f32" and "rn" not in parts:
-                return None
-            if name in ("add", "sub") and kind[0] == "s":
-                kind = "u" + kind[1:]  # wraps
-            return self._set(at[0], f"{self._value(at[1], kind)} {_ARITHMETIC[name]} {self._value(at[2], kind)}", kind)
-        if name == "rcp" and "rn" in parts:
-            return self._set(at[0], f"1.0f / {self._value(at[1], kind)}", kind)
-        if name == "neg":
-            if kind == "f32":
-                return self._set(at[0], f"{self._value(at[1], 'b32')} ^ 0x80000000u", "b32")
-            return self._set(at[0], f"0 - {self._value(at[1], 'u' + kind[1:])}", "u" + kind[1:])
-        if name == "not":
-            return self._set(at[0], f"{'!' if kind == 'pred' else '~'}{self._value(at[1], kind)}", kind)
-        if name in ("min", "max") and kind != "f32":
-            a, b = self._value(at[1], kind), self._value(at[2], kind)
-            return self._set(at[0], f"{a} {'<' if name == 'min' else '>'} {b} ? {a} : {b}", kind)
-        if name in ("shl", "shr"):
-            value, by, size = self._value(at[1], kind), self._value(at[2], "u32"), _SIZES[kind]
-            if name == "shr" and kind[0] == "s":
-                return self._set(at[0], f"{value} >> ({by} < {size} ? {by} : {size - 1})", kind)
-            shifted = f"({_c_type(kind)})({value} {'<<' if name == 'shl' else '>>'} ({by} & {size - 1}))"
-            return self._set(at[0], f"{by} < {size} ? {shifted} : 0", kind)
-        if name == "setp":
-            return self._comparison(parts, at)
-        if name == "prmt":
-            return self._set(at[0], f"permuted({', '.join(self._value(x, 'b32') for x in at[1:])})", "b32")
-        if name == "bfi":
-            return self._set(at[0], f"inserted({', '.join(self._value(x, 'b32') for x in at[1:])})", "b32")
-        if name == "shfl" and parts[0] == "sync":
-            from_lane = {"bfly": "t.lane() ^ {}", "idx": "{}"}[parts[1]].format(self._value(at[2], "u32"))
-            all_lanes = f"{self._value(at[3], 'u32')} == 31 && {self._value(at[4], 'u32')} == 0xffffffffu"
-            target = at[0].split("|")[0]
-            value = f"t.shuffle({self._site()}, {self._value(at[1], 'b32')}, {from_lane}, {all_lanes})"
-            return self._set(target, value, "b32")
-        if name == "bar" and parts[0] == "warp":
-            return f"t.shuffle({self._site()}, 0, 0, {self._value(at[0], 'u32')} == 0xffffffffu);"
-        if name == "bar" and parts[0] == "sync":
-            return f"t.barrier({self._site()});"
-        return None
-
-    def _comparison(self, parts: Sequence[str], at: Sequence[str]) -> str | None:
-        kind, how = parts[-1], parts[0]
-        a, b = self._value(at[1], kind), self._value(at[2], kind)
-        unordered = f"({a} != {a} || {b} != {b})"
-        if how in ("nan", "num"):
-            value = unordered if how == "nan" else f"!{unordered}"
-        elif kind == "f32" and how.endswith("u"):
-            value = f"({unordered} || {a} {_COMPARISONS[how[:-1]]} {b})"
-        elif how == "ne" and kind == "f32":
-            value = f"({a} < {b} || {a} > {b})"
+    def _rows(self, i: Instruction) -> Iterator[tuple[str, list[int]]]:
+        """(name, operands) of what an instruction is to the machine: one, or one for each half."""
+        name, at = i.opcode, i.operands
+        kind, *parts = name.split(".")
+        if kind == "bra":
+            yield "bra", [0]  # known when all rows are
+        elif kind in ("ld", "st"):
+            yield self._access(kind, parts, at)
+        elif kind == "bar" and parts[0] in ("sync", "red"):
+            if at[1 if parts[0] == "red" else 0] != "0" or len(at) != (3 if parts[0] == "red" else 1):
+                raise UnknownInstruction("a barrier of some threads")
+            how = {"sync": 0, "red.and.pred": 1, "red.or.pred": 2}[".".join(parts)]
+            yield name, [*self._values(name, (at[0], at[2])), how] if how else [0, 0, 0]
+        elif kind == "mov" and at[1] in _SPECIAL:
+            name = at[1].removeprefix("%")
+            yield name, self._values(name, at[:1])
+        elif kind == "mov" and at[1].startswith("{"):
+            yield f"pack.{parts[0]}", self._values(f"pack.{parts[0]}", (at[0], *_halves(at[1])))
+        elif kind == "mov" and at[0].startswith("{"):
+            for half, part in zip(_halves(at[0]), ("low", "high"), strict=True):
+                if half != "_":
+                    yield f"{part}.{parts[0]}", self._values(f"{part}.{parts[0]}", (half, at[1]))
+        elif kind == "shfl":
+            yield name, self._values(name, (at[0].split("|")[0], *at[1:]))
+        elif kind == "atom":
+            base, wide, offset = self._address(at[1])
+            if not wide:
+                raise UnknownInstruction("an address of 32 bits")
+            yield name, [self._value(at[0], "4"), base, offset, self._value(at[2], "4")]
+        elif self._widths(name) is None:
+            raise UnknownInstruction(f"no opcode {name}")
+        elif kind == "cvt" and SIZES[parts[-1]] < 64 and SIZES[self._kernel.type_of(at[1])] == 64:
+            yield f"{name}.wide", self._values(f"{name}.wide", at)
         else:
-            value = f"({a} {_COMPARISONS[how]} {b})"
-        if len(parts) != 2:
-            return None
-        return self._set(at[0], value, "pred")
+            yield name, self._values(name, at)
+
+    def _access(self, kind: str, parts: list[str], at: tuple[str, ...]) -> tuple[str, list[int]]:
+        kept = [part for part in parts if part not in _ORDERS and not part.startswith(("L1", "L2"))]
+        memory, given = (at[1], at[0]) if kind == "ld" else (at[0], at[1])
+        values = _halves(given) if given.startswith("{") else [given]
+        bits, base, wide, offset = SIZES[kept[-1]], *self._address(memory)
+        registers = {SIZES[self._kernel.type_of(value)] for value in values if value.startswith("%")} or {bits}
+        if len(registers) > 1 or min(registers) < bits:
+            raise UnknownInstruction(f"{bits} bits and registers of {registers}")
+        if bits < 64 and registers == {64}:
+            kept.append("wide")
+        digit = "8" if registers == {64} else "?"
+        return ".".join([kind, *kept]), [base, wide, offset, *(self._value(value, digit) for value in values)]
+
+    def _address(self, text: str) -> tuple[int, int, int]:
+        """Slot of the base, whether it has 64 bits, offset."""
+        found = re.fullmatch(r"\[([%\w$]+)(?:\+(-?\d+))?\]", text)
+        if found is None:
+            raise UnknownInstruction(f"an address {text}")
+        wide = not found[1].startswith("%") or SIZES[self._kernel.type_of(found[1])] == 64
+        return self._value(found[1], "8" if wide else "4"), int(wide), int(found[2] or 0)
+
+    def _values(self, name: str, at: Iterable[str]) -> list[int]:
+        widths, operands = self._widths(name), list(at)
+        if widths is None or len(widths) != len(operands):
+            raise UnknownInstruction(f"{name} of {len(operands)} operands")
+        return [self._value(operand, width) for operand, width in zip(operands, widths, strict=True)]
+
+    def _value(self, operand: str, width: str) -> int:
+        """A slot, or ~number of a constant. width: bytes; 0: a predicate; 1 and ?: 32 bits or fewer."""
+        if operand.startswith("%"):
+            bits = SIZES[self._kernel.type_of(operand)]
+            fits = {"0": bits == 1, "1": bits in (16, 32), "?": bits < 64}.get(width, str(bits // 8) == width)
+            if not fits:
+                raise UnknownInstruction(f"{operand} of {bits} bits where {width} bytes are meant")
+            return self._slots[operand]
+        if operand in self._symbols:
+            value = self._symbols[operand]
+        elif operand.startswith("0f"):
+            value = int(operand[2:], 16)
+        else:
+            value = int(operand, 0)
+        bits = 64 if width == "8" else 16 if width == "2" else 32
+        constant = value & ((1 << bits) - 1), width == "8"
+        return ~self._constants.setdefault(constant, len(self._constants))
 
 
-def translate(ptx: str, wanted: str) -> str:
-    """C++ of the kernels whose names match a pattern, and their table; runtime.h goes before it."""
-    kernels = [_Kernel(*found) for found in _KERNEL.findall(ptx) if re.search(wanted, found[0])]
-    rows = "".join(f'{{"{k.name}", {k.name}, {k.shared_bytes}}},\n' for k in kernels)
-    return "".join(k.text() for k in kernels) + f"const std::vector<Kernel> kernels = {{\n{rows}}};\n"
+def _halves(text: str) -> list[str]:
+    return [part.strip() for part in text.strip("{}").split(",")]
+
+
+def translate(kernel: Kernel, widths: Widths, addresses: dict[str, int] | None = None) -> Program:
+    """addresses: of the constant tables that the kernel reads."""
+    return _Translator(kernel, widths, addresses or {}).run()
+
+
+def packed(program: Program) -> tuple[bytes, bytes, bytes]:
+    """rows, constants, and which of these have 64 bits, as ptx_define takes them."""
+    rows = b"".join(struct.pack("<12i", *row) for row in program.rows)
+    constants = struct.pack(f"<{len(program.constants)}Q", *(value for value, _ in program.constants))
+    return rows, constants, bytes(wide for _, wide in program.constants)
