@@ -50,8 +50,7 @@ void Memory::check(uint64_t address, uint64_t bytes, bool writes) const {
 
 bool Shared::races(const Touch& before, const Touch& now) {
   if (before.thread == kNobody || before.thread == now.thread || before.barriers != now.barriers) return false;
-  const bool one_warp = before.thread != kMany && (before.thread - 1) / kLanes == (now.thread - 1) / kLanes;
-  return !one_warp || before.warp_barriers == now.warp_barriers;
+  return before.warp != now.warp || before.warp_barriers == now.warp_barriers;
 }
 
 uint8_t* Shared::at(uint64_t address, uint64_t bytes, bool writes, const Warp& warp, int lane) {
@@ -61,19 +60,19 @@ uint8_t* Shared::at(uint64_t address, uint64_t bytes, bool writes, const Warp& w
   };
   if (address % bytes != 0) refuse("misaligned");
   if (address + bytes > bytes_.size()) refuse("out of bounds");
-  const Touch now{warp.first_thread + static_cast<uint32_t>(lane) + 1, warp.barriers, warp.warp_barriers};
+  const Touch now{warp.first_thread + static_cast<uint32_t>(lane), warp.first_thread / kLanes, warp.barriers,
+                  warp.warp_barriers};
   for (uint64_t i = address; i < address + bytes; ++i) {
     Seen& seen = seen_[i];
     if (races(seen.write, now) || (writes && races(seen.read, now))) {
       const uint32_t other = races(seen.write, now) ? seen.write.thread : seen.read.thread;
       refuse("a race of lane " + std::to_string(lane) + " with " +
-             (other == kMany ? "several threads" : "thread " + std::to_string(other - 1)));
+             (other == kMany ? "several threads" : "thread " + std::to_string(other)));
     }
     if (writes) {
       seen.write = now;
-    } else if (races(seen.read, now)) {
-      const bool one_warp = seen.read.thread != kMany && (seen.read.thread - 1) / kLanes == now.thread / kLanes;
-      if (!one_warp) seen.read = {kMany, now.barriers, now.warp_barriers};
+    } else if (races(seen.read, now)) {  // of two that read: a later store races with both
+      seen.read = {kMany, seen.read.warp == now.warp ? now.warp : kMany, now.barriers, now.warp_barriers};
     } else {
       seen.read = now;
     }

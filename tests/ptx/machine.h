@@ -98,10 +98,10 @@ class Shared {
   uint8_t* at(uint64_t address, uint64_t bytes, bool writes, const Warp& warp, int lane);
 
  private:
-  static constexpr uint32_t kNobody = 0, kMany = kAll;
+  static constexpr uint32_t kNobody = kAll, kMany = kAll - 1;
   struct Touch {
-    uint32_t thread = kNobody;  // + 1; kMany: of several warps
-    uint32_t barriers = 0, warp_barriers = 0;
+    uint32_t thread = kNobody, warp = kNobody;
+    uint32_t barriers = 0, warp_barriers = 0;  // of its warp, until then
   };
   struct Seen {
     Touch write, read;

@@ -79,12 +79,19 @@ def _parameters(text: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _add_line(kernel: Kernel, text: str, line: int) -> None:
+def _renamed(operand: str, names: dict[str, str]) -> str:
+    return re.sub(r"%\w+", lambda found: names.get(found[0], found[0]), operand) if names else operand
+
+
+def _add_line(kernel: Kernel, text: str, line: int, scoped: dict[str, str]) -> None:
     while text := text.strip():
         if text[0] in "{}":  # nvcc writes some instructions as several, with registers of their own
             text = text[1:]
         elif match := _REGISTERS.match(text):
-            kernel.registers[match[2]] = match[1]
+            name = match[2]
+            if match[3] is None:  # of the braces around it: another pair may have one of this name and another type
+                name = scoped[match[2]] = f"{match[2]}_{match[1]}"
+            kernel.registers[name] = match[1]
             text = text[match.end() :]
         elif match := _SHARED.match(text):
             kernel.shared[match[2]] = _up_to(kernel.shared_bytes, int(match[1]))
@@ -96,18 +103,17 @@ def _add_line(kernel: Kernel, text: str, line: int) -> None:
             kernel.labels[match[1]] = len(kernel.instructions)
             text = text[match.end() :]
         elif match := _INSTRUCTION.match(text):
-            kernel.instructions.append(
-                Instruction(match[3], operands_of(match[4]), line, guard=match[2], negated=bool(match[1]))
-            )
+            operands = tuple(_renamed(operand, scoped) for operand in operands_of(match[4]))
+            kernel.instructions.append(Instruction(match[3], operands, line, match[2], bool(match[1])))
             text = text[match.end() :]
         else:
             raise UnknownText(f"line {line} of {kernel.name}: {text}")
 
 
 def parse_kernel(name: str, parameters: str, body: str, line: int = 1) -> Kernel:
-    kernel = Kernel(name, _parameters(parameters))
+    kernel, scoped = Kernel(name, _parameters(parameters)), dict[str, str]()
     for number, text in enumerate(body.split("\n"), line):
-        _add_line(kernel, text.split("//")[0], number)
+        _add_line(kernel, text.split("//")[0], number, scoped)
     return kernel
 
 

@@ -58,20 +58,23 @@ def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
             runs_of[name] = (first if first == run else -1), number  # the run, or several; the last use
     shared: dict[str, int] = {name: 0 for name, (run, _) in runs_of.items() if run == -1}
     shared = {name: slot for slot, name in enumerate(shared)}
-    count, free, local = len(shared), [], dict[str, int]()
+    # One pool for each width: lanes that have parted are at different instructions, and a lane's 64 bits lie where
+    # two lanes have 32 each.
+    count, free, local = len(shared), (list[int](), list[int]()), dict[str, int]()
     slots = []
     for number, i in enumerate(kernel.instructions):
         names = list(dict.fromkeys(_registers(i)))
         for name in names:
             if name not in shared and name not in local:
-                if not free:
-                    free.append(count)
+                pool = free[SIZES[kernel.type_of(name)] == 64]
+                if not pool:
+                    pool.append(count)
                     count += 1
-                local[name] = free.pop()
+                local[name] = pool.pop()
         slots.append({name: shared[name] if name in shared else local[name] for name in names})
         for name in names:
             if name in local and runs_of[name][1] == number:
-                free.append(local.pop(name))
+                free[SIZES[kernel.type_of(name)] == 64].append(local.pop(name))
     return slots, count
 
 
