@@ -37,43 +37,52 @@ class Program:
     slots: int = 0
 
 
-def _registers(i: Instruction) -> Iterator[str]:
-    for operand in (*i.operands, i.guard or ""):
+def _names(operands: Iterable[str]) -> Iterator[str]:
+    for operand in operands:
         for name in re.findall(r"%[a-z]\w*(?:\.x)?", operand):
             if name not in _SPECIAL:
                 yield name
 
 
+def _registers(i: Instruction) -> Iterator[str]:
+    yield from _names((*i.operands, i.guard or ""))
+
+
+def _sets(i: Instruction) -> set[str]:
+    """Registers that hold another value after it, whatever they held before."""
+    if i.guard is not None or i.opcode.split(".")[0] in ("st", *_JUMPS):
+        return set()
+    return set(_names(i.operands[:1])) - set(_names(i.operands[1:]))
+
+
 def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
     """For each instruction, the slots of its registers; and how many slots there are."""
     starts = set(kernel.labels.values())
-    run, run_of, runs_of = 0, [], {}
+    run, last, runs, alone = 0, dict[str, int](), dict[str, int](), dict[str, int]()
     for number, i in enumerate(kernel.instructions):
         if number in starts or (number and kernel.instructions[number - 1].opcode.split(".")[0] in _JUMPS):
             run += 1
-        run_of.append(run)
         for name in _registers(i):
-            runs_of.setdefault(name, (run, number))
-            first = runs_of[name][0]
-            runs_of[name] = (first if first == run else -1), number  # the run, or several; the last use
-    shared: dict[str, int] = {name: 0 for name, (run, _) in runs_of.items() if run == -1}
-    shared = {name: slot for slot, name in enumerate(shared)}
+            # What a run reads before it sets it comes from elsewhere, or from the time before in a loop.
+            if runs.setdefault(name, run) != run or (name not in last and name not in _sets(i)):
+                alone.setdefault(name, len(alone))
+            last[name] = number
     # One pool for each width: lanes that have parted are at different instructions, and a lane's 64 bits lie where
     # two lanes have 32 each.
-    count, free, local = len(shared), (list[int](), list[int]()), dict[str, int]()
+    count, free, local = len(alone), (list[int](), list[int]()), dict[str, int]()
     slots = []
     for number, i in enumerate(kernel.instructions):
         names = list(dict.fromkeys(_registers(i)))
         for name in names:
-            if name not in shared and name not in local:
+            if name not in alone and name not in local:
                 pool = free[SIZES[kernel.type_of(name)] == 64]
                 if not pool:
                     pool.append(count)
                     count += 1
                 local[name] = pool.pop()
-        slots.append({name: shared[name] if name in shared else local[name] for name in names})
+        slots.append({name: alone[name] if name in alone else local[name] for name in names})
         for name in names:
-            if name in local and runs_of[name][1] == number:
+            if name in local and last[name] == number:
                 free[SIZES[kernel.type_of(name)] == 64].append(local.pop(name))
     return slots, count
 
