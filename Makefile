@@ -16,6 +16,8 @@
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
+#   make check-ptx   nvcc's PTX of the kernels and their launches, run on the CPU against the CPU codec, some of all cases (test-slow:
+#                    all); no GPU needed; PTX_ARCHITECTURE=80: the PTX for that generation (docs/cuda.md)
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
 #                    (docs/developers.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
 #   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
@@ -46,8 +48,11 @@ LIGHTNING ?= 2.6.6
 DATASETS ?= 5.2.0
 EVALUATE ?= 0.4.6
 TORCHTITAN ?= 0.2.2
-# For check-cuda where there is no nvcc.
+# For check-cuda and check-ptx where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
+# Of check-ptx: which tests, and of widths, group sizes and dtypes, crossed, every which one.
+PTX ?= -m "not slow"
+PTX_EVERY ?= 37
 VERSIONS ?=
 DEEPSPEED_VERSIONS ?=
 # Of pytest, for test, test-older and test-deepspeed.
@@ -73,9 +78,9 @@ HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERA
 PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)-$(TORCHTITAN)
 NVCC_SITE := $(abspath $(VENV))/cuda
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
-FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/ptx/*.h tests/fuzz/*.h tests/fuzz/*.cpp)
+FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/ptx/*.h tests/ptx/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp)
 
-.PHONY: demo test test-slow test-older test-deepspeed test-hf test-programs test-upstream-deepspeed lint format bench soak check-versions check-cuda gpu-check fuzz fuzz-check package matrix clean
+.PHONY: demo test test-slow test-older test-deepspeed test-hf test-programs test-upstream-deepspeed lint format bench soak check-versions check-cuda check-ptx gpu-check fuzz fuzz-check package matrix clean
 
 demo: $(VENV)/.installed
 	@echo "[4/4] training a small GPT on two ranks: about 70 seconds on two cores (DEMO=--long: 6 minutes)"
@@ -86,6 +91,8 @@ test: $(VENV)/.installed $(DEEPSPEED_SITE)
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
+	$(MAKE) check-ptx PTX= PTX_EVERY=1
+	PTX_ARCHITECTURE=80 $(MAKE) check-ptx PTX_EVERY=11
 
 # The older release stands before the installed one on the path. MEGATRON_LM_PATH brings a megatron-core of its own.
 # Left out: what is of Megatron-LM's training package, which no release of megatron-core has.
@@ -135,9 +142,17 @@ check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)
 	$(BIN)/python -m scripts.check_deepspeed_versions --archives $(VENV)/archives $(DEEPSPEED_VERSIONS)
 
+FOUND_NVCC = command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
+WITH_NVCC = NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc)
+
 check-cuda: $(VENV)/.installed
-	command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
-	NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc) $(BIN)/python -m scripts.check_cuda
+	$(FOUND_NVCC)
+	$(WITH_NVCC) $(BIN)/python -m scripts.check_cuda
+
+check-ptx: $(VENV)/.installed
+	$(FOUND_NVCC)
+	$(WITH_NVCC) GPU_TESTS_ON=ptx GPU_TESTS_EVERY=$(PTX_EVERY) \
+		$(BIN)/python -m pytest $(PTX) tests/ptx tests/gpu/test_gpu_codec.py $(OPTIONS)
 
 package: $(VENV)/.installed
 	$(BIN)/python -m scripts.package

@@ -242,7 +242,9 @@ bool Block::pass_barrier() {
 namespace {
 
 void prepare(Warp& warp) {
-  if (warp.registers.empty()) warp.registers.resize(static_cast<size_t>(warp.kernel().slots) * kLanes);
+  if (warp.registers != nullptr) return;
+  const auto slots = static_cast<size_t>(warp.kernel().slots);
+  warp.registers.reset(static_cast<uint64_t*>(calloc(slots + 1, kLanes * sizeof(uint64_t))));
 }
 
 [[noreturn]] void stuck(const Block& block) {
@@ -306,7 +308,7 @@ void Machine::run_streams() {
     if (warp->running != 0) continue;
     warps[number] = warps.back();
     warps.pop_back();
-    if (warp->ended()) std::vector<uint64_t>().swap(warp->registers);
+    if (warp->ended()) warp->registers.reset();
     if (block.pass_barrier()) {
       for (Warp& w : block.warps) warps.emplace_back(stream, &w);
       continue;

@@ -16,6 +16,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -114,7 +115,8 @@ class Shared {
 struct Warp {
   Block* block = nullptr;
   uint32_t first_thread = 0;
-  std::vector<uint64_t> registers;
+  // Zeros that take no memory until they are touched: of many warps most end soon.
+  std::unique_ptr<uint64_t, decltype(&free)> registers{nullptr, &free};
   std::array<int32_t, kLanes> place{};
   uint32_t running = 0, meeting = 0, at_barrier = 0;  // lanes; in none of them: they have ended
   uint32_t barriers = 0, warp_barriers = 0;           // so far
@@ -179,7 +181,7 @@ const Opcode* opcode(const std::string& name);  // null: unknown
 template <class T>
 T* Warp::slot(int32_t number) {
   uint64_t* words =
-      number >= 0 ? registers.data() : const_cast<uint64_t*>(kernel().constants.data());
+      number >= 0 ? registers.get() : const_cast<uint64_t*>(kernel().constants.data());
   return reinterpret_cast<T*>(words + static_cast<size_t>(number >= 0 ? number : ~number) * kLanes);
 }
 

@@ -117,6 +117,29 @@ class Machine:
             for at, _, _ in ranges:
                 self.library.ptx_forget(ctypes.c_uint64(at))
 
+    @contextmanager
+    def queued(self, seed: int) -> Iterator[None]:
+        """Launches inside wait in the stream of their rank, for run_streams()."""
+        self.library.ptx_seed(seed + 1)
+        self.library.ptx_queue(1)
+        try:
+            yield
+        finally:
+            self.library.ptx_queue(0)
+            self.set_stream(0)
+
+    def set_stream(self, stream: int) -> None:
+        self.library.ptx_set_stream(ctypes.c_uint64(stream))
+
+    def hold(self, stream: int, ns: int) -> None:
+        """What is in the stream begins that much later. An instruction of a warp takes a nanosecond."""
+        self.library.ptx_hold(ctypes.c_uint64(stream), ctypes.c_uint64(ns))
+
+    def run_streams(self) -> None:
+        failed = self.library.ptx_run_streams()
+        if failed is not None:
+            raise RuntimeError(failed.decode())
+
     def check(self) -> None:
         """Raises what made a kernel's definition fail, which torch cannot tell."""
         failed, self.failed = self.failed, None

@@ -104,7 +104,8 @@ def _add_line(kernel: Kernel, text: str, line: int, scoped: dict[str, str]) -> N
             text = text[match.end() :]
         elif match := _INSTRUCTION.match(text):
             operands = tuple(_renamed(operand, scoped) for operand in operands_of(match[4]))
-            kernel.instructions.append(Instruction(match[3], operands, line, match[2], bool(match[1])))
+            guard = scoped.get(match[2], match[2])
+            kernel.instructions.append(Instruction(match[3], operands, line, guard, bool(match[1])))
             text = text[match.end() :]
         else:
             raise UnknownText(f"line {line} of {kernel.name}: {text}")

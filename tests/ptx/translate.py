@@ -63,6 +63,8 @@ def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
         if number in starts or (number and kernel.instructions[number - 1].opcode.split(".")[0] in _JUMPS):
             run += 1
         for name in _registers(i):
+            if name not in last:
+                kernel.type_of(name)  # it is declared
             # What a run reads before it sets it comes from elsewhere, or from the time before in a loop.
             if runs.setdefault(name, run) != run or (name not in last and name not in _sets(i)):
                 alone.setdefault(name, len(alone))
