@@ -49,14 +49,15 @@ void Memory::check(uint64_t address, uint64_t bytes, bool writes) const {
 }
 
 bool Shared::races(const Touch& before, const Touch& now) {
-  if (before.thread == kNobody || before.thread == now.thread || before.barriers != now.barriers) return false;
+  if (before.thread == kNobody || before.thread == now.thread || before.barriers != now.barriers)
+    return false;
   return before.warp != now.warp || before.warp_barriers == now.warp_barriers;
 }
 
 uint8_t* Shared::at(uint64_t address, uint64_t bytes, bool writes, const Warp& warp, int lane) {
   const auto refuse = [&](const std::string& what) {
-    throw Fault(what + ": " + (writes ? "a store of " : "a load of ") + std::to_string(bytes) +
-                " bytes at " + std::to_string(address) + " of shared memory");
+    throw Fault(what + ": " + (writes ? "a store of " : "a load of ") + std::to_string(bytes) + " bytes at " +
+                std::to_string(address) + " of shared memory");
   };
   if (address % bytes != 0) refuse("misaligned");
   if (address + bytes > bytes_.size()) refuse("out of bounds");
@@ -156,8 +157,8 @@ uint64_t Warp::run(uint64_t most) {
     }
   } catch (const Fault& fault) {
     std::ostringstream where;
-    where << "PTX: " << fault.what() << ". Line " << (i ? i->line : 0) << ", block " << block->index << ", warp "
-          << first_thread / kLanes << ", lanes " << hex(lanes) << ", of " << kernel().name;
+    where << "PTX: " << fault.what() << ". Line " << (i ? i->line : 0) << ", block " << block->index
+          << ", warp " << first_thread / kLanes << ", lanes " << hex(lanes) << ", of " << kernel().name;
     throw Fault(where.str());
   }
   return done;
@@ -176,7 +177,8 @@ void Warp::meet(bool last) {
     const uint32_t* masks = slot<uint32_t>(i.at[i.opcode->kind == Kind::kShuffle ? 4 : 0]);
     const uint32_t mask = masks[lane_of(here)];
     for (uint32_t rest = here; rest != 0; rest &= rest - 1) {
-      if (!(masks[lane_of(rest)] >> lane_of(rest) & 1)) throw Fault("a lane that is not in the mask of its shuffle");
+      if (!(masks[lane_of(rest)] >> lane_of(rest) & 1))
+        throw Fault("a lane that is not in the mask of its shuffle");
     }
     if ((mask & here) == mask) {
       for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -217,7 +219,8 @@ bool Block::pass_barrier() {
   }
   const int32_t there = warps[0].place[0];
   for (const Warp& w : warps) {
-    if (w.place[0] != there) throw Fault("PTX: warps of a block at different barriers, of " + launch->kernel->name);
+    if (w.place[0] != there)
+      throw Fault("PTX: warps of a block at different barriers, of " + launch->kernel->name);
   }
   const Instruction& i = launch->kernel->instructions[there];
   // Of the predicate that the barrier may reduce.
@@ -225,7 +228,8 @@ bool Block::pass_barrier() {
   uint32_t result = of_any ? 0 : 1;
   for (Warp& w : warps) {
     const uint32_t* given = w.slot<uint32_t>(i.at[1]);
-    for (int lane = 0; reduces && lane < kLanes; ++lane) result = of_any ? result | given[lane] : result & given[lane];
+    for (int lane = 0; reduces && lane < kLanes; ++lane)
+      result = of_any ? result | given[lane] : result & given[lane];
   }
   for (Warp& w : warps) {
     if (reduces) std::fill_n(w.slot<uint32_t>(i.at[0]), kLanes, result);
@@ -313,7 +317,8 @@ void Machine::run_streams() {
       for (Warp& w : block.warps) warps.emplace_back(stream, &w);
       continue;
     }
-    const bool all_stopped = std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.running != 0; });
+    const bool all_stopped =
+        std::none_of(block.warps.begin(), block.warps.end(), [](const Warp& w) { return w.running != 0; });
     if (all_stopped && !block.ended()) stuck(block);
     auto& blocks = active[stream];
     if (std::all_of(blocks.begin(), blocks.end(), [](const auto& b) { return b->ended(); })) {

@@ -5,13 +5,13 @@
 //   slot 1     [                                                    ]
 //   place      [ which instruction each lane is at                  ]
 //
-// An instruction is done for all lanes that are at the same place, in one loop. Where lanes part at a branch, those
-// that are behind go first, until they have caught up; so lanes that part meet again. A lane that shuffles waits
-// for the lanes of its mask, a thread at a barrier for its block.
+// An instruction is done for all lanes that are at the same place, in one loop. Where lanes part at a branch,
+// those that are behind go first, until they have caught up; so lanes that part meet again. A lane that
+// shuffles waits for the lanes of its mask, a thread at a barrier for its block.
 //
 // What a real GPU would leave undefined is a Fault here, which ends the launch: an address out of bounds or
-// misaligned, a shuffle that a lane of its mask does not reach, threads at different barriers, words of shared
-// memory that one thread writes and another touches with no barrier between.
+// misaligned, a shuffle that a lane of its mask does not reach, threads at different barriers, words of
+// shared memory that one thread writes and another touches with no barrier between.
 #pragma once
 
 #include <array>
@@ -49,7 +49,8 @@ using Handler = void (*)(Warp&, const Instruction&, uint32_t lanes);
 struct Opcode {
   Kind kind;
   Handler run;
-  // Bytes of the result and of what it is made of, a digit each: "844" is 64 bits of two times 32; 0 is a predicate.
+  // Bytes of the result and of what it is made of, a digit each: "844" is 64 bits of two times 32; 0 is a
+  // predicate.
   std::string widths;
 };
 
@@ -91,8 +92,8 @@ class Memory {
   std::map<uint64_t, Range> ranges_;
 };
 
-// Shared memory of a block, and who touched each byte last: two threads that touch a byte, one to write, need a
-// barrier between, or, in one warp, a __syncwarp().
+// Shared memory of a block, and who touched each byte last: two threads that touch a byte, one to write, need
+// a barrier between, or, in one warp, a __syncwarp().
 class Shared {
  public:
   explicit Shared(uint64_t bytes) : bytes_(bytes, 0xcd), seen_(bytes) {}
@@ -164,8 +165,8 @@ class Machine {
 
   // Runs it, block after block; or puts it at the end of its stream, where the machine queues.
   void launch(Launch launch);
-  // Runs what waits: the first launch of every stream at the same time, their warps interleaved at random. A stream
-  // that is held begins that much later.
+  // Runs what waits: the first launch of every stream at the same time, their warps interleaved at random. A
+  // stream that is held begins that much later.
   void run_streams();
   void clear();
   std::map<uint64_t, uint64_t> held;  // stream -> ns
@@ -180,8 +181,7 @@ const Opcode* opcode(const std::string& name);  // null: unknown
 
 template <class T>
 T* Warp::slot(int32_t number) {
-  uint64_t* words =
-      number >= 0 ? registers.get() : const_cast<uint64_t*>(kernel().constants.data());
+  uint64_t* words = number >= 0 ? registers.get() : const_cast<uint64_t*>(kernel().constants.data());
   return reinterpret_cast<T*>(words + static_cast<size_t>(number >= 0 ? number : ~number) * kLanes);
 }
 

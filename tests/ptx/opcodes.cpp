@@ -1,9 +1,9 @@
 // What every instruction does to a lane. A name that is not here is unknown to the machine.
 //
-// Names are PTX's, less what does not matter to one machine that does one thing after the other (translate.py). A
-// register holds bits: a float is looked at as one by the instructions that are about floats, so that a NaN that is
-// only moved stays the NaN that it was. There is no fma: a kernel that has one was compiled so that its results
-// depend on the compiler.
+// Names are PTX's, less what does not matter to one machine that does one thing after the other
+// (translate.py). A register holds bits: a float is looked at as one by the instructions that are about
+// floats, so that a NaN that is only moved stays the NaN that it was. There is no fma: a kernel that has one
+// was compiled so that its results depend on the compiler.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -37,9 +37,12 @@ T taken(Word<T> word) {
 
 template <class T>
 Word<T> kept(T value) {
-  if constexpr (std::is_same_v<T, float>) return value != value ? 0x7fffffffu : bits_as<uint32_t>(value);  // one NaN
-  else if constexpr (std::is_same_v<T, bool>) return value;
-  else return static_cast<std::make_unsigned_t<T>>(value);
+  if constexpr (std::is_same_v<T, float>)
+    return value != value ? 0x7fffffffu : bits_as<uint32_t>(value);  // one NaN
+  else if constexpr (std::is_same_v<T, bool>)
+    return value;
+  else
+    return static_cast<std::make_unsigned_t<T>>(value);
 }
 
 template <class F>
@@ -53,7 +56,8 @@ void each(uint32_t lanes, const F& f) {
 
 // The handler of a function of values: at[0] = f(at[1], at[2], ...), for every lane.
 template <class F, class R, class... A, size_t... n>
-void apply(Warp& warp, const Instruction& i, uint32_t lanes, R (F::*)(A...) const, std::index_sequence<n...>) {
+void apply(Warp& warp, const Instruction& i, uint32_t lanes, R (F::*)(A...) const,
+           std::index_sequence<n...>) {
   Word<R>* to = warp.slot<Word<R>>(i.at[0]);
   const auto from = std::make_tuple(static_cast<const Word<A>*>(warp.slot<Word<A>>(i.at[n + 1]))...);
   each(lanes, [&](int lane) { to[lane] = kept<R>(F()(taken<A>(std::get<n>(from)[lane])...)); });
@@ -61,7 +65,9 @@ void apply(Warp& warp, const Instruction& i, uint32_t lanes, R (F::*)(A...) cons
 
 template <class R, class... A, class F>
 std::string widths_of(R (F::*)(A...) const) {
-  const auto digit = [](bool predicate, size_t bytes) { return static_cast<char>('0' + (predicate ? 0 : bytes)); };
+  const auto digit = [](bool predicate, size_t bytes) {
+    return static_cast<char>('0' + (predicate ? 0 : bytes));
+  };
   return {digit(std::is_same_v<R, bool>, sizeof(R)), digit(std::is_same_v<A, bool>, sizeof(A))...};
 }
 
@@ -129,7 +135,8 @@ template <class T>
 void exchange(Warp& warp, const Instruction& i, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const int lane = __builtin_ctz(lanes);
-    const uint64_t where = warp.slot<uint64_t>(i.at[1])[lane] + static_cast<uint64_t>(static_cast<int64_t>(i.at[2]));
+    const uint64_t where =
+        warp.slot<uint64_t>(i.at[1])[lane] + static_cast<uint64_t>(static_cast<int64_t>(i.at[2]));
     uint8_t* p = address<Space::kGlobal>(warp, where, sizeof(T), true, lane);
     T old, value = static_cast<T>(warp.slot<Word<T>>(i.at[3])[lane]);
     memcpy(&old, p, sizeof old);
@@ -150,7 +157,8 @@ void shuffle(Warp& warp, const Instruction& i, uint32_t lanes) {
   each(lanes, [&](int lane) {
     if (clamp[lane] != 31) throw Fault("a shuffle of a part of a warp");
     const uint32_t from = source(static_cast<uint32_t>(lane), which[lane]);
-    if (from >= kLanes || (lanes >> from & 1) == 0) throw Fault("a shuffle from a lane that is not in its mask");
+    if (from >= kLanes || (lanes >> from & 1) == 0)
+      throw Fault("a shuffle from a lane that is not in its mask");
     to[lane] = values[from];
   });
 }
@@ -189,7 +197,8 @@ uint32_t extracted(uint32_t a, uint32_t first, uint32_t count) {
 // lop3: the bit of the table that the three bits number.
 uint32_t looked_up(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
   uint32_t result = 0;
-  for (int i = 0; i < 32; ++i) result |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1u) << i;
+  for (int i = 0; i < 32; ++i)
+    result |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1u) << i;
   return result;
 }
 
@@ -309,11 +318,11 @@ void add_integers(Table& t, const std::string& type) {
     t["mul.wide." + type] = op([](T a, T b) { return static_cast<Wide>(a) * static_cast<Wide>(b); });
     t["mad.wide." + type] = op([](T a, T b, Wide c) {
       using Sum = std::make_unsigned_t<Wide>;
-      return static_cast<Wide>(static_cast<Sum>(static_cast<Wide>(a) * static_cast<Wide>(b)) + static_cast<Sum>(c));
+      return static_cast<Wide>(static_cast<Sum>(static_cast<Wide>(a) * static_cast<Wide>(b)) +
+                               static_cast<Sum>(c));
     });
-    t["mul.hi." + type] = op([](T a, T b) {
-      return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> kBits<T>);
-    });
+    t["mul.hi." + type] =
+        op([](T a, T b) { return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> kBits<T>); });
   }
 }
 
@@ -332,7 +341,8 @@ template <class To, class From>
 void add_conversion(Table& t, const std::string& to, const std::string& from) {
   t["cvt." + to + "." + from] = op([](From a) { return static_cast<To>(a); });
   // Of the lower part of a register of 64 bits.
-  t["cvt." + to + "." + from + ".wide"] = op([](uint64_t a) { return static_cast<To>(static_cast<From>(a)); });
+  t["cvt." + to + "." + from + ".wide"] =
+      op([](uint64_t a) { return static_cast<To>(static_cast<From>(a)); });
 }
 
 template <class From>
@@ -378,9 +388,10 @@ Table make_table() {
   t["bar.sync"] = barrier("");
   t["bar.red.and.pred"] = t["bar.red.or.pred"] = barrier("00");
   t["bar.warp.sync"] = {Kind::kWarpBarrier, nullptr, "4"};
-  t["shfl.sync.bfly.b32"] = {
-      Kind::kShuffle, shuffle<[](uint32_t lane, uint32_t mask) { return lane ^ mask; }>, "44444"};
-  t["shfl.sync.idx.b32"] = {Kind::kShuffle, shuffle<[](uint32_t, uint32_t which) { return which & 31u; }>, "44444"};
+  t["shfl.sync.bfly.b32"] = {Kind::kShuffle,
+                             shuffle<[](uint32_t lane, uint32_t mask) { return lane ^ mask; }>, "44444"};
+  t["shfl.sync.idx.b32"] = {Kind::kShuffle, shuffle<[](uint32_t, uint32_t which) { return which & 31u; }>,
+                            "44444"};
   // One thing is done after the other: there is nothing to order.
   t["membar.sys"] = t["membar.gl"] = t["membar.cta"] = nothing();
   t["tid.x"] = special([](const Warp& w, int lane) { return w.first_thread + static_cast<uint32_t>(lane); });
@@ -431,9 +442,12 @@ Table make_table() {
   t["max.f32"] = op([](float a, float b) {
     return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
   });
-  t["cvt.rzi.s32.f32"] = op([](float a) { return to_int<int32_t>(a, [](double x) { return std::trunc(x); }); });
-  t["cvt.rzi.u32.f32"] = op([](float a) { return to_int<uint32_t>(a, [](double x) { return std::trunc(x); }); });
-  t["cvt.rni.s32.f32"] = op([](float a) { return to_int<int32_t>(a, [](double x) { return std::nearbyint(x); }); });
+  t["cvt.rzi.s32.f32"] =
+      op([](float a) { return to_int<int32_t>(a, [](double x) { return std::trunc(x); }); });
+  t["cvt.rzi.u32.f32"] =
+      op([](float a) { return to_int<uint32_t>(a, [](double x) { return std::trunc(x); }); });
+  t["cvt.rni.s32.f32"] =
+      op([](float a) { return to_int<int32_t>(a, [](double x) { return std::nearbyint(x); }); });
 
   t["abs.s32"] = op([](uint32_t a) { return static_cast<int32_t>(a) < 0 ? 0 - a : a; });
   t["prmt.b32"] = op([](uint32_t a, uint32_t b, uint32_t c) { return permuted(a, b, c); });

@@ -1,12 +1,14 @@
 // The part of the CUDA runtime that the operators of csrc/cuda call, whose launches the machine runs.
 //
-// nvcc compiles csrc/cuda/*.cu as always, device code and host code. What the host code is linked with is this, in
-// the place of libcudart: the operators choose kernels, grids and parameters as on a GPU, and a launch comes here.
+// nvcc compiles csrc/cuda/*.cu as always, device code and host code. What the host code is linked with is
+// this, in the place of libcudart: the operators choose kernels, grids and parameters as on a GPU, and a
+// launch comes here.
 //
 //   operator (codec.cu) -> stub by nvcc -> __cudaLaunchKernel -> Machine::launch
 //
-// Python defines the kernels (define), each when it is launched for the first time, and says which memory a launch may
-// touch. What a kernel does wrong is the operator's own error: torch asks for the text of a failed launch.
+// Python defines the kernels (define), each when it is launched for the first time, and says which memory a
+// launch may touch. What a kernel does wrong is the operator's own error: torch asks for the text of a failed
+// launch.
 #include <cstdlib>
 #include <utility>
 
@@ -74,7 +76,8 @@ void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 
-void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, int, void*, void*, void*, void*, int*) {
+void __cudaRegisterFunction(void**, const char* stub, char*, const char* name, int, void*, void*, void*,
+                            void*, int*) {
   stubs()[stub] = name;
 }
 
@@ -98,10 +101,12 @@ int __cudaGetKernel(const void** kernel, const void* stub) {
   return 0;
 }
 
-int cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes, void* stream) {
+int cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
+                     void* stream) {
   return guarded([&] {
     const Kernel& kernel = kernel_of(stubs().at(stub));
-    if (grid.y * grid.z * block.y * block.z != 1 || shared_bytes != 0 || block.x % kLanes != 0 || grid.x == 0) {
+    if (grid.y * grid.z * block.y * block.z != 1 || shared_bytes != 0 || block.x % kLanes != 0 ||
+        grid.x == 0) {
       throw Fault("PTX: a launch of a form that the machine does not have, of " + kernel.name);
     }
     Launch launch{&kernel, {grid.x, block.x}, {}, reinterpret_cast<uint64_t>(stream)};
@@ -114,7 +119,8 @@ int cudaLaunchKernel(const void* stub, dim3 grid, dim3 block, void** arguments, 
   });
 }
 
-int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t bytes, void* stream) {
+int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** arguments, size_t bytes,
+                       void* stream) {
   return cudaLaunchKernel(kernel, grid, block, arguments, bytes, stream);
 }
 
@@ -159,13 +165,15 @@ void ptx_define_with(int (*define)(const char*)) { define_kernel = define; }
 // opcodes: names that the rows number. A row: opcode, guard, whether it is negated, line, and the 8 of `at`.
 void ptx_define(const char* name, const char* const* opcodes, const int32_t* rows, int64_t count,
                 const uint64_t* constants, const uint8_t* wide, int64_t constants_count, int32_t slots,
-                int64_t shared_bytes, const int32_t* parameters, int32_t parameters_count, int32_t parameter_bytes) {
+                int64_t shared_bytes, const int32_t* parameters, int32_t parameters_count,
+                int32_t parameter_bytes) {
   Kernel& kernel = kernels[name] = {};
   kernel.name = name;
   kernel.slots = slots;
   kernel.shared_bytes = static_cast<uint64_t>(shared_bytes);
   kernel.parameter_bytes = parameter_bytes;
-  for (int32_t i = 0; i < parameters_count; ++i) kernel.parameters.push_back({parameters[2 * i], parameters[2 * i + 1]});
+  for (int32_t i = 0; i < parameters_count; ++i)
+    kernel.parameters.push_back({parameters[2 * i], parameters[2 * i + 1]});
   for (const int32_t* row = rows; row < rows + 12 * count; row += 12) {
     Instruction i{opcode(opcodes[row[0]]), row[1], row[2], row[3], {}};
     memcpy(i.at.data(), row + 4, sizeof i.at);
@@ -178,7 +186,9 @@ void ptx_define(const char* name, const char* const* opcodes, const int32_t* row
 }
 
 void ptx_forget_kernels() { kernels.clear(); }
-void ptx_allow(uint64_t first, uint64_t bytes, int writable) { machine().memory.allow(first, bytes, writable != 0); }
+void ptx_allow(uint64_t first, uint64_t bytes, int writable) {
+  machine().memory.allow(first, bytes, writable != 0);
+}
 void ptx_forget(uint64_t first) { machine().memory.forget(first); }
 void ptx_seed(uint32_t seed) { machine().random.seed(seed); }
 

@@ -12,8 +12,7 @@ import torch
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import gaussian
 from tests.gpu import device
-from tests.gpu.cases import DRAW, check, check_feedback, encoded
-from tests.gpu.device import Written
+from tests.gpu.cases import check, check_feedback, encoded
 from tests.ptx import build
 from tests.ptx.operators import machine
 from tests.ptx.translate import UnknownInstruction
@@ -97,19 +96,13 @@ def test_fmad_is_seen() -> None:
 
 
 def test_an_access_beside_the_tensors_is_seen() -> None:
-    """By a byte; and by nothing, where the row ends there."""
+    """The operator has tensors of which the machine has not been told, or that they are written."""
     x = ROWS[:1, :1024].contiguous()
-    out = Written.make(1, PLAIN.payload_bytes(1024), torch.uint8)
-    inside = torch.as_strided(x, (1, 1024), (1024, 1))
-    device.compiled.encode(inside, out.rows, 4, 128, 0, DRAW.key, 0, 0)
-    assert torch.equal(out.take(), device.encode(x, PLAIN, DRAW))
-    library = machine().library
     payload = torch.empty(1, PLAIN.payload_bytes(1024), dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="a load of .* out of bounds"), machine().may_touch([(payload, True)]):
+    with pytest.raises(RuntimeError, match=r"a load of .* out of bounds"), machine().may_touch([(payload, True)]):
         torch.ops.flash_allreduce_ptx.encode(x, payload, 4, 128, 0)
     with pytest.raises(RuntimeError, match="only read"), machine().may_touch([(payload, False), (x, False)]):
         torch.ops.flash_allreduce_ptx.encode(x, payload, 4, 128, 0)
-    assert library.ptx_now() > 0
 
 
 def test_every_kernel_is_of_known_opcodes() -> None:

@@ -91,16 +91,19 @@ def test_operands_are_slots_and_constants() -> None:
 
 
 def test_orders_of_memory_do_not_matter_and_wide_registers_do() -> None:
-    made = program("ld.volatile.global.nc.L1::no_allocate.u16 %rs1, [%rd1+2];\nld.param.s32 %rd2, [p+4];", ".param .u64 p")
+    made = program(
+        "ld.volatile.global.nc.L1::no_allocate.u16 %rs1, [%rd1+2];\nld.param.s32 %rd2, [p+4];", ".param .u64 p"
+    )
     assert made.opcodes == ["ld.global.u16", "ld.param.s32.wide"]
     assert made.rows[0][4:7] == (made.rows[0][4], 1, 2)
 
 
 def test_registers_of_one_run_share_slots_and_a_loop_keeps_its_own() -> None:
     made = program(
-        "add.s32 %r1, 1, 2;\nadd.s32 %r2, %r1, 1;\nadd.s32 %r3, %r2, 1;\nadd.s64 %rd1, 1, 2;\n"  # %r3 may be where %r1 was
+        "add.s32 %r1, 1, 2;\nadd.s32 %r2, %r1, 1;\nadd.s32 %r3, %r2, 1;\nadd.s64 %rd1, 1, 2;\n"
         "$L:\nadd.s32 %r5, 3, 4;\nselp.b32 %r4, %r5, %r4, %p1;\nadd.s32 %r6, %r5, 5;\n@%p1 bra $L;"
     )
+    # %r3 may be where %r1 was.
     to = [row[4] for row in made.rows]
     assert to[2] == to[0] and to[1] != to[0]
     assert to[3] not in to[:3]  # 64 bits lie where two lanes have 32 each

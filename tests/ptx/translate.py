@@ -103,7 +103,8 @@ class _Translator:
     def run(self) -> Program:
         slots, self.program.slots = _slots(self._kernel)
         first_row, jumps = [], []
-        for i, self._slots in zip(self._kernel.instructions, slots, strict=True):
+        for i, of_instruction in zip(self._kernel.instructions, slots, strict=True):
+            self._slots = of_instruction
             first_row.append(len(self.program.rows))
             try:
                 for name, operands in self._rows(i):
