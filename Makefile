@@ -17,7 +17,7 @@
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
 #   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
 #   make check-ptx   nvcc's PTX of the kernels and their launches, run on the CPU against the CPU codec, a part of the cases
-#                    (test-slow: more; PTX= PTX_EVERY=1: all, half an hour); no GPU needed; PTX_ARCHITECTURE=80: that generation's
+#                    (PTX= PTX_EVERY=1: all, minutes, as test-slow does it); no GPU needed; PTX_ARCHITECTURE=80: that generation's
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
 #                    (docs/developers.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
 #   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
@@ -91,7 +91,7 @@ test: $(VENV)/.installed $(DEEPSPEED_SITE)
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
-	$(MAKE) check-ptx PTX= PTX_EVERY=5
+	$(MAKE) check-ptx PTX= PTX_EVERY=1
 	PTX_ARCHITECTURE=80 $(MAKE) check-ptx PTX_EVERY=11
 
 # The older release stands before the installed one on the path. MEGATRON_LM_PATH brings a megatron-core of its own.
