@@ -1,11 +1,11 @@
-"""Error feedback out of the codec's own operators and torch's: what the fused operators are held to, bit for bit."""
+"""Error feedback by the reference: what the fused operators are held to, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 from tests.codecs import GROUP_SIZES
 
@@ -14,29 +14,10 @@ KINDS = (torch.uint8, torch.bfloat16)
 
 
 def composed(x: Tensor, residual: Tensor, momentum: float, c: Format, draw: Draw = NO_DRAW) -> tuple[Tensor, Tensor]:
-    """x [numel] -> the payload and the new residual, by the codec's operators and torch's, one rounding a line."""
-    row, own, numel = x.view(1, -1), OWN[c.group_size], len(x)
-    carried, arrives = torch.empty(1, numel), torch.empty(1, numel)
-    if residual.dtype is torch.uint8:
-        rows.decode(residual.view(1, -1), carried, own)
-    else:
-        carried.copy_(residual.view(1, -1)[:, :numel])
-    is_zero = row == 0
-    sent = (carried + row).masked_fill(is_zero, 0.0)
-    payload = torch.empty(1, c.payload_bytes(numel), dtype=torch.uint8)
-    rows.encode(sent, payload, c, draw)
-    rows.decode(payload, arrives, c)
-    now = (sent - arrives).masked_fill(is_zero & ~arrives.isnan(), 0.0)
-    now = now * (1 - momentum)
-    stays = torch.where(is_zero, carried, carried * momentum)
-    lost = (now + stays).nan_to_num(0.0, 0.0, 0.0)
-    after = torch.empty_like(residual).view(1, -1)
-    if residual.dtype is torch.uint8:
-        rows.encode(lost, after, own)
-    else:
-        after[:, numel:] = lost[:, (numel - 1) // c.group_size * c.group_size]
-        after[:, :numel] = lost
-    return payload[0], after.view_as(residual)
+    """x [numel] -> the payload and the new residual, by the reference; residual stays as it is."""
+    payload, after = torch.empty(1, c.payload_bytes(len(x)), dtype=torch.uint8), residual.clone()
+    reference.encode_feedback(x.view(1, -1), payload, after, momentum, c, draw)
+    return payload[0], after
 
 
 def residual_like(lost: Tensor, c: Format, kind: torch.dtype) -> Tensor:

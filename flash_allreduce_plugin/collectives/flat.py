@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.codec.format import Draw, Format
+from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, shard_multiple, whole_groups
 from flash_allreduce_plugin.collectives.differences import HeldWeights
@@ -87,19 +87,8 @@ class _AllReduce:
     """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
 
     __slots__ = (
-        *(
-            "chunks",
-            "elements",
-            "exchanges",
-            "factor",
-            "gather_key",
-            "gathers",
-            "inboxes",
-            "label",
-            "meter",
-            "multiple",
-        ),
-        *("plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "world"),
+        *("chunks", "elements", "exchanges", "factor", "gather_key", "gathers", "inboxes", "label", "meter"),
+        *("multiple", "plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "stochastic", "world"),
     )
 
     def __init__(
@@ -120,24 +109,29 @@ class _AllReduce:
         self.multiple = shard_multiple(chunks.groups, self.world, plan.reduce, plan.gather)
         slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
         inbox = chunks.size * plan.reduce.record_bytes
-        self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
+        self.stochastic = plan.reduce.stochastic
+        if self.stochastic:
+            self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
         label.reserve(2 * chunks.count)
         self.sent, self.received = pool.take(chunks.count * slot), pool.take(chunks.window * inbox)
         # A view costs the host about a microsecond: those of all chunks are made at once.
         self.elements = _cut(tensor.view(1, -1), chunks.size * plan.reduce.group_size, 1)
-        self.slots, self.inboxes = _cut(self.sent, slot), _cut(self.received, inbox)
+        self.slots = self.sent.view(chunks.count, 1, slot).unbind(0)
+        self.inboxes = self.received.view(chunks.window, self.world, -1).unbind(0)
         self.exchanges: deque[tuple[Tensor, Pending]] = deque()
         self.gathers: deque[tuple[int, Tensor, Pending]] = deque()
 
     def send(self, i: int) -> None:
         """Encode chunk i and put it on the wire."""
         plan, (first, last) = self.plan, self.chunks[i]
-        out, real = self._payload(i, plan.reduce.record_bytes)
-        payload, draw = _first(out, real), Draw(self.reduce_key, first)
-        _encode(self.elements[i], payload.view(1, -1), plan.reduce, draw, self.residual, first, last, self.meter)
-        if payload is not out:
-            out[real:].zero_()
-        inbox = _first(self.inboxes[i % self.chunks.window], out.numel())
+        row, real = self._payload(i, plan.reduce.record_bytes)
+        payload, draw = _columns(row, real), Draw(self.reduce_key, first) if self.stochastic else NO_DRAW
+        _encode(self.elements[i], payload, plan.reduce, draw, self.residual, first, last, self.meter)
+        if payload is not row:
+            row[:, real:].zero_()
+        out, inbox = row.view(self.world, -1), self.inboxes[i % self.chunks.window]
+        if inbox.numel() != out.numel():
+            inbox = inbox.view(-1)[: out.numel()].view(self.world, -1)
         doing = f"exchanging the shards of chunk {i + 1} of {self.chunks.count}"
         self.exchanges.append((inbox, transport.all_to_all(inbox, out, self.label, doing)))
 
@@ -146,11 +140,13 @@ class _AllReduce:
         inbox, exchange = self.exchanges.popleft()
         exchange.wait()
         plan, residual = self.plan, self.residual
-        out, _ = self._payload(i, plan.gather.record_bytes)
-        mine = out.view(self.world, -1)[self.rank]
+        row, _ = self._payload(i, plan.gather.record_bytes)
+        out = row.view(self.world, -1)
+        mine, wires = out.select(0, self.rank), (plan.reduce, plan.gather, self.factor)
         shard, first = mine.numel() // plan.gather.record_bytes, i * (self.chunks.size // self.world)
-        draw = Draw(self.gather_key, i * self.chunks.size + self.rank * shard)
-        inbox, wires = inbox.view(self.world, -1), (plan.reduce, plan.gather, self.factor)
+        draw = NO_DRAW
+        if self.stochastic:
+            draw = Draw(self.gather_key, i * self.chunks.size + self.rank * shard)
         if residual is None:
             rows.decode_sum_encode(inbox, mine, *wires, draw)
         else:
@@ -159,21 +155,20 @@ class _AllReduce:
         if self.meter is not None:
             self.meter.summed(inbox, mine, *wires)
         doing = f"gathering the sums of chunk {i + 1} of {self.chunks.count}"
-        self.gathers.append((i, out, transport.all_gather(out, mine, self.label, doing)))
+        self.gathers.append((i, row, transport.all_gather(out, mine, self.label, doing)))
 
     def write(self) -> None:
         """Wait for the sums of the oldest chunk and decode them into the tensor."""
-        i, out, gather = self.gathers.popleft()
+        i, row, gather = self.gathers.popleft()
         gather.wait()
         wire, (first, last) = self.plan.gather, self.chunks[i]
-        real = (last - first) * wire.record_bytes
-        rows.decode(_first(out, real).view(1, -1), self.elements[i], wire)
+        rows.decode(_columns(row, (last - first) * wire.record_bytes), self.elements[i], wire)
 
     def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
-        """The records of chunk i in `sent`, filled up to equal shards, and how many of its bytes are real."""
+        """The records [1, bytes] of chunk i in `sent`, filled up to equal shards; how many of the bytes are real."""
         first, last = self.chunks[i]
         shard = -(-(last - first) // (self.world * self.multiple)) * self.multiple
-        return _first(self.slots[i], self.world * shard * record), (last - first) * record
+        return _columns(self.slots[i], self.world * shard * record), (last - first) * record
 
 
 def reduce_scatter(

@@ -62,7 +62,7 @@ _messages: WeakKeyDictionary[dist.ProcessGroup, _Messages] = WeakKeyDictionary()
 class Label:
     """Names a call in error messages, and tells its messages from those of other calls."""
 
-    __slots__ = ("_next", "_reserved", "collective", "group", "signature", "site")
+    __slots__ = ("_by_messages", "_next", "_reserved", "collective", "group", "signature", "site")
 
     def __init__(self, collective: str, site: str, group: dist.ProcessGroup) -> None:
         self.collective = collective
@@ -70,6 +70,7 @@ class Label:
         self.group = group
         self.signature = 0  # until `sign`: what ranks say to each other before they know that their calls are alike
         self._next = self._reserved = 0  # numbers of exchanges
+        self._by_messages: bool | None = None
 
     def reserve(self, exchanges: int) -> None:
         """The call will make so many exchanges from now on: their tags are drawn here, in the caller's thread."""
@@ -84,6 +85,12 @@ class Label:
         number = self._next
         self._next += 1
         return _OURS | (self.signature + number // _NUMBERS) % _SIGNATURES * _NUMBERS | number % _NUMBERS
+
+    def by_messages(self, device: torch.device) -> bool:
+        """by_messages of the group, asked once a call."""
+        if self._by_messages is None:
+            self._by_messages = by_messages(self.group, device)
+        return self._by_messages
 
     def messages(self) -> _Messages:
         """Those of the group."""
@@ -149,7 +156,7 @@ def all_to_all(
 ) -> Pending:
     """Part j of input goes to rank j, part j of output comes from it: equal parts, or parts of the given sizes."""
     group = label.group
-    if not by_messages(group, input.device):
+    if not label.by_messages(input.device):
         return Pending(
             lambda: dist.all_to_all_single(output, input, output_sizes, input_sizes, group=group, async_op=True),
             label,
@@ -163,7 +170,7 @@ def all_to_all(
 def exchange(received: list[Tensor], sent: list[Tensor], label: Label, doing: str) -> Pending:
     """sent[j] goes to rank j, received[j] comes from it; tensors of their own, some of them empty."""
     group = label.group
-    if not by_messages(group, sent[0].device):
+    if not label.by_messages(sent[0].device):
         return Pending(lambda: dist.all_to_all(received, sent, group=group, async_op=True), label, doing)
     return Pending(lambda: _exchange(received, sent, label), label, doing)
 
@@ -174,7 +181,7 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: S
     input may be this rank's own part of output.
     """
     group = label.group
-    if by_messages(group, input.device):
+    if label.by_messages(input.device):
         parts = output.split(sizes or len(output) // group.size())
         return Pending(lambda: _exchange(parts, [input] * group.size(), label), label, doing)
     if sizes is None:
