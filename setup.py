@@ -7,12 +7,14 @@ FLASH_ALLREDUCE_BUILD says what is built:
     cpu    the CPU library
     cuda   both; it is an error if nvcc is not there
     none   neither: the codec in plain PyTorch, slower, no compiler needed
-TORCH_CUDA_ARCH_LIST (for example "8.0;9.0+PTX") says for which GPUs; NVCC or CUDA_HOME, where nvcc is.
+TORCH_CUDA_ARCH_LIST (for example "8.0;9.0+PTX") says for which GPUs; NVCC or CUDA_HOME, where nvcc is. Without it they
+are A100, H100 and B200, as far as nvcc and torch know them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +26,8 @@ from setuptools import Command, setup
 # The first release whose stable ABI has all we use: one binary serves this one and every later one.
 TORCH_TARGET = "0x020b000000000000"
 PACKAGE = "flash_allreduce_plugin"
-# A100, H100, B200; their binaries serve the chips of the same generation, the PTX later ones.
-CUDA_ARCHITECTURES = "8.0;9.0;10.0+PTX"
+# A100, H100, B200; their binaries serve the chips of the same generation, the PTX of the last one later ones.
+CUDA_ARCHITECTURES = ("8.0", "9.0", "10.0")
 CHOICES = ("auto", "cpu", "cuda", "none")
 DEFINES = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET}"]
 
@@ -34,6 +36,45 @@ def find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     wished = os.environ.get("NVCC") or (f"{home}/bin/nvcc" if home else None)
     return shutil.which(wished or "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def unfit(nvcc: str) -> str | None:
+    """Why what this nvcc compiles would not run beside the torch that is installed, or None.
+
+    The runtime is linked into the library. A driver that serves torch's CUDA serves every runtime of the same major
+    version (NVIDIA's minor-version compatibility), and none of a newer one.
+    """
+    import torch
+
+    found = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version"))
+    if found is None:
+        return f"{nvcc} --version does not say its release"
+    if torch.version.cuda is not None and int(found[1]) > int(torch.version.cuda.split(".")[0]):
+        return (
+            f"{nvcc} is of CUDA {found[1]}.{found[2]} and torch {torch.__version__} of CUDA {torch.version.cuda}: "
+            "a driver that serves torch need not serve it; name an nvcc of torch's CUDA in NVCC or CUDA_HOME"
+        )
+    return None
+
+
+def default_architectures(nvcc: str) -> str:
+    """Of CUDA_ARCHITECTURES those that nvcc can compile for and torch, if it is a CUDA build, runs on."""
+    import torch
+
+    known = set(re.findall(r"compute_(\d+)", output_of(nvcc, "--list-gpu-arch")))
+    if torch.version.cuda is not None:
+        known &= set(re.findall(r"(?:sm|compute)_(\d+)", torch._C._cuda_getArchFlags() or "")) or known
+    names = [name for name in CUDA_ARCHITECTURES if name.replace(".", "") in known]
+    if not names:
+        sys.exit(
+            f"FLASH_ALLREDUCE_BUILD=cuda: {nvcc} and torch {torch.__version__} have none of "
+            f"{', '.join(CUDA_ARCHITECTURES)} in common; name the GPUs in TORCH_CUDA_ARCH_LIST."
+        )
+    return ";".join(names) + "+PTX"
 
 
 def architecture_flags(architectures: str) -> list[str]:
@@ -65,7 +106,10 @@ class BuildCuda(Command):
         nvcc = find_nvcc()
         if nvcc is None:
             sys.exit("FLASH_ALLREDUCE_BUILD=cuda: no nvcc found; put it on PATH, or name it in NVCC or CUDA_HOME.")
-        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or CUDA_ARCHITECTURES
+        reason = unfit(nvcc)
+        if reason is not None:
+            sys.exit(f"FLASH_ALLREDUCE_BUILD=cuda: {reason}.")
+        architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
         libraries = Path(torch.__file__).parent / "lib"
         assert self.build_lib is not None
         target = Path(self.build_lib) / PACKAGE / "_cuda.so"
@@ -95,12 +139,16 @@ class BuildCuda(Command):
         subprocess.run(command, check=True, cwd=Path(__file__).parent)
 
 
-def wants_cuda(wanted: str) -> bool:
-    if wanted != "auto":
-        return wanted == "cuda"
+def left_out(wanted: str) -> str | None:
+    """Why the CUDA library is not built, or None if it is."""
     import torch
 
-    return torch.version.cuda is not None and find_nvcc() is not None
+    if wanted != "auto":
+        return None if wanted == "cuda" else "asked for none"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    nvcc = find_nvcc()
+    return "no nvcc found" if nvcc is None else unfit(nvcc)
 
 
 def extension() -> dict[str, Any]:
@@ -116,12 +164,12 @@ def extension() -> dict[str, Any]:
             "flash_allreduce_plugin compiles against the torch that will run it, and none is installed here: "
             "install torch>=2.11 first, then run `pip install --no-build-isolation .`"
         )
-    cuda = wants_cuda(wanted)
+    without_cuda = left_out(wanted)
 
     class Build(BuildExtension):
         def run(self) -> None:
             super().run()
-            if cuda:
+            if without_cuda is None:
                 command = self.get_finalized_command("build_cuda")
                 command.build_lib = "." if self.inplace else self.build_lib
                 command.run()
@@ -149,8 +197,8 @@ def extension() -> dict[str, Any]:
         *(f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(places)),
     ]
     print(f"{PACKAGE}: building the CPU library (AVX-512, AVX2 and plain code; chosen at run time)")
-    if not cuda:
-        print(f"{PACKAGE}: no CUDA library ({'asked for none' if wanted == 'cpu' else 'no CUDA torch, or no nvcc'})")
+    if without_cuda is not None:
+        print(f"{PACKAGE}: no CUDA library: {without_cuda}")
     module = CppExtension(
         name=f"{PACKAGE}._C",
         sources=sources,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -69,6 +70,67 @@ def test_the_matrix_has_the_ends_of_every_window() -> None:
         tried = [f.partition("==")[2] for f in support_matrix.FRAMEWORKS if f.startswith(name)]
         assert tried[0].startswith(first) and below is not None
         assert tried[-1].startswith(f"{below[1]}.{int(below[2]) - 1}.")
+
+
+def built(tmp_path: Path, release: str, knows: str, torch_cuda: str | None, torch_knows: str = "") -> tuple[int, str]:
+    """Exit status and output of build_cuda with an nvcc of a release and a torch of a CUDA, which are stood in for.
+
+    The nvcc prints what it is asked to compile. scripts/check_cuda.py runs the real one.
+    """
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(
+        "#!/bin/sh\ncase $1 in\n"
+        f"--version) echo 'Cuda compilation tools, release {release}, V{release}.1' ;;\n"
+        f"--list-gpu-arch) printf '{knows}' ;;\n*) echo compiles $@ ;;\nesac\n"
+    )
+    nvcc.chmod(0o755)
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import torch\ntorch.version.cuda = {torch_cuda!r}\ntorch._C._cuda_getArchFlags = lambda: {torch_knows!r}\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("TORCH_CUDA_ARCH_LIST", "CUDA_HOME")}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_cuda", "--build-lib", str(tmp_path)],
+        cwd=ROOT,
+        env={**kept, "NVCC": str(nvcc), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+NEW, OLD = "compute_80\\ncompute_90\\ncompute_100\\n", "compute_70\\ncompute_80\\ncompute_90\\n"
+
+
+@pytest.mark.parametrize(
+    ("release", "knows", "torch_cuda", "torch_knows", "expected"),
+    [
+        ("13.0", NEW, None, "", "8.0;9.0;10.0+PTX"),
+        ("13.2", NEW, "13.0", "sm_80 sm_90 sm_100 compute_120", "8.0;9.0;10.0+PTX"),
+        ("12.4", OLD, "12.8", "sm_80 sm_90 sm_100", "8.0;9.0+PTX"),  # nvcc 12.4 refuses 10.0
+        ("12.8", NEW, "13.0", "sm_90 sm_100", "9.0;10.0+PTX"),  # an older runtime serves a newer driver
+    ],
+)
+def test_the_gpus_are_those_that_nvcc_and_torch_know(
+    tmp_path: Path, release: str, knows: str, torch_cuda: str | None, torch_knows: str, expected: str
+) -> None:
+    status, said = built(tmp_path, release, knows, torch_cuda, torch_knows)
+    assert status == 0 and f"building the CUDA library for {expected} with" in said, said
+    last = expected.removesuffix("+PTX").rpartition(";")[2].replace(".", "")
+    assert f"code=[sm_{last},compute_{last}]" in said
+
+
+def test_an_nvcc_newer_than_torchs_cuda_is_refused(tmp_path: Path) -> None:
+    status, said = built(tmp_path, "13.0", NEW, "12.8")
+    assert status == 1 and "compiles" not in said
+    assert re.search(r"nvcc is of CUDA 13\.0 and torch \S+ of CUDA 12\.8: a driver that serves torch need not", said), (
+        said
+    )
+
+
+def test_nothing_in_common_is_said(tmp_path: Path) -> None:
+    status, said = built(tmp_path, "13.0", "compute_120\\n", "13.0", "sm_90")
+    assert status == 1 and "have none of 8.0, 9.0, 10.0 in common; name the GPUs in TORCH_CUDA_ARCH_LIST." in said
 
 
 def test_every_dependency_has_its_licence() -> None:
