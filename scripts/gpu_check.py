@@ -1,5 +1,7 @@
 """Builds, tests and measures everything that needs a GPU, on a bare machine without a network: `make gpu-check`.
 
+On one GPU the kernels; on two to eight of a machine also NCCL's all-reduce beside ours, and steps of the examples.
+
     python -m scripts.gpu_check --out FOLDER [--quick] [--slow] [--only STEP ...] [--wheels FOLDER]
 
 It makes no virtual environment: it uses the python that runs it, with the CUDA build of torch that is installed there,
@@ -9,17 +11,20 @@ numpy. Where one of them is missing and there is no network, bring it as wheels 
     pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d wheels pydantic
 
 Each step is a process of its own with a time limit, and one that fails does not keep the others from running. The
-folder has gpu_check.json (versions, each step's status, seconds and figures) and log.txt (everything the steps
-printed), written after every step. Exit status 1 if a step failed.
+folder has gpu_check.json (versions, each step's status, seconds and figures), report.txt (a page of it) and log.txt
+(everything the steps printed), written after every step. Exit status 1 if a step failed. The first two may be sent to
+the project: they have no names of hosts, users or folders.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -142,6 +147,18 @@ class Check:
         }
         text = json.dumps({"about": self.about, "steps": steps}, indent=2) + "\n"
         (self.out / "gpu_check.json").write_text(text)
+        (self.out / "report.txt").write_text(self.page())
+
+    def page(self) -> str:
+        """What a person reads first: the machine, each step, and the figures of those that measure."""
+        devices = [f"{d['name']} ({d['capability']})" for d in self.about.get("devices", [])]
+        about = ", ".join(f"{key} {self.about.get(key)}" for key in ("python", "torch", "cuda"))
+        lines = [f"gpu-check of {self.about['date']}: {', '.join(devices) or 'no GPU'}; {about}", ""]
+        for name, outcome in self.outcomes.items():
+            figures = ", ".join(f"{k} {v}" for k, v in outcome.figures.items() if isinstance(v, (int, float, str)))
+            lines.append(f"{name:32}{outcome.status:10}{outcome.seconds:6.0f} s  {outcome.why or figures}"[:160])
+            lines += [f"    {row}" for row in outcome.figures.get("rows", ())]
+        return "\n".join(lines) + "\n"
 
     def report(self) -> int:
         """Print what failed, then the table; the exit status."""
@@ -210,6 +227,25 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
     return results if isinstance(results, dict) else {"results": results}, ""
 
 
+def read_bench(path: Path) -> tuple[dict[str, Any], str]:
+    """NCCL's all-reduce and ours: a row a size, ms and how many times as fast."""
+    sizes: dict[int, list[str]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        said = f"{row['variant']} {1e3 * row['seconds']:.3f} ms, {row['speedup']:.2f} x"
+        sizes.setdefault(row["size"], []).append(said)
+    return {"rows": [f"{size:>12,} bytes: {'; '.join(said)}" for size, said in sizes.items()]}, ""
+
+
+def read_training(output: str) -> tuple[dict[str, Any], str]:
+    """The losses of an example, which must fall, and how many calls were quantized."""
+    losses = [float(found) for found in re.findall(r"^step +\d+:? +loss (\d+\.\d+)", output, re.MULTILINE)]
+    if len(losses) < 2:
+        return {}, "it printed no losses"
+    counts = re.findall(r"(\d+) of \d+ calls quantized|\d+ calls, (\d+) quantized", output)
+    figures = {"first loss": losses[0], "last loss": losses[-1], "calls quantized": sum(int(a or b) for a, b in counts)}
+    return figures, "" if losses[-1] < losses[0] else f"the loss does not fall: {losses[0]} to {losses[-1]}"
+
+
 class NotHere(Exception):
     """A step turns out not to work on this machine, which is not the project's doing."""
 
@@ -225,8 +261,39 @@ def read_sanitizer(output: str) -> tuple[dict[str, Any], str]:
     return {"summary": lines[-1]}, "" if clean else lines[-1]
 
 
-def steps(arguments: argparse.Namespace, work: Path) -> list[Step]:
-    """All of them, in the order in which they run."""
+def training_steps(gpus: int, work: Path) -> list[Step]:
+    """Some steps of the examples, in full precision and quantized, on all GPUs."""
+    ranks = min(gpus, 8)
+    one = "" if gpus > 1 else "there is one GPU"
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    data = work / "stdlib"
+    prepare = [sys.executable, "examples/megatron/prepare_data.py", "--output-prefix", str(data)]
+    megatron = [*run, "examples/megatron/pretrain_gpt_small.py", "--data-path", str(data)]
+    megatron += ["--data-cache-path", str(work / "cache"), "--tensor-model-parallel-size", str(ranks), "--bf16"]
+    megatron += ["--micro-batch-size", "8"]  # activations of 1 MiB: smaller ones go in full precision
+    bits = ["--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "8"]
+    deepspeed = [*run, "examples/deepspeed/train.py", "--config", "examples/deepspeed/ds_config.json"]
+
+    def missing(module: str) -> str:
+        return one or ("" if importlib.util.find_spec(module) else f"not installed: {module}")
+
+    def quantized(output: str) -> tuple[dict[str, Any], str]:
+        figures, wrong = read_training(output)
+        return figures, wrong or ("" if figures["calls quantized"] else "nothing was quantized")
+
+    ddp, plain = [*run, "examples/ddp/train.py"], read_training
+    return [
+        Step("train ddp, full precision", ddp, 90, {}, plain, one),
+        Step("train ddp, 8 bits", [*ddp, "--bits", "8"], 90, {}, quantized, one),
+        Step("train deepspeed", deepspeed, 120, {}, quantized, missing("deepspeed")),
+        Step("prepare megatron", prepare, 60, {}, absent=missing("megatron")),
+        Step("train megatron, full precision", megatron, 120, {}, plain, missing("megatron")),
+        Step("train megatron, 8 bits", [*megatron, *bits], 120, {}, quantized, missing("megatron")),
+    ]
+
+
+def steps(arguments: argparse.Namespace, work: Path, gpus: int = 1) -> list[Step]:
+    """All of them, in the order in which they run. gpus: of this machine."""
     python, quick = sys.executable, arguments.quick
     every = {"GPU_TESTS_EVERY": "5" if quick else "1"}
     found: list[Step] = [
@@ -247,6 +314,21 @@ def steps(arguments: argparse.Namespace, work: Path) -> list[Step]:
     kernels, cost = work / "cuda_codec.json", work / "cost.json"
     command = [python, "-m", "benchmarks.cost_estimate", "--kernels", str(kernels), "--json", str(cost)]
     found.append(Step("cost_estimate", command, 60, {}, lambda output: read_json(cost)))
+    speeds = work / "nccl.json"
+    bench = [python, "-m", "flash_allreduce_plugin", "bench", "--device", "cuda", "--ranks", str(min(gpus, 8))]
+    bench += ["-d", "bfloat16", "-b", "64K", "-e", "16M" if quick else "256M", "-f", "4", "--rounds", "5"]
+    read_speeds = lambda output: read_bench(speeds)  # noqa: E731
+    found.append(
+        Step(
+            "NCCL and ours",
+            [*bench, "--json", str(speeds)],
+            180,
+            {},
+            read_speeds,
+            "" if gpus > 1 else "there is one GPU",
+        )
+    )
+    found += training_steps(gpus, work)
     tool = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     absent = "--quick" if quick else "" if tool else "there is no compute-sanitizer"
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # every tensor an allocation of its own
@@ -288,9 +370,9 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="also what takes minutes and 20 GB of the GPU's memory")
     parser.add_argument("--only", nargs="+", default=[], help="steps whose names begin with one of these")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels of packages that are missing here")
-    parser.add_argument("--budget", type=float, help="seconds for everything (default 480, quick 180, slow 1800)")
+    parser.add_argument("--budget", type=float, help="seconds for everything (default 900, quick 180, slow 1800)")
     arguments = parser.parse_args()
-    budget = arguments.budget or (1800 if arguments.slow else 180 if arguments.quick else 480)
+    budget = arguments.budget or (1800 if arguments.slow else 180 if arguments.quick else 900)
     check = Check(arguments.out.resolve(), budget)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         work, site = Path(folder), None
@@ -323,7 +405,7 @@ def main() -> int:
         check.about["nvcc"] = run_process([nvcc, "--version"], 30, environment)[1].strip().splitlines()[-1:]
         smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"]
         check.about["nvidia-smi"] = run_process(smi, 30, environment)[1].strip().splitlines()[:8]
-        for step in steps(arguments, work):
+        for step in steps(arguments, work, len(device.figures.get("devices", ()))):
             if not arguments.only or step.name.startswith(tuple(arguments.only)):
                 check.run(step, environment)
     return check.report()

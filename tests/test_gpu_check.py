@@ -100,8 +100,50 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
                 assert (ROOT / word).exists(), word
             if word.startswith(("tests.", "benchmarks.")):
                 assert (ROOT / (word.replace(".", "/") + ".py")).exists(), word
+    absent = {step.name: step.absent for step in found}
+    assert absent["NCCL and ours"] == absent["train ddp, 8 bits"] == "there is one GPU"
+    on_two = {step.name: step for step in gpu_check.steps(argparse.Namespace(quick=quick, slow=False), tmp_path, 2)}
+    assert not on_two["NCCL and ours"].absent and not on_two["train ddp, 8 bits"].absent
     names = {step.name for step in found}
     assert {"test_gpu_codec", "test_gpu_streams", "test_gpu_collectives", "cuda_codec", "cost_estimate"} <= names
+
+
+@pytest.mark.parametrize("name", ["train ddp, 8 bits", "train megatron, 8 bits"])
+def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
+    """On CPUs, with gloo: the same commands, shortened."""
+    found = {step.name: step for step in gpu_check.training_steps(2, tmp_path)}
+    environment = environment_of(None)
+    if "megatron" in name:
+        code, output = run_process(found["prepare megatron"].command, 120, environment)
+        assert code == 0, output[-2000:]
+    shorter = ["--train-iters", "12", "--log-interval", "11"] if "megatron" in name else ["--steps", "150"]
+    code, output = run_process([*found[name].command, *shorter], 240, {**environment, "OMP_NUM_THREADS": "1"})
+    assert code == 0, output[-3000:]
+    figures, wrong = found[name].read(output)
+    assert not wrong and figures["last loss"] < figures["first loss"]
+    assert figures["calls quantized"] > 0
+
+
+def test_a_training_that_fails_is_seen() -> None:
+    assert gpu_check.read_training("nothing")[1] == "it printed no losses"
+    assert "does not fall" in gpu_check.read_training("step 1: loss 2.0\nstep 2: loss 2.5\n")[1]
+    (step,) = [s for s in gpu_check.training_steps(2, Path()) if s.name == "train ddp, 8 bits"]
+    assert step.read("step 1: loss 2.0\nstep 2: loss 1.5\nx: 0 of 9 calls quantized, \n")[1] == "nothing was quantized"
+
+
+def test_the_page_that_is_sent(tmp_path: Path) -> None:
+    """On two CPU ranks; the bench of two GPUs writes the same file."""
+    results = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "flash_allreduce_plugin", "bench", "--ranks", "2", "-d", "bfloat16", "-b", "64K"]
+    command += ["-e", "64K", "--rounds", "2", "-n", "1", "--json", str(results)]
+    check = Check(tmp_path, budget=100)
+    check.about["devices"] = [{"name": "H200", "capability": "9.0"}]
+    check.run(
+        Step("NCCL and ours", command, 90, {}, lambda output: gpu_check.read_bench(results)), environment_of(None)
+    )
+    page = (tmp_path / "report.txt").read_text()
+    assert "H200 (9.0)" in page and "NCCL and ours" in page and str(Path.home()) not in page
+    assert "      65,536 bytes: full precision " in page and "; INT4 " in page
 
 
 def test_switches_of_the_caller_do_not_reach_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
