@@ -45,18 +45,22 @@ def queued_chunk_bytes(configured: int, payload_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """`groups` groups cut into `count` chunks of `size`, the last one smaller; `window` of them in flight."""
+    """`groups` groups cut into `count` chunks of `size`, the last one smaller; `window` of them in flight.
+
+    multiple: of so many groups a chunk is a multiple, once the last one is filled up.
+    """
 
     groups: int
     size: int
     count: int
+    multiple: int
 
     @classmethod
     def cut(cls, groups: int, chunk_groups: int, multiple: int) -> Chunks:
         """About chunk_groups groups a chunk, all alike, in multiples of `multiple`."""
         count = -(-groups // max(chunk_groups, 1))
         size = -(-groups // (count * multiple)) * multiple
-        return cls(groups, size, -(-groups // size))
+        return cls(groups, size, -(-groups // size), multiple)
 
     @property
     def window(self) -> int:

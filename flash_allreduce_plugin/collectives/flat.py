@@ -88,7 +88,7 @@ class _AllReduce:
 
     __slots__ = (
         *("chunks", "elements", "exchanges", "factor", "gather_key", "gathers", "inboxes", "label", "meter"),
-        *("multiple", "plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "stochastic", "world"),
+        *("plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "stochastic", "world"),
     )
 
     def __init__(
@@ -106,7 +106,6 @@ class _AllReduce:
         self.residual, self.meter = residual, meter
         self.world, self.rank = label.group.size(), label.group.rank()
         chunks = self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
-        self.multiple = shard_multiple(chunks.groups, self.world, plan.reduce, plan.gather)
         slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
         inbox = chunks.size * plan.reduce.record_bytes
         self.stochastic = plan.reduce.stochastic
@@ -167,8 +166,8 @@ class _AllReduce:
     def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
         """The records [1, bytes] of chunk i in `sent`, filled up to equal shards; how many of the bytes are real."""
         first, last = self.chunks[i]
-        shard = -(-(last - first) // (self.world * self.multiple)) * self.multiple
-        return _columns(self.slots[i], self.world * shard * record), (last - first) * record
+        filled = -(-(last - first) // self.chunks.multiple) * self.chunks.multiple
+        return _columns(self.slots[i], filled * record), (last - first) * record
 
 
 def reduce_scatter(
