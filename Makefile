@@ -15,7 +15,8 @@
 #   make test-upstream-deepspeed   DeepSpeed's own tests with the plugin and without, from DEEPSPEED_PATH=<checkout>
 #   make check-versions   whether every seam fits every supported megatron-core and DeepSpeed (downloads the wheels and
 #                         the sources, imports none); VERSIONS="0.13.0 0.19.2" DEEPSPEED_VERSIONS="0.19.8": these only
-#   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers and symbols; no GPU needed
+#   make check-cuda  compiles the CUDA library for every architecture and checks spills, registers, symbols and the instructions
+#                    of the main kernels; no GPU needed
 #   make check-ptx   nvcc's PTX of the kernels and their launches, run on the CPU against the CPU codec, a part of the cases
 #                    (PTX= PTX_EVERY=1: all, minutes, as test-slow does it); no GPU needed; PTX_ARCHITECTURE=80: that generation's
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
@@ -50,6 +51,9 @@ EVALUATE ?= 0.4.6
 TORCHTITAN ?= 0.2.2
 # For check-cuda and check-ptx where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
+# For check-cuda where there is no nvdisasm; its options: CUDA=--write writes the table of docs/cuda.md.
+NVDISASM_WHEEL := "nvidia-cuda-nvdisasm==13.*"
+CUDA ?=
 # Of check-ptx: which tests, and of widths, group sizes and dtypes, crossed, every which one.
 PTX ?= -m "not slow"
 PTX_EVERY ?= 37
@@ -77,6 +81,7 @@ DEEPSPEED_SITE := $(abspath $(VENV))/deepspeed-$(DEEPSPEED)
 HF_SITE := $(abspath $(VENV))/transformers-$(TRANSFORMERS)-accelerate-$(ACCELERATE)
 PROGRAMS_SITE := $(abspath $(VENV))/programs-$(TRANSFORMERS)-$(ACCELERATE)-$(LIGHTNING)-$(DATASETS)-$(EVALUATE)-$(TORCHTITAN)
 NVCC_SITE := $(abspath $(VENV))/cuda
+NVDISASM_SITE := $(abspath $(VENV))/nvdisasm
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*)
 FORMATTED := $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/*.h csrc/cpu/*.cpp csrc/cuda/* tests/host/* tests/ptx/*.h tests/ptx/*.cpp tests/fuzz/*.h tests/fuzz/*.cpp)
 
@@ -145,9 +150,13 @@ check-versions: $(VENV)/.installed
 FOUND_NVCC = command -v nvcc || test -d $(NVCC_SITE) || $(BIN)/python -m pip install --quiet --target $(NVCC_SITE) $(NVCC_WHEELS)
 WITH_NVCC = NVCC=$$(command -v nvcc || echo $(NVCC_SITE)/nvidia/cu13/bin/nvcc)
 
+FOUND_NVDISASM = command -v nvdisasm || test -d $(NVDISASM_SITE) || $(BIN)/python -m pip install --quiet --target $(NVDISASM_SITE) $(NVDISASM_WHEEL)
+
 check-cuda: $(VENV)/.installed
 	$(FOUND_NVCC)
-	$(WITH_NVCC) $(BIN)/python -m scripts.check_cuda
+	$(FOUND_NVDISASM)
+	$(WITH_NVCC) NVDISASM=$$(command -v nvdisasm || echo $(NVDISASM_SITE)/nvidia/cu13/bin/nvdisasm) \
+		$(BIN)/python -m scripts.check_cuda $(CUDA)
 
 check-ptx: $(VENV)/.installed
 	$(FOUND_NVCC)

@@ -128,13 +128,23 @@ FLASH_HD float group_zero(float lo) {
   return bits_float(static_cast<uint32_t>(bf16_round_down(lo + 0.0f)) << 16);
 }
 
-// The bits, as a float, of the scale of a group between lo and hi: a bf16 value, NaN if there is none.
-// steps: code_levels asymmetric, code_half symmetric; the mse range adds to it.
-FLASH_HD uint32_t group_scale(float lo, float hi, float zero, float steps, bool symmetric) {
-  const float range = (symmetric ? (-lo > hi ? -lo : hi) : hi - zero) + 0.0f;  // a -0 would sort above Inf
-  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(range / steps)) << 16;
+// What a group's steps have to reach over.
+FLASH_HD float group_reach(float lo, float hi, float zero, bool symmetric) {
+  return (symmetric ? (-lo > hi ? -lo : hi) : hi - zero) + 0.0f;  // a -0 would sort above Inf
+}
+
+// The bits, as a float, of the scale of a group that asks for steps of this size: a bf16 value, NaN if there
+// is none.
+FLASH_HD uint32_t served_scale(float asked) {
+  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
   const uint32_t served = scale < kMinScaleBits ? kMinScaleBits : scale;
   return served >= kInfBits ? kNaNBits : served;
+}
+
+// The same of a group between lo and hi. steps: code_levels asymmetric, code_half symmetric; the mse range
+// adds to it.
+FLASH_HD uint32_t group_scale(float lo, float hi, float zero, float steps, bool symmetric) {
+  return served_scale(group_reach(lo, hi, zero, symmetric) / steps);
 }
 
 // In range for every element of a finite group, far out of it for a NaN and for a scale that is NaN.
@@ -458,7 +468,7 @@ struct Metadata {
 FLASH_HD Metadata metadata_of(uint32_t word, int bits, Layout layout) {
   if (layout == Layout::kAsymmetric && word & kWhole) {
     const float step = bits_float(word << 16 & 0x7fffffffu);
-    return {step, -(static_cast<float>(word >> 16) * step)};
+    return {step, static_cast<float>(word >> 16) * -step};
   }
   if (layout != Layout::kCompact) return {bits_float(word << 16), bits_float(word & 0xffff0000u)};
   const float scale = bits_float((word & 0x7ff0u) << 16);

@@ -1,10 +1,11 @@
 """Compile the CUDA library for every architecture, and hold the compiler's report to limits. Needs no GPU.
 
-    python -m scripts.check_cuda
+    python -m scripts.check_cuda            # --write: the table of docs/cuda.md too
 
 What it refuses: a warning, a kernel that spills or keeps a stack frame (registers that went to memory), one that uses
-more registers than two blocks of 256 threads leave it, and a symbol that the library asks for and that neither this
-torch nor the list below has: a CUDA build of torch would not load it.
+more registers than its blocks of 256 threads leave it, a symbol that the library asks for and that neither this torch
+nor the list below has (a CUDA build of torch would not load it), a main kernel of more instructions or more waits an
+element than its limit (cuda_model.py), and a table of docs/cuda.md that is not what the model says of this nvcc's code.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import cuda_model
+
 ROOT = Path(__file__).resolve().parent.parent
 REGISTERS = 128  # of 65 536, for 2 x 256 threads
 # Of which one block of 256 threads has a multiprocessor for itself.
 ALONE = re.compile(r"two_shot_kernel|feedback_kernelI(LNS_5DTypeE\dE)?Lb1E")
 REGISTERS_ALONE = 255  # what a thread can have
+# Of which four blocks share a multiprocessor.
+PLAIN = re.compile(r"plain_\w+_kernel")
+REGISTERS_PLAIN = 64
+DOCS = ROOT / "docs" / "cuda.md"
 # What libtorch_cuda.so has of torch's stable ABI, checked on torch 2.11.0+cu130; the CPU build has it not.
 OF_TORCH_CUDA = {
     "aoti_torch_get_current_cuda_stream",
@@ -75,7 +82,8 @@ def problems(kernels: Sequence[Kernel]) -> list[str]:
         name = f"{k.name} on {k.architecture}"
         if k.spills or k.stack:
             found.append(f"{name}: {k.spills} bytes of spills, a stack frame of {k.stack}; expected none")
-        most = REGISTERS_ALONE if ALONE.search(k.name) else REGISTERS
+        plain = REGISTERS_PLAIN if PLAIN.search(k.name) else REGISTERS
+        most = REGISTERS_ALONE if ALONE.search(k.name) else plain
         if k.registers > most:
             found.append(f"{name}: {k.registers} registers; expected {most} at most")
     return found
@@ -97,6 +105,51 @@ def missing_symbols(library: Path) -> list[str]:
     return sorted(asked - there)
 
 
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("NVCC", "nvcc")) or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def release(nvcc: str) -> str:
+    """Of nvcc, as in "13.0": another one may make other machine code."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\S+),", said)
+    return found[1] if found else "unknown"
+
+
+def disassembler() -> str | None:
+    """nvdisasm, on PATH or beside nvcc."""
+    nvcc = compiler()
+    beside = shutil.which(str(Path(nvcc).resolve().parent / "nvdisasm")) if nvcc else None
+    return shutil.which(os.environ.get("NVDISASM", "nvdisasm")) or beside
+
+
+def modelled(kernels: Sequence[Kernel], folder: Path, tool: str) -> tuple[list[str], list[str]]:
+    """The table of docs/cuda.md, and what is above its limit. folder: where nvcc left its binaries."""
+    compiled = {}
+    for gpu in cuda_model.GPUS:
+        architecture = gpu.architecture
+        binaries = sorted(folder.glob(f"codec*{architecture.removeprefix('sm_')}*.cubin"))
+        if len(binaries) != 1:
+            return [], [f"{len(binaries)} binaries of codec.cu for {architecture}; expected 1"]
+        sass = subprocess.run([tool, "-c", str(binaries[0])], capture_output=True, text=True, check=True).stdout
+        texts = cuda_model.kernels(sass)
+        reports = {k.name: k for k in kernels if k.architecture == architecture}
+        for case in cuda_model.CASES:
+            names = [name for name in texts if case.kernel in name]
+            if len(names) != 1:
+                return [], [f"{case.name}: {len(names)} kernels on {architecture} are named {case.kernel}; expected 1"]
+            report = reports[names[0]]
+            compiled[case.name, architecture] = cuda_model.Compiled(report.registers, report.shared, texts[names[0]])
+    return cuda_model.table(cuda_model.CASES, compiled)
+
+
+def documented(text: str) -> tuple[str, str, str]:
+    """docs/cuda.md before its table, the table, and what comes after it."""
+    before, begin, rest = text.partition("<!-- python -m scripts.check_cuda --write -->\n")
+    written, end, after = rest.partition("<!-- end -->\n")
+    return before + begin, written, end + after
+
+
 def short(names: Sequence[str]) -> list[str]:
     """Readable names, without the parameters."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
@@ -110,13 +163,17 @@ def short(names: Sequence[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build-lib", type=Path, help="keep the library here")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/cuda.md")
     arguments = parser.parse_args()
+    tool = disassembler()
+    if tool is None:
+        sys.exit("no nvdisasm: put it on PATH, or name it in NVDISASM; `make check-cuda` installs one with its nvcc")
     with tempfile.TemporaryDirectory() as folder:
         target = arguments.build_lib or Path(folder)
         build = subprocess.run(
             [sys.executable, "setup.py", "build_cuda", "--build-lib", str(target)],
             cwd=ROOT,
-            env={**os.environ, "NVCC_APPEND_FLAGS": "-Xptxas -v"},
+            env={**os.environ, "NVCC_APPEND_FLAGS": f"-Xptxas -v --keep --keep-dir={folder}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,17 +187,30 @@ def main() -> int:
             f"{name}: torch is not known to have this symbol"
             for name in missing_symbols(target / "flash_allreduce_plugin" / "_cuda.so")
         ]
+        lines, above = modelled(kernels, Path(folder), tool)
+        found += above
     names = dict(zip((k.name for k in kernels), short([k.name for k in kernels]), strict=True))
     architectures = sorted({k.architecture for k in kernels})
     print(f"{'kernel':60}" + "".join(f"{a:>9}" for a in architectures) + "   registers")
     for name in dict.fromkeys(k.name for k in kernels):
         registers = {k.architecture: k.registers for k in kernels if k.name == name}
         print(f"{names[name][:60]:60}" + "".join(f"{registers.get(a, ''):>9}" for a in architectures))
+    nvcc = compiler()
+    head = f"nvcc {release(nvcc)}:\n" if nvcc else ""
+    written = "\n".join([head, *lines]) + "\n"
+    print(f"\nA model of what follows, not measured (scripts/cuda_model.py):\n{written}")
+    before, there, after = documented(DOCS.read_text())
+    if arguments.write:
+        DOCS.write_text(before + written + after)
+    elif not there.startswith(head):
+        print("The table of docs/cuda.md is of another nvcc: it is not compared.")
+    elif there != written:
+        found.append("the table of docs/cuda.md is another one: python -m scripts.check_cuda --write")
     print(
         "\n".join(found)
         if found
         else f"{len(kernels)} kernels: no spills, no stack, at most {REGISTERS} registers; those that are alone on a "
-        f"multiprocessor (two_shot, feedback with options) {REGISTERS_ALONE}."
+        f"multiprocessor (two_shot, feedback with options) {REGISTERS_ALONE}, those of plain_warp.h {REGISTERS_PLAIN}."
     )
     return 1 if found else 0
 

@@ -28,6 +28,7 @@
 
 #include "../checks.h"
 #include "device_warp.h"
+#include "plain_warp.h"
 
 namespace flash_allreduce {
 namespace {
@@ -42,11 +43,28 @@ constexpr int kBlockBytes =
 // A residual of bf16 is the larger one.
 constexpr int kBlockResidualBytes = kBlockElements * element_bytes(DType::kBFloat16);
 
+// Division by a number that the host knows, of numbers below 2^31: a multiplication and a shift (T. Granlund,
+// P. Montgomery, "Division by invariant integers using multiplication", 1994).
+struct Divisor {
+  unsigned number;
+  unsigned reciprocal;  // 2^(31 + log) / number, rounded up
+  int log;              // of the next power of two
+
+  explicit Divisor(unsigned number_) : number(number_), reciprocal(0), log(0) {
+    const uint64_t by = number > 1 ? number : 1;
+    while (uint64_t{1} << log < by) ++log;
+    reciprocal = static_cast<unsigned>(((uint64_t{1} << (31 + log)) + by - 1) / by);
+  }
+  __device__ __forceinline__ unsigned quotient(unsigned n) const {
+    return static_cast<unsigned>(static_cast<uint64_t>(n) * reciprocal >> (31 + log));
+  }
+};
+
 struct Rows {
   int64_t numel;
-  int64_t stride;   // bytes
-  bool fast;        // 16 divides the address of every row
-  unsigned blocks;  // a row
+  int64_t stride;  // bytes
+  bool fast;       // 16 divides the address of every row
+  Divisor blocks;  // a row
 };
 
 // Which groups are a block's.
@@ -55,10 +73,10 @@ struct Span {
   int64_t first;  // group of the row
   int groups;
 
-  __device__ __forceinline__ Span(unsigned blocks_a_row, int64_t total, const Form& form)
-      : row(blockIdx.x / blocks_a_row) {
+  // Block `block` of a row of `total` groups.
+  __device__ __forceinline__ Span(int64_t row_, unsigned block, int64_t total, const Form& form) : row(row_) {
     const int whole = kBlockWarps * form.groups_a_warp();
-    first = static_cast<int64_t>(blockIdx.x % blocks_a_row) * whole;
+    first = static_cast<int64_t>(block) * whole;
     groups = total - first < whole ? static_cast<int>(total - first) : whole;
   }
 
@@ -68,22 +86,29 @@ struct Span {
   }
 };
 
+__device__ __forceinline__ Span span_of(const Rows& rows, const Form& form) {
+  const unsigned row = rows.blocks.quotient(blockIdx.x);
+  return Span(row, blockIdx.x - row * rows.blocks.number, form.groups(rows.numel), form);
+}
+
 __device__ __forceinline__ uint8_t* image_of_warp(uint8_t* image, const Form& form) {
   return image + static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp() * form.record;
 }
 
 // By all threads of a block, to or from shared memory, to or from any address.
 __device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes) {
-  const uintptr_t at = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
-  const bool words = at % sizeof(Words) == 0;
-  const int whole = words ? bytes / static_cast<int>(sizeof(Words)) * static_cast<int>(sizeof(Words)) : 0;
-  for (int i = threadIdx.x * static_cast<int>(sizeof(Words)); i < whole;
-       i += kBlockThreads * static_cast<int>(sizeof(Words))) {
+  constexpr int wide = static_cast<int>(sizeof(Words));
+  const int at =
+      static_cast<int>((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % wide);
+  const int whole = at == 0 ? bytes & ~(wide - 1) : 0;
+#pragma unroll 1
+  for (int i = threadIdx.x * wide; i < whole; i += kBlockThreads * wide) {
     put_words(to + i, get_words(from + i));
   }
+  if (whole == bytes) return;
   // What is left, or a payload that begins at an even address only, or at any.
   const int step = at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
-  const int stepped = whole + (bytes - whole) / step * step;
+  const int stepped = whole + ((bytes - whole) & ~(step - 1));
   for (int i = whole + static_cast<int>(threadIdx.x) * step; i < stepped; i += kBlockThreads * step) {
     put(to + i, get(from + i, step, step), step, step);
   }
@@ -95,7 +120,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, uint64_t first_group,
                   uint64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
-  const Span span(rows.blocks, form.groups(rows.numel), form);
+  const Span span = span_of(rows, form);
   const int64_t group = span.of_warp(form);
   if (group < span.first + span.groups) {
     DeviceWarp warp;
@@ -112,7 +137,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 template <DType kType, bool kOptions>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_kernel(Sources from, int64_t row_stride, Form form, float factor, uint8_t* y, Rows rows) {
-  const Span span(rows.blocks, form.groups(rows.numel), form);
+  const Span span = span_of(rows, form);
   const int64_t group = span.of_warp(form);
   if (group >= span.first + span.groups) return;
   from.data += span.row * row_stride;
@@ -127,7 +152,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
                              uint64_t key, uint64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
-  const Span span(gridDim.x, total, gather);
+  const Span span(0, blockIdx.x, total, gather);
   const int64_t group = span.of_warp(gather);
   if (group < span.first + span.groups) {
     DeviceWarp warp;
@@ -138,6 +163,114 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
   __syncthreads();
   copy(image, payload + span.first * gather.record, span.groups * gather.record);
 }
+
+// ---- plain_warp.h: the same kernels for what most calls are
+
+// Of a multiprocessor: 64 registers a thread.
+constexpr int kPlainBlocks = 4;
+
+// Where a thread is. Numbers within a block are ints.
+struct Place {
+  unsigned warp = threadIdx.x / kWarpLanes;
+  DeviceWarp lanes;
+  __device__ __forceinline__ Place() { lanes.lane = static_cast<int>(threadIdx.x % kWarpLanes); }
+  // How many of a block's elements are the warp's or those of warps after it.
+  __device__ __forceinline__ int left(int of_block) const {
+    return of_block - static_cast<int>(warp) * kWarpElements;
+  }
+};
+
+// A block's row, which block of it it is, and how many elements it has.
+struct BlockPart {
+  unsigned row, block;
+  int left;
+  __device__ __forceinline__ BlockPart(int64_t numel, unsigned block_) : row(0), block(block_) {
+    const int64_t rest = numel - static_cast<int64_t>(block) * kBlockElements;
+    left = rest < kBlockElements ? static_cast<int>(rest) : kBlockElements;
+  }
+  __device__ __forceinline__ explicit BlockPart(const Rows& rows)
+      : BlockPart(rows, rows.blocks.quotient(blockIdx.x)) {}
+  __device__ __forceinline__ BlockPart(const Rows& rows, unsigned row_)
+      : BlockPart(rows.numel, blockIdx.x - row_ * rows.blocks.number) {
+    row = row_;
+  }
+};
+
+// The records of a block's groups, from shared memory; all of them or fewer.
+template <int kBits, Layout kLayout>
+struct PlainImage {
+  static constexpr int kRecord = static_cast<int>(record_bytes(kBits, kPlainGroup, options_of(kLayout)));
+  static constexpr int kBytes = kBlockElements / kPlainGroup * kRecord;
+
+  __device__ __forceinline__ static uint8_t* of_warp(uint8_t* image, const Place& place) {
+    return image + place.warp * (kWarpElements / kPlainGroup * kRecord);
+  }
+  __device__ __forceinline__ static void send(const uint8_t* image, uint8_t* to, int left) {
+    if (left < kBlockElements || reinterpret_cast<uintptr_t>(to) % sizeof(Words) != 0) {
+      copy(image, to, (left + kPlainGroup - 1) / kPlainGroup * kRecord);
+      return;
+    }
+    constexpr int step = kBlockThreads * static_cast<int>(sizeof(Words));
+    const int at = static_cast<int>(threadIdx.x * sizeof(Words));
+    FLASH_UNROLL
+    for (int i = 0; i + step <= kBytes; i += step) put_words(to + at + i, get_words(image + at + i));
+    constexpr int done = kBytes / step * step;
+    if (at < kBytes - done) put_words(to + at + done, get_words(image + at + done));
+  }
+};
+
+template <DType kType, int kBits, Layout kLayout>
+__global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
+    plain_encode_kernel(const uint8_t* x, Rows rows, uint8_t* payload, int64_t payload_stride) {
+  using Image = PlainImage<kBits, kLayout>;
+  __shared__ alignas(16) uint8_t image[Image::kBytes];
+  const BlockPart part(rows);
+  Place place;
+  const int left = place.left(part.left);
+  if (left > 0) {
+    const int64_t first = static_cast<int64_t>(part.block) * kBlockElements + place.warp * kWarpElements;
+    plain_encode<kType, kBits, kLayout>(place.lanes,
+                                        x + part.row * rows.stride + first * element_bytes(kType), left,
+                                        Image::of_warp(image, place));
+  }
+  __syncthreads();
+  Image::send(image, payload + part.row * payload_stride + static_cast<int64_t>(part.block) * Image::kBytes,
+              part.left);
+}
+
+template <DType kType, int kBits, Layout kLayout, bool kSum>
+__global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
+    plain_decode_kernel(Sources from, int64_t row_stride, float factor, uint8_t* y, Rows rows) {
+  const BlockPart part(rows);
+  Place place;
+  const int left = place.left(part.left);
+  if (left <= 0) return;
+  const int64_t first = static_cast<int64_t>(part.block) * kBlockElements + place.warp * kWarpElements;
+  from.data += part.row * row_stride + first / kPlainGroup * PlainImage<kBits, kLayout>::kRecord;
+  plain_decode<kType, kBits, kLayout, kSum>(place.lanes, from, factor,
+                                            y + part.row * rows.stride + first * element_bytes(kType), left);
+}
+
+template <int kReduceBits, int kGatherBits, Layout kLayout>
+__global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
+    plain_decode_sum_encode_kernel(Sources from, float factor, int64_t total, uint8_t* payload) {
+  using Image = PlainImage<kGatherBits, kLayout>;
+  __shared__ alignas(16) uint8_t image[Image::kBytes];
+  const BlockPart part(total * kPlainGroup, blockIdx.x);
+  Place place;
+  const int left = place.left(part.left);
+  const int64_t first =
+      (static_cast<int64_t>(part.block) * kBlockElements + place.warp * kWarpElements) / kPlainGroup;
+  if (left > 0) {
+    from.data += first * PlainImage<kReduceBits, kLayout>::kRecord;
+    plain_decode_sum_encode<kReduceBits, kGatherBits, kLayout>(place.lanes, from, factor, left,
+                                                               Image::of_warp(image, place));
+  }
+  __syncthreads();
+  Image::send(image, payload + static_cast<int64_t>(part.block) * Image::kBytes, part.left);
+}
+
+// ---- error feedback
 
 // Of a multiprocessor. Beside x there are no registers for an encoding with options where two share them.
 constexpr int feedback_blocks(bool options) { return options ? 1 : 2; }
@@ -160,7 +293,7 @@ __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
                            uint64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
-  const Span span(rows.blocks, form.groups(rows.numel), form);
+  const Span span = span_of(rows, form);
   uint8_t* lost = residual.data + span.first * residual_bytes(residual, form);
   copy(lost, kept, span.groups * residual_bytes(residual, form));
   __syncthreads();
@@ -184,7 +317,7 @@ __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
                                       uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
-  const Span span(gridDim.x, total, gather);
+  const Span span(0, blockIdx.x, total, gather);
   uint8_t* lost = residual.data + span.first * residual_bytes(residual, gather);
   copy(lost, kept, span.groups * residual_bytes(residual, gather));
   __syncthreads();
@@ -255,7 +388,8 @@ int64_t alignment(const void* data, int64_t rows, int64_t stride) {
 Rows rows_of(const Tensor& t, const void* data, int type, const Form& form) {
   const int64_t stride = t.dim() == 2 ? row_stride(t) * (type == 0 ? 4 : 2) : 0;
   const int64_t rows = t.dim() == 2 ? t.size(0) : 1, numel = t.size(t.dim() - 1);
-  return {numel, stride, alignment(data, rows, stride) == 16, grid(blocks_of(form.groups(numel), form))};
+  return {numel, stride, alignment(data, rows, stride) == 16,
+          Divisor(grid(blocks_of(form.groups(numel), form)))};
 }
 
 // Payloads [rows, bytes]: of `count` ranks, or one a row of the output.
@@ -265,6 +399,11 @@ Sources sources_of(const Tensor& payloads, int64_t count, const Form& form) {
   const int64_t of_records = of_rows | form.record;
   return {data, count, row_stride(payloads),
           static_cast<int>(std::min<int64_t>(of_records & -of_records, 4))};
+}
+
+// As plain_warp.h reads records.
+bool is_aligned(const Sources& from, const Form& form) {
+  return from.align >= plain_align(layout_of(form.options));
 }
 
 void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size, int64_t options,
@@ -277,15 +416,25 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   check_rows_apart(payload, "payload");
   const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
   const Rows rows = rows_of(input, x, type, form);
-  if (input.size(0) * rows.blocks == 0) return;
+  const int64_t blocks = input.size(0) * rows.blocks.number;
+  if (blocks == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
-    encode_kernel<t.value, with_options.value>
-        <<<grid(input.size(0) * rows.blocks), kBlockThreads, 0, current_stream(input)>>>(
-            x, rows, form, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
-            static_cast<uint64_t>(groups_a_row), static_cast<uint8_t*>(payload.mutable_data_ptr()),
-            row_stride(payload));
-  });
+  const bool plain =
+      rows.fast && choose_plain(form, form.options, [&](auto width, auto layout) {
+        choose(type, false, [&](auto t, auto) {
+          plain_encode_kernel<t.value, width.value, layout.value>
+              <<<grid(blocks), kBlockThreads, 0, current_stream(input)>>>(
+                  x, rows, static_cast<uint8_t*>(payload.mutable_data_ptr()), row_stride(payload));
+        });
+      });
+  if (!plain) {
+    choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
+      encode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(input)>>>(
+          x, rows, form, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
+          static_cast<uint64_t>(groups_a_row), static_cast<uint8_t*>(payload.mutable_data_ptr()),
+          row_stride(payload));
+    });
+  }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -294,14 +443,28 @@ void launch_decode(const Tensor& payloads, int64_t count, Tensor& output, float 
   const int type = element_type(output, "output");
   auto* y = static_cast<uint8_t*>(output.mutable_data_ptr());
   const Rows rows = rows_of(output, y, type, form);
-  const int64_t blocks = (output.dim() == 2 ? output.size(0) : 1) * rows.blocks;
+  const int64_t blocks = (output.dim() == 2 ? output.size(0) : 1) * rows.blocks.number;
   if (blocks == 0) return;
   const Sources from = sources_of(payloads, count, form);
   const torch::stable::accelerator::DeviceGuard guard(output.get_device_index());
-  choose(type, (form.options & (kSpikes | kHadamard | kCodebook)) != 0, [&](auto t, auto with_options) {
-    decode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(
-        from, from.stride, form, factor, y, rows);
-  });
+  const int options = form.options & ~(kMse | kStochastic);  // they leave no trace in records
+  const bool plain =
+      rows.fast && is_aligned(from, form) && choose_plain(form, options, [&](auto bits, auto layout) {
+        choose(type, false, [&](auto t, auto) {
+          const auto launch = [&](auto sum) {
+            plain_decode_kernel<t.value, bits.value, layout.value, sum.value>
+                <<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(from, from.stride, factor, y,
+                                                                             rows);
+          };
+          count == 1 && factor == 1.0f ? launch(std::false_type()) : launch(std::true_type());
+        });
+      });
+  if (!plain) {
+    choose(type, (form.options & (kSpikes | kHadamard | kCodebook)) != 0, [&](auto t, auto with_options) {
+      decode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(
+          from, from.stride, form, factor, y, rows);
+    });
+  }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -336,12 +499,25 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   if (groups == 0) return;
   const Sources from = sources_of(payloads, payloads.size(0), reduce);
   const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
+  const auto launch_plain = [&](auto gathered, auto layout) {
+    choose_plain_bits(reduce.bits, [&](auto reduced) {
+      plain_decode_sum_encode_kernel<reduced.value, gathered.value, layout.value>
+          <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
+              from, static_cast<float>(factor), groups, static_cast<uint8_t*>(payload.mutable_data_ptr()));
+    });
+  };
+  const bool plain = (reduce.bits == 8 || reduce.bits == 4) && is_aligned(from, reduce) &&
+                     choose_plain(gather, left, launch_plain);
   const auto launch = [&](auto with_options) {
     decode_sum_encode_kernel<with_options.value>
         <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
             from, reduce, gather, static_cast<float>(factor), groups, static_cast<uint64_t>(key),
             static_cast<uint64_t>(first_group), static_cast<uint8_t*>(payload.mutable_data_ptr()));
   };
+  if (plain) {
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
   if (left & ~(kSymmetricCodes | kCompact)) {
     launch(std::bool_constant<true>());
   } else {
@@ -371,11 +547,11 @@ void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double
   const Residual kept = residual_of(residual, form.groups(input.size(1)), group_size, momentum);
   const auto* x = static_cast<const uint8_t*>(input.const_data_ptr());
   const Rows rows = rows_of(input, x, type, form);
-  if (rows.blocks == 0) return;
+  if (rows.blocks.number == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
     encode_feedback_kernel<t.value, with_options.value>
-        <<<rows.blocks, kBlockThreads, 0, current_stream(input)>>>(
+        <<<rows.blocks.number, kBlockThreads, 0, current_stream(input)>>>(
             x, rows, form, kept, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
             static_cast<uint8_t*>(payload.mutable_data_ptr()));
   });

@@ -49,7 +49,7 @@ struct Form {
   int lanes;      // of a group
   int log_lanes;  // its logarithm
 
-  FLASH_HD Form(int bits_, int group_size_, int options_)
+  FLASH_HD constexpr Form(int bits_, int group_size_, int options_)
       : bits(bits_),
         group_size(group_size_),
         options(options_),
@@ -60,10 +60,10 @@ struct Form {
   }
 
   // The group of the warp that a lane's elements are of.
-  FLASH_HD int group_of(int lane) const { return lane >> log_lanes; }
-  FLASH_HD int groups_a_warp() const { return kWarpLanes >> log_lanes; }
+  FLASH_HD constexpr int group_of(int lane) const { return lane >> log_lanes; }
+  FLASH_HD constexpr int groups_a_warp() const { return kWarpLanes >> log_lanes; }
   // Of a row of numel elements.
-  FLASH_HD int64_t groups(int64_t numel) const {
+  FLASH_HD constexpr int64_t groups(int64_t numel) const {
     return (numel + group_size - 1) >> (log_lanes + kLogLaneElements);
   }
 };
@@ -89,9 +89,10 @@ struct Lane {
   uint32_t whole_scale;
   float error, least_error;
   uint32_t codes[kLaneElements];
-  uint32_t worst;             // of the codes
-  float sent[kLaneElements];  // error feedback: what was encoded
-  PartRows rows;              // codebook
+  uint32_t worst;                             // of the codes
+  float sent[kLaneElements];                  // error feedback: what was encoded
+  PartRows rows;                              // codebook
+  uint32_t least_word, most_word, near_word;  // plain_warp.h: bounds, of elements as they travel
 };
 
 // Where in its group element i of a lane is.

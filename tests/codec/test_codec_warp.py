@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,33 +50,48 @@ class Warps:
 
     def encode(self, row: Tensor, c: Format, draw: Draw = DRAW, fast: bool = True) -> Tensor:
         """row [numel]; fast: 16 divides its address."""
-        buffer, payload = _guarded(torch.empty(c.payload_bytes(len(row)), dtype=torch.uint8))
-        self._library.warp_encode_row(
-            _at(row), ctypes.c_int64(len(row)), DTYPES.index(row.dtype), int(fast), c.bits, c.group_size, c.options,
-            ctypes.c_uint64(draw.key), ctypes.c_int64(draw.first_group), _at(payload),
-        )  # fmt: skip
-        return self._checked(buffer, payload)
+
+        def run(plain: int, payload: Tensor) -> None:
+            self._library.warp_encode_row(
+                plain, _at(row), ctypes.c_int64(len(row)), DTYPES.index(row.dtype), int(fast), c.bits, c.group_size,
+                c.options, ctypes.c_uint64(draw.key), ctypes.c_int64(draw.first_group), _at(payload),
+            )  # fmt: skip
+
+        return self._both(run, torch.empty(c.payload_bytes(len(row)), dtype=torch.uint8))
 
     def decode_sum(
         self, payloads: Tensor, numel: int, dtype: torch.dtype, c: Format, factor: float, align: int, fast: bool = True
     ) -> Tensor:
-        buffer, row = _guarded(torch.empty(numel, dtype=dtype))
-        self._library.warp_decode_sum_row(
-            _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
-            ctypes.c_float(factor), ctypes.c_int64(numel), DTYPES.index(dtype), int(fast), c.bits, c.group_size,
-            c.options, _at(row),
-        )  # fmt: skip
-        return self._checked(buffer, row)
+        def run(plain: int, row: Tensor) -> None:
+            self._library.warp_decode_sum_row(
+                plain, _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
+                ctypes.c_float(factor), ctypes.c_int64(numel), DTYPES.index(dtype), int(fast), c.bits, c.group_size,
+                c.options, _at(row),
+            )  # fmt: skip
+
+        return self._both(run, torch.empty(numel, dtype=dtype))
 
     def decode_sum_encode(self, payloads: Tensor, reduce: Format, gather: Format, factor: float, align: int) -> Tensor:
         groups = payloads.shape[1] // reduce.record_bytes
-        buffer, payload = _guarded(torch.empty(groups * gather.record_bytes, dtype=torch.uint8))
-        self._library.warp_decode_sum_encode_row(
-            _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
-            ctypes.c_float(factor), ctypes.c_int64(groups), reduce.bits, gather.bits, reduce.group_size,
-            reduce.options, ctypes.c_uint64(DRAW.key), ctypes.c_int64(DRAW.first_group), _at(payload),
-        )  # fmt: skip
-        return self._checked(buffer, payload)
+
+        def run(plain: int, payload: Tensor) -> None:
+            self._library.warp_decode_sum_encode_row(
+                plain, _at(payloads), ctypes.c_int64(len(payloads)), ctypes.c_int64(payloads.stride(0)), align,
+                ctypes.c_float(factor), ctypes.c_int64(groups), reduce.bits, gather.bits, reduce.group_size,
+                reduce.options, ctypes.c_uint64(DRAW.key), ctypes.c_int64(DRAW.first_group), _at(payload),
+            )  # fmt: skip
+
+        return self._both(run, torch.empty(groups * gather.record_bytes, dtype=torch.uint8))
+
+    def _both(self, run: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
+        """What codec_warp.h writes, and, where plain_warp.h has a kernel of its own, that too."""
+        results = []
+        for plain in (0, 1):
+            buffer, written = _guarded(like)
+            run(plain, written)
+            results.append(self._checked(buffer, written))
+        assert same_bits(results[1], results[0]), "plain_warp.h"
+        return results[1]
 
     def encode_feedback(
         self, row: Tensor, residual: Tensor, momentum: float, c: Format, fast: bool = True

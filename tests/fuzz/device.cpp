@@ -31,8 +31,8 @@ void round_trip(const Input& in, const Case& c) {
   Exact x(c.row_size(), element_shift(c, 0)), payload(static_cast<size_t>(c.row_bytes()), 0),
       again(payload.size, 0);
   in.fill(x.data, x.size);
-  warp_encode_row(x.data, c.numel, c.type, divisor(x.data, 0) == 16, c.bits, c.group_size, c.options, c.key,
-                  c.first_group, payload.data);
+  warp_encode_row(0, x.data, c.numel, c.type, divisor(x.data, 0) == 16, c.bits, c.group_size, c.options,
+                  c.key, c.first_group, payload.data);
   encoder(kernels_default(), codec, c.type)(x.data, c.numel, codec, again.data, 0, c.groups());
   if (!(payload == again)) found("the device encodes differently");
 }
@@ -41,7 +41,7 @@ void sum(const Input& in, const Case& c) {
   const Codec codec{c.bits, c.group_size, c.options, c.key, c.first_group};
   Exact payloads(c.payloads_bytes(), c.shifts[0]), y(c.row_size(), element_shift(c, 1)), again(y.size, 0);
   in.fill(payloads.data, payloads.size);
-  warp_decode_sum_row(payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, c.options),
+  warp_decode_sum_row(1, payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, c.options),
                       c.factor, c.numel, c.type, divisor(y.data, 0) == 16, c.bits, c.group_size, c.options,
                       y.data);
   const Payloads from{payloads.data, c.ranks, c.stride(), codec};
@@ -55,7 +55,7 @@ void sum_and_encode(const Input& in, const Case& c) {
   Exact payloads(c.payloads_bytes(), c.shifts[0]);
   Exact payload(static_cast<size_t>(c.groups() * record_bytes(c.gather_bits, c.group_size, left)), 0);
   in.fill(payloads.data, payloads.size);
-  warp_decode_sum_encode_row(payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, left),
+  warp_decode_sum_encode_row(0, payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, left),
                              c.factor, c.groups(), c.bits, c.gather_bits, c.group_size, c.options, c.key,
                              c.first_group, payload.data);
   ++decoded.count;

@@ -3,7 +3,8 @@
 // Names are PTX's, less what does not matter to one machine that does one thing after the other
 // (translate.py). A register holds bits: a float is looked at as one by the instructions that are about
 // floats, so that a NaN that is only moved stays the NaN that it was. There is no fma: a kernel that has one
-// was compiled so that its results depend on the compiler.
+// was compiled so that its results depend on the compiler. mad, the same, is what the source asks for by
+// name.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -227,7 +228,65 @@ T remainder(T a, T b) {
 template <class T>
 constexpr uint32_t kBits = 8 * sizeof(T);
 
+// ---- elements of 16 bits ----------------------------------------------------------------------------------
+
+float bf16_value(uint32_t bits) { return bits_as<float>(bits << 16); }
+
+float f16_value(uint32_t bits) {
+  const int exponent = static_cast<int>(bits >> 10 & 31u);
+  const auto mantissa = static_cast<float>(bits & 1023u);
+  const float size =
+      exponent == 31
+          ? (mantissa != 0 ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity())
+          : std::ldexp(exponent == 0 ? mantissa : mantissa + 1024.0f, std::max(exponent, 1) - 25);
+  return bits & 0x8000u ? -size : size;
+}
+
+// To the nearest, of two the even one. digits: of the mantissa, the first one too; least: the exponent of the
+// smallest number; most: the largest number. Exact in double.
+uint32_t rounded(float x, int digits, int least, double most, int mantissa_bits) {
+  const uint32_t sign = bits_as<uint32_t>(x) >> 31 << 15,
+                 infinite = 0x7fffu >> mantissa_bits << mantissa_bits;
+  if (x != x) return 0x7fffu;
+  const double size = std::fabs(static_cast<double>(x));
+  if (size == 0) return sign;
+  if (std::isinf(size)) return sign | infinite;
+  const int unit = std::max(std::ilogb(size) - digits + 1, least);
+  const double whole = std::nearbyint(std::ldexp(size, -unit));
+  if (std::ldexp(whole, unit) > most) return sign | infinite;
+  // Subnormals have exponent 0, and 2^(digits - 1) is the first number that has 1.
+  return sign |
+         static_cast<uint32_t>(static_cast<double>(unit - least) * std::ldexp(1.0, mantissa_bits) + whole);
+}
+
+uint32_t bf16_bits(float x) {
+  return rounded(x, 8, -133, static_cast<double>(bits_as<float>(0x7f7f0000u)), 7);
+}
+uint32_t f16_bits(float x) { return rounded(x, 11, -24, 65504.0, 10); }
+
+// Of two numbers; a NaN if one of them is. -0 is less than 0.
+float least_of(float a, float b) {
+  return a != a ? a : b != b ? b : a == b ? (std::signbit(a) ? a : b) : std::min(a, b);
+}
+float most_of(float a, float b) {
+  return a != a ? a : b != b ? b : a == b ? (std::signbit(a) ? b : a) : std::max(a, b);
+}
+
+// f of the lower and of the upper elements.
+template <auto value, auto bits, auto f>
+uint32_t of_pairs(uint32_t a, uint32_t b) {
+  return bits(f(value(a & 0xffffu), value(b & 0xffffu))) | bits(f(value(a >> 16), value(b >> 16))) << 16;
+}
+
 using Table = std::unordered_map<std::string, Opcode>;
+
+template <auto value, auto bits>
+void add_pairs(Table& t, const std::string& type) {
+  t["min.NaN." + type] = op([](uint32_t a, uint32_t b) { return of_pairs<value, bits, least_of>(a, b); });
+  t["max.NaN." + type] = op([](uint32_t a, uint32_t b) { return of_pairs<value, bits, most_of>(a, b); });
+  t["abs." + type] = op([](uint32_t a) { return a & 0x7fff7fffu; });
+  t["cvt.rn." + type + ".f32"] = op([](float high, float low) { return bits(low) | bits(high) << 16; });
+}
 
 template <Space space, bool writes, class T>
 void add_accesses(Table& t, const std::string& name, const std::string& type) {
@@ -430,6 +489,7 @@ Table make_table() {
   t["add.rn.f32"] = op([](float a, float b) { return a + b; });
   t["sub.rn.f32"] = op([](float a, float b) { return a - b; });
   t["mul.rn.f32"] = op([](float a, float b) { return a * b; });
+  t["mad.rn.f32"] = op([](float a, float b, float c) { return std::fma(a, b, c); });
   t["div.rn.f32"] = op([](float a, float b) { return a / b; });
   t["rcp.rn.f32"] = op([](float a) { return 1.0f / a; });
   t["sqrt.rn.f32"] = op([](float a) { return std::sqrt(a); });
@@ -442,6 +502,11 @@ Table make_table() {
   t["max.f32"] = op([](float a, float b) {
     return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
   });
+  t["min.NaN.f32"] = op([](float a, float b) { return least_of(a, b); });
+  t["max.NaN.f32"] = op([](float a, float b) { return most_of(a, b); });
+  add_pairs<bf16_value, bf16_bits>(t, "bf16x2");
+  add_pairs<f16_value, f16_bits>(t, "f16x2");
+  t["cvt.f32.f16"] = op([](uint16_t a) { return f16_value(a); });
   t["cvt.rzi.s32.f32"] =
       op([](float a) { return to_int<int32_t>(a, [](double x) { return std::trunc(x); }); });
   t["cvt.rzi.u32.f32"] =

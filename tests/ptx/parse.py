@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass, field
 
 #: Bits of the types; predicates and what has fewer than 32 take a word each in the machine.
-SIZES = {"pred": 1, "b8": 8, "b16": 16, "b32": 32, "b64": 64, "f32": 32}
+SIZES = {"pred": 1, "b8": 8, "b16": 16, "f16": 16, "b32": 32, "b64": 64, "f32": 32}
 SIZES |= {f"{sign}{bits}": bits for sign in "us" for bits in (8, 16, 32, 64)}
 
 _ENTRY = re.compile(r"\.entry (\w+)\(\n(.*?)\n\)(.*?)\n\{\n(.*?)\n\}\n", re.DOTALL)
