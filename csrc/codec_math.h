@@ -133,12 +133,12 @@ FLASH_HD float group_reach(float lo, float hi, float zero, bool symmetric) {
   return (symmetric ? (-lo > hi ? -lo : hi) : hi - zero) + 0.0f;  // a -0 would sort above Inf
 }
 
-// The bits, as a float, of the scale of a group that asks for steps of this size: a bf16 value, NaN if there
-// is none.
+// The bits, as a float, of the scale of a group that asks for steps of this size, 0 or above: the next bf16
+// value from there on, NaN if there is none.
 FLASH_HD uint32_t served_scale(float asked) {
-  const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
-  const uint32_t served = scale < kMinScaleBits ? kMinScaleBits : scale;
-  return served >= kInfBits ? kNaNBits : served;
+  if (!(asked <= bits_float(kInfBits - 0x10000u))) return kNaNBits;  // the largest bf16 value; not a NaN
+  const uint32_t scale = (float_bits(asked) + 0xffffu) & 0xffff0000u;
+  return scale < kMinScaleBits ? kMinScaleBits : scale;
 }
 
 // The same of a group between lo and hi. steps: code_levels asymmetric, code_half symmetric; the mse range
@@ -466,11 +466,13 @@ struct Metadata {
 
 // word: the 2 or 4 bytes that travel.
 FLASH_HD Metadata metadata_of(uint32_t word, int bits, Layout layout) {
-  if (layout == Layout::kAsymmetric && word & kWhole) {
-    const float step = bits_float(word << 16 & 0x7fffffffu);
-    return {step, static_cast<float>(word >> 16) * -step};
+  if (layout == Layout::kAsymmetric) {
+    const uint32_t step = word << 16;  // kWhole is its sign
+    const bool whole = static_cast<int32_t>(step) < 0;
+    return {bits_float(step & 0x7fffffffu),
+            whole ? static_cast<float>(word >> 16) * bits_float(step) : bits_float(word & 0xffff0000u)};
   }
-  if (layout != Layout::kCompact) return {bits_float(word << 16), bits_float(word & 0xffff0000u)};
+  if (layout == Layout::kSymmetric) return {bits_float(word << 16), 0.0f};
   const float scale = bits_float((word & 0x7ff0u) << 16);
   const int offset = static_cast<int>((word & 15u) | (word >> 11 & 16u)) - (kOffsets - 1);
   return {scale, static_cast<float>(offset) * offset_unit(bits) * scale};
