@@ -193,6 +193,23 @@ FLASH_HD uint32_t magnitudes(uint32_t a) {
 #endif
 }
 
+// The lesser of their magnitudes, with a sign that means nothing; of a NaN and any other, a NaN.
+template <DType kType>
+FLASH_HD uint32_t nearer(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  uint32_t least = 0;
+  if constexpr (kType == DType::kBFloat16) {
+    asm("min.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    return least;
+  }
+  if constexpr (kType == DType::kFloat16) {
+    asm("min.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(least) : "r"(a), "r"(b));
+    return least;
+  }
+#endif
+  return lesser<kType>(magnitudes<kType>(a), magnitudes<kType>(b));
+}
+
 // An element of a lane's words.
 template <DType kType>
 FLASH_HD float element_of(const uint32_t* words, int i) {
@@ -286,13 +303,13 @@ FLASH_HD void plain_encode_groups(Warp& warp, int left, uint8_t* image) {
   warp.each([](int, Lane& own) {
     own.least_word = own.codes[0];
     own.most_word = symmetric ? magnitudes<kType>(own.codes[0]) : own.codes[0];
-    own.near_word = magnitudes<kType>(own.codes[0]);
+    own.near_word = own.codes[0];
     FLASH_UNROLL
     for (int i = 1; i < words_of_lane<kType>(); ++i) {
       const uint32_t word = own.codes[i];
       if (!symmetric) own.least_word = lesser<kType>(own.least_word, word);
       own.most_word = greater<kType>(own.most_word, symmetric ? magnitudes<kType>(word) : word);
-      if (zeros) own.near_word = lesser<kType>(own.near_word, magnitudes<kType>(word));
+      if (zeros) own.near_word = nearer<kType>(own.near_word, word);
     }
   });
   FLASH_UNROLL
@@ -308,7 +325,7 @@ FLASH_HD void plain_encode_groups(Warp& warp, int left, uint8_t* image) {
     if (zeros) {
       warp.exchange(
           mask, [](const Lane& own) { return own.near_word; },
-          [](int, Lane& own, uint32_t other) { own.near_word = lesser<kType>(own.near_word, other); });
+          [](int, Lane& own, uint32_t other) { own.near_word = nearer<kType>(own.near_word, other); });
     }
   }
   warp.each([&](int lane, Lane& own) {
@@ -322,15 +339,16 @@ FLASH_HD void plain_encode_groups(Warp& warp, int left, uint8_t* image) {
     own.best = plain_range<kType, kBits, kLayout>(own.lo, own.hi);
     if (zeros) {
       const uint32_t near = own.near_word;
-      if (kType == kFloat ? near == 0 : (near & 0xffffu) == 0 || near >> 16 == 0) {
+      const bool zero =
+          kType == kFloat ? (near & 0x7fffffffu) == 0 : (near & 0x7fffu) == 0 || (near & 0x7fff0000u) == 0;
+      if (zero) {
         own.best = range_with_zero(own.lo, own.hi, kBits, kLayout, kInside);
       }
     }
     if (lane / kPlainLanes * kPlainGroup >= left) return;
     const bool lost = own.best.scale == kNaNBits;
     const int in_group = lane % kPlainLanes;
-    uint8_t* record = image + lane / kPlainLanes * form.record;
-    if (in_group == 0) put(record, lost ? kNaNScale : own.best.metadata, front, align);
+    uint8_t* at = image + lane / kPlainLanes * form.record + front + in_group * kBits;
     // Symmetric codes are 1 too large for now: with an even number the sum rounds as without.
     constexpr uint32_t over = symmetric ? (kBits == 8 ? 0x01010101u : 0x11111111u) : 0;
     constexpr float magic = kRoundMagic + static_cast<float>(symmetric ? 1 << (kBits - 1) : 0);
@@ -344,22 +362,23 @@ FLASH_HD void plain_encode_groups(Warp& warp, int left, uint8_t* image) {
       return bytes_of(bytes_of(code(i), code(i + step), 0x0040),
                       bytes_of(code(i + 2 * step), code(i + 3 * step), 0x0040), 0x5410);
     };
-    uint8_t* at = record + front + in_group * kBits;
     constexpr int stride = kPlainLanes * kBits;
     if (lost) {
       FLASH_ROLLED
       for (int i = 0; i < 4 * kBits; ++i) at[i / kBits * stride + i % kBits] = 0;
-      return;
-    }
-    FLASH_UNROLL
-    for (int i = 0; i < kLaneElements; i += kNeighbours, at += stride) {
-      if (kBits == 8) {
-        put(at, four(i, 1) - over, 4, align);
-        put(at + 4, four(i + 4, 1) - over, 4, align);
-      } else {
-        put(at, four(i, 2) + (four(i + 1, 2) << 4) - over, 4, align);
+    } else {
+      FLASH_UNROLL
+      for (int i = 0; i < kLaneElements; i += kNeighbours) {
+        uint8_t* to = at + i / kNeighbours * stride;
+        if (kBits == 8) {
+          put(to, four(i, 1) - over, 4, align);
+          put(to + 4, four(i + 4, 1) - over, 4, align);
+        } else {
+          put(to, four(i, 2) + (four(i + 1, 2) << 4) - over, 4, align);
+        }
       }
     }
+    if (in_group == 0) put(at - front, lost ? kNaNScale : own.best.metadata, front, align);
   });
 }
 

@@ -280,10 +280,18 @@ uint32_t of_pairs(uint32_t a, uint32_t b) {
 
 using Table = std::unordered_map<std::string, Opcode>;
 
+// Of magnitudes, with the sign of a product.
+float least_magnitude(float a, float b) {
+  return std::copysign(least_of(std::fabs(a), std::fabs(b)),
+                       std::signbit(a) != std::signbit(b) ? -1.0f : 1.0f);
+}
+
 template <auto value, auto bits>
 void add_pairs(Table& t, const std::string& type) {
   t["min.NaN." + type] = op([](uint32_t a, uint32_t b) { return of_pairs<value, bits, least_of>(a, b); });
   t["max.NaN." + type] = op([](uint32_t a, uint32_t b) { return of_pairs<value, bits, most_of>(a, b); });
+  t["min.NaN.xorsign.abs." + type] =
+      op([](uint32_t a, uint32_t b) { return of_pairs<value, bits, least_magnitude>(a, b); });
   t["abs." + type] = op([](uint32_t a) { return a & 0x7fff7fffu; });
   t["cvt.rn." + type + ".f32"] = op([](float high, float low) { return bits(low) | bits(high) << 16; });
 }
