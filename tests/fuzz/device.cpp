@@ -31,22 +31,26 @@ void round_trip(const Input& in, const Case& c) {
   Exact x(c.row_size(), element_shift(c, 0)), payload(static_cast<size_t>(c.row_bytes()), 0),
       again(payload.size, 0);
   in.fill(x.data, x.size);
-  warp_encode_row(0, x.data, c.numel, c.type, divisor(x.data, 0) == 16, c.bits, c.group_size, c.options,
-                  c.key, c.first_group, payload.data);
   encoder(kernels_default(), codec, c.type)(x.data, c.numel, codec, again.data, 0, c.groups());
-  if (!(payload == again)) found("the device encodes differently");
+  for (const int plain_too : {0, 1}) {
+    warp_encode_row(plain_too, x.data, c.numel, c.type, divisor(x.data, 0) == 16, c.bits, c.group_size,
+                    c.options, c.key, c.first_group, payload.data);
+    if (!(payload == again)) found("the device encodes differently");
+  }
 }
 
 void sum(const Input& in, const Case& c) {
   const Codec codec{c.bits, c.group_size, c.options, c.key, c.first_group};
   Exact payloads(c.payloads_bytes(), c.shifts[0]), y(c.row_size(), element_shift(c, 1)), again(y.size, 0);
   in.fill(payloads.data, payloads.size);
-  warp_decode_sum_row(1, payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, c.options),
-                      c.factor, c.numel, c.type, divisor(y.data, 0) == 16, c.bits, c.group_size, c.options,
-                      y.data);
   const Payloads from{payloads.data, c.ranks, c.stride(), codec};
   decoder(kernels_default(), codec, c.type)(from, c.factor, again.data, c.numel, 0, c.groups());
-  if (!(y == again)) found("the device decodes differently");
+  for (const int plain_too : {0, 1}) {
+    warp_decode_sum_row(plain_too, payloads.data, c.ranks, c.stride(),
+                        records_align(payloads.data, c, c.options), c.factor, c.numel, c.type,
+                        divisor(y.data, 0) == 16, c.bits, c.group_size, c.options, y.data);
+    if (!(y == again)) found("the device decodes differently");
+  }
   ++decoded.count;
 }
 
@@ -55,9 +59,14 @@ void sum_and_encode(const Input& in, const Case& c) {
   Exact payloads(c.payloads_bytes(), c.shifts[0]);
   Exact payload(static_cast<size_t>(c.groups() * record_bytes(c.gather_bits, c.group_size, left)), 0);
   in.fill(payloads.data, payloads.size);
-  warp_decode_sum_encode_row(0, payloads.data, c.ranks, c.stride(), records_align(payloads.data, c, left),
-                             c.factor, c.groups(), c.bits, c.gather_bits, c.group_size, c.options, c.key,
-                             c.first_group, payload.data);
+  Exact again(payload.size, 0);
+  for (const int plain_too : {0, 1}) {
+    warp_decode_sum_encode_row(plain_too, payloads.data, c.ranks, c.stride(),
+                               records_align(payloads.data, c, left), c.factor, c.groups(), c.bits,
+                               c.gather_bits, c.group_size, c.options, c.key, c.first_group,
+                               plain_too ? payload.data : again.data);
+  }
+  if (!(payload == again)) found("the device's kernels of plain formats sum and encode differently");
   ++decoded.count;
 }
 
