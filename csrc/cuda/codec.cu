@@ -166,8 +166,16 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 
 // ---- plain_warp.h: the same kernels for what most calls are
 
-// Of a multiprocessor: 64 registers a thread.
+// Of a multiprocessor. Four leave a thread 64 registers, three leave it 80.
 constexpr int kPlainBlocks = 4;
+
+// An fp32 thread holds twice the bytes of a bf16 one: three blocks have more in flight than four of those.
+constexpr int plain_encode_blocks(DType type) { return type == DType::kFloat32 ? 3 : kPlainBlocks; }
+
+// A sum of 8 bits holds the codes of two ranks, and the other layouts' scales need a little more than 64 registers.
+constexpr int plain_decode_blocks(int bits, Layout layout, bool sum) {
+  return sum && bits == 8 && layout != Layout::kAsymmetric ? 3 : kPlainBlocks;
+}
 
 // Where a thread is. Numbers within a block are ints.
 struct Place {
@@ -220,7 +228,7 @@ struct PlainImage {
 };
 
 template <DType kType, int kBits, Layout kLayout>
-__global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
+__global__ void __launch_bounds__(kBlockThreads, plain_encode_blocks(kType))
     plain_encode_kernel(const uint8_t* x, Rows rows, uint8_t* payload, int64_t payload_stride) {
   using Image = PlainImage<kBits, kLayout>;
   __shared__ alignas(16) uint8_t image[Image::kBytes];
@@ -239,7 +247,7 @@ __global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
 }
 
 template <DType kType, int kBits, Layout kLayout, bool kSum>
-__global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
+__global__ void __launch_bounds__(kBlockThreads, plain_decode_blocks(kBits, kLayout, kSum))
     plain_decode_kernel(Sources from, int64_t row_stride, float factor, uint8_t* y, Rows rows) {
   const BlockPart part(rows);
   Place place;
