@@ -1,7 +1,8 @@
 """What a whole all-reduce should take on machines that were not there to be measured.
 
     python -m benchmarks.cost_estimate --kernels cuda_codec.json
-    python -m benchmarks.cost_estimate --share 0.9          before there is one: an assumption
+    python -m benchmarks.cost_estimate                      before there is one: a model of the kernels' machine code
+    python -m benchmarks.cost_estimate --share 0.9          all kernels alike: an assumption
 
 An estimate, from three kernels a rank and the bytes that it sends, of a bf16 tensor at 8 and 4 bits in groups of 128:
 
@@ -11,7 +12,8 @@ An estimate, from three kernels a rank and the bytes that it sends, of a bf16 te
     link, both halves   2 (N-1)/N payloads over the link of one rank
 
 A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
-of everything, "overlapped" the longer of kernels and link: chunks in flight come close to the second for large tensors.
+of kernels and link, "overlapped" the longer of them: chunks in flight come close to the second for large tensors. Both
+take what the host needs for the call at least. No GPU has confirmed the model of the kernels.
 Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/clusters.md): INT8
 inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
 
@@ -25,10 +27,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flash_allreduce_plugin.cli.plan import presets
+from flash_allreduce_plugin.cli.plan.cost_model import Kernel, Shares, host_seconds
 from flash_allreduce_plugin.cli.plan.presets import DEVICES, LATENCY_NODES, LATENCY_NVLINK, LATENCY_PCIE, LAUNCH, LINKS
 from flash_allreduce_plugin.codec.format import Format
 
@@ -39,14 +44,16 @@ WIDTHS = (8, 4)
 INSIDE = Format(8, 128)
 #: Flash Communication, arXiv 2412.04964: INT4 over NCCL's ring, above 64 MB, L40 on PCIe.
 PAPER = 3.18
+HOST = f"measured without a GPU (docs/cuda.md), and {presets.LAUNCHES} launches of {1e6 * LAUNCH:g} us, assumed"
 
 
 @dataclass(frozen=True)
 class Machine:
     """ranks GPUs in `nodes` nodes. Speeds in bytes a second, one direction, of one rank, as they are reached.
 
-    copy: read and written together. link: inside a node. wire: between nodes, 0 with one node. bus: NCCL's bus
-    bandwidth of an all_reduce. latency: seconds of one exchange among all ranks, assumed. sources: of the speeds.
+    copy: read and written together; shares: of it, what the kernels reach in the model (presets.py). link: inside a
+    node. wire: between nodes, 0 with one node. bus: NCCL's bus bandwidth of an all_reduce. latency: seconds of one
+    exchange among all ranks, assumed. sources: of the speeds.
     """
 
     name: str
@@ -58,6 +65,7 @@ class Machine:
     bus: float
     latency: float
     sources: tuple[str, ...]
+    shares: Mapping[int, Shares]
 
 
 H100_COPY = f"copy: {DEVICES['h100'].copy.source}"
@@ -73,6 +81,7 @@ H100 = Machine(
     bus=480e9,
     latency=LATENCY_NVLINK,
     sources=(H100_COPY, NVLINK, "NCCL: 480 GB/s with NVLink SHARP (nccl-tests/issues/212)"),
+    shares=DEVICES["h100"].shares,
 )
 NODES = replace(
     H100,
@@ -112,6 +121,7 @@ MACHINES = (
             "NCCL: the same 24 GB/s, an assumption: no published figure of 8 L40 was found. Between sockets both are "
             "slower, and the two-step exchange crosses them with half of its bytes",
         ),
+        shares=DEVICES["l40"].shares,
     ),
     NODES,
     replace(
@@ -132,7 +142,10 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """How fast the kernels are: a share of a copy by kernel, bits and bytes moved; seconds of a launch."""
+    """How fast the kernels are: a share of a copy by kernel, bits and bytes moved; seconds of a launch.
+
+    Without points: all alike (assumed), or as the machine's model has it.
+    """
 
     points: dict[tuple[str, int], list[tuple[float, float]]]
     launch: float
@@ -148,32 +161,34 @@ class Kernels:
         return cls({key: sorted(values) for key, values in points.items()}, 1e-6 * float(results["launch us"]))
 
     @classmethod
-    def assume(cls, share: float) -> Kernels:
+    def assume(cls, share: float | None) -> Kernels:
         return cls({}, LAUNCH, share)
 
-    def share(self, kernel: str, bits: int, nbytes: float) -> float:
+    def share(self, kernel: Kernel, bits: int, nbytes: float, machine: Machine) -> float:
         """Between two measured sizes by a straight line; outside of them that of the nearest."""
         if self.assumed is not None:
             return self.assumed
+        if not self.points:
+            return float(getattr(machine.shares[bits], kernel))
         points = self.points[kernel, bits]
         for (low, a), (high, b) in itertools.pairwise(points):
             if low <= nbytes <= high:
                 return a + (b - a) * (nbytes - low) / (high - low)
         return points[0][1] if nbytes < points[0][0] else points[-1][1]
 
-    def seconds(self, kernel: str, bits: int, nbytes: float, copy: float) -> float:
-        return max(self.launch, nbytes / (copy * self.share(kernel, bits, nbytes)))
+    def seconds(self, kernel: Kernel, bits: int, nbytes: float, machine: Machine) -> float:
+        return max(self.launch, nbytes / (machine.copy * self.share(kernel, bits, nbytes, machine)))
 
 
-def kernel_seconds(numel: int, c: Format, ranks: int, copy: float, kernels: Kernels) -> float:
+def kernel_seconds(numel: int, c: Format, machine: Machine, kernels: Kernels) -> float:
     """encode, decode_sum_encode of a shard, decode, of one rank."""
     payload = c.payload_bytes(numel)
-    moved = {
+    moved: dict[Kernel, float] = {
         "encode": ELEMENT * numel + payload,
-        "decode_sum_encode": payload + payload / ranks,
+        "decode_sum_encode": payload + payload / machine.ranks,
         "decode": payload + ELEMENT * numel,
     }
-    return sum(kernels.seconds(kernel, c.bits, nbytes, copy) for kernel, nbytes in moved.items())
+    return sum(kernels.seconds(kernel, c.bits, nbytes, machine) for kernel, nbytes in moved.items())
 
 
 def flat_link_seconds(numel: int, c: Format, machine: Machine) -> float:
@@ -191,19 +206,20 @@ def nccl_seconds(numel: int, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds. kernels: of all kernels of a rank; link: of the longest link."""
+    """Seconds. kernels: of all kernels of a rank; link: of the longest link; host: until it has started everything."""
 
     kernels: float
     link: float
     nccl: float
+    host: float
 
     @property
     def in_turn(self) -> float:
-        return self.kernels + self.link
+        return max(self.kernels + self.link, self.host)
 
     @property
     def overlapped(self) -> float:
-        return max(self.kernels, self.link)
+        return max(self.kernels, self.link, self.host)
 
     @property
     def speedups(self) -> tuple[float, float]:
@@ -213,9 +229,10 @@ class Estimate:
 
 def flat(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
     return Estimate(
-        kernel_seconds(numel, c, machine.ranks, machine.copy, kernels),
+        kernel_seconds(numel, c, machine, kernels),
         flat_link_seconds(numel, c, machine),
         nccl_seconds(numel, machine),
+        host_seconds(presets.host(), c.payload_bytes(numel)),
     )
 
 
@@ -226,7 +243,7 @@ def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Est
     """
     nodes, node = machine.nodes, machine.ranks // machine.nodes
     inside, between = INSIDE.payload_bytes(numel), c.payload_bytes(numel)
-    moved = (
+    moved: tuple[tuple[Kernel, int, float], ...] = (
         ("encode", INSIDE.bits, ELEMENT * numel + inside),
         ("decode_sum_encode", INSIDE.bits, inside + between / node),
         ("decode_sum_encode", c.bits, between / node + between / (node * nodes)),
@@ -236,9 +253,10 @@ def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Est
     wire = 2 * (nodes - 1) / nodes * between / node / machine.wire
     # Slabs are in flight on the link and on the wire at once.
     return Estimate(
-        sum(kernels.seconds(kernel, bits, nbytes, machine.copy) for kernel, bits, nbytes in moved),
+        sum(kernels.seconds(kernel, bits, nbytes, machine) for kernel, bits, nbytes in moved),
         max(link, wire) + 4 * machine.latency,
         nccl_seconds(numel, machine),
+        host_seconds(presets.host(), inside),
     )
 
 
@@ -257,6 +275,7 @@ def rows_of(machine: Machine, kernels: Kernels) -> list[dict[str, Any]]:
                         "MiB": mib,
                         "kernels us": 1e6 * e.kernels,
                         "link us": 1e6 * e.link,
+                        "host us": 1e6 * e.host,
                         "NCCL us": 1e6 * e.nccl,
                         "x in turn": e.speedups[0],
                         "x overlapped": e.speedups[1],
@@ -268,7 +287,7 @@ def rows_of(machine: Machine, kernels: Kernels) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=Path, help="what benchmarks.cuda_codec --json wrote")
-    parser.add_argument("--share", type=float, default=0.9, help="assumed without --kernels (default 0.9)")
+    parser.add_argument("--share", type=float, help="of a copy, all kernels alike (default without --kernels: a model)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.kernels:
@@ -276,22 +295,27 @@ def main() -> int:
         basis = f"kernels as measured in {arguments.kernels.name}"
     else:
         kernels = Kernels.assume(arguments.share)
-        basis = (
-            f"kernels ASSUMED to reach {arguments.share:g} of a copy's speed and {1e6 * kernels.launch:g} us a launch"
-        )
+        reach = "as a MODEL of their machine code has them"
+        if arguments.share is not None:
+            reach = f"ASSUMED to reach {arguments.share:g} of a copy's speed"
+        basis = f"kernels {reach}, and {1e6 * kernels.launch:g} us a launch, assumed"
+    call, chunk = (1e6 * seconds for seconds in presets.host())
     print(f"An estimate, not a measurement: bf16, groups of 128; {basis}.")
+    print(f"The host: {call:.0f} us a call, {chunk:.0f} us each chunk after the first ({HOST}).")
     rows = []
     for machine in MACHINES:
         print(f"\n{machine.name}")
         for source in machine.sources:
             print(f"    {source}")
-        print(f"    {'way':12}{'bits':>4}{'MiB':>6}{'kernels us':>12}{'link us':>10}{'NCCL us':>10}", end="")
+        print(
+            f"    {'way':12}{'bits':>4}{'MiB':>6}{'kernels us':>12}{'link us':>10}{'host us':>9}{'NCCL us':>10}", end=""
+        )
         print(f"{'x in turn':>11}{'x overlapped':>14}")
         for row in rows_of(machine, kernels):
             rows.append(row)
             print(
                 f"    {row['way']:12}{row['bits']:4}{row['MiB']:6}{row['kernels us']:12.0f}{row['link us']:10.0f}"
-                f"{row['NCCL us']:10.0f}{row['x in turn']:11.2f}{row['x overlapped']:14.2f}"
+                f"{row['host us']:9.0f}{row['NCCL us']:10.0f}{row['x in turn']:11.2f}{row['x overlapped']:14.2f}"
             )
     print(f"\nThe paper: {PAPER} x over NCCL's ring, INT4, above 64 MB, L40 on PCIe (arXiv 2412.04964).")
     if arguments.json:

@@ -46,9 +46,10 @@ def _single(value: float) -> tuple[float, float]:
 
 
 def _seconds(t: Traffic, c: Cluster) -> tuple[float, float, float]:
-    """Of a call in full precision; at INT4 with kernels and link in turn, and at once as cost_model has it."""
+    """Of a call in full precision; at INT4 with kernels and link in turn, and at once; not sooner than the host."""
     narrow = cost(t, c, INT4)
-    return cost(t, c).seconds, narrow.seconds + min(narrow.link, narrow.busy), narrow.seconds
+    in_turn = narrow.seconds + min(narrow.link, narrow.busy)
+    return cost(t, c).seconds, max(in_turn, narrow.host), max(narrow.seconds, narrow.host)
 
 
 def _ratio(t: Traffic, c: Cluster) -> tuple[float, float]:

@@ -8,11 +8,24 @@ import pytest
 
 from benchmarks import cost_estimate, cuda_codec
 from benchmarks.cost_estimate import MACHINES, Kernels, Machine, flat, two_levels
+from flash_allreduce_plugin.cli.plan import presets
+from flash_allreduce_plugin.cli.plan.cost_model import Shares
 from flash_allreduce_plugin.codec.format import Format
 
 INT4 = Format(4, 128)  # 68 bytes of 256
 NUMEL = 128 * 1000
-BOX = Machine("box", ranks=4, nodes=1, copy=1e9, link=1e8, wire=0.0, bus=5e7, latency=0.0, sources=())
+BOX = Machine(
+    "box",
+    ranks=4,
+    nodes=1,
+    copy=1e9,
+    link=1e8,
+    wire=0.0,
+    bus=5e7,
+    latency=0.0,
+    sources=(),
+    shares={4: Shares(0.5, 0.25, 1.0, 0.1)},
+)
 PAIR = replace(BOX, nodes=2, wire=1e7)
 PERFECT = replace(Kernels.assume(1.0), launch=0.0)
 
@@ -24,6 +37,21 @@ def test_a_flat_call_by_hand() -> None:
     assert e.link == pytest.approx(2 * payload * 3 / 4 / 1e8)
     assert e.nccl == pytest.approx(tensor * 2 * 3 / 4 / 5e7)
     assert e.in_turn == e.kernels + e.link and e.overlapped == max(e.kernels, e.link)
+
+
+def test_without_a_share_each_kernel_has_that_of_the_model() -> None:
+    modelled = flat(NUMEL, INT4, BOX, replace(Kernels.assume(None), launch=0.0))
+    both = 256_000 + 68_000
+    assert modelled.kernels == pytest.approx((both / 0.5 + both / 0.25 + 68_000 * 5 / 4 / 0.1) / 1e9)
+    assert all(machine.shares in [device.shares for device in presets.DEVICES.values()] for machine in MACHINES)
+
+
+def test_no_call_is_faster_than_the_host_starts_it() -> None:
+    """One chunk, and eight."""
+    fast = replace(BOX, copy=1e15, link=1e15)
+    call, chunk = presets.host()
+    assert flat(NUMEL, INT4, fast, PERFECT).overlapped == pytest.approx(call)
+    assert flat(1 << 28, INT4, fast, PERFECT).in_turn == pytest.approx(call + 7 * chunk)
 
 
 def test_a_flat_call_between_nodes_waits_for_the_slower_link() -> None:
@@ -71,10 +99,10 @@ def test_measured_kernels_are_interpolated_and_cost_a_launch_at_least() -> None:
     ]
     other = {**rows[0], "group_size": 64, "share": 0.1}
     kernels = Kernels.of_json({"rows": [*rows, other], "launch us": 7.0})
-    shares = [kernels.share("encode", 4, b) for b in (10, 1000, 2000, 3000, 10**9)]
+    shares = [kernels.share("encode", 4, b, BOX) for b in (10, 1000, 2000, 3000, 10**9)]
     assert shares == pytest.approx([0.5, 0.5, 0.7, 0.9, 0.9])
-    assert kernels.seconds("encode", 4, 10, 1e12) == pytest.approx(7e-6)
-    assert kernels.seconds("encode", 4, 3e12, 1e12) == pytest.approx(3 / 0.9)
+    assert kernels.seconds("encode", 4, 10, BOX) == pytest.approx(7e-6)
+    assert kernels.seconds("encode", 4, 3e9, BOX) == pytest.approx(3 / 0.9)
 
 
 def test_the_bytes_of_the_kernels_are_those_that_are_timed() -> None:

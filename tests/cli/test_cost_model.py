@@ -14,6 +14,7 @@ from flash_allreduce_plugin.cli.plan.cost_model import (
     Cluster,
     Group,
     Model,
+    Shares,
     Traffic,
     cost,
     dp_ratio,
@@ -103,6 +104,43 @@ def test_the_codec_is_busy_with_what_its_kernels_move():
     assert cost(call("reduce_scatter"), c, INT4).busy == pytest.approx((tensor * 5 / 4 + 2 * payload) / 1e9)
     assert cost(call("all_gather"), c, INT4).busy == pytest.approx((tensor + payload) * 5 / 4 / 1e9)
     assert cost(call(), c).busy == 0
+
+
+def test_each_kernel_reaches_its_own_share():
+    """Of its own width: the first sum of two levels is at 8 bits."""
+    four, eight = Shares(0.5, 0.25, 0.125, 0.1), Shares(0.8, 0.4, 0.2, 0.01)
+    c = replace(BOX, codec=1e9, intra=math.inf, shares={4: four, 8: eight})
+    tensor, payload, wide = 256_000, 68_000, 132_000
+    encode, decode = (tensor + payload) / 0.5, (tensor + payload) / 0.25
+    assert cost(call(), c, INT4).busy == pytest.approx((encode + decode + 5 / 4 * payload / 0.1) / 1e9)
+    scattered = encode + (payload + tensor / 4) / 0.125
+    assert cost(call("reduce_scatter"), c, INT4).busy == pytest.approx(scattered / 1e9)
+    assert cost(call("all_gather"), c, INT4).busy == pytest.approx((encode / 4 + decode) / 1e9)
+    slow = replace(c, inter=1.0)  # two levels, 8 ranks on 2 nodes
+    inside = (tensor + wide) / 0.8 + (wide + payload / 4) / 0.01
+    between, last = (payload / 4 + payload / 8) / 0.1, (payload / 4 + tensor / 8) / 0.125
+    assert cost(call(ranks=8), slow, INT4).busy == pytest.approx((inside + between + decode) / 1e9)
+    assert cost(call("reduce_scatter", ranks=8), slow, INT4).busy == pytest.approx((inside + last) / 1e9)
+    assert cost(call("all_gather", ranks=8), slow, INT4).busy == pytest.approx((encode / 8 + decode) / 1e9)
+    assert cost(call(), c, Format(6, 128)).busy == cost(call(), replace(c, shares={}), Format(6, 128)).busy
+
+
+def test_the_host_starts_the_chunks_of_a_quantized_call():
+    c = replace(BOX, host=(1.0, 0.1))
+    assert cost(call(), c, INT4).host == 1 and cost(call(), c).host == 0
+    assert cost(replace(call(), calls=3), c, INT4).host == 3
+    assert cost(replace(call(), numel=30 << 20), c, INT4).host == pytest.approx(1.1)  # 15.9 MiB
+    assert cost(replace(call(), numel=1 << 40), c, INT4).host == pytest.approx(1.7)
+    assert cost(call(), c, INT4) == replace(cost(call(), BOX, INT4), host=1.0)
+
+
+def test_no_step_is_shorter_than_the_host_needs_for_its_calls():
+    c = replace(BOX, host=(1.0, 0.0))
+    step = predict(MODEL, c, Layout(tp=2), {FORWARD: 8}, min_bytes=0)
+    assert step.host == 8 == step.after
+    assert predict(MODEL, c, Layout(tp=2), {}, min_bytes=0).host == 0
+    ahead = replace(c, flops=1e3)
+    assert predict(MODEL, ahead, Layout(tp=2), {FORWARD: 8}, min_bytes=0).after > 8
 
 
 def test_a_call_takes_the_longer_of_link_and_device_and_hides_the_difference():

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -78,11 +79,34 @@ def test_the_list_has_them_all():
 def test_a_cluster_by_name_and_by_numbers_are_the_same():
     named, ranks = plan_inputs.cluster_of("h100-8x2")
     given, none = plan_inputs.cluster_of(
-        None, peak_flops="989T", codec="2700GB/s", ranks_per_node=8, intra="370GB/s", inter="376gbit"
+        None, peak_flops="989T", codec="3000GB/s", ranks_per_node=8, intra="370GB/s", inter="376gbit"
     )
     assert (ranks, none) == (16, None)
-    for field in ("flops", "codec", "intra", "inter", "latency", "far", "start", "ranks_per_node"):
+    for field in ("flops", "codec", "intra", "inter", "latency", "far", "start", "host", "ranks_per_node"):
         assert getattr(named, field) == pytest.approx(getattr(given, field)), field
+    assert named.shares == plan_presets.DEVICES["h100"].shares and not given.shares
+    unknown, _ = plan_inputs.cluster_of(None, peak_flops="1T", ranks_per_node=8, intra="1GB/s", inter="1gbit")
+    assert unknown.shares == plan_presets.DEVICES["a100"].shares
+
+
+def test_kernels_that_no_gpu_has_measured_are_not_promised_more_than_the_aim():
+    for device in plan_presets.DEVICES.values():
+        assert set(device.shares) == set(range(2, 9))
+        assert all(0 < share <= plan_presets.CODEC for of in device.shares.values() for share in astuple(of))
+    h200 = plan_presets.DEVICES["h200"].shares
+    assert (h200[4].decode_sum_encode, h200[4].encode, h200[6].decode_sum_encode) == (0.62, 0.9, 0.14)
+    out = run("--model llama-7b --cluster h200-8x1 --tp 8 --bits 8").output
+    assert "the slowest kernel 0.90 at 8 bits, 0.62 at 4 bits of it" in out and "no GPU has measured it" in out
+
+
+def test_the_host_is_in_the_plan(tmp_path):
+    call, chunk = plan_presets.host()
+    assert call > chunk > plan_presets.LAUNCHES * plan_presets.LAUNCH
+    found = planned(tmp_path, "--model llama-7b --cluster h100-8x1 --tp 8 --bits 8")
+    eight = found["widths"]["8"]
+    hosts = [part["quantized"]["host"] for part in eight["traffic"] if part["setting"] in eight["pays"]]
+    assert hosts and eight["host"] == pytest.approx(sum(hosts))
+    assert f"host: {1e6 * call:.0f} us a quantized call" in run("--model llama-7b --cluster h100-8x1 --tp 8").output
 
 
 def test_adapters_are_shared_by_the_ranks_of_a_node():

@@ -5,6 +5,7 @@ A collective of a group takes the longer of two times, because chunks in flight 
     link    the bytes that a rank sends, over the speed of the link that they take (+ the latency of each exchange)
     busy    what the device itself does: the codec's kernels, on a CPU also the sending
     start   of a quantized call: what comes before its first byte is on the wire and after its last one has arrived
+    host    what a quantized call takes of the host, which is ahead of the device: a step takes as long at least
 
 What the training computes at the same time can hide the link, not what keeps the device busy:
 
@@ -19,13 +20,16 @@ messages too small to fill a link, trees and reductions in the network. Bytes a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flash_allreduce_plugin.codec.format import MAX_BITS, Format
+from flash_allreduce_plugin.collectives.chunks import queued_chunk_bytes
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 Way = Literal["ring", "flat", "two levels", "send"]
+Kernel = Literal["encode", "decode", "decode_sum", "decode_sum_encode"]
 HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 #: Passes over the weights that a gather by differences makes beside the codec's, at most: two for the checksums, before
 #: and after, and five for adding in float32, through a buffer that no cache holds (a CPU's does: three in all). The
@@ -85,13 +89,24 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Of Cluster.codec, what each of the codec's kernels reaches, by operator."""
+
+    encode: float = 1.0
+    decode: float = 1.0
+    decode_sum: float = 1.0
+    decode_sum_encode: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Cluster:
     """One rank's share of a machine, as it is reached, not as the data sheet has it.
 
-    flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together. intra, inter:
-    the link to ranks of the same node and of others. latency, far: seconds of one exchange inside a node and between
-    nodes. start: seconds of a quantized call, whatever its size. transport: bytes that the device itself sends; inf:
-    adapters do it.
+    flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together; shares: of it,
+    by width, where they do not all reach it. intra, inter: the link to ranks of the same node and of others. latency,
+    far: seconds of one exchange inside a node and between nodes. start: seconds of a quantized call, whatever its size.
+    host: seconds that a quantized call of one chunk takes of the host, and each chunk more. transport: bytes that the
+    device itself sends; inf: adapters do it.
     backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these numbers.
     memory: bytes; inf: not known.
     """
@@ -105,10 +120,16 @@ class Cluster:
     latency: float = 0.0
     far: float = 0.0
     start: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
     transport: float = math.inf
     backend: Literal["nccl", "gloo"] = "nccl"
     sources: tuple[str, ...] = ()
     memory: float = math.inf
+    shares: Mapping[int, Shares] = field(default_factory=dict)
+
+    def kernel(self, name: Kernel, bits: int, nbytes: float) -> float:
+        """Seconds of a kernel that reads and writes so many bytes."""
+        return nbytes / (self.codec * getattr(self.shares.get(bits, Shares()), name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +171,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of all calls of a Traffic, in a step and a rank. way: how the exchange was made."""
+    """Of all calls of a Traffic, in a step and a rank. way: how the exchange was made. host: of quantized calls."""
 
     bytes_sent: float
     link: float
@@ -158,6 +179,7 @@ class Cost:
     hidden: float
     exposed: float
     way: Way
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -190,7 +212,7 @@ def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
 
 
 def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
-    """Bytes a rank sends, link seconds and bytes that the kernels move, of one call among all ranks.
+    """Bytes a rank sends, link seconds and the kernels' seconds, of one call among all ranks.
 
     Each half sends every other rank its shard of the payload: those of the node over intra, the others over inter.
     """
@@ -200,13 +222,17 @@ def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
     halves = HALVES[collective]
     inside, between = payload * (node - 1) / n, payload * (n - node) / n
     link = halves * (max(_over(inside, c.intra), _over(between, c.inter)) + _latency(t, c))
-    moved = {
-        # encode; sum of the shard, encoded again; decode
-        "all_reduce": (tensor + payload) + (payload + payload / n) + (payload + tensor),
-        "reduce_scatter": (tensor + payload) + (payload + tensor / n),
-        "all_gather": (tensor + payload) / n + (payload + tensor),
-    }[collective]
-    return halves * (inside + between), link, moved
+    parts: dict[str, list[tuple[Kernel, float]]] = {
+        "all_reduce": [
+            ("encode", tensor + payload),
+            ("decode_sum_encode", payload + payload / n),
+            ("decode", payload + tensor),
+        ],
+        "reduce_scatter": [("encode", tensor + payload), ("decode_sum", payload + tensor / n)],
+        "all_gather": [("encode", (tensor + payload) / n), ("decode", payload + tensor)],
+    }
+    kernels = sum(c.kernel(name, codec.bits, nbytes) for name, nbytes in parts[collective])
+    return halves * (inside + between), link, kernels
 
 
 def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
@@ -217,16 +243,20 @@ def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, flo
     up, down = collective != "all_gather", collective != "reduce_scatter"
     inside = (node - 1) / node * (up * wide + down * narrow)
     between = (up + down) * (nodes - 1) / nodes * narrow / node
-    moved = 0.0
+    kernels, bits = 0.0, codec.bits
     if up:  # encode; sum inside, encoded again; sum between, encoded again or left as it is
-        moved += (tensor + wide) + (wide + narrow / node)
-        moved += narrow / node + (narrow / n if down else tensor / n)
+        kernels += c.kernel("encode", MAX_BITS, tensor + wide)
+        kernels += c.kernel("decode_sum_encode", MAX_BITS, wide + narrow / node)
+        if down:
+            kernels += c.kernel("decode_sum_encode", bits, narrow / node + narrow / n)
+        else:
+            kernels += c.kernel("decode_sum", bits, narrow / node + tensor / n)
     else:
-        moved += (tensor + narrow) / n
+        kernels += c.kernel("encode", bits, (tensor + narrow) / n)
     if down:
-        moved += narrow + tensor
+        kernels += c.kernel("decode", bits, narrow + tensor)
     link = max(_over(inside, c.intra), _over(between, c.inter)) + (up + down) * (c.latency + c.far)
-    return inside + between, link, moved
+    return inside + between, link, kernels
 
 
 def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
@@ -241,9 +271,16 @@ def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
         ways.append(("two levels", two_levels(t, c, codec)))
     start, more = c.start, 0.0
     if t.differences:
-        start, more = start + _latency(t, c), DIFFERENCE_PASSES * t.numel * t.itemsize
-    costs = [_calls(t, c, sent, link, (moved + more) / c.codec, start, way) for way, (sent, link, moved) in ways]
-    return min(costs, key=lambda each: (each.exposed, each.seconds))
+        start, more = start + _latency(t, c), DIFFERENCE_PASSES * t.numel * t.itemsize / c.codec
+    costs = [_calls(t, c, sent, link, kernels + more, start, way) for way, (sent, link, kernels) in ways]
+    found = min(costs, key=lambda each: (each.exposed, each.seconds))
+    return replace(found, host=t.calls * host_seconds(c.host, _payload(codec, t.numel)))
+
+
+def host_seconds(host: tuple[float, float], payload: float) -> float:
+    """Cluster.host, of a call with a payload of so many bytes."""
+    chunks = math.ceil(payload / queued_chunk_bytes(0, int(payload)))
+    return host[0] + (chunks - 1) * host[1]
 
 
 def _calls(t: Traffic, c: Cluster, sent: float, link: float, kernels: float, start: float, way: Way) -> Cost:

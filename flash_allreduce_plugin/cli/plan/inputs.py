@@ -8,12 +8,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.plan import presets as presets
-from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Model
+from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Model, Shares
 from flash_allreduce_plugin.cli.plan.step_model import Layout
 from flash_allreduce_plugin.config import strict_json
 
@@ -257,7 +257,8 @@ def _core(name: str | None, peak_flops: str | None, efficiency: float | None, la
     peak = positive(peak_flops, "peak_flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
     return Cluster(
         name or "", peak, presets.CPU_CODEC, 1, 0.0, 0.0, latency or 0.0, latency or 0.0, presets.CPU_START,
-        presets.CPU_TRANSPORT, "gloo", ("device: one core of the machine of docs/benchmarks.md, measured; gloo",),
+        transport=presets.CPU_TRANSPORT, backend="gloo",
+        sources=("device: one core of the machine of docs/benchmarks.md, measured; gloo",),
     )  # fmt: skip
 
 
@@ -275,20 +276,30 @@ def _gpus(
     peak = positive(peak_flops, "peak_flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
     share = presets.EFFICIENCY if efficiency is None else efficiency
     said = "given" if peak_flops or sheet is None else sheet.source
-    moved = presets.CODEC * (sheet.copy.reached if sheet else presets.COPY * 1000e9)
-    about = f"{presets.CODEC:g} of a copy's {sheet.copy.reached / 1e9:.0f} GB/s" if sheet else "of 1 TB/s, assumed"
-    if codec:
-        moved, about = speed(codec, "codec"), "given"
+    moved = speed(codec, "codec") if codec else sheet.copy.reached if sheet else presets.COPY * 1000e9
+    shares: Mapping[int, Shares] = {} if codec else sheet.shares if sheet else presets.UNKNOWN
+    host = presets.host()
     sources = (
         f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})",
-        f"codec: {moved / 1e9:.0f} GB/s read and written ({about}); kernels not yet measured",
+        f"codec: {moved / 1e9:.0f} GB/s read and written ({_codec_source(shares, sheet is not None)})",
+        f"host: {1e6 * host[0]:.0f} us a quantized call, {1e6 * host[1]:.0f} us each chunk after the first: measured "
+        f"without a GPU (docs/cuda.md), plus {presets.LAUNCHES} launches of {1e6 * presets.LAUNCH:g} us, assumed",
     )
     near = presets.LATENCY_PCIE if pcie else presets.LATENCY_NVLINK
     return Cluster(
         name or "the cluster given", share * peak, moved, 1, 0.0, 0.0,
         near if latency is None else latency, presets.LATENCY_NODES if latency is None else latency,
-        3 * presets.LAUNCH, sources=sources, memory=sheet.memory if sheet else math.inf,
+        3 * presets.LAUNCH, host, sources=sources, memory=sheet.memory if sheet else math.inf, shares=shares,
     )  # fmt: skip
+
+
+def _codec_source(shares: Mapping[int, Shares], known: bool) -> str:
+    """shares: empty where the speed was given; known: the GPU is."""
+    if not shares:
+        return "given"
+    copy = "a copy" if known else "a copy, assumed"
+    slowest = ", ".join(f"{min(astuple(shares[bits])):.2f} at {bits} bits" for bits in (8, 4))
+    return f"{copy}; the slowest kernel {slowest} of it: a model of its machine code, no GPU has measured it"
 
 
 def _named(name: str | None) -> tuple[str | None, int | None, int | None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 
-from flash_allreduce_plugin.cli.plan.cost_model import Model
+from flash_allreduce_plugin.cli.plan.cost_model import Model, Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +66,63 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together. memory: bytes."""
+    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together. memory: bytes.
+
+    shares: of the copy, what the codec's kernels reach, by width.
+    """
 
     peak_flops: float
     copy: Speed
     source: str
     memory: float
+    shares: Mapping[int, Shares]
 
 
 #: Of a data sheet's memory bandwidth, what a copy reaches: the H100's share (below), assumed of the others.
 COPY = 0.9
-#: Of a copy's speed, what the codec's kernels reach: an assumption (docs/cuda.md).
+#: The most of a copy's speed that a kernel of the codec is taken to reach: the benchmarks' aim (docs/cuda.md).
 CODEC = 0.9
+
+
+def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
+    named = {8: eight, 4: four}
+    return {bits: Shares(*(min(share, CODEC) for share in astuple(named.get(bits, other)))) for bits in range(2, 9)}
+
+
+# Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks. No GPU has measured it.
+#
+# 8 and 4 bits: a model of the machine code of the kernels of plain formats (docs/cuda.md), an upper bound. Other widths
+# take the general kernels: the lower end of an estimate, from the instructions that they have at 4 bits (27 an element,
+# 122 to 144 for a sum of 8 ranks), on H100 and H200. The A100 can issue as many for a byte of its memory as the H100.
+_A100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.86))
+_H100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.87))
+_H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.62))
+#: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
+UNKNOWN = _A100
+#: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
+#: the two cores of docs/benchmarks.md by `python -m benchmarks.call_overhead --quantized`. Another host's is another.
+HOST_CALL, HOST_CHUNK = 86e-6, 19e-6
+#: Launches of a chunk of an all-reduce, of kernels and of NCCL together; the other collectives have three.
+LAUNCHES = 5
 #: Of the peak, what training reaches: 0.54 for 530B on 2240 A100 (arXiv 2205.05198); elsewhere an assumption.
 EFFICIENCY = 0.5
-#: Seconds of one launch of a kernel, of one exchange over NVLink, over PCIe, between nodes: assumptions.
+#: Seconds of one launch, of one exchange over NVLink, over PCIe, between nodes: assumptions.
 LAUNCH, LATENCY_NVLINK, LATENCY_PCIE, LATENCY_NODES = 5e-6, 10e-6, 20e-6, 30e-6
+
+
+def host() -> tuple[float, float]:
+    """Seconds of the host for a call of one chunk and each further chunk, launches included."""
+    return HOST_CALL + LAUNCHES * LAUNCH, HOST_CHUNK + LAUNCHES * LAUNCH
 
 
 def _copy(peak: float, sheet: str) -> Speed:
     return Speed(COPY * peak, peak, f"{COPY:g} of {peak / 1e9:g} GB/s in {sheet}, an assumption")
 
 
-def _device(flops: float, bandwidth: float, memory: float, sheet: str) -> Device:
-    return Device(flops, _copy(bandwidth, sheet), sheet, memory)
+def _device(
+    flops: float, bandwidth: float, memory: float, sheet: str, shares: Mapping[int, Shares] = UNKNOWN
+) -> Device:
+    return Device(flops, _copy(bandwidth, sheet), sheet, memory, shares)
 
 
 DEVICES = {
@@ -99,9 +133,10 @@ DEVICES = {
         Speed(3.0e12, 3.35e12, "3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"),
         "NVIDIA's H100 SXM data sheet",
         80e9,
+        _H100,
     ),
-    "h200": _device(989e12, 4800e9, 141e9, "NVIDIA's H200 data sheet"),
-    "h800": _device(989e12, 3350e9, 80e9, "NVIDIA's H100 SXM data sheet (the H800 differs in NVLink)"),
+    "h200": _device(989e12, 4800e9, 141e9, "NVIDIA's H200 data sheet", _H200),
+    "h800": _device(989e12, 3350e9, 80e9, "NVIDIA's H100 SXM data sheet (the H800 differs in NVLink)", _H100),
     "l40": _device(181e12, 864e9, 48e9, "NVIDIA's L40 data sheet"),
     "v100": _device(125e12, 900e9, 32e9, "NVIDIA's V100 SXM data sheet (fp16)"),
 }

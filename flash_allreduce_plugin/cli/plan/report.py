@@ -35,7 +35,8 @@ _WIDE = 150  # columns that the table of traffic needs for bytes and times of th
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "the optimizer's time, accuracy. Never quantized here: pipeline sends, the embedding."
+    "what the framework takes of the host, the optimizer's time, accuracy. Never quantized here: pipeline sends, the "
+    "embedding."
 )
 
 
@@ -198,6 +199,7 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
         words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with what arrives"
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
+    words["host"] = "the ms that quantized calls take of the host, which has the framework's work to start beside them"
     words["speed-up"] = "with the settings below; everything quantized: with every setting; at most: if it cost nothing"
     if ratios(plan):
         words["t_comm / t_compute"] = "time of a transfer over that of the computing beside it; above 1 the step waits"
@@ -231,16 +233,16 @@ def _traffic_table(plan: Forecast, both: bool) -> Table:
 
 
 def _step_table(plan: Forecast) -> Table:
-    columns = ["", "step ms", "computing", "bubble", "exposed", "speed-up", "everything quantized", "at most"]
+    columns = ["", "step ms", "computing", "bubble", "exposed", "host", "speed-up", "everything quantized", "at most"]
     table = grid("Time of a step", columns)
     full = plan.full
     table.add_row("full precision", *map(ms, (full.before, full.compute, full.bubble_before)),
-                  ms(full.before - full.compute - full.bubble_before), "1.00 x", "", "")  # fmt: skip
+                  ms(full.before - full.compute - full.bubble_before), "", "1.00 x", "", "")  # fmt: skip
     for bits, step in plan.steps.items():
         exposed = step.after - step.compute - step.bubble_after
         table.add_row(
-            f"INT{bits}", *map(ms, (step.after, step.compute, step.bubble_after, exposed)), f"{step.speedup:.2f} x",
-            f"{plan.every[bits].speedup:.2f} x", f"{plan.best(bits):.2f} x",
+            f"INT{bits}", *map(ms, (step.after, step.compute, step.bubble_after, exposed, step.host)),
+            f"{step.speedup:.2f} x", f"{plan.every[bits].speedup:.2f} x", f"{plan.best(bits):.2f} x",
         )  # fmt: skip
     return table
 
@@ -310,7 +312,7 @@ def as_dict(plan: Forecast) -> dict[str, Any]:
         },
         "widths": {
             str(bits): {
-                "seconds": step.after, "speed-up": step.speedup, "bubble": step.bubble_after,
+                "seconds": step.after, "speed-up": step.speedup, "bubble": step.bubble_after, "host": step.host,
                 "everything quantized": plan.every[bits].speedup, "at most": plan.best(bits),
                 "pays": list(plan.widths[bits]), "settings": settings_of(plan, bits),
                 "traffic": [_part(part) for part in plan.every[bits].parts],

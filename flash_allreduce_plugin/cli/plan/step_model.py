@@ -229,7 +229,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds. compute: of all micro-batches, bubble: of the pipeline, in full precision and quantized."""
+    """Seconds. compute: of all micro-batches, bubble: of the pipeline, in full precision and quantized.
+
+    Quantized, it takes as long at least as the host needs for the calls; what else it has to start is not known.
+    """
 
     compute: float
     bubble_before: float
@@ -242,7 +245,11 @@ class Step:
 
     @property
     def after(self) -> float:
-        return self.compute + self.bubble_after + sum(part.after.exposed for part in self.parts)
+        return max(self.compute + self.bubble_after + sum(part.after.exposed for part in self.parts), self.host)
+
+    @property
+    def host(self) -> float:
+        return sum(part.after.host for part in self.parts)
 
     @property
     def speedup(self) -> float:
@@ -286,8 +293,9 @@ def predict(
 
 def _sum(a: Cost, b: Cost) -> Cost:
     return Cost(
-        a.bytes_sent + b.bytes_sent, a.link + b.link, a.busy + b.busy, a.hidden + b.hidden, a.exposed + b.exposed, b.way
-    )
+        a.bytes_sent + b.bytes_sent, a.link + b.link, a.busy + b.busy, a.hidden + b.hidden, a.exposed + b.exposed,
+        b.way, a.host + b.host,
+    )  # fmt: skip
 
 
 def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
