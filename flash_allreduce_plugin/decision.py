@@ -148,7 +148,7 @@ def decide(call: Call) -> Plan | FullPrecision:
         message = call.numel * call.itemsize
         counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
         return answer
-    if transport.by_messages(call.group, call.device):  # whose tags tell calls apart
+    if call.label.by_messages(call.device):  # whose tags tell calls apart
         alike = (call.numel, call.parts) if call.rule is None else (call.rule.min_bytes,)
         call.label.sign(
             *(call.op_name, call.factor, call.dtype, *alike),
@@ -204,9 +204,9 @@ def _count(call: Call, plan: Plan) -> None:
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
     config, known = call.config, call.state.plans
     warm = call.step is not None and call.step < config.warmup_steps
-    what = call.collective, call.numel, call.dtype, call.op_name, call.site, id(config), warm, width, call.device.type
-    if what in known:
-        return known[what][0]
+    what = call.collective, call.numel, call.dtype, call.op_name, call.site, id(config), warm, width, call.device
+    if (remembered := known.get(what)) is not None:
+        return remembered[0]
     answer = make_plan(
         call.collective,
         numel=call.numel,

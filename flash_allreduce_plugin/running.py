@@ -155,7 +155,7 @@ def reduce_scatter(
     else:
         _measure(call, shards)
         pool = _pool(call, plan)
-        residual = _residual(call, plan, list(map(len, shards)))
+        residual = _residual(call, plan, flat.sizes_of(shards))
         carried = () if residual is None else (residual,)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
         yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)

@@ -43,7 +43,7 @@ def use_reference(device_type: str = "cpu") -> bool:
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    return not use_reference(tensor.device.type)
+    return not use_reference("cpu" if tensor.is_cpu else tensor.device.type)  # asked for with every launch
 
 
 def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:

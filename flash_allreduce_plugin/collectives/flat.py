@@ -25,6 +25,8 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
 
 _REDUCE, _GATHER = 0, 1  # the halves
+_REMEMBERED = 4096  # sizes of calls
 
 
 def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
@@ -77,18 +80,95 @@ def all_reduce(
         if i + window < count:
             call.send(i + window)
         if i + 1 >= window:  # the order in which the peers put them on the wire
-            call.write()
-    while call.gathers:
-        call.write()
+            call.write(i + 1 - window)
+    for i in range(count + 1 - window, count):
+        call.write(i)
     pool.give(call.sent, call.received)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Where a chunk lies in A: its groups first to last, encoded, and then their sums.
+
+    Records are filled up to equal shards. payload and result are the real ones, rest those that are zero.
+    """
+
+    first: int
+    last: int
+    payload: Tensor  # [1, bytes]
+    rest: Tensor | None  # [1, bytes]
+    shards: Tensor  # [world, bytes]: payload and rest
+    sums: Tensor  # [world, bytes]
+    mine: Tensor  # [bytes]: this rank's of them
+    result: Tensor  # [1, bytes]
+    exchanging: str
+    gathering: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """How A and R of an all_reduce are cut, by rank. record: bytes, before the sum and after it."""
+
+    chunks: Chunks
+    records: tuple[int, int]
+    world: int
+    rank: int
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Of A and R."""
+        chunks = self.chunks
+        return chunks.count * chunks.size * max(self.records), chunks.window * chunks.size * self.records[0]
+
+    def slots(self, buffer: Tensor) -> list[_Slot]:
+        """A, chunk by chunk."""
+        return [self._slot(i, row) for i, row in enumerate(buffer.view(self.chunks.count, 1, -1).unbind(0))]
+
+    def inboxes(self, buffer: Tensor) -> list[Tensor]:
+        """Where in R each chunk arrives: [world, bytes]."""
+        chunks = self.chunks
+        rows = buffer.view(chunks.window, -1).unbind(0)
+        return [
+            rows[i % chunks.window][: self._filled(i) * self.records[0]].view(self.world, -1)
+            for i in range(chunks.count)
+        ]
+
+    def _filled(self, i: int) -> int:
+        """Groups of chunk i, filled up."""
+        first, last = self.chunks[i]
+        return -(-(last - first) // self.chunks.multiple) * self.chunks.multiple
+
+    def _slot(self, i: int, row: Tensor) -> _Slot:
+        (first, last), filled, (reduce, gather) = self.chunks[i], self._filled(i), self.records
+        whole, sums = row[:, : filled * reduce], row[:, : filled * gather].view(self.world, -1)
+        real = (last - first) * reduce
+        return _Slot(
+            first=first,
+            last=last,
+            payload=whole[:, :real],
+            rest=whole[:, real:] if real < whole.shape[1] else None,
+            shards=whole.view(self.world, -1),
+            sums=sums,
+            mine=sums[self.rank],
+            result=row[:, : (last - first) * gather],
+            exchanging=f"exchanging the shards of chunk {i + 1} of {self.chunks.count}",
+            gathering=f"gathering the sums of chunk {i + 1} of {self.chunks.count}",
+        )
+
+
+@lru_cache(_REMEMBERED)
+def _layout(numel: int, plan: Plan, world: int, rank: int) -> _Layout:
+    """The same object for the same arguments: a buffer that was cut by it finds its parts again."""
+    records = plan.reduce.record_bytes, plan.gather.record_bytes
+    return _Layout(_chunks_of_tensor(numel, plan, world), records, world, rank)
 
 
 class _AllReduce:
     """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
 
     __slots__ = (
-        *("chunks", "elements", "exchanges", "factor", "gather_key", "gathers", "inboxes", "label", "meter"),
-        *("plan", "rank", "received", "reduce_key", "residual", "sent", "slots", "stochastic", "world"),
+        *("chunks", "elements", "exchanges", "factor", "gather_key", "gathers", "inboxes", "label", "meter", "plan"),
+        *("rank", "received", "reduce_key", "residual", "sent", "slots", "stochastic", "world"),
     )
 
     def __init__(
@@ -105,69 +185,52 @@ class _AllReduce:
         self.factor, self.plan, self.label = factor, plan, label
         self.residual, self.meter = residual, meter
         self.world, self.rank = label.group.size(), label.group.rank()
-        chunks = self.chunks = _chunks_of_tensor(tensor.numel(), plan, self.world)
-        slot = chunks.size * max(plan.reduce.record_bytes, plan.gather.record_bytes)
-        inbox = chunks.size * plan.reduce.record_bytes
+        layout = _layout(tensor.numel(), plan, self.world, self.rank)
+        chunks = self.chunks = layout.chunks
         self.stochastic = plan.reduce.stochastic
         if self.stochastic:
             self.reduce_key, self.gather_key = rows.draw_key(key, _REDUCE, self.rank), rows.draw_key(key, _GATHER)
         label.reserve(2 * chunks.count)
-        self.sent, self.received = pool.take(chunks.count * slot), pool.take(chunks.window * inbox)
-        # A view costs the host about a microsecond: those of all chunks are made at once.
+        sent, received = layout.nbytes
+        self.sent, self.received = pool.take_cut(sent, layout.slots), pool.take_cut(received, layout.inboxes)
+        self.slots, self.inboxes = self.sent.parts, self.received.parts
         self.elements = _cut(tensor.view(1, -1), chunks.size * plan.reduce.group_size, 1)
-        self.slots = self.sent.view(chunks.count, 1, slot).unbind(0)
-        self.inboxes = self.received.view(chunks.window, self.world, -1).unbind(0)
-        self.exchanges: deque[tuple[Tensor, Pending]] = deque()
-        self.gathers: deque[tuple[int, Tensor, Pending]] = deque()
+        self.exchanges: deque[Pending] = deque()
+        self.gathers: deque[Pending] = deque()
 
     def send(self, i: int) -> None:
         """Encode chunk i and put it on the wire."""
-        plan, (first, last) = self.plan, self.chunks[i]
-        row, real = self._payload(i, plan.reduce.record_bytes)
-        payload, draw = _columns(row, real), Draw(self.reduce_key, first) if self.stochastic else NO_DRAW
-        _encode(self.elements[i], payload, plan.reduce, draw, self.residual, first, last, self.meter)
-        if payload is not row:
-            row[:, real:].zero_()
-        out, inbox = row.view(self.world, -1), self.inboxes[i % self.chunks.window]
-        if inbox.numel() != out.numel():
-            inbox = inbox.view(-1)[: out.numel()].view(self.world, -1)
-        doing = f"exchanging the shards of chunk {i + 1} of {self.chunks.count}"
-        self.exchanges.append((inbox, transport.all_to_all(inbox, out, self.label, doing)))
+        slot = self.slots[i]
+        draw = Draw(self.reduce_key, slot.first) if self.stochastic else NO_DRAW
+        wire = self.plan.reduce
+        _encode(self.elements[i], slot.payload, wire, draw, self.residual, slot.first, slot.last, self.meter)
+        if slot.rest is not None:
+            slot.rest.zero_()
+        self.exchanges.append(transport.all_to_all(self.inboxes[i], slot.shards, self.label, slot.exchanging))
 
     def reduce(self, i: int) -> None:
         """Wait for chunk i, the oldest on the wire, sum this rank's shard of it, and put the sum on the wire."""
-        inbox, exchange = self.exchanges.popleft()
-        exchange.wait()
-        plan, residual = self.plan, self.residual
-        row, _ = self._payload(i, plan.gather.record_bytes)
-        out = row.view(self.world, -1)
-        mine, wires = out.select(0, self.rank), (plan.reduce, plan.gather, self.factor)
-        shard, first = mine.numel() // plan.gather.record_bytes, i * (self.chunks.size // self.world)
+        self.exchanges.popleft().wait()
+        plan, residual, inbox = self.plan, self.residual, self.inboxes[i]
+        mine, wires = self.slots[i].mine, (plan.reduce, plan.gather, self.factor)
+        shard = mine.numel() // plan.gather.record_bytes
         draw = NO_DRAW
         if self.stochastic:
             draw = Draw(self.gather_key, i * self.chunks.size + self.rank * shard)
         if residual is None:
             rows.decode_sum_encode(inbox, mine, *wires, draw)
         else:
+            first = i * (self.chunks.size // self.world)
             kept = residual.after[first : first + shard]
             rows.decode_sum_encode_feedback(inbox, mine, kept, *wires, residual.momentum, draw)
         if self.meter is not None:
             self.meter.summed(inbox, mine, *wires)
-        doing = f"gathering the sums of chunk {i + 1} of {self.chunks.count}"
-        self.gathers.append((i, row, transport.all_gather(out, mine, self.label, doing)))
+        self.gathers.append(transport.all_gather(self.slots[i].sums, mine, self.label, self.slots[i].gathering))
 
-    def write(self) -> None:
-        """Wait for the sums of the oldest chunk and decode them into the tensor."""
-        i, row, gather = self.gathers.popleft()
-        gather.wait()
-        wire, (first, last) = self.plan.gather, self.chunks[i]
-        rows.decode(_columns(row, (last - first) * wire.record_bytes), self.elements[i], wire)
-
-    def _payload(self, i: int, record: int) -> tuple[Tensor, int]:
-        """The records [1, bytes] of chunk i in `sent`, filled up to equal shards; how many of the bytes are real."""
-        first, last = self.chunks[i]
-        filled = -(-(last - first) // self.chunks.multiple) * self.chunks.multiple
-        return _columns(self.slots[i], filled * record), (last - first) * record
+    def write(self, i: int) -> None:
+        """Wait for the sums of chunk i, the oldest, and decode them into the tensor."""
+        self.gathers.popleft().wait()
+        rows.decode(self.slots[i].result, self.elements[i], self.plan.gather)
 
 
 def reduce_scatter(
@@ -189,8 +252,9 @@ def reduce_scatter(
     world = label.group.size()
     group_size = plan.reduce.group_size
     key = rows.draw_key(key, _REDUCE, label.group.rank())
-    starts = list(itertools.accumulate((plan.reduce.groups(len(shard)) for shard in shards), initial=0))
-    chunks = _chunks_of_shard(max(len(shard) for shard in shards), plan.reduce, plan, world)
+    numels = sizes_of(shards)
+    starts = list(itertools.accumulate(map(plan.reduce.groups, numels), initial=0))
+    chunks = _chunks_of_shard(max(numels), plan.reduce, plan, world)
     slot = world * chunks.size * plan.reduce.record_bytes
     label.reserve(chunks.count)
     sent, received = pool.take(chunks.window * slot), pool.take(chunks.window * slot)
@@ -304,6 +368,11 @@ def all_gather(
     pool.give(buffer)
 
 
+def sizes_of(shards: Tensor | Sequence[Tensor]) -> list[int]:
+    """Elements of each. The rows of a matrix are not looked at one by one: each would be a view."""
+    return [shards.shape[1]] * shards.shape[0] if isinstance(shards, Tensor) else list(map(len, shards))
+
+
 def _first(buffer: Tensor, nbytes: int) -> Tensor:
     """buffer[:nbytes]; a view costs the host about a microsecond."""
     return buffer if buffer.numel() == nbytes else buffer[:nbytes]
@@ -358,6 +427,7 @@ def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_
     return before, chunks.count * (chunks.size // world_size)
 
 
+@lru_cache(_REMEMBERED)
 def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
     """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
     if collective == "all_reduce":

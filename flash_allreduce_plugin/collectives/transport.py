@@ -11,8 +11,9 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -277,6 +278,19 @@ def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+Parts = TypeVar("Parts")
+_CUTS = 64  # of a buffer that are remembered
+
+
+@dataclass(slots=True)
+class Cut(Generic[Parts]):
+    """A buffer of a pool, and what it was cut into; ways: that and what it was cut into before, by size and how."""
+
+    buffer: Tensor
+    parts: Parts
+    ways: dict[Hashable, Any]
+
+
 class BufferPool:
     """uint8 buffers of one group on one device, used again from call to call.
 
@@ -292,10 +306,31 @@ class BufferPool:
         self._device = device
         self._windows = windows
         self._free: list[Tensor] = []
+        self._ways: dict[int, dict[Hashable, Any]] = {}  # Cut.ways of free buffers, by their ids
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Tensor:
         """A 1-D uint8 buffer of exactly nbytes, the smallest free one that holds them cut to size."""
+        chosen = self._take(nbytes)
+        self._ways.pop(id(chosen), None)  # parts keep a buffer alive, even one that a failed call never gives back
+        return chosen if chosen.numel() == nbytes else chosen[:nbytes]
+
+    def take_cut(self, nbytes: int, how: Callable[[Tensor], Parts]) -> Cut[Parts]:
+        """A buffer and its parts, how(buffer[:nbytes]).
+
+        A view costs the host about a microsecond: a later call that gets the buffer, of the same size and with an equal
+        `how`, has the parts of this one.
+        """
+        buffer, way = self._take(nbytes), (nbytes, how)
+        ways = self._ways.pop(id(buffer), {})
+        if way not in ways:
+            if len(ways) == _CUTS:
+                ways.clear()
+            ways[way] = how(buffer[:nbytes])
+        return Cut(buffer, ways[way], ways)
+
+    def _take(self, nbytes: int) -> Tensor:
+        """The smallest free buffer that holds nbytes."""
         if _is_captured(self._device):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with self._lock:
@@ -304,20 +339,27 @@ class BufferPool:
             chosen = min(fitting or (self._free if self._windows is None else ()), key=Tensor.numel, default=None)
             if chosen is not None:
                 self._free = [b for b in self._free if b is not chosen]
+                if not fitting:
+                    self._ways.pop(id(chosen), None)
         if chosen is None or not fitting:
             chosen = self._windows(nbytes) if self._windows is not None else None
         if chosen is None:
             # One made in inference mode could not be written to outside of it.
             with torch.inference_mode(False):
                 chosen = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return chosen if chosen.numel() == nbytes else chosen[:nbytes]
+        return chosen
 
-    def give(self, *buffers: Tensor) -> None:
+    def give(self, *buffers: Tensor | Cut[Any]) -> None:
         """Return buffers that nothing reads or writes any more."""
         if _is_captured(self._device):
             return
         with self._lock:
-            self._free += [b._base if b._base is not None else b for b in buffers]
+            for one in buffers:
+                if isinstance(one, Cut):
+                    self._free.append(one.buffer)
+                    self._ways[id(one.buffer)] = one.ways
+                else:
+                    self._free.append(one._base if one._base is not None else one)
 
     def free_bytes(self) -> int:
         """Bytes held and not in use."""

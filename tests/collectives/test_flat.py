@@ -338,14 +338,14 @@ def buffers(calls: list[Call]) -> list[tuple[int, int, bool]]:
     """Bytes that a first call takes, that the pool holds after 20 more, and whether they are the same buffers."""
     held = []
     taken: list[int] = []
-    take = transport.BufferPool.take
+    take = transport.BufferPool._take
 
     def counting_take(pool: transport.BufferPool, nbytes: int) -> torch.Tensor:
         taken.append(nbytes)
         return take(pool, nbytes)
 
     pool = groups.state_of(dist.group.WORLD).pool(torch.device("cpu"))
-    transport.BufferPool.take = counting_take
+    transport.BufferPool._take = counting_take
     try:
         for call in calls:
             result_of(call)  # the configuration is agreed on
@@ -358,7 +358,7 @@ def buffers(calls: list[Call]) -> list[tuple[int, int, bool]]:
             same = {id(b) for b in pool._free} == {id(b) for b in before}
             held.append((first, pool.free_bytes(), same))
     finally:
-        transport.BufferPool.take = take
+        transport.BufferPool._take = take
     return held
 
 

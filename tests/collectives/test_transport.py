@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -142,3 +143,51 @@ def nothing_left() -> int:
 
 def test_a_finished_exchange_leaves_nothing_behind(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(3).run(nothing_left) == [0, 0, 0]
+
+
+# ---- buffers that are cut ----
+
+
+def halves(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return buffer.chunk(2)
+
+
+def test_a_buffer_that_was_cut_is_not_cut_again() -> None:
+    """By the same function; and another size or function finds its own parts."""
+    pool = transport.BufferPool(torch.device("cpu"))
+    first = pool.take_cut(100, halves)
+    assert [len(part) for part in first.parts] == [50, 50]
+    pool.give(first)
+    for size, how, parts in ((60, len, 60), (100, len, 100)):
+        other = pool.take_cut(size, how)
+        assert other.buffer is first.buffer and other.parts == parts
+        pool.give(other)
+    again = pool.take_cut(100, halves)
+    assert again.buffer is first.buffer and again.parts is first.parts
+    beside = pool.take_cut(100, halves)
+    assert beside.parts is not first.parts and beside.buffer is not first.buffer
+    pool.give(again, beside)
+    assert len(pool._free) == 2
+
+
+def test_the_parts_of_a_buffer_go_with_it() -> None:
+    """One that is let go for a larger one, one that is lent without parts, one that never comes back."""
+    pool = transport.BufferPool(torch.device("cpu"))
+    small = pool.take_cut(100, halves)
+    pool.give(small)
+    large = pool.take_cut(1000, halves)
+    assert [len(part) for part in large.parts] == [500, 500] and not pool._ways
+    pool.give(large)
+    plain = pool.take(1000)
+    assert plain is large.buffer and not pool._ways
+    pool.give(plain)
+    again = pool.take_cut(1000, halves)
+    assert again.buffer is plain and again.parts is not large.parts and not pool._ways
+
+
+def test_as_many_cuts_of_a_buffer_are_remembered() -> None:
+    pool = transport.BufferPool(torch.device("cpu"))
+    for size in range(1, 3 * transport._CUTS):
+        cut = pool.take_cut(1000, partial(torch.Tensor.split, split_size=size))
+        assert len(cut.ways) <= transport._CUTS
+        pool.give(cut)
