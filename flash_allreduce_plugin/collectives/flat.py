@@ -54,10 +54,6 @@ def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
     return Chunks.cut(groups, plan.chunk_bytes // record, multiple)
 
 
-def _chunks_of_shard(numel: int, wire: Format, plan: Plan, world_size: int) -> Chunks:
-    return Chunks.cut(wire.groups(numel), plan.chunk_bytes // (wire.record_bytes * world_size), whole_groups(wire))
-
-
 def all_reduce(
     tensor: Tensor,
     factor: float,
@@ -249,53 +245,42 @@ def reduce_scatter(
 
     One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
     """
-    world = label.group.size()
-    group_size = plan.reduce.group_size
-    key = rows.draw_key(key, _REDUCE, label.group.rank())
-    numels = sizes_of(shards)
-    starts = list(itertools.accumulate(map(plan.reduce.groups, numels), initial=0))
-    chunks = _chunks_of_shard(max(numels), plan.reduce, plan, world)
-    slot = world * chunks.size * plan.reduce.record_bytes
+    world, rank, wire = label.group.size(), label.group.rank(), plan.reduce
+    numels = tuple(sizes_of(shards))
+    layout = _layout_of_parts(numels, wire, plan.chunk_bytes, rank)
+    chunks, starts = layout.chunks, layout.starts
     label.reserve(chunks.count)
-    sent, received = pool.take(chunks.window * slot), pool.take(chunks.window * slot)
-    slots, inboxes = _cut(sent, slot), _cut(received, slot)
-    step = chunks.size * group_size
+    leaving, arriving = pool.take_cut(layout.nbytes, layout.pieces), pool.take_cut(layout.nbytes, layout.inboxes)
+    step, even = chunks.size * wire.group_size, isinstance(shards, Tensor)
     outputs = _cut(output, step) if output.numel() else ()
-    even = isinstance(shards, Tensor)
     columns = _cut(shards, step, 1) if isinstance(shards, Tensor) and residual is None else None
-    exchanges: deque[tuple[Tensor, Tensor, Pending]] = deque()
+    key = rows.draw_key(key, _REDUCE, rank) if wire.stochastic else 0
+    exchanges: deque[Pending] = deque()
+
+    def encode(i: int, first: int, part: Tensor, payload: Tensor) -> None:
+        draw = Draw(key, first, starts[1]) if wire.stochastic else NO_DRAW
+        _encode(part, payload, wire, draw, residual, first, first + wire.groups(part.shape[1]), meter)
 
     def send(i: int) -> None:
-        mine = outputs[i] if i < len(outputs) else output[:0]
-        if columns is not None:
-            parts = [columns[i]]
+        pieces, (inbox, _), first = leaving.parts[i], arriving.parts[i], chunks[i][0]
+        if columns is not None and pieces.rows is not None:
+            encode(i, first, columns[i], pieces.rows)
         else:
-            parts = [shard[i * step : (i + 1) * step].view(1, -1) for shard in shards]
-        sizes = [len(part) * aligned(plan.reduce.payload_bytes(part.shape[1])) for part in parts]
-        out = _first(slots[i % chunks.window], sum(sizes))
-        for part, payload, first in zip(parts, [out] if len(parts) == 1 else out.split(sizes), starts, strict=False):
-            if part.numel():
-                first += chunks[i][0]
-                draw, last = Draw(key, first, starts[1]), first + plan.reduce.groups(part.shape[1])
-                real = _columns(payload.view(part.shape[0], -1), plan.reduce.payload_bytes(part.shape[1]))
-                _encode(part, real, plan.reduce, draw, residual, first, last, meter)
-        size = plan.reduce.payload_bytes(mine.numel())
-        inbox = _first(inboxes[i % chunks.window], world * aligned(size))
-        of_each = None if even else [aligned(size)] * world
-        doing = f"exchanging the shards of chunk {i + 1} of {chunks.count}"
-        arrives = transport.all_to_all(inbox, out, label, doing, of_each, of_each and sizes)
-        exchanges.append((mine, _columns(inbox.view(world, -1), size), arrives))
+            for start, shard, payload in zip(starts, shards, pieces.payloads, strict=False):
+                if payload is not None:
+                    encode(i, start + first, shard[i * step : (i + 1) * step].view(1, -1), payload)
+        sizes = (None, None) if even else ([pieces.room[rank]] * world, pieces.room)
+        exchanges.append(transport.all_to_all(inbox, pieces.whole, label, pieces.exchanging, *sizes))
 
-    def reduce(_: int) -> None:
-        mine, inbox, arrives = exchanges.popleft()
-        arrives.wait()
-        if mine.numel():
-            rows.decode_sum(inbox, mine, plan.reduce, factor)
+    def reduce(i: int) -> None:
+        exchanges.popleft().wait()
+        if i < len(outputs):
+            rows.decode_sum(arriving.parts[i][1], outputs[i], wire, factor)
             if meter is not None:
-                meter.result(mine)
+                meter.result(outputs[i])
 
     yield from _in_turn(chunks, send, reduce)
-    pool.give(sent, received)
+    pool.give(leaving, arriving)
 
 
 def all_gather(
@@ -315,72 +300,129 @@ def all_gather(
     parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
     it reaches. held: output has what was gathered before, and the differences travel (differences.py).
     """
-    world, rank = label.group.size(), label.group.rank()
-    group_size, record = plan.gather.group_size, plan.gather.record_bytes
-    even = parts is None
-    parts = [input.numel()] * world if parts is None else parts
-    groups = [plan.gather.groups(numel) for numel in parts]
-    key, number = rows.draw_key(key, _GATHER), sum(groups[:rank])
-    chunks = _chunks_of_shard(max(parts), plan.gather, plan, world)
-    slot = world * chunks.size * record
+    world, rank, wire, even = label.group.size(), label.group.rank(), plan.gather, parts is None
+    numels = (input.numel(),) * world if parts is None else tuple(parts)
+    layout = _layout_of_parts(numels, wire, plan.chunk_bytes, rank)
+    chunks = layout.chunks
     label.reserve(chunks.count)
-    buffer = pool.take(chunks.window * slot)
-    slots, step = _cut(buffer, slot), chunks.size * group_size
-    inputs = _cut(input, step)
+    buffer = pool.take_cut(layout.nbytes, layout.pieces)
+    step = chunks.size * wire.group_size
+    inputs = _cut(input.view(1, -1), step, 1)
     columns = _cut(output.view(world, -1), step, 1) if even else ()
-    gathers: deque[tuple[Tensor, list[int], Pending]] = deque()
-    own = output[sum(parts[:rank]) :][: parts[rank]]
+    before = sum(numels[:rank])
+    owns = () if held is None else _cut(output[before : before + numels[rank]].view(1, -1), step, 1)
+    key = rows.draw_key(key, _GATHER) if wire.stochastic else 0
+    gathers: deque[Pending] = deque()
     put = rows.decode if held is None else rows.decode_add
 
     def send(i: int) -> None:
-        first, last = chunks[i]
-        sizes = [max(0, min(last, count) - first) * record for count in groups]
-        room = list(map(aligned, sizes))
-        payloads, before = _first(slots[i % chunks.window], sum(room)), sum(room[:rank])
-        mine = payloads[before : before + room[rank]]
-        if sizes[rank]:
-            elements, payload = inputs[i].view(1, -1), _first(mine, sizes[rank]).view(1, -1)
-            draw = Draw(key, number + first)
+        pieces = buffer.parts[i]
+        payload = pieces.payloads[rank]
+        if payload is not None:
+            draw = Draw(key, layout.starts[rank] + chunks[i][0]) if wire.stochastic else NO_DRAW
             if held is not None:
-                held.encode(elements, own[i * step : (i + 1) * step].view(1, -1), payload, plan.gather, draw)
+                held.encode(inputs[i], owns[i], payload, wire, draw)
             else:
-                rows.encode(elements, payload, plan.gather, draw)
+                rows.encode(inputs[i], payload, wire, draw)
                 if meter is not None:
-                    meter.gathered(elements, payload, plan.gather)
-        doing = f"gathering chunk {i + 1} of {chunks.count}"
-        gathers.append((payloads, sizes, transport.all_gather(payloads, mine, label, doing, None if even else room)))
+                    meter.gathered(inputs[i], payload, wire)
+        room = None if even else pieces.room
+        gathers.append(transport.all_gather(pieces.whole, pieces.mine, label, pieces.gathering, room))
 
     def write(i: int) -> None:
-        payloads, sizes, gather = gathers.popleft()
-        gather.wait()
-        elements = slice(i * step, (i + 1) * step)
-        if even:
-            put(_columns(payloads.view(world, -1), sizes[0]), columns[i], plan.gather)
+        gathers.popleft().wait()
+        pieces = buffer.parts[i]
+        if even and pieces.rows is not None:
+            put(pieces.rows, columns[i], wire)
         else:
-            pieces = payloads.split(list(map(aligned, sizes)))
-            for shard, payload, size in zip(output.split(list(parts)), pieces, sizes, strict=True):
-                if size:
-                    put(payload[:size].view(1, -1), shard[elements].view(1, -1), plan.gather)
-        if held is not None and meter is not None:
-            meter.held(input[elements], own[elements])
+            for shard, payload in zip(output.split(list(numels)), pieces.payloads, strict=True):
+                if payload is not None:
+                    put(payload, shard[i * step : (i + 1) * step].view(1, -1), wire)
+        if held is not None and meter is not None and i < len(owns):
+            meter.held(inputs[i].view(-1), owns[i].view(-1))
 
     yield from _in_turn(chunks, send, write)
     pool.give(buffer)
 
 
+@dataclass(slots=True)
+class _Pieces:
+    """A chunk of parts: a piece of each rank's, one after another, each filled up to a multiple of 16 bytes."""
+
+    whole: Tensor  # [bytes]
+    room: list[int]  # bytes of each piece
+    mine: Tensor  # [bytes], this rank's
+    payloads: list[Tensor | None]  # [1, bytes], the real ones of each; None: there are none
+    rows: Tensor | None  # [world, bytes], the same in one, if the parts are alike
+    exchanging: str
+    gathering: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LayoutOfParts:
+    """How the buffers of a reduce_scatter or all_gather are cut; numels: elements of each rank's part.
+
+    starts: the first group of each part, counted through all of them.
+    """
+
+    chunks: Chunks
+    wire: Format
+    numels: tuple[int, ...]
+    rank: int
+    starts: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.chunks.window * len(self.numels) * self.chunks.size * self.wire.record_bytes
+
+    def pieces(self, buffer: Tensor) -> list[_Pieces]:
+        """One of each chunk."""
+        slots = buffer.view(self.chunks.window, -1).unbind(0)
+        return [self._pieces(i, slots[i % len(slots)]) for i in range(self.chunks.count)]
+
+    def inboxes(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each chunk, where this rank's piece arrives from everyone: [bytes], and the real ones [world, bytes]."""
+        slots, world = buffer.view(self.chunks.window, -1).unbind(0), len(self.numels)
+        found = []
+        for i in range(self.chunks.count):
+            real = self._real(i)[self.rank]
+            inbox = slots[i % len(slots)][: world * aligned(real)]
+            found.append((inbox, inbox.view(world, -1)[:, :real]))
+        return found
+
+    def _real(self, i: int) -> list[int]:
+        """Bytes of each part's piece of chunk i."""
+        first, last = self.chunks[i]
+        groups = map(self.wire.groups, self.numels)
+        return [max(0, min(last, count) - first) * self.wire.record_bytes for count in groups]
+
+    def _pieces(self, i: int, slot: Tensor) -> _Pieces:
+        real, count = self._real(i), self.chunks.count
+        room = list(map(aligned, real))
+        whole = slot[: sum(room)]
+        each, alike = whole.split(room), len(set(self.numels)) == 1
+        return _Pieces(
+            whole=whole,
+            room=room,
+            mine=each[self.rank],
+            payloads=[one[:size].view(1, -1) if size else None for one, size in zip(each, real, strict=True)],
+            rows=whole.view(len(room), -1)[:, : real[0]] if alike else None,
+            exchanging=f"exchanging the shards of chunk {i + 1} of {count}",
+            gathering=f"gathering chunk {i + 1} of {count}",
+        )
+
+
+@lru_cache(_REMEMBERED)
+def _layout_of_parts(numels: tuple[int, ...], wire: Format, chunk_bytes: int, rank: int) -> _LayoutOfParts:
+    """The same object for the same arguments, as _layout."""
+    chunks = Chunks.cut(wire.groups(max(numels)), chunk_bytes // (wire.record_bytes * len(numels)), whole_groups(wire))
+    starts = itertools.accumulate(map(wire.groups, numels), initial=0)
+    return _LayoutOfParts(chunks, wire, numels, rank, tuple(starts))
+
+
 def sizes_of(shards: Tensor | Sequence[Tensor]) -> list[int]:
     """Elements of each. The rows of a matrix are not looked at one by one: each would be a view."""
     return [shards.shape[1]] * shards.shape[0] if isinstance(shards, Tensor) else list(map(len, shards))
-
-
-def _first(buffer: Tensor, nbytes: int) -> Tensor:
-    """buffer[:nbytes]; a view costs the host about a microsecond."""
-    return buffer if buffer.numel() == nbytes else buffer[:nbytes]
-
-
-def _columns(matrix: Tensor, count: int) -> Tensor:
-    """matrix[:, :count]"""
-    return matrix if matrix.shape[1] == count else matrix[:, :count]
 
 
 def _cut(tensor: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:
