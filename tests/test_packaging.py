@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import flash_allreduce_plugin as fap
-from scripts import check_package, environments, licences, support_matrix
+from scripts import check_package, environments, licences, package_cuda, support_matrix
 from scripts.check_package import PACKAGE
 from scripts.package import doctor_problems
 from scripts.support_matrix import Cell
@@ -118,6 +118,12 @@ def test_the_gpus_are_those_that_nvcc_and_torch_know(
     assert status == 0 and f"building the CUDA library for {expected} with" in said, said
     last = expected.removesuffix("+PTX").rpartition(";")[2].replace(".", "")
     assert f"code=[sm_{last},compute_{last}]" in said
+
+
+def test_the_operators_that_the_cuda_wheel_has_to_register_are_those_of_its_sources() -> None:
+    """make package-cuda asks for them; not for those that csrc/cuda gives CPU tensors."""
+    codec = {"encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedback", "decode_sum_encode_feedback"}
+    assert set(package_cuda.operators()) == {*codec, "two_shot_all_reduce"}
 
 
 def test_an_nvcc_newer_than_torchs_cuda_is_refused(tmp_path: Path) -> None:
