@@ -99,6 +99,26 @@ def test_kernels_that_no_gpu_has_measured_are_not_promised_more_than_the_aim():
     assert "the slowest kernel 0.90 at 8 bits, 0.62 at 4 bits of it" in out and "no GPU has measured it" in out
 
 
+def test_shares_of_the_kernels_are_those_of_the_model():
+    """The table that make check-cuda holds to the machine code; none above the aim."""
+    document = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    rows = [re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if re.match(r"\| .*, [84] bits \|", line)]
+    heads = next(re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if "| A100 | H100 |" in line)
+    kernels = {
+        "encode": "encode",
+        "decode": "decode",
+        "sum of 8": "decode_sum",
+        "sum of 8, encoded": "decode_sum_encode",
+    }
+    assert len(rows) == 8
+    for row in rows:
+        name, bits = re.fullmatch(r"(.*), (\d) bits", row[0]).groups()
+        for gpu in ("A100", "H100", "H200"):
+            shares = plan_presets.DEVICES[gpu.lower()].shares[int(bits)]
+            modelled = float(row[heads.index(gpu)])
+            assert getattr(shares, kernels[name]) == min(modelled, plan_presets.CODEC), (row[0], gpu)
+
+
 def test_the_host_is_in_the_plan(tmp_path):
     call, chunk = plan_presets.host()
     assert call > chunk > plan_presets.LAUNCHES * plan_presets.LAUNCH

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec.format import Format
@@ -17,6 +20,7 @@ from flash_allreduce_plugin.collectives.chunks import (
     shard_multiple,
     whole_groups,
 )
+from flash_allreduce_plugin.groups import state_of
 from tests.queued import Queue, queued
 
 MIB = 1 << 20
@@ -111,3 +115,27 @@ def test_a_large_call_is_a_few_launches_and_collectives() -> None:
         small = torch.empty(MIB, dtype=torch.bfloat16)
         fap.all_reduce(small, config=fap.FlashConfig(bits=8, check_ranks=False))
         assert queue.count("launch") == 3 and queue.count("collective") == 2
+
+
+@pytest.mark.parametrize("numel", [1 << 20, 100_003 * 8])
+def test_the_buffers_of_a_call_are_cut_once(numel: int) -> None:
+    """The next call of the same sizes has the same views, whatever was called in between."""
+    config = fap.FlashConfig(bits=8, min_bytes=0, check_ranks=False)
+    with queued(8):
+        pool = state_of(dist.group.WORLD).pool(torch.device("cpu"), dist.group.WORLD)
+        whole, shard = torch.empty(numel), torch.empty(numel // 8)
+        calls: tuple[Callable[[], Any], ...] = (
+            lambda: fap.all_reduce(whole, config=config),
+            lambda: fap.reduce_scatter(shard, whole, config=config),
+            lambda: fap.all_gather(whole, shard, config=config),
+        )
+
+        def parts() -> set[int]:
+            return {id(cut) for ways in pool._ways.values() for cut in ways.values()}
+
+        for call in calls * 2:  # until every buffer was in every hand
+            call()
+        before = parts()
+        for call in calls * 3:
+            call()
+        assert parts() == before and len(before) >= 4

@@ -91,7 +91,7 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
 
 # Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks. No GPU has measured it.
 #
-# 8 and 4 bits: a model of the machine code of the kernels of plain formats (docs/cuda.md), an upper bound. Other widths
+# 8 and 4 bits: the model of scripts/cuda_model.py, an upper bound: docs/cuda.md has its table. Other widths
 # take the general kernels: the lower end of an estimate, from the instructions that they have at 4 bits (27 an element,
 # 122 to 144 for a sum of 8 ranks), on H100 and H200. The A100 can issue as many for a byte of its memory as the H100.
 _A100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.86))
@@ -100,8 +100,9 @@ _H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), 
 #: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
 #: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
-#: the two cores of docs/benchmarks.md by `python -m benchmarks.call_overhead --quantized`. Another host's is another.
-HOST_CALL, HOST_CHUNK = 86e-6, 19e-6
+#: the two cores of docs/benchmarks.md by `python -m benchmarks.call_overhead --quantized`, the most of its three
+#: collectives. Another host's is another.
+HOST_CALL, HOST_CHUNK = 59e-6, 8e-6
 #: Launches of a chunk of an all-reduce, of kernels and of NCCL together; the other collectives have three.
 LAUNCHES = 5
 #: Of the peak, what training reaches: 0.54 for 530B on 2240 A100 (arXiv 2205.05198); elsewhere an assumption.
