@@ -355,6 +355,7 @@ def environment_of(site: Path | None) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "FLASH_ALLREDUCE_AUTOLOAD": "0",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         # The ranks are all here, and the host's name need not resolve on a machine without a network.
         "GLOO_SOCKET_IFNAME": kept.get("GLOO_SOCKET_IFNAME", "lo"),
         "NCCL_SOCKET_IFNAME": kept.get("NCCL_SOCKET_IFNAME", "lo"),

@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kTwoShotThreads, 1)
   two_shot<kType, kOptions>(block, call);
 }
 
-template <DType kType>
-void launch(const TwoShot& call, uint32_t* report, cudaStream_t stream) {
-  if (call.reduce.options & ~(kSymmetricCodes | kCompact)) {
-    two_shot_kernel<kType, true><<<kBlocks, kTwoShotThreads, 0, stream>>>(call, report);
-  } else {
-    two_shot_kernel<kType, false><<<kBlocks, kTwoShotThreads, 0, stream>>>(call, report);
-  }
-}
+using Kernel = void (*)(const TwoShot, uint32_t*);
+
+// By DType, and whether options beside the layout are on.
+constexpr Kernel kKernels[][2] = {
+    {two_shot_kernel<DType::kFloat32, false>, two_shot_kernel<DType::kFloat32, true>},
+    {two_shot_kernel<DType::kBFloat16, false>, two_shot_kernel<DType::kBFloat16, true>},
+    {two_shot_kernel<DType::kFloat16, false>, two_shot_kernel<DType::kFloat16, true>},
+};
 
 void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, int64_t workspace_bytes,
                          int64_t report, int64_t rank, double factor, int64_t reduce_bits,
@@ -166,14 +166,22 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
   STD_TORCH_CHECK(
       aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
       "torch has no current stream on GPU ", tensor.get_device_index());
-  auto* word = reinterpret_cast<uint32_t*>(report);
-  if (type == static_cast<int>(DType::kFloat32))
-    launch<DType::kFloat32>(call, word, static_cast<cudaStream_t>(stream));
-  if (type == static_cast<int>(DType::kBFloat16))
-    launch<DType::kBFloat16>(call, word, static_cast<cudaStream_t>(stream));
-  if (type == static_cast<int>(DType::kFloat16))
-    launch<DType::kFloat16>(call, word, static_cast<cudaStream_t>(stream));
+  const Kernel kernel = kKernels[type][(options & ~int64_t{kSymmetricCodes | kCompact}) != 0];
+  kernel<<<kBlocks, kTwoShotThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      call, reinterpret_cast<uint32_t*>(report));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Every kernel is loaded on the tensor's GPU. One that is loaded at its first launch may wait for a kernel
+// that runs, and that one for a peer that waits for this launch.
+void load_two_shot(const Tensor workspace) {
+  const torch::stable::accelerator::DeviceGuard guard(workspace.get_device_index());
+  for (const auto& of_type : kKernels) {
+    for (const Kernel kernel : of_type) {
+      cudaFuncAttributes attributes;
+      STD_CUDA_CHECK(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)));
+    }
+  }
 }
 
 // Where a GPU reaches a pinned tensor.
@@ -191,11 +199,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flash_allreduce, m) {
       "two_shot_all_reduce(Tensor(a!) tensor, int[] workspaces, int workspace_bytes, int report, int rank, "
       "float factor, int reduce_bits, int gather_bits, int group_size, int options, int reduce_key, "
       "int gather_key, int timeout_ms) -> ()");
+  m.def("load_two_shot(Tensor workspace) -> ()");
   m.def("device_address(Tensor pinned) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CUDA, m) {
   m.impl("two_shot_all_reduce", TORCH_BOX(&flash_allreduce::two_shot_all_reduce));
+  m.impl("load_two_shot", TORCH_BOX(&flash_allreduce::load_two_shot));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_allreduce, CPU, m) {

@@ -9,9 +9,11 @@ workspace is made.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +35,9 @@ LIMIT = environment.TWO_SHOT_BYTES
 # hides behind the wire in chunks: 4 MiB is a guess to begin with.
 DEFAULT_LIMIT = 0
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# Of the group's timeout: a kernel that gives up reports which peer is missing before NCCL ends the process.
+PATIENCE = 0.9
 
 # csrc/cuda/two_shot.h; tests/collectives/test_two_shot.py holds the two together.
 MOST_RANKS = 8
@@ -56,12 +61,14 @@ FEW_BLOCKS = f"a GPU with fewer than {BLOCKS} multiprocessors"
 HOSTS = "several hosts"
 SHARED = f"two ranks on GPUs of one index, and {OVERLAPPING} is not set"
 NO_ACCESS = "no peer access"
+NO_MEMORY = "no symmetric memory on a rank"
 NO_RENDEZVOUS = "no rendezvous in symmetric memory"
 
 #: All-reduces of CUDA tensors that were quantized: TWO_SHOT, or why not.
 counts: Counter[str] = Counter()
 
 _SETTING_UP = "setting up symmetric memory"
+_log = logging.getLogger("flash_allreduce_plugin")
 _op: Any = torch.ops.flash_allreduce
 _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace | str]] = WeakKeyDictionary()
 
@@ -182,31 +189,41 @@ class MissingPeer:
 
 
 class Workspace:
-    """This rank's part of a group's symmetric memory, and the addresses of all parts."""
+    """This rank's part of a group's symmetric memory and, after the rendezvous, the addresses of all parts."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
-        """Collective. Raises RuntimeError where torch cannot set it up."""
-        from torch._C._distributed_c10d import _SymmetricMemory
-        from torch.distributed._symmetric_memory import rendezvous
-
         self.rank = group.rank()
         self.device = device
         self.nbytes = nbytes
-        self.timeout_ms = max(int(_timeout(group, device) / timedelta(milliseconds=1)), 1)
-        with torch.cuda.device(device), torch.inference_mode(False):
+        self.timeout_ms = timeout_ms(group, device)
+        self.addresses: list[int] = []
+
+    def allocate(self) -> None:
+        """What a rank does alone. Raises RuntimeError, or ImportError where torch has no symmetric memory."""
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        with torch.cuda.device(self.device), torch.inference_mode(False):
             self.stream = torch.cuda.current_stream()
             # An allocation of its own: in the pool of torch's empty() ranks may get different places (pytorch 198024).
-            self._memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
+            self._memory = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device)
             # Before anybody knows the address: torch leaves the memory as it was.
             self._memory[:HEADER_BYTES].zero_()
             torch.cuda.synchronize()
-            self._handle = rendezvous(self._memory, group)
             self._report = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.addresses: list[int] = list(self._handle.buffer_ptrs)
-        if not all(self.addresses) or self.addresses[self.rank] != self._memory.data_ptr():
-            raise RuntimeError("a peer's memory has no address here")
+            # CUDA loads a kernel at its first launch, which may wait for what runs: a kernel that waits for this rank.
+            _op.load_two_shot(self._memory)
         self.report_address = int(_op.device_address(self._report))
         self._word = ctypes.c_uint32.from_address(self._report.data_ptr())
+
+    def rendezvous(self, group: dist.ProcessGroup) -> None:
+        """Collective, once every rank has its part. Raises RuntimeError."""
+        from torch.distributed._symmetric_memory import rendezvous
+
+        with torch.cuda.device(self.device), torch.inference_mode(False), _without_multicast():
+            self._handle = rendezvous(self._memory, group)
+        self.addresses = list(self._handle.buffer_ptrs)
+        if not all(self.addresses) or self.addresses[self.rank] != self._memory.data_ptr():
+            raise RuntimeError("a peer's memory has no address here")
 
     def check(self, label: Label) -> None:
         """Raises CollectiveError if a call has failed, as far as the host knows: it does not wait for the GPU."""
@@ -247,14 +264,25 @@ def _set_up(label: Label, device: torch.device, limit: int) -> Workspace | str:
     reason = common_refusal(ranks)
     if reason is not None:
         return reason
-    workspace: Workspace | str
+    workspace = Workspace(label.group, device, workspace_bytes(limit, len(ranks)))
+    if not _all_succeed(workspace.allocate, label, device):
+        return NO_MEMORY
+    met = _all_succeed(lambda: workspace.rendezvous(label.group), label, device)
+    return workspace if met else NO_RENDEZVOUS
+
+
+def _all_succeed(step: Callable[[], None], label: Label, device: torch.device) -> bool:
+    """Run the step on every rank of the group and tell each other: nobody goes on to wait for a rank that failed."""
+    failure = ""
     try:
-        workspace = Workspace(label.group, device, workspace_bytes(limit, len(ranks)))
-        failure = ""
-    except RuntimeError as error:  # on this rank, perhaps on no other
-        workspace, failure = NO_RENDEZVOUS, str(error)[:200]
+        step()
+    except Exception as error:  # whatever it is: the others wait for the answer
+        failure = f"{type(error).__name__}: {error}"[:200]
     everyone = messages.gather_json({"failure": failure}, label, _SETTING_UP, device)
-    return NO_RENDEZVOUS if any(rank["failure"] for rank in everyone) else workspace
+    failures = [f"rank {rank}: {said['failure']}" for rank, said in enumerate(everyone) if said["failure"]]
+    if failures and label.group.rank() == 0:
+        _log.warning("the two-shot kernel is not used: %s", "; ".join(failures))
+    return not failures
 
 
 def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
@@ -297,11 +325,27 @@ def _describe(device: torch.device, limit: int) -> dict[str, Any]:
     }
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The group's; torch's default where its backend does not say."""
+def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How long a kernel waits for a peer: PATIENCE of the group's timeout; torch's default where it does not say."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=10)
+    whole = timeout if isinstance(timeout, timedelta) else timedelta(minutes=10)
+    return max(int(PATIENCE * whole / timedelta(milliseconds=1)), 1)
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Torch's rendezvous maps no multicast address inside: on some machines it fails at that.
+
+    torch reads the variable at every rendezvous (CUDASymmetricMemoryUtils.cpp); what is set already stays.
+    """
+    ours = MULTICAST_OFF not in os.environ
+    os.environ.setdefault(MULTICAST_OFF, "1")
+    try:
+        yield
+    finally:
+        if ours:
+            del os.environ[MULTICAST_OFF]
 
 
 if ops.unavailable is None and hasattr(_op, "two_shot_all_reduce"):

@@ -8,12 +8,16 @@ the launch, and torch's symmetric memory.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import itertools
+import os
 import random
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +37,7 @@ from flash_allreduce_plugin.errors import CollectiveError, ConfigError, Mismatch
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.topology import neighbours
 from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values
-from tests.distributed import Ranks
+from tests.distributed import GROUP_TIMEOUT, Ranks
 
 SOURCE = Path(__file__).parents[1] / "host" / "two_shot.cpp"
 RANKS = two_shot.MOST_RANKS
@@ -341,15 +345,22 @@ def test_calls_of_several_streams_are_ordered(workspace: two_shot.Workspace, mon
     assert waited == [first] and workspace.stream is second
 
 
-def set_up_without_a_gpu(limit_of_1: int, fails: bool, refuses: str) -> list[str]:
-    """What two calls find on this rank: rank 1 has another limit, cannot rendezvous, or refuses."""
+def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]:
+    """What two calls find on this rank: rank 1 has another limit, fails at a step, or refuses."""
     rank, made = dist.get_rank(), []
 
     class Workspace:
         def __init__(self, *_: Any) -> None:
             made.append(self)
-            if fails and rank == 1:
-                raise RuntimeError("no handle " + "x" * 5000)
+
+        def allocate(self) -> None:
+            if fails == "allocate" and rank == 1:
+                raise torch.OutOfMemoryError("no memory " + "x" * 5000)
+
+        def rendezvous(self, group: dist.ProcessGroup) -> None:
+            dist.barrier(group)  # as torch's: whoever comes waits for all
+            if fails == "rendezvous" and rank == 1:
+                raise RuntimeError("no handle")
 
     def describe(device: torch.device, limit: int) -> dict[str, Any]:
         return {
@@ -373,13 +384,49 @@ def set_up_without_a_gpu(limit_of_1: int, fails: bool, refuses: str) -> list[str
 
 
 def test_ranks_agree_about_the_workspace(ranks: Callable[[int], Ranks]) -> None:
+    """A rank that cannot allocate meets nobody: the others do not begin the rendezvous, in which they would wait."""
     for case, expected in (
-        ((5, False, ""), "workspace 0 of 1"),
-        ((5, True, ""), two_shot.NO_RENDEZVOUS),
-        ((5, False, two_shot.NOT_BUILT), two_shot.NOT_BUILT),
-        ((6, False, ""), "mismatch"),
+        ((5, "", ""), "workspace 0 of 1"),
+        ((5, "allocate", ""), two_shot.NO_MEMORY),
+        ((5, "rendezvous", ""), two_shot.NO_RENDEZVOUS),
+        ((5, "", two_shot.NOT_BUILT), two_shot.NOT_BUILT),
+        ((6, "", ""), "mismatch"),
     ):
-        assert ranks(2).run(set_up_without_a_gpu, *case) == [[expected] * 2] * 2
+        assert ranks(2).run(set_up_without_a_gpu, *case, timeout=30) == [[expected] * 2] * 2
+
+
+def timeout_of_this_group() -> int:
+    return two_shot.timeout_ms(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_kernel_gives_up_before_the_group_does(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(timeout_of_this_group) == [int(0.9 * GROUP_TIMEOUT / timedelta(milliseconds=1))] * 2
+    fake = SimpleNamespace(_get_backend=lambda _: SimpleNamespace())
+    assert two_shot.timeout_ms(fake, torch.device("cpu")) == 9 * 60 * 1000  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("user", [None, "0"])
+def test_the_rendezvous_makes_no_multicast_mapping(
+    workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, user: str | None
+) -> None:
+    """torch reads the variable when it meets: it is set there alone, and not against the user."""
+    symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    seen = []
+
+    def rendezvous(memory: Any, group: Any) -> Any:
+        seen.append(os.environ.get(two_shot.MULTICAST_OFF))
+        return SimpleNamespace(buffer_ptrs=[16, memory.data_ptr(), 48, 64])
+
+    if user is None:
+        monkeypatch.delenv(two_shot.MULTICAST_OFF, raising=False)
+    else:
+        monkeypatch.setenv(two_shot.MULTICAST_OFF, user)
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    workspace._memory = torch.zeros(64)
+    workspace.rendezvous(Group())  # type: ignore[arg-type]
+    assert seen == [user or "1"] and os.environ.get(two_shot.MULTICAST_OFF) == user
+    assert workspace.addresses == [16, workspace._memory.data_ptr(), 48, 64]
 
 
 def only_on_gpus() -> bool:

@@ -12,6 +12,8 @@ from tests.distributed import Ranks
 
 # Several ranks of a group share one GPU here.
 os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+# Nothing here needs a multicast mapping, and torch's rendezvous fails at it on some machines.
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 @pytest.fixture(scope="session")

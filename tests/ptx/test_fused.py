@@ -111,6 +111,15 @@ def test_a_mistake_in_the_kernel_is_seen(mutate: Callable[[str, str], str], seen
                 assert all(same_bits(ours, call.expected[0]) for ours in results), "a rank has other bits"
 
 
+def test_every_kernel_is_loaded_before_the_first_call() -> None:
+    names = {name for module in machine().modules for name in module.entries if "two_shot_kernel" in name}
+    machine().launched.clear()
+    machine().library.ptx_forget_kernels()
+    torch.ops.flash_allreduce_ptx.load_two_shot(torch.zeros(1))
+    machine().check()
+    assert len(names) == 6 and machine().launched == names
+
+
 def test_arguments_that_are_refused() -> None:
     x = torch.zeros(100)
     run = torch.ops.flash_allreduce_ptx.two_shot_all_reduce
