@@ -83,9 +83,14 @@ def _renamed(operand: str, names: dict[str, str]) -> str:
     return re.sub(r"%\w+", lambda found: names.get(found[0], found[0]), operand) if names else operand
 
 
-def _add_line(kernel: Kernel, text: str, line: int, scoped: dict[str, str]) -> None:
+def _add_line(kernel: Kernel, text: str, line: int, scopes: list[dict[str, str]]) -> None:
     while text := text.strip():
-        if text[0] in "{}":  # nvcc writes some instructions as several, with registers of their own
+        scoped = scopes[-1]
+        if text[0] == "{":  # nvcc writes some instructions as several, with registers of their own
+            scopes.append({**scoped})
+            text = text[1:]
+        elif text[0] == "}":  # the names outside of it mean what they meant before
+            scopes.pop()
             text = text[1:]
         elif match := _REGISTERS.match(text):
             name = match[2]
@@ -112,9 +117,9 @@ def _add_line(kernel: Kernel, text: str, line: int, scoped: dict[str, str]) -> N
 
 
 def parse_kernel(name: str, parameters: str, body: str, line: int = 1) -> Kernel:
-    kernel, scoped = Kernel(name, _parameters(parameters)), dict[str, str]()
+    kernel, scopes = Kernel(name, _parameters(parameters)), [dict[str, str]()]
     for number, text in enumerate(body.split("\n"), line):
-        _add_line(kernel, text.split("//")[0], number, scoped)
+        _add_line(kernel, text.split("//")[0], number, scopes)
     return kernel
 
 

@@ -54,6 +54,11 @@ $L__BB0_2:
     assert kernel.labels == {"$L__BB0_2": 2}
 
 
+def test_a_name_declared_in_braces_means_what_it_meant_before_behind_them() -> None:
+    kernel = parse_kernel("k", "", "{ .reg .pred %p1; mov.pred %p1, %p2; { mov.pred %p1, %p3; } }\nmov.pred %p1, %p2;")
+    assert [i.operands[0] for i in kernel.instructions] == ["%p1_pred", "%p1_pred", "%p1"]
+
+
 def test_a_line_of_another_language_is_refused() -> None:
     with pytest.raises(UnknownText, match="line 1 of k: HLT"):
         parse_kernel("k", "", "HLT;")
