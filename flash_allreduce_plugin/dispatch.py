@@ -93,11 +93,7 @@ def all_reduce(
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
         return running.plainly("all_reduce", site, call.group, plain, async_op)
-    steps = (
-        running.plain_all_reduce(call, tensor, plain)
-        if plan is None
-        else running.all_reduce(call, plan, tensor, async_op)
-    )
+    steps = running.plain_all_reduce(call, tensor, plain) if plan is None else running.all_reduce(call, plan, tensor)
     return running.start(call, steps, plan, async_op, [tensor])
 
 

@@ -20,11 +20,14 @@ COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is 
 DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; decision.py
 LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 NCCL_WINDOWS = f"{PREFIX}NCCL_WINDOWS"  # 1: buffers that NCCL's copy engines can serve; collectives/windows.py
+NVLS = f"{PREFIX}NVLS"  # 1: the two-shot kernel stores by a multicast address; collectives/two_shot.py
+ONE_SHOT_BYTES = f"{PREFIX}ONE_SHOT_BYTES"  # of its calls, the largest that goes in one shot; the same
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
 TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
 VARIABLES = (
-    *(ATTACH, AUTOLOAD, AUTOSAVE, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, NCCL_WINDOWS, REFERENCE, TWO_SHOT_BYTES),
+    *(ATTACH, AUTOLOAD, AUTOSAVE, BUILD, CONFIG, COUNT_BESIDE, DISABLE, LOG, NCCL_WINDOWS, NVLS, ONE_SHOT_BYTES),
+    *(REFERENCE, TWO_SHOT_BYTES),
 )
 
 

@@ -116,14 +116,14 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
     call.quality.watched(whole.view(-1))
 
 
-def all_reduce(call: Call, plan: Plan, tensor: Tensor, async_op: bool) -> Iterator[None]:
+def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
     whole = tensor.contiguous().view(-1)
     exactly = _exactly(call, [whole])
     _measure(call, whole)
     meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
     carried = () if residual is None else (residual,)
-    how = {"asynchronous": async_op, "feedback": residual is not None, "measured": meter is not None}
+    how = {"feedback": residual is not None, "measured": meter is not None}
     if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
         pool = _pool(call, plan)
         yield from _levels(plan).all_reduce(whole, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)

@@ -23,6 +23,7 @@ namespace {
 constexpr int kTwoShotWarps = 8;
 constexpr int kTwoShotThreads = kTwoShotWarps * kWarpLanes;
 static_assert(kTwoShotThreads >= kMostRanks, "a thread meets a peer");
+static_assert(kTwoShotThreads >= kMostBlocks, "a thread counts for a block");
 
 struct DeviceMemory {
   __device__ __forceinline__ void store(uint8_t* to, uint32_t value) {
@@ -53,10 +54,11 @@ struct DeviceBlock {
     return reinterpret_cast<uint32_t*>(call.workspaces[call.rank] + at);
   }
   __device__ __forceinline__ uint32_t count() const { return *word(kCountsAt + index * 4); }
-  // After meet(), before which all threads have read it.
+  // After meet(), before which all threads have read it. A block counts for every blocks-th after it.
   __device__ __forceinline__ void set_count(uint32_t n) {
     __syncthreads();
-    if (threadIdx.x == 0) *word(kCountsAt + index * 4) = n;
+    const int other = index + static_cast<int>(threadIdx.x) * blocks;
+    if (other < kMostBlocks) *word(kCountsAt + other * 4) = n;
   }
   // The same for all threads, though another block may be about to fail.
   __device__ __forceinline__ bool failed() const {
@@ -86,12 +88,30 @@ struct DeviceBlock {
     __syncwarp();
   }
 
+  __device__ __forceinline__ void copy_to_all(const uint8_t* image, uint8_t* to, int bytes) {
+    constexpr int step = static_cast<int>(sizeof(Words));
+    __syncwarp();
+    for (int i = static_cast<int>(threadIdx.x) % kWarpLanes * step; i < bytes; i += kWarpLanes * step) {
+      const Words words = get_words(image + i);
+#if __CUDA_ARCH__ >= 900
+      asm volatile("multimem.st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i), "r"(words.w[0]),
+                   "r"(words.w[1]), "r"(words.w[2]), "r"(words.w[3])
+                   : "memory");
+#else
+      __trap();  // the host has no such address on these GPUs
+#endif
+    }
+    __syncwarp();
+  }
+
   // Release is cumulative: what the block wrote before __syncthreads() is seen by whoever sees the word.
   __device__ __forceinline__ bool meet(uint32_t n) {
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
     bool came = true;
     if (peer < call.world && peer != call.rank) {
+      // Peers read by their own address what was written by the multicast address (PTX ISA, proxies).
+      if (call.multicast != nullptr) asm volatile("fence.proxy.alias;" ::: "memory");
       tell(memory, call, index, peer, n);
       came = await(memory, call, index, peer, n);
       if (!came && atomicExch(word(kFailedAt), 1u) == 0) {
@@ -121,9 +141,10 @@ constexpr Kernel kKernels[][2] = {
 };
 
 void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, int64_t workspace_bytes,
-                         int64_t report, int64_t rank, double factor, int64_t reduce_bits,
-                         int64_t gather_bits, int64_t group_size, int64_t options, int64_t reduce_key,
-                         int64_t gather_key, int64_t timeout_ms) {
+                         int64_t multicast, int64_t report, int64_t rank, int64_t blocks, bool staged,
+                         bool one_shot, double factor, int64_t reduce_bits, int64_t gather_bits,
+                         int64_t group_size, int64_t options, int64_t reduce_key, int64_t gather_key,
+                         int64_t timeout_ms) {
   check_codec(reduce_bits, group_size, options);
   check_codec(gather_bits, group_size, options);
   check_vector(tensor, "tensor");
@@ -132,6 +153,8 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
   const auto world = static_cast<int64_t>(workspaces.size());
   STD_TORCH_CHECK(world >= 2 && world <= kMostRanks, "workspaces has ", world, " addresses; expected 2 to ",
                   kMostRanks);
+  STD_TORCH_CHECK(blocks >= 1 && blocks <= kMostBlocks, "blocks is ", blocks, "; expected 1 to ",
+                  kMostBlocks);
   STD_TORCH_CHECK(rank >= 0 && rank < world, "rank is ", rank, "; expected 0 to ", world - 1);
   const auto form = [&](int64_t bits) {
     return Form(static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options));
@@ -147,12 +170,15 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
                static_cast<uint64_t>(gather_key),
                static_cast<int>(rank),
                static_cast<int>(world),
+               one_shot,
+               staged,
                {},
+               reinterpret_cast<uint8_t*>(multicast),
                (workspace_bytes - kHeaderBytes) / 2 / kPieceAlign * kPieceAlign,
                static_cast<uint64_t>(timeout_ms) * 1000000u};
   STD_TORCH_CHECK(call.numel <= int64_t{1} << 30, "tensor has ", call.numel,
                   " elements; expected 2^30 at most");
-  const int64_t needed = half_bytes(call.numel, call.world, call.reduce, call.gather);
+  const int64_t needed = half_bytes(call.numel, call.world, one_shot, call.reduce, call.gather);
   STD_TORCH_CHECK(needed <= call.half, "half a workspace has ", call.half, " bytes; a tensor of ", call.numel,
                   " elements needs ", needed);
   for (int64_t i = 0; i < world; ++i) {
@@ -160,6 +186,7 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
                     " is at an address that 16 does not divide");
     call.workspaces[i] = reinterpret_cast<uint8_t*>(workspaces[i]);
   }
+  STD_TORCH_CHECK(multicast % kPieceAlign == 0, "multicast is an address that 16 does not divide");
   if (call.numel == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(tensor.get_device_index());
   void* stream = nullptr;
@@ -167,7 +194,9 @@ void two_shot_all_reduce(Tensor tensor, const std::vector<int64_t> workspaces, i
       aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == AOTI_TORCH_SUCCESS,
       "torch has no current stream on GPU ", tensor.get_device_index());
   const Kernel kernel = kKernels[type][(options & ~int64_t{kSymmetricCodes | kCompact}) != 0];
-  kernel<<<kBlocks, kTwoShotThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+  const int stripes = stripes_of(call.numel, call.world, one_shot);
+  const auto grid = static_cast<unsigned>(blocks < stripes ? blocks : stripes);
+  kernel<<<grid, kTwoShotThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       call, reinterpret_cast<uint32_t*>(report));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -196,9 +225,10 @@ int64_t device_address(const Tensor pinned) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(flash_allreduce, m) {
   m.def(
-      "two_shot_all_reduce(Tensor(a!) tensor, int[] workspaces, int workspace_bytes, int report, int rank, "
-      "float factor, int reduce_bits, int gather_bits, int group_size, int options, int reduce_key, "
-      "int gather_key, int timeout_ms) -> ()");
+      "two_shot_all_reduce(Tensor(a!) tensor, int[] workspaces, int workspace_bytes, int multicast, int "
+      "report, "
+      "int rank, int blocks, bool staged, bool one_shot, float factor, int reduce_bits, int gather_bits, "
+      "int group_size, int options, int reduce_key, int gather_key, int timeout_ms) -> ()");
   m.def("load_two_shot(Tensor workspace) -> ()");
   m.def("device_address(Tensor pinned) -> int");
 }

@@ -18,23 +18,42 @@
 //   meet
 //   decode    every rank decodes all sums, what it encoded itself too
 //
+// One shot. In a call of few bytes a meeting takes longer than the wire: there every rank owns every piece, a
+// piece is a stripe, and what is encoded goes to everybody. Every rank sums all pieces and encodes the sums
+// for itself alone, so that it need not meet the others again. The bits are the same: that of two ranks the
+// same records are summed and encoded makes no difference.
+//
+//   encode    every rank encodes its elements of piece q into every rank's inbox         (peers' memory)
+//   meet
+//   sum       every rank sums a piece's records, encodes the sum, and writes it into its own sums
+//   decode
+//
+// The order of the peers. Where every transfer crosses PCIe's root, ranks that all write to all at once get a
+// fraction of what they get from one at a time (flashinfer 4393). There a rank does the pieces of one owner
+// after those of another, in all its blocks alike, and begins with the rank after it: one stream out of each
+// rank and one into it, as far as they keep step, and nothing is read across. Elsewhere blocks begin with
+// different owners, which keeps all links of an NVLink mesh busy.
+//
+// To everybody. Where the GPUs share a multicast address (NVLink SHARP), what goes to all ranks is one store.
+//
 // Workspace of a rank, written by its peers. A piece's records begin at a multiple of 16 bytes:
 //
-//   | arrived [blocks][8] | counts [blocks] | failed | ... 2048 bytes | half 0 | half 1 |
+//   | arrived [most blocks][8] | counts [most blocks] | failed | ... 4096 bytes | half 0 | half 1 |
 //   half:  inbox  | stripe 0: from rank 0 | from rank 1 | ... | stripe 1: from rank 0 | ...
 //          sums   | piece 0 | piece 1 | piece 2 | ...
 //
-// Meeting. Every block counts its meetings: counts[b], in its own rank's memory, two for each call, whether
-// it has a stripe in that call or not, so that all blocks of all ranks count alike. The numbers are on the
-// device and not the host's, so that a graph can be replayed. To meet for the n-th time, block b of rank r
-// writes n to arrived[b][r] of every peer (release) and waits until its own arrived[b][*] are all n or more
-// (acquire). A word has one writer and only grows: no word is reset, a peer that is ahead by one meeting does
-// no harm, and no atomic has to cross a PCIe link. (Torch's signal pads must be left zero, which takes a
+// Meeting. Every block counts its meetings: counts[b], in its own rank's memory, two for each call. A call
+// has a block for each stripe, up to a number that the ranks have agreed upon; its blocks count for those
+// that are not launched too, so that between two calls all counts of all ranks are the same. The numbers are
+// on the device and not the host's, so that a graph can be replayed. To meet for the n-th time, block b of
+// rank r writes n to arrived[b][r] of every peer (release) and waits until its own arrived[b][*] are all n or
+// more (acquire). A word has one writer and only grows: no word is reset, a peer that is ahead by one meeting
+// does no harm, and no atomic has to cross a PCIe link. (Torch's signal pads must be left zero, which takes a
 // compare-and-swap by both sides; these words lie in our own allocation instead. Differences are taken modulo
 // 2^32: they may wrap.)
 //
-// Why two halves and no third meeting. Call n uses half n mod 2. Rank r writes that half again in call n + 2.
-// No peer still reads it then:
+// Why two halves and no further meeting. Call n uses half n mod 2. Rank r writes that half again in call n
+// + 2. No peer still reads it then:
 //
 //   1  rank r begins call n + 2 after its own call n + 1 has ended: kernels of a stream do not overlap;
 //   2  in call n + 1 its block 0 met block 0 of every peer: each peer had begun call n + 1;
@@ -57,15 +76,14 @@
 namespace flash_allreduce {
 
 constexpr int kMostRanks = 8;
-// Of every call, however small: few enough that all are resident, since a block waits for its peers'. To be
-// measured.
-constexpr int kBlocks = 32;
+// Those of a call are resident together, since a block waits for its peers'. To be measured.
+constexpr int kMostBlocks = 64;
 constexpr int kPieceElements = kWarpElements;
 constexpr int kPieceAlign = 16;
 
-constexpr int64_t kCountsAt = int64_t{kBlocks} * kMostRanks * 4;
-constexpr int64_t kFailedAt = kCountsAt + kBlocks * 4;
-constexpr int64_t kHeaderBytes = 2048;
+constexpr int64_t kCountsAt = int64_t{kMostBlocks} * kMostRanks * 4;
+constexpr int64_t kFailedAt = kCountsAt + kMostBlocks * 4;
+constexpr int64_t kHeaderBytes = 4096;
 static_assert(kFailedAt + 4 <= kHeaderBytes, "the halves begin behind the header");
 
 FLASH_HD constexpr int64_t arrived_at(int block, int source) {
@@ -85,14 +103,18 @@ FLASH_HD int piece_bytes(const Form& form) {
 constexpr int kMostPieceBytes =
     padded_bytes(kPieceElements / kMinGroupSize * record_bytes(kMaxBits, kMinGroupSize, kSpikes));
 
-FLASH_HD int stripes_of(int64_t numel, int world) {
+FLASH_HD constexpr int pieces_a_stripe(int world, bool one_shot) { return one_shot ? 1 : world; }
+
+FLASH_HD int stripes_of(int64_t numel, int world, bool one_shot) {
+  const int width = pieces_a_stripe(world, one_shot);
   const int64_t pieces = (numel + kPieceElements - 1) / kPieceElements;
-  return static_cast<int>((pieces + world - 1) / world);
+  return static_cast<int>((pieces + width - 1) / width);
 }
 
 // What a call needs of half a workspace.
-FLASH_HD int64_t half_bytes(int64_t numel, int world, const Form& reduce, const Form& gather) {
-  return int64_t{stripes_of(numel, world)} * world * (piece_bytes(reduce) + piece_bytes(gather));
+FLASH_HD int64_t half_bytes(int64_t numel, int world, bool one_shot, const Form& reduce, const Form& gather) {
+  return int64_t{stripes_of(numel, world, one_shot)} *
+         (world * piece_bytes(reduce) + pieces_a_stripe(world, one_shot) * piece_bytes(gather));
 }
 
 // A call, on one rank. The forms differ in their width alone.
@@ -104,7 +126,9 @@ struct TwoShot {
   float factor;
   uint64_t reduce_key, gather_key;
   int rank, world;
+  bool one_shot, staged;
   uint8_t* workspaces[kMostRanks];  // of every rank, as this one reaches it
+  uint8_t* multicast;               // of all at once; null: there is none
   int64_t half;                     // bytes
   uint64_t timeout;                 // ns
 };
@@ -132,25 +156,24 @@ FLASH_HD bool await(Memory& memory, const TwoShot& call, int block, int peer, ui
 
 // What a block of a rank does in a call. The block gives:
 //
-//   index, blocks            which block it is, and how many there are
-//   count(), set_count(n)    its meetings so far
-//   failed()                 whether a call has failed in this workspace
-//   each_item(n, f)          a warp calls f(warp, item, image) for each item 0 ... n - 1
-//                            image: kMostPieceBytes of memory that the warp has to itself
-//   copy(image, to, bytes)   a warp copies 16 bytes at a time
-//   meet(n)                  all warps of the block: peers can read what was written before it;
-//                            false: a peer has not come
+//   index, blocks                   which block it is, and how many there are: a stripe each, or more
+//   count(), set_count(n)           its meetings so far; those of the blocks that there are not too
+//   failed()                        whether a call has failed in this workspace
+//   each_item(n, f)                 a warp calls f(warp, item, image) for each item 0 ... n - 1, the same
+//   warp
+//                                   whenever n is the same
+//                                   image: kMostPieceBytes of memory that the warp has to itself
+//   copy(image, to, bytes)          a warp copies 16 bytes at a time, for the whole warp to see
+//   copy_to_all(image, to, bytes)   the same, to a multicast address
+//   meet(n)                         all warps of the block: peers can read what was written before it;
+//                                   false: a peer has not come
 template <DType kType, bool kOptions, class Block>
 FLASH_HD void two_shot(Block& block, const TwoShot& call) {
   const int world = call.world, rank = call.rank, groups_a_piece = kPieceElements / call.reduce.group_size;
-  const int stripes = stripes_of(call.numel, world);
-  if (stripes == 0) return;  // nobody would meet: it must not count as a call
-  const int mine = stripes > block.index ? (stripes - block.index - 1) / block.blocks + 1 : 0;
+  const int width = pieces_a_stripe(world, call.one_shot);
+  const int stripes = stripes_of(call.numel, world, call.one_shot);
+  const int mine = (stripes - block.index - 1) / block.blocks + 1;
   const uint32_t count = block.count();
-  if (mine == 0) {
-    block.set_count(count + 2);
-    return;
-  }
   const int64_t inbox = kHeaderBytes + (count / 2 % 2 ? call.half : 0);
   const int reduce_bytes = piece_bytes(call.reduce), gather_bytes = piece_bytes(call.gather);
   const int64_t sums = inbox + int64_t{stripes} * world * reduce_bytes;
@@ -167,13 +190,24 @@ FLASH_HD void two_shot(Block& block, const TwoShot& call) {
     return padded_bytes((groups < groups_a_piece ? groups : groups_a_piece) * form.record);
   };
   const auto align_of = [](const Form& form) { return form.record % 4 == 0 ? 4 : 2; };
-  // f(warp, piece, elements from its first on, image) for the pieces of the block's stripes. A rank begins
-  // with its own, so that not all write to one.
+  // f(warp, piece, elements from its first on, image) for the pieces of the block's stripes, owner after
+  // owner.
+  const int first_owner = rank + 1 + (call.staged ? 0 : block.index);
   const auto each_piece = [&](auto f) {
-    block.each_item(mine * world, [&](auto& warp, int item, uint8_t* image) {
-      const int piece = stripe_of(item / world) * world + (item + rank) % world;
+    block.each_item(mine * width, [&](auto& warp, int item, uint8_t* image) {
+      const int piece = stripe_of(item % mine) * width + (first_owner + item / mine) % width;
       if (left_of(piece) > 0) f(warp, piece, left_of(piece), image);
     });
+  };
+  // A piece's records, to one rank or to all, the next one first.
+  const auto send = [&](const uint8_t* image, int64_t at, int bytes, bool all, int to) {
+    if (all && call.multicast != nullptr) {
+      block.copy_to_all(image, call.multicast + at, bytes);
+      return;
+    }
+    for (int step = 0; step < (all ? world : 1); ++step) {
+      block.copy(image, call.workspaces[all ? (rank + 1 + step) % world : to] + at, bytes);
+    }
   };
 
   bool complete = !block.failed();
@@ -181,28 +215,25 @@ FLASH_HD void two_shot(Block& block, const TwoShot& call) {
     each_piece([&](auto& warp, int piece, int64_t left, uint8_t* image) {
       warp_encode<kType, kOptions>(warp, call.reduce, row_of(piece), left, call.fast, 0, call.reduce_key,
                                    int64_t{piece} * groups_a_piece, image);
-      const int first = piece - piece % world;  // of the stripe
-      block.copy(image, call.workspaces[piece % world] + inbox + int64_t{first + rank} * reduce_bytes,
-                 sent_bytes(left, call.reduce));
+      const int64_t at = inbox + (int64_t{piece / width} * world + rank) * reduce_bytes;
+      send(image, at, sent_bytes(left, call.reduce), call.one_shot, piece % width);
     });
     complete = block.meet(count + 1);
   }
   if (complete) {
     block.each_item(mine, [&](auto& warp, int item, uint8_t* image) {
-      const int first = stripe_of(item) * world, piece = first + rank;
+      const int stripe = stripe_of(item), piece = stripe * width + (call.one_shot ? 0 : rank);
       const int64_t left = left_of(piece);
       if (left <= 0) return;
-      const Sources from{own + inbox + int64_t{first} * reduce_bytes, world, reduce_bytes,
+      const Sources from{own + inbox + int64_t{stripe} * world * reduce_bytes, world, reduce_bytes,
                          align_of(call.reduce)};
       warp_decode_sum_encode<kOptions>(warp, call.reduce, call.gather, from, call.factor, 0,
                                        num_groups(left, call.gather.group_size), call.gather_key,
                                        int64_t{piece} * groups_a_piece, image);
-      for (int step = 0; step < world; ++step) {
-        block.copy(image, call.workspaces[(rank + step) % world] + sums + int64_t{piece} * gather_bytes,
-                   sent_bytes(left, call.gather));
-      }
+      send(image, sums + int64_t{piece} * gather_bytes, sent_bytes(left, call.gather), !call.one_shot, rank);
     });
-    complete = block.meet(count + 2);
+    // In one shot a warp reads what it wrote itself.
+    if (!call.one_shot) complete = block.meet(count + 2);
   }
   if (complete) {
     each_piece([&](auto& warp, int piece, int64_t left, uint8_t*) {

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,10 +30,8 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import ConfigError, MismatchError
 from flash_allreduce_plugin.policy import Plan
 
-LIMIT = environment.TWO_SHOT_BYTES
-# Of a tensor: off, until the kernel has run on a GPU. Large tensors gain little from fewer launches, and their codec
-# hides behind the wire in chunks: 4 MiB is a guess to begin with.
-DEFAULT_LIMIT = 0
+LIMIT, ONE_SHOT, NVLS = environment.TWO_SHOT_BYTES, environment.ONE_SHOT_BYTES, environment.NVLS
+AUTO = "auto"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 # Of the group's timeout: a kernel that gives up reports which peer is missing before NCCL ends the process.
@@ -41,23 +39,38 @@ PATIENCE = 0.9
 
 # csrc/cuda/two_shot.h; tests/collectives/test_two_shot.py holds the two together.
 MOST_RANKS = 8
-BLOCKS = 32
-HEADER_BYTES = 2048
+MOST_BLOCKS = 64
+HEADER_BYTES = 4096
 _PIECE_ELEMENTS = 1024
 _LARGEST = Format(8, 32, spikes=True)  # records of an element
+
+
+class Limits(NamedTuple):
+    """Bytes of the largest tensor that goes in one shot, and of the largest that takes the kernel at all."""
+
+    one_shot: int
+    fused: int
+
+
+def _by_ranks(one_shot_kib: Sequence[int], fused_kib: int) -> dict[int, Limits]:
+    return {ranks: Limits(kib << 10, fused_kib << 10) for ranks, kib in enumerate(one_shot_kib, 2)}
+
+
+#: What `auto` stands for with 2, 3, ... 8 ranks: an estimate, which nobody has measured (benchmarks/fused_estimate.py).
+NVLINK = _by_ranks((2048, 512, 256, 256, 256, 256, 256), fused_kib=4096)
+PCIE = _by_ranks((512, 128, 128, 128, 64, 64, 64), fused_kib=2048)
+_MOST = max(*NVLINK.values(), *PCIE.values(), key=lambda limits: limits.fused)
 
 # Keys of counts: short, and the same from call to call.
 TWO_SHOT = "two-shot"
 OFF = f"{LIMIT} is 0"
 LARGE = f"message above {LIMIT}"
 WORLD = f"more than {MOST_RANKS} ranks"
-ASYNCHRONOUS = "asynchronous"
 FEEDBACK = "error feedback"
 MEASURED = "measured"
 LEVELS = "two-level"
 CAPTURED = "captured before the group's first call"
 NOT_BUILT = "built without CUDA"
-FEW_BLOCKS = f"a GPU with fewer than {BLOCKS} multiprocessors"
 HOSTS = "several hosts"
 SHARED = f"two ranks on GPUs of one index, and {OVERLAPPING} is not set"
 NO_ACCESS = "no peer access"
@@ -74,19 +87,11 @@ _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace |
 
 
 def refusal(
-    nbytes: int,
-    plan: Plan,
-    world_size: int,
-    limit: int,
-    *,
-    asynchronous: bool = False,
-    feedback: bool = False,
-    measured: bool = False,
+    nbytes: int, plan: Plan, world_size: int, limit: int, *, feedback: bool = False, measured: bool = False
 ) -> str | None:
     """Why a call does not take the two-shot kernel, or None; whether its group has a workspace is another question.
 
-    nbytes: of the tensor. asynchronous: such a call is to overlap with computation, and the kernel would keep the
-    caller's stream busy while it waits. measured: from payloads, which the kernel keeps to itself.
+    nbytes: of the tensor. measured: from payloads, which the kernel keeps to itself.
     """
     if limit == 0:
         return OFF
@@ -98,34 +103,46 @@ def refusal(
         return FEEDBACK
     if measured:
         return MEASURED
-    if asynchronous:
-        return ASYNCHRONOUS
     return LARGE if nbytes > limit else None
 
 
-def limit_of_environment() -> int:
-    """Bytes of the largest tensor that takes the two-shot kernel. Raises ConfigError."""
-    given = os.environ.get(LIMIT, "").strip()
-    if not given:
-        return DEFAULT_LIMIT
+def limits_of_environment(auto: Limits = _MOST) -> Limits:
+    """What the two variables say; auto: what that word stands for, by default the most. Raises ConfigError."""
+    return Limits(_limit(ONE_SHOT, AUTO, auto.one_shot), _limit(LIMIT, "0", auto.fused))
+
+
+def _limit(variable: str, default: str, auto: int) -> int:
+    given = os.environ.get(variable, "").strip() or default
+    if given == AUTO:
+        return auto
     if not given.isdecimal() or int(given) > 1 << 30:
-        raise ConfigError(f"{LIMIT}={given!r} is not valid; expected bytes, 0 (never) to {1 << 30}.")
+        raise ConfigError(f"{variable}={given!r} is not valid; expected {AUTO}, or bytes, 0 (never) to {1 << 30}.")
     return int(given)
 
 
-def half_bytes(numel: int, world_size: int, reduce: Format, gather: Format) -> int:
+def half_bytes(numel: int, world_size: int, one_shot: bool, reduce: Format, gather: Format) -> int:
     """The bytes that a call uses of one half of a workspace."""
-    pieces = -(-numel // _PIECE_ELEMENTS)
-    return -(-pieces // world_size) * world_size * (_piece_bytes(reduce) + _piece_bytes(gather))
+    pieces, width = -(-numel // _PIECE_ELEMENTS), 1 if one_shot else world_size
+    return -(-pieces // width) * (world_size * _piece_bytes(reduce) + width * _piece_bytes(gather))
 
 
 def _piece_bytes(wire: Format) -> int:
     return -(-(_PIECE_ELEMENTS // wire.group_size * wire.record_bytes) // 16) * 16
 
 
-def workspace_bytes(limit: int, world_size: int) -> int:
-    """The size of a workspace for every tensor of up to `limit` bytes, whatever the configuration."""
-    return HEADER_BYTES + 2 * half_bytes(limit // 2, world_size, _LARGEST, _LARGEST)
+def workspace_bytes(limits: Limits, world_size: int) -> int:
+    """The size of a workspace for every tensor within the limits, whatever the configuration."""
+    largest = (limits.fused, False), (min(limits), True)
+    return HEADER_BYTES + 2 * max(half_bytes(n // 2, world_size, one, _LARGEST, _LARGEST) for n, one in largest)
+
+
+def blocks_of(processors: Sequence[int]) -> int:
+    """The most blocks of a call, of GPUs with so many multiprocessors, each of which holds one.
+
+    A block waits for its peers', and so do the kernels of other groups and NCCL's on other streams. On a third of the
+    GPU three of them are resident together: none waits for one that has found no place.
+    """
+    return max(1, min(MOST_BLOCKS, min(processors) // 3))
 
 
 def all_reduce(
@@ -135,7 +152,6 @@ def all_reduce(
     label: Label,
     key: int = 0,
     *,
-    asynchronous: bool = False,
     feedback: bool = False,
     measured: bool = False,
 ) -> bool:
@@ -148,12 +164,15 @@ def all_reduce(
         CollectiveError: a peer did not come within the group's timeout, in an earlier call; that call's result is NaN.
         MismatchError: the ranks have different limits.
     """
-    limit = limit_of_environment()
-    how = {"asynchronous": asynchronous, "feedback": feedback, "measured": measured}
-    reason = refusal(tensor.nbytes, plan, label.group.size(), limit, **how)
-    workspace = reason or _workspace(label, tensor.device, limit)
+    most = limits_of_environment().fused
+    reason = refusal(tensor.nbytes, plan, label.group.size(), most, feedback=feedback, measured=measured)
+    workspace = reason or _workspace(label, tensor.device)
     if isinstance(workspace, str):
         counts[workspace] += 1
+        return False
+    limits = limits_of_environment(workspace.auto)
+    if tensor.nbytes > limits.fused:
+        counts[LARGE] += 1
         return False
     counts[TWO_SHOT] += 1
     workspace.check(label)
@@ -162,8 +181,12 @@ def all_reduce(
         tensor,
         workspace.addresses,
         workspace.nbytes,
+        workspace.multicast,
         workspace.report_address,
         workspace.rank,
+        workspace.blocks,
+        workspace.staged,
+        tensor.nbytes <= limits.one_shot,
         factor,
         plan.reduce.bits,
         plan.gather.bits,
@@ -191,12 +214,19 @@ class MissingPeer:
 class Workspace:
     """This rank's part of a group's symmetric memory and, after the rendezvous, the addresses of all parts."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: Sequence[dict[str, Any]]) -> None:
+        """ranks: what each says of itself (_describe)."""
         self.rank = group.rank()
         self.device = device
-        self.nbytes = nbytes
+        #: pieces of one owner after those of another: two_shot.h
+        self.staged = not on_nvlink(ranks)
+        self.auto = (PCIE if self.staged else NVLINK)[len(ranks)]
+        self.nbytes = workspace_bytes(limits_of_environment(self.auto), len(ranks))
+        self.blocks = blocks_of([rank["processors"] for rank in ranks])
         self.timeout_ms = timeout_ms(group, device)
         self.addresses: list[int] = []
+        #: of all workspaces at once; 0: it is not used
+        self.multicast = 0
 
     def allocate(self) -> None:
         """What a rank does alone. Raises RuntimeError, or ImportError where torch has no symmetric memory."""
@@ -219,8 +249,10 @@ class Workspace:
         """Collective, once every rank has its part. Raises RuntimeError."""
         from torch.distributed._symmetric_memory import rendezvous
 
-        with torch.cuda.device(self.device), torch.inference_mode(False), _without_multicast():
+        wanted = environment.is_on(NVLS) and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        with torch.cuda.device(self.device), torch.inference_mode(False), _multicast(wanted):
             self._handle = rendezvous(self._memory, group)
+        self.multicast = int(self._handle.multicast_ptr) if wanted else 0
         self.addresses = list(self._handle.buffer_ptrs)
         if not all(self.addresses) or self.addresses[self.rank] != self._memory.data_ptr():
             raise RuntimeError("a peer's memory has no address here")
@@ -248,23 +280,23 @@ class Workspace:
             self.stream = stream
 
 
-def _workspace(label: Label, device: torch.device, limit: int) -> Workspace | str:
+def _workspace(label: Label, device: torch.device) -> Workspace | str:
     """The group's workspace, made at the first call; or why it has none, the same on all ranks."""
     of_group = _workspaces.setdefault(label.group, {})
     workspace = of_group.get(device)
     if workspace is None:
         if torch.cuda.is_current_stream_capturing():
             return CAPTURED
-        workspace = of_group[device] = _set_up(label, device, limit)
+        workspace = of_group[device] = _set_up(label, device)
     return workspace
 
 
-def _set_up(label: Label, device: torch.device, limit: int) -> Workspace | str:
-    ranks = messages.gather_json(_describe(device, limit), label, _SETTING_UP, device)
+def _set_up(label: Label, device: torch.device) -> Workspace | str:
+    ranks = messages.gather_json(_describe(device), label, _SETTING_UP, device)
     reason = common_refusal(ranks)
     if reason is not None:
         return reason
-    workspace = Workspace(label.group, device, workspace_bytes(limit, len(ranks)))
+    workspace = Workspace(label.group, device, ranks)
     if not _all_succeed(workspace.allocate, label, device):
         return NO_MEMORY
     met = _all_succeed(lambda: workspace.rendezvous(label.group), label, device)
@@ -290,9 +322,11 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
 
     Raises MismatchError where their limits differ.
     """
-    limits = [rank["limit"] for rank in ranks]
-    if len(set(limits)) > 1:
-        raise MismatchError(f"the ranks of a group have different values of {LIMIT}: {limits}; set it alike on all.")
+    limits = [rank["limits"] for rank in ranks]
+    if any(one != limits[0] for one in limits):
+        raise MismatchError(
+            f"the ranks of a group have different {ONE_SHOT}, {LIMIT}: {limits} (-1: {AUTO}); set alike."
+        )
     for rank in ranks:
         if rank["refuses"]:
             return str(rank["refuses"])
@@ -304,25 +338,47 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
     return NO_ACCESS if any(rank["uuid"] in blocked for rank in ranks) else None
 
 
-def _describe(device: torch.device, limit: int) -> dict[str, Any]:
-    """The facts about this rank that the others need. blocked: the GPUs seen here that this one has no access to."""
+def on_nvlink(ranks: Sequence[dict[str, Any]]) -> bool:
+    """Whether NVLink connects every GPU of the group with every other, from what each rank says of itself."""
+    return all(ours["uuid"] == other["uuid"] or other["uuid"] in ours["linked"] for ours in ranks for other in ranks)
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    """The facts about this rank that the others need.
+
+    linked, blocked: of the GPUs seen here those that this one has NVLink to, and those that it has no access to.
+    """
     properties = torch.cuda.get_device_properties(device)
-    refuses = ""
-    if not hasattr(_op, "two_shot_all_reduce"):
-        refuses = NOT_BUILT
-    elif properties.multi_processor_count < BLOCKS:
-        refuses = FEW_BLOCKS
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     blocked = [i for i in others if not torch.cuda.can_device_access_peer(device, i)]
+    links = _links(device.index)
     return {
-        "limit": limit,
-        "refuses": refuses,
+        "limits": limits_of_environment(Limits(-1, -1)),
+        "refuses": "" if hasattr(_op, "two_shot_all_reduce") else NOT_BUILT,
+        "processors": properties.multi_processor_count,
         "host": topology.host(),
         "index": device.index,
         "overlapping": os.environ.get(OVERLAPPING) == "1",
         "uuid": str(properties.uuid),
-        "blocked": [str(torch.cuda.get_device_properties(i).uuid) for i in blocked],
+        "linked": [_uuid(i) for i in others if i < len(links) and links[i]],
+        "blocked": [_uuid(i) for i in blocked],
     }
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _links(index: int) -> list[int]:
+    """How many NVLinks GPU `index` has to each GPU that is seen here; empty where torch cannot tell."""
+    try:
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
+
+        links: list[int] = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[index]
+    except (ImportError, RuntimeError):
+        return []
+    return links
 
 
 def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
@@ -334,11 +390,14 @@ def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Torch's rendezvous maps no multicast address inside: on some machines it fails at that.
+def _multicast(wanted: bool) -> Iterator[None]:
+    """Whether torch's rendezvous maps a multicast address, at which it fails on some machines.
 
     torch reads the variable at every rendezvous (CUDASymmetricMemoryUtils.cpp); what is set already stays.
     """
+    if wanted:
+        yield
+        return
     ours = MULTICAST_OFF not in os.environ
     os.environ.setdefault(MULTICAST_OFF, "1")
     try:

@@ -38,6 +38,7 @@ from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.topology import neighbours
 from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values
 from tests.distributed import GROUP_TIMEOUT, Ranks
+from tests.queued import queued
 
 SOURCE = Path(__file__).parents[1] / "host" / "two_shot.cpp"
 RANKS = two_shot.MOST_RANKS
@@ -55,6 +56,7 @@ class HostCall(ctypes.Structure):
         ("inputs", ctypes.c_void_p), ("expected", ctypes.c_void_p), ("numel", ctypes.c_int64),
         ("type", ctypes.c_int32), ("bits", ctypes.c_int32), ("gather_bits", ctypes.c_int32),
         ("group_size", ctypes.c_int32), ("options", ctypes.c_int32), ("offset", ctypes.c_int32),
+        ("one_shot", ctypes.c_int32), ("staged", ctypes.c_int32),
         ("factor", ctypes.c_float), ("gather_key", ctypes.c_uint64), ("reduce_keys", ctypes.c_uint64 * RANKS),
     ]  # fmt: skip
 
@@ -63,8 +65,8 @@ class HostRun(ctypes.Structure):
     _fields_ = [
         ("world", ctypes.c_int32), ("blocks", ctypes.c_int32), ("half", ctypes.c_int64), ("count", ctypes.c_uint32),
         ("seed", ctypes.c_uint32), ("slow_rank", ctypes.c_int32), ("dead_rank", ctypes.c_int32),
-        ("broken", ctypes.c_int32), ("timeout", ctypes.c_uint64), ("reports", ctypes.c_uint32 * RANKS),
-        ("lost", ctypes.c_int64),
+        ("broken", ctypes.c_int32), ("multicast", ctypes.c_int32), ("timeout", ctypes.c_uint64),
+        ("reports", ctypes.c_uint32 * RANKS), ("lost", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -78,6 +80,8 @@ class Call:
     factor: float = 1.0
     offset: int = 0  # elements between the tensor and an address that 16 divides
     key: int = 7
+    one_shot: bool = False
+    staged: bool = False
 
     def __post_init__(self) -> None:
         world, numel = self.inputs.shape
@@ -95,14 +99,14 @@ class Call:
 
     @property
     def half_bytes(self) -> int:
-        return two_shot.half_bytes(self.inputs.shape[1], len(self.inputs), self.reduce, self.gather)
+        return two_shot.half_bytes(self.inputs.shape[1], len(self.inputs), self.one_shot, self.reduce, self.gather)
 
     def host(self) -> HostCall:
         keys = [two_shot.draw_keys(self.key, rank) for rank in range(len(self.inputs))]
         return HostCall(
             self.inputs.data_ptr(), self.expected.data_ptr(), self.inputs.shape[1], DTYPES.index(self.inputs.dtype),
-            self.reduce.bits, self.gather.bits, self.reduce.group_size, self.reduce.options, self.offset, self.factor,
-            keys[0][1], (ctypes.c_uint64 * RANKS)(*(reduce for reduce, _ in keys)),
+            self.reduce.bits, self.gather.bits, self.reduce.group_size, self.reduce.options, self.offset, self.one_shot,
+            self.staged, self.factor, keys[0][1], (ctypes.c_uint64 * RANKS)(*(reduce for reduce, _ in keys)),
         )  # fmt: skip
 
 
@@ -122,6 +126,8 @@ def make(world: int, numel: int, i: int, seed: int = 0) -> Call:
         (1.0, 1 / world)[i % 2],
         offset=(0, 0, 1)[i % 3],
         key=i,
+        one_shot=i % 4 in (1, 2),
+        staged=i % 5 in (0, 3),
     )
 
 
@@ -168,18 +174,26 @@ def test_every_world_has_the_codecs_bits(host: Host, world: int) -> None:
     lengths = (0, 1, 33, 1023, 1024, 1025, 1024 * world, 1024 * world + 1, 9000)
     calls = [make(world, numel, 9 * world + i) for i, numel in enumerate(lengths)]
     for blocks, order in ((1, range(len(calls))), (3, [*range(len(calls))][::-1])):
-        assert host.run(calls, order, blocks=blocks, seed=world)[0] == 0
+        for multicast in (0, 1):
+            assert host.run(calls, order, blocks=blocks, seed=world, multicast=multicast)[0] == 0
 
 
 @pytest.mark.parametrize("world", [2, 5, 8])
 def test_every_option(host: Host, world: int) -> None:
     calls = [make(world, 1500, i) for i in range(len(OPTIONS))]
     assert host.run(calls)[0] == 0
+    for call in calls:
+        call.one_shot = not call.one_shot
+    assert host.run(calls)[0] == 0
 
 
 def small_calls(world: int) -> list[Call]:
-    lengths = (1, 5000, 64, 0, 1024, 4100, 33, 2049, 0, 7000, 2000, 3)
-    return [Call(gaussian(world, n, seed=n), PLAIN, Format(8, 128), key=n) for n in lengths]
+    """Of one block and of several, in one shot and in two, one after the other."""
+    lengths = (1, 5000, 64, 0, 1024, 4100, 33, 2049, 0, 7000, 2000, 3, 3 * 1024 * world)
+    return [
+        Call(gaussian(world, n, seed=n), PLAIN, Format(8, 128), key=n, one_shot=i % 3 == 1, staged=i % 2 == 1)
+        for i, n in enumerate(lengths)
+    ]
 
 
 @pytest.mark.parametrize(("world", "slow_rank", "count"), [(2, -1, 5000), (4, 1, 500), (8, -1, 1000)])
@@ -192,7 +206,9 @@ def test_thousands_of_calls_of_changing_sizes(host: Host, world: int, slow_rank:
     assert wrong == 0 and not any(run.reports)
 
 
-@pytest.mark.parametrize("broken", [1, 2, 4, 8], ids=["first meeting", "second meeting", "one half", "no count"])
+@pytest.mark.parametrize(
+    "broken", [1, 2, 4, 8, 16], ids=["first meeting", "second meeting", "one half", "no count", "a count each"]
+)
 def test_a_broken_protocol_is_noticed(host: Host, broken: int) -> None:
     """That the tests above can fail."""
     calls = small_calls(3)
@@ -206,7 +222,7 @@ def test_no_access_is_unordered(tmp_path: Path) -> None:
     program = compile_host(tmp_path / "race", "-fsanitize=thread", "-g", "-DTWO_SHOT_MAIN")
     done = subprocess.run([str(program), "200"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[:3000]
-    for broken in ("1", "2", "4", "8"):
+    for broken in ("1", "2", "4", "8", "16"):
         done = subprocess.run([str(program), "20", broken], capture_output=True, text=True, timeout=240)
         assert "data race" in done.stderr
 
@@ -220,7 +236,7 @@ def test_a_wrong_sum_is_noticed(host: Host) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_peer_that_does_not_come(host: Host, dtype: torch.dtype) -> None:
     """The result is NaN throughout, the report names the peer, and later calls do not wait again."""
-    calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN) for n in (5000, 3000, 1)]
+    calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN, one_shot=n == 3000) for n in (5000, 3000, 1)]
     wrong, run = host.run(calls, [0, 1, 2] * 20, dead_rank=1, timeout=6 * 10**8)
     assert wrong == 120 and run.lost == 2 * 20 * 8001
     for rank in (0, 2):
@@ -231,19 +247,28 @@ def test_a_peer_that_does_not_come(host: Host, dtype: torch.dtype) -> None:
 
 def test_sizes_are_those_of_the_kernel(host: Host) -> None:
     assert host.library.two_shot_header_bytes() == two_shot.HEADER_BYTES
-    for i, (world, numel) in enumerate(itertools.product((2, 3, 8), (0, 1, 1024, 5000, 1 << 20))):
-        call = SimpleNamespace(reduce=Format(BITS[i % 7], 1024, **OPTIONS[i]), gather=Format(8, 1024, **OPTIONS[i]))
-        ours = two_shot.half_bytes(numel, world, call.reduce, call.gather)
-        widths = (call.reduce.bits, call.gather.bits, 1024, call.reduce.options)
-        assert host.library.two_shot_half_bytes(ctypes.c_int64(numel), world, *widths) == ours
+    assert host.library.two_shot_most_blocks() == two_shot.MOST_BLOCKS
+    for i, (world, numel, one_shot) in enumerate(itertools.product((2, 3, 8), (0, 1, 1024, 5000, 1 << 20), (0, 1))):
+        options = OPTIONS[i % len(OPTIONS)]
+        reduce, gather = Format(BITS[i % 7], 1024, **options), Format(8, 1024, **options)
+        ours = two_shot.half_bytes(numel, world, bool(one_shot), reduce, gather)
+        widths = (reduce.bits, gather.bits, 1024, reduce.options)
+        assert host.library.two_shot_half_bytes(ctypes.c_int64(numel), world, one_shot, *widths) == ours
 
 
 def test_a_workspace_serves_every_codec() -> None:
-    for world, limit in ((2, 1), (3, 1 << 20), (8, 4 << 20)):
-        half = (two_shot.workspace_bytes(limit, world) - two_shot.HEADER_BYTES) // 2
-        for bits, group_size, options in itertools.product(BITS, GROUP_SIZES, OPTIONS[::5]):
+    limits = [two_shot.Limits(*both) for both in ((1, 1), (9000, 1 << 20), (4 << 20, 4 << 20), (1 << 30, 5000))]
+    for world, of_group in itertools.product((2, 3, 8), (*limits, two_shot.NVLINK[8], two_shot.PCIE[3])):
+        half = (two_shot.workspace_bytes(of_group, world) - two_shot.HEADER_BYTES) // 2
+        for bits, group_size, options in itertools.product(BITS[::3], GROUP_SIZES, OPTIONS[::5]):
             wire = Format(bits, group_size, **options)
-            assert two_shot.half_bytes(limit // 2, world, wire, wire) <= half
+            assert two_shot.half_bytes(of_group.fused // 2, world, False, wire, wire) <= half
+            assert two_shot.half_bytes(min(of_group) // 2, world, True, wire, wire) <= half
+
+
+@pytest.mark.parametrize(("processors", "blocks"), [([132] * 8, 44), ([132, 108], 36), ([2], 1), ([400], 64)])
+def test_the_blocks_of_several_kernels_are_resident_together(processors: list[int], blocks: int) -> None:
+    assert two_shot.blocks_of(processors) == blocks and (blocks == 1 or 3 * blocks <= min(processors))
 
 
 def test_which_calls_take_it() -> None:
@@ -254,41 +279,71 @@ def test_which_calls_take_it() -> None:
     assert refusal(limit=0) == two_shot.OFF
     assert refusal(world=9) == two_shot.WORLD
     assert refusal((1 << 20) + 1) == two_shot.LARGE
-    assert refusal(asynchronous=True) == two_shot.ASYNCHRONOUS
     assert refusal(feedback=True) == two_shot.FEEDBACK
     assert refusal(measured=True) == two_shot.MEASURED
     levels = Plan(PLAIN, PLAIN, 1 << 20, inside=PLAIN, nodes=neighbours(8, 4))
     assert refusal(plan=levels) == two_shot.LEVELS
 
 
-def test_which_groups_have_a_workspace() -> None:
-    def ranks(**second: Any) -> list[dict[str, Any]]:
-        first = {"limit": 5, "refuses": "", "host": "a", "index": 0, "overlapping": False, "uuid": "x", "blocked": []}
-        return [first, {**first, "index": 1, "uuid": "y", **second}]
+def two_ranks(**second: Any) -> list[dict[str, Any]]:
+    """What two ranks say of themselves; second: in what the second differs."""
+    first = {
+        "limits": [5, 7], "refuses": "", "processors": 99, "host": "a", "index": 0, "overlapping": False,
+        "uuid": "x", "linked": ["y"], "blocked": [],
+    }  # fmt: skip
+    return [first, {**first, "index": 1, "uuid": "y", "linked": ["x"], **second}]
 
-    assert two_shot.common_refusal(ranks()) is None
-    assert two_shot.common_refusal(ranks(refuses=two_shot.NOT_BUILT)) == two_shot.NOT_BUILT
-    assert two_shot.common_refusal(ranks(host="b")) == two_shot.HOSTS
-    assert two_shot.common_refusal(ranks(index=0)) == two_shot.SHARED
-    assert two_shot.common_refusal(ranks(blocked=["z"])) is None
-    assert two_shot.common_refusal(ranks(blocked=["x"])) == two_shot.NO_ACCESS
-    shared = ranks(index=0, overlapping=True)
+
+def test_which_groups_have_a_workspace() -> None:
+    assert two_shot.common_refusal(two_ranks()) is None
+    assert two_shot.common_refusal(two_ranks(refuses=two_shot.NOT_BUILT)) == two_shot.NOT_BUILT
+    assert two_shot.common_refusal(two_ranks(host="b")) == two_shot.HOSTS
+    assert two_shot.common_refusal(two_ranks(index=0)) == two_shot.SHARED
+    assert two_shot.common_refusal(two_ranks(blocked=["z"])) is None
+    assert two_shot.common_refusal(two_ranks(blocked=["x"])) == two_shot.NO_ACCESS
+    shared = two_ranks(index=0, overlapping=True)
     shared[0]["overlapping"] = True
     assert two_shot.common_refusal(shared) is None
-    with pytest.raises(MismatchError, match=two_shot.LIMIT):
-        two_shot.common_refusal(ranks(limit=6))
+    for other in ([5, -1], [6, 7]):
+        with pytest.raises(MismatchError, match=two_shot.LIMIT):
+            two_shot.common_refusal(two_ranks(limits=other))
 
 
-def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert two_shot.limit_of_environment() == two_shot.DEFAULT_LIMIT
-    for text, limit in (("0", 0), (" 65536 ", 65536), ("", two_shot.DEFAULT_LIMIT)):
+def test_the_schedule_and_the_limits_follow_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def _get_backend(self, device: Any) -> Any:
+            return SimpleNamespace()
+
+    def workspace(**second: Any) -> two_shot.Workspace:
+        return two_shot.Workspace(Group(), torch.device("cpu"), two_ranks(**second))  # type: ignore[arg-type]
+
+    monkeypatch.setenv(two_shot.LIMIT, "auto")
+    nvlink, pcie = workspace(processors=60), workspace(linked=[])
+    assert not nvlink.staged and nvlink.auto == two_shot.NVLINK[2] and nvlink.blocks == 20
+    assert pcie.staged and pcie.auto == two_shot.PCIE[2] and pcie.blocks == 33
+    assert nvlink.nbytes == two_shot.workspace_bytes(two_shot.NVLINK[2], 2) > pcie.nbytes
+    assert not workspace(uuid="x", linked=[]).staged  # two ranks of one GPU
+    assert two_shot._links(0) == []  # torch cannot tell here
+
+
+def test_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = two_shot.Limits(3, 4)
+    assert two_shot.limits_of_environment(auto) == (3, 0)
+    assert two_shot.limits_of_environment().fused == 0
+    for text, limit in (("0", 0), (" 65536 ", 65536), ("", 0), ("auto", 4)):
         monkeypatch.setenv(two_shot.LIMIT, text)
-        assert two_shot.limit_of_environment() == limit
+        assert two_shot.limits_of_environment(auto) == (3, limit)
         assert fap.FlashConfig.from_env() == fap.FlashConfig()  # it is no field, and known
-    for text in ("64k", "-1", str((1 << 30) + 1)):
-        monkeypatch.setenv(two_shot.LIMIT, text)
-        with pytest.raises(ConfigError, match=two_shot.LIMIT):
-            two_shot.limit_of_environment()
+    monkeypatch.setenv(two_shot.ONE_SHOT, "12")
+    assert two_shot.limits_of_environment(auto) == (12, 4)
+    for variable, text in itertools.product((two_shot.ONE_SHOT, two_shot.LIMIT), ("64k", "-1", str((1 << 30) + 1))):
+        monkeypatch.setenv(variable, text)
+        with pytest.raises(ConfigError, match=variable):
+            two_shot.limits_of_environment()
+        monkeypatch.delenv(variable)
 
 
 class Group:
@@ -307,6 +362,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> two_shot.Workspace:
     w = object.__new__(two_shot.Workspace)
     w.rank, w.device, w.nbytes, w.timeout_ms = 1, torch.device("cpu"), 4096, 1500
     w.addresses, w.report_address, w._word = [16, 32, 48, 64], 80, ctypes.c_uint32(0)
+    w.multicast, w.blocks, w.staged, w.auto = 160, 7, True, two_shot.Limits(128, 300)
     w.stream = SimpleNamespace()
     monkeypatch.setattr(two_shot, "_workspace", lambda *_: w)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -319,13 +375,50 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> two_shot.Workspace:
 def test_what_the_operator_is_called_with(monkeypatch: pytest.MonkeyPatch, workspace: two_shot.Workspace) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(two_shot, "_op", SimpleNamespace(two_shot_all_reduce=lambda *a: calls.append(a)))
-    tensor, label = torch.zeros(100), Label("all_reduce", "here", Group())  # type: ignore[arg-type]
+    label = Label("all_reduce", "here", Group())  # type: ignore[arg-type]
     plan = Plan(Format(5, 64, spikes=True), Format(8, 64, spikes=True), 1 << 20)
-    assert two_shot.all_reduce(tensor, 0.25, plan, label, 9)
     keys = rows.draw_key(9, 0, 1), rows.draw_key(9, 1)  # as collectives.all_reduce
-    assert calls == [(tensor, [16, 32, 48, 64], 4096, 80, 1, 0.25, 5, 8, 64, plan.reduce.options, *keys, 1500)]
-    assert not two_shot.all_reduce(tensor, 0.25, plan, label, 9, asynchronous=True)
-    assert two_shot.counts == {two_shot.TWO_SHOT: 1, two_shot.ASYNCHRONOUS: 1} and len(calls) == 1
+    for limit, numel, one_shot in (("65536", 100, False), ("65536", 32, True), ("auto", 75, False), ("auto", 76, None)):
+        monkeypatch.setenv(two_shot.LIMIT, limit)
+        calls.clear()
+        tensor = torch.zeros(numel)
+        taken = two_shot.all_reduce(tensor, 0.25, plan, label, 9)
+        assert taken == (one_shot is not None) == bool(calls)
+        if taken:
+            of_group = ([16, 32, 48, 64], 4096, 160, 80, 1, 7, True, one_shot, 0.25)
+            assert calls == [(tensor, *of_group, 5, 8, 64, plan.reduce.options, *keys, 1500)]
+    assert not two_shot.all_reduce(tensor, 0.25, plan, label, 9, feedback=True)
+    assert two_shot.counts == {two_shot.TWO_SHOT: 3, two_shot.LARGE: 1, two_shot.FEEDBACK: 1}
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_an_asynchronous_call_runs_on_the_stream_of_its_group(
+    workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, connections: str
+) -> None:
+    """Behind what the current stream had to do, with one hardware queue too; wait() holds up no more than a stream."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    config = fap.FlashConfig(bits=4, min_bytes=0, check_ranks=False)
+    with queued(4, rank=1) as queue:
+        monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True))
+        launch = SimpleNamespace(two_shot_all_reduce=lambda *_: queue.note("launch", "two_shot"))
+        monkeypatch.setattr(two_shot, "_op", launch)
+        workspace.stream = torch.cuda.current_stream()
+        handle = fap.all_reduce(torch.empty(100), config=config, async_op=True)
+        own = next(one.on for one in queue.issued if one.what == "launch")
+        assert own != "current" and queue.count("launch", "two_shot") == 1 == queue.count("launch")
+        kinds = [(one.what, one.on) for one in queue.issued if one.what != "record_stream"]
+        before = [("wait_stream", own)] * 2  # as every asynchronous call, and behind the workspace's last call
+        assert kinds[:3] == [*before, ("launch", own)]
+        queue.clear()
+        assert handle is not None and handle.wait()
+        assert queue.issued[-1].what == "wait_event" and queue.issued[-1].on == "current"
+        assert queue.count("synchronize") == 0
+        queue.clear()
+        fap.all_reduce(torch.empty(100), config=config)  # the next call, on another stream, stands behind it
+        assert [(one.what, one.name, one.on) for one in queue.issued] == [
+            ("wait_stream", own, "current"), ("launch", "two_shot", "current")
+        ]  # fmt: skip
+    assert two_shot.counts == {two_shot.TWO_SHOT: 2}
 
 
 def test_a_report_is_an_error_of_the_next_call(host: Host, workspace: two_shot.Workspace) -> None:
@@ -362,10 +455,10 @@ def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]
             if fails == "rendezvous" and rank == 1:
                 raise RuntimeError("no handle")
 
-    def describe(device: torch.device, limit: int) -> dict[str, Any]:
+    def describe(device: torch.device) -> dict[str, Any]:
         return {
-            "limit": limit, "refuses": refuses if rank == 1 else "", "host": "a", "index": rank, "overlapping": False,
-            "uuid": str(rank), "blocked": [],
+            "limits": limit_of_1 if rank == 1 else 5, "refuses": refuses if rank == 1 else "", "host": "a",
+            "index": rank, "overlapping": False, "uuid": str(rank), "blocked": [],
         }  # fmt: skip
 
     label, cpu, found = Label("all_reduce", "here", dist.group.WORLD), torch.device("cpu"), []
@@ -375,7 +468,7 @@ def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]
     ):
         for _ in range(2):
             try:
-                answer = two_shot._workspace(label, cpu, limit_of_1 if rank == 1 else 5)
+                answer = two_shot._workspace(label, cpu)
             except MismatchError:
                 found.append("mismatch")
             else:
@@ -405,28 +498,36 @@ def test_a_kernel_gives_up_before_the_group_does(ranks: Callable[[int], Ranks]) 
     assert two_shot.timeout_ms(fake, torch.device("cpu")) == 9 * 60 * 1000  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("user", [None, "0"])
-def test_the_rendezvous_makes_no_multicast_mapping(
-    workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, user: str | None
-) -> None:
+@pytest.mark.parametrize(
+    ("user", "nvls", "capability", "during", "multicast"),
+    [
+        (None, "0", (9, 0), "1", 0), ("0", "0", (9, 0), "0", 0),
+        (None, "1", (9, 0), None, 256), ("1", "1", (9, 0), "1", 256), (None, "1", (8, 0), "1", 0),
+    ],
+)  # fmt: skip
+def test_a_multicast_mapping_is_made_on_request(
+    workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, user: Any, nvls: str, capability: Any, during: Any,
+    multicast: int,
+) -> None:  # fmt: skip
     """torch reads the variable when it meets: it is set there alone, and not against the user."""
     symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
     seen = []
 
     def rendezvous(memory: Any, group: Any) -> Any:
         seen.append(os.environ.get(two_shot.MULTICAST_OFF))
-        return SimpleNamespace(buffer_ptrs=[16, memory.data_ptr(), 48, 64])
+        return SimpleNamespace(buffer_ptrs=[16, memory.data_ptr(), 48, 64], multicast_ptr=256)
 
-    if user is None:
-        monkeypatch.delenv(two_shot.MULTICAST_OFF, raising=False)
-    else:
+    monkeypatch.setenv(two_shot.NVLS, nvls)
+    monkeypatch.delenv(two_shot.MULTICAST_OFF, raising=False)
+    if user is not None:
         monkeypatch.setenv(two_shot.MULTICAST_OFF, user)
     monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     workspace._memory = torch.zeros(64)
     workspace.rendezvous(Group())  # type: ignore[arg-type]
-    assert seen == [user or "1"] and os.environ.get(two_shot.MULTICAST_OFF) == user
-    assert workspace.addresses == [16, workspace._memory.data_ptr(), 48, 64]
+    assert seen == [during] and os.environ.get(two_shot.MULTICAST_OFF) == user
+    assert workspace.addresses == [16, workspace._memory.data_ptr(), 48, 64] and workspace.multicast == multicast
 
 
 def only_on_gpus() -> bool:
@@ -445,4 +546,4 @@ def test_nothing_is_set_up_during_capture(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(two_shot, "_workspaces", {})
     label = Label("all_reduce", "here", Group())  # type: ignore[arg-type]
-    assert two_shot._workspace(label, torch.device("cpu"), 1) == two_shot.CAPTURED
+    assert two_shot._workspace(label, torch.device("cpu")) == two_shot.CAPTURED

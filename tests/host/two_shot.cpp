@@ -33,7 +33,7 @@ struct HostCall {
   const uint8_t* inputs;
   const uint8_t* expected;  // of every rank; null: not compared
   int64_t numel;
-  int32_t type, bits, gather_bits, group_size, options, offset;
+  int32_t type, bits, gather_bits, group_size, options, offset, one_shot, staged;
   float factor;
   uint64_t gather_key;
   uint64_t reduce_keys[kMostRanks];
@@ -47,9 +47,10 @@ struct HostRun {
   uint32_t seed;      // of the delays; 0: none
   int32_t slow_rank;  // waits in each call; -1: none
   int32_t dead_rank;  // makes no call; -1: none
-  int32_t broken;    // 1, 2: nobody waits at the first, the second meeting; 4: one half for all calls; 8: the
-                     // count starts again with each call
-  uint64_t timeout;  // ns
+  int32_t broken;  // 1, 2: nobody waits at the first, the second meeting; 4: one half for all calls; 8: the
+                   // count starts again with each call; 16: blocks count for themselves alone
+  int32_t multicast;  // there is an address of all workspaces at once
+  uint64_t timeout;   // ns
   uint32_t reports[kMostRanks];
   int64_t lost;  // elements of results that are NaN
 };
@@ -109,7 +110,10 @@ struct HostBlock {
 
   uint8_t* word(int64_t at) const { return call.workspaces[call.rank] + at; }
   uint32_t count() { return run.broken & 8 ? run.count : memory.load(word(kCountsAt + index * 4)); }
-  void set_count(uint32_t n) { memory.store(word(kCountsAt + index * 4), n); }
+  void set_count(uint32_t n) {
+    const int step = run.broken & 16 ? kMostBlocks : blocks;
+    for (int other = index; other < kMostBlocks; other += step) memory.store(word(kCountsAt + other * 4), n);
+  }
   bool failed() { return memory.load(word(kFailedAt)) != 0; }
 
   template <class F>
@@ -124,6 +128,12 @@ struct HostBlock {
 
   void copy(const uint8_t* image, uint8_t* to, int bytes) {
     for (int i = 0; i < bytes; i += static_cast<int>(sizeof(Words))) put_words(to + i, get_words(image + i));
+  }
+
+  void copy_to_all(const uint8_t* image, uint8_t* to, int bytes) {
+    for (int peer = 0; peer < call.world; ++peer) {
+      copy(image, call.workspaces[peer] + (to - call.multicast), bytes);
+    }
   }
 
   bool meet(uint32_t n) {
@@ -216,7 +226,11 @@ extern "C" int64_t two_shot_run(HostRun* run, const HostCall* calls, const int32
                    c.gather_key,
                    rank,
                    run->world,
+                   c.one_shot != 0,
+                   c.staged != 0,
                    {},
+                   // Nothing lies there: only copy_to_all() may use it.
+                   run->multicast ? reinterpret_cast<uint8_t*>(uintptr_t{1} << 60) : nullptr,
                    run->broken & 4 ? 0 : run->half,
                    run->timeout};
       for (int peer = 0; peer < run->world; ++peer) {
@@ -224,14 +238,16 @@ extern "C" int64_t two_shot_run(HostRun* run, const HostCall* calls, const int32
       }
       if (index == 0) memcpy(tensor, c.inputs + rank * bytes, static_cast<size_t>(bytes));
       streams[static_cast<size_t>(rank)]->end_of_call();
-      HostBlock block{call, *run, random, index, run->blocks};
-      with_type(c.type, [&](auto t) {
-        if (c.options & ~(kSymmetricCodes | kCompact)) {
-          two_shot<t.value, true>(block, call);
-        } else {
-          two_shot<t.value, false>(block, call);
-        }
-      });
+      const int blocks = std::min(stripes_of(c.numel, run->world, call.one_shot), run->blocks);
+      HostBlock block{call, *run, random, index, blocks};
+      if (index < blocks)
+        with_type(c.type, [&](auto t) {
+          if (c.options & ~(kSymmetricCodes | kCompact)) {
+            two_shot<t.value, true>(block, call);
+          } else {
+            two_shot<t.value, false>(block, call);
+          }
+        });
       streams[static_cast<size_t>(rank)]->end_of_call();
       if (index != 0) continue;
       if (c.expected) wrong += memcmp(tensor, c.expected, static_cast<size_t>(bytes)) != 0;
@@ -258,12 +274,14 @@ extern "C" int64_t two_shot_run(HostRun* run, const HostCall* calls, const int32
   return guarded ? wrong.load() : -1;
 }
 
-extern "C" int64_t two_shot_half_bytes(int64_t numel, int world, int bits, int gather_bits, int group_size,
-                                       int options) {
-  return half_bytes(numel, world, Form(bits, group_size, options), Form(gather_bits, group_size, options));
+extern "C" int64_t two_shot_half_bytes(int64_t numel, int world, int one_shot, int bits, int gather_bits,
+                                       int group_size, int options) {
+  return half_bytes(numel, world, one_shot != 0, Form(bits, group_size, options),
+                    Form(gather_bits, group_size, options));
 }
 
 extern "C" int64_t two_shot_header_bytes() { return kHeaderBytes; }
+extern "C" int two_shot_most_blocks() { return kMostBlocks; }
 
 #if defined(TWO_SHOT_MAIN)
 #include <cstdio>
@@ -283,6 +301,8 @@ int main(int argc, char** argv) {
       c.gather_bits = 2 + static_cast<int>(random() % 7);
       c.group_size = 32 << random() % 6;
       c.options = random() % 2 ? 0 : kSpikes | kHadamard | kCompact;
+      c.one_shot = random() % 3 == 0;
+      c.staged = static_cast<int>(random() % 2);
       c.factor = 0.5f;
       inputs.emplace_back(static_cast<size_t>(c.numel * world) + 1);
       for (float& x : inputs.back()) x = static_cast<float>(random() % 2001) - 1000.0f;
@@ -290,7 +310,9 @@ int main(int argc, char** argv) {
       calls.push_back(c);
       order.push_back(i);
     }
-    HostRun run{world, 3, 200000, 0, 1, world / 2, -1, broken, broken ? 500000000u : 60000000000u, {}, 0};
+    HostRun run{
+        world, 3, 600000, 0, 1, world / 2, -1, broken, world / 3 % 2, broken ? 500000000u : 60000000000u,
+        {},    0};
     printf("world %d: %ld\n", world,
            static_cast<long>(two_shot_run(&run, calls.data(), order.data(), count)));
   }

@@ -20,19 +20,22 @@ from tests.gpu.device import Written
 from tests.ptx.operators import machine
 
 FOREVER = 1 << 40  # ms
+BLOCKS = 32  # of the largest call
+MULTICAST = 1 << 59  # no memory of the machine lies there
 
 
 class Group:
-    def __init__(self, world: int, half: int, count: int = 0) -> None:
-        """half: bytes of half a workspace; count: meetings before the first call."""
+    def __init__(self, world: int, half: int, count: int = 0, multicast: bool = False) -> None:
+        """half: bytes of half a workspace; count: meetings before the first call; multicast: one address for all."""
         columns = two_shot.HEADER_BYTES + 2 * half
         self.workspaces = [Written.make(1, columns, torch.uint8, offset=(-64 * rank) % 48) for rank in range(world)]
         for workspace in self.workspaces:
             row = workspace.rows[0]
             row[: two_shot.HEADER_BYTES] = 0
-            words = row[:1152].view(torch.int32)  # arrived, counts: two_shot.h
+            words = row[: 4 * two_shot.MOST_BLOCKS * (two_shot.MOST_RANKS + 1)].view(torch.int32)  # arrived, counts
             words.fill_(count - (1 << 32) if count >= 1 << 31 else count)
         self.reports = torch.zeros(world, dtype=torch.int32)
+        self.multicast = MULTICAST if multicast else 0
 
     def run(
         self, calls: Sequence[Call], seed: int, late: int | None = None, dead: int | None = None, timeout: int = FOREVER
@@ -42,6 +45,8 @@ class Group:
         addresses = [workspace.rows.data_ptr() for workspace in self.workspaces]
         results = []
         with held, run.queued(seed):
+            if self.multicast:
+                held.enter_context(run.multicast(self.multicast, [w.rows for w in self.workspaces]))
             held.enter_context(run.may_touch([(workspace.rows, True) for workspace in self.workspaces]))
             held.enter_context(run.may_touch([(self.reports, True)]))
             for call in calls:
@@ -53,9 +58,10 @@ class Group:
                 run.set_stream(rank + 1)
                 for call, tensors in zip(calls, results, strict=True):
                     torch.ops.flash_allreduce_ptx.two_shot_all_reduce(
-                        tensors[rank].rows[0], addresses, self.workspaces[rank].rows.numel(),
-                        self.reports[rank:].data_ptr(), rank, call.factor, call.reduce.bits, call.gather.bits,
-                        call.reduce.group_size, call.reduce.options, *two_shot.draw_keys(call.key, rank), timeout,
+                        tensors[rank].rows[0], addresses, self.workspaces[rank].rows.numel(), self.multicast,
+                        self.reports[rank:].data_ptr(), rank, BLOCKS, call.staged, call.one_shot, call.factor,
+                        call.reduce.bits, call.gather.bits, call.reduce.group_size, call.reduce.options,
+                        *two_shot.draw_keys(call.key, rank), timeout,
                     )  # fmt: skip
             if late is not None:
                 run.hold(late + 1, 300_000)

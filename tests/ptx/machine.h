@@ -80,6 +80,10 @@ struct Dim {
 // Which bytes kernels may touch.
 class Memory {
  public:
+  // A multicast address, and the memory of each rank that a store there goes to.
+  uint64_t multicast = 0, multicast_bytes = 0;
+  std::vector<uint64_t> copies;
+
   void allow(uint64_t first, uint64_t bytes, bool writable);
   void forget(uint64_t first) { ranges_.erase(first); }
   void check(uint64_t address, uint64_t bytes, bool writes) const;

@@ -132,6 +132,24 @@ void access(Warp& warp, const Instruction& i, uint32_t lanes) {
   }
 }
 
+// As a store, to the memory of every rank behind a multicast address.
+void store_to_all(Warp& warp, const Instruction& i, uint32_t lanes) {
+  const Memory& memory = machine().memory;
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int lane = __builtin_ctz(lanes);
+    uint32_t values[4];
+    for (int n = 0; n < 4; ++n) values[n] = warp.slot<uint32_t>(i.at[3 + n])[lane];
+    if (!i.at[1]) throw Fault("a multicast address of 32 bits");
+    const uint64_t at =
+        warp.slot<uint64_t>(i.at[0])[lane] + static_cast<uint64_t>(int64_t{i.at[2]}) - memory.multicast;
+    if (at + sizeof values > memory.multicast_bytes) throw Fault("a multimem store to no multicast address");
+    for (const uint64_t copy : memory.copies) {
+      memory.check(copy + at, sizeof values, true);
+      memcpy(reinterpret_cast<uint8_t*>(copy + at), values, sizeof values);
+    }
+  }
+}
+
 template <class T>
 void exchange(Warp& warp, const Instruction& i, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
@@ -460,7 +478,7 @@ Table make_table() {
   t["shfl.sync.idx.b32"] = {Kind::kShuffle, shuffle<[](uint32_t, uint32_t which) { return which & 31u; }>,
                             "44444"};
   // One thing is done after the other: there is nothing to order.
-  t["membar.sys"] = t["membar.gl"] = t["membar.cta"] = nothing();
+  t["membar.sys"] = t["membar.gl"] = t["membar.cta"] = t["fence.proxy.alias"] = nothing();
   t["tid.x"] = special([](const Warp& w, int lane) { return w.first_thread + static_cast<uint32_t>(lane); });
   t["ctaid.x"] = special([](const Warp& w, int) { return w.block->index; });
   t["nctaid.x"] = special([](const Warp& w, int) { return w.block->launch->grid.blocks; });
@@ -470,6 +488,8 @@ Table make_table() {
   add_space<Space::kShared>(t, ".shared");
   add_space<Space::kGlobal>(t, ".global");
   add_space<Space::kGeneric>(t, "");
+  t["trap"] = {Kind::kPlain, [](Warp&, const Instruction&, uint32_t) { throw Fault("a trap"); }, ""};
+  t["multimem.st.global.v4.f32"] = {Kind::kPlain, store_to_all, ""};
   t["atom.global.exch.b32"] = {Kind::kPlain, exchange<uint32_t>, ""};
   t["cvta.shared.u64"] = op([](uint64_t a) { return a + kSharedWindow; });
   t["cvta.to.shared.u64"] = op([](uint64_t a) { return a - kSharedWindow; });

@@ -118,6 +118,16 @@ class Machine:
                 self.library.ptx_forget(ctypes.c_uint64(at))
 
     @contextmanager
+    def multicast(self, address: int, copies: list[Tensor]) -> Iterator[None]:
+        """What multimem instructions store at the address goes to the copies, which have one size. Nothing else may."""
+        addresses = (ctypes.c_uint64 * len(copies))(*(copy.data_ptr() for copy in copies))
+        self.library.ptx_multicast(ctypes.c_uint64(address), ctypes.c_uint64(copies[0].nbytes), addresses, len(copies))
+        try:
+            yield
+        finally:
+            self.library.ptx_multicast(ctypes.c_uint64(address), ctypes.c_uint64(0), addresses, 0)
+
+    @contextmanager
     def queued(self, seed: int) -> Iterator[None]:
         """Launches inside wait in the stream of their rank, for run_streams()."""
         self.library.ptx_seed(seed + 1)

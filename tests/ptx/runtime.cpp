@@ -195,6 +195,11 @@ void ptx_allow(uint64_t first, uint64_t bytes, int writable) {
   machine().memory.allow(first, bytes, writable != 0);
 }
 void ptx_forget(uint64_t first) { machine().memory.forget(first); }
+void ptx_multicast(uint64_t first, uint64_t bytes, const uint64_t* copies, int32_t count) {
+  Memory& memory = machine().memory;
+  memory.multicast = first, memory.multicast_bytes = bytes;
+  memory.copies.assign(copies, copies + count);
+}
 void ptx_seed(uint32_t seed) { machine().random.seed(seed); }
 
 // From now on launches wait in the stream that is current, each rank's its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +16,7 @@ from flash_allreduce_plugin.collectives import two_shot
 from tests.codecs import DTYPES, gaussian, same_bits
 from tests.collectives.test_two_shot import OPTIONS, PLAIN, Call, make
 from tests.gpu import device
+from tests.ptx import build
 from tests.ptx.group import Group
 from tests.ptx.operators import machine
 from tests.ptx.test_codec import needs_ptx, without
@@ -22,9 +24,9 @@ from tests.ptx.test_codec import needs_ptx, without
 pytestmark = needs_ptx
 
 
-def check(calls: list[Call], seed: int, late: int | None = None, count: int = 0) -> None:
+def check(calls: list[Call], seed: int, late: int | None = None, count: int = 0, multicast: bool = False) -> None:
     world = len(calls[0].inputs)
-    group = Group(world, max(call.half_bytes for call in calls), count)
+    group = Group(world, max(call.half_bytes for call in calls), count, multicast)
     for call, results in zip(calls, group.run(calls, seed, late), strict=True):
         for rank, ours in enumerate(results):
             what = f"rank {rank} of {world}, {call.reduce} to {call.gather}, {tuple(call.inputs.shape)}, seed {seed}"
@@ -46,6 +48,28 @@ def test_every_option(world: int, seed: int) -> None:
     check([make(world, 1500, i, seed) for i in range(len(OPTIONS))], seed)
 
 
+needs_multicast = pytest.mark.skipif(build.ARCHITECTURE < "90", reason="GPUs before sm_90 have no multicast address")
+
+
+@needs_multicast
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_store_to_a_multicast_address_goes_to_all(world: int) -> None:
+    """Of the sums; in one shot, of what every rank encodes. No rank's own address is written for it."""
+    calls = [make(world, numel, i) for i, numel in enumerate((1025, 33, 9000, 2048, 700))]
+    assert {call.one_shot for call in calls} == {False, True}
+    check(calls, seed=world, multicast=True)
+    assert machine().opcodes["multimem.st.global.v4.f32"] > 0
+
+
+@needs_multicast
+def test_a_store_beside_the_multicast_address_is_seen() -> None:
+    def further(_: str, text: str) -> str:
+        return re.sub(r"(multimem\.st\S+\s+\[%rd\d+)", r"\1+16", text)
+
+    with machine().mutated(further), pytest.raises((AssertionError, RuntimeError), match="rank"):
+        check([make(2, 1025, 0)], seed=2, multicast=True)
+
+
 @pytest.mark.slow
 def test_more_pieces_than_blocks() -> None:
     check([make(2, 1024 * 2 * 33 + 5, i) for i in (0, 1)], seed=3)
@@ -59,7 +83,10 @@ def test_a_late_rank_is_waited_for(world: int, late: int) -> None:
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_calls_of_changing_sizes_while_the_count_of_meetings_wraps_around(count: int) -> None:
     """A rank begins its next call while others are in this one: two halves are enough."""
-    small = [Call(gaussian(3, n, seed=n), PLAIN, Format(8, 128), key=n) for n in (1, 5000, 64, 0, 1024, 4100)]
+    small = [
+        Call(gaussian(3, n, seed=n), PLAIN, Format(8, 128), key=n, one_shot=i % 3 == 1, staged=i % 2 == 0)
+        for i, n in enumerate((1, 5000, 64, 0, 1024, 4100))
+    ]
     calls = random.Random(count).choices(small, k=count)
     check(calls, seed=count, count=(1 << 32) - 8)
 
@@ -67,7 +94,7 @@ def test_calls_of_changing_sizes_while_the_count_of_meetings_wraps_around(count:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rank_that_does_not_come_is_reported_and_leaves_nan(dtype: torch.dtype) -> None:
     """The result is NaN throughout, the report names the peer, and later calls do not wait again."""
-    calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN) for n in (5000, 3000, 1)]
+    calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN, one_shot=n == 3000) for n in (5000, 3000, 1)]
     group = Group(3, max(call.half_bytes for call in calls))
     for call, results in zip(calls, group.run(calls, seed=7, dead=1, timeout=1), strict=True):
         assert results[0].isnan().all() and results[2].isnan().all()
@@ -124,11 +151,14 @@ def test_arguments_that_are_refused() -> None:
     x = torch.zeros(100)
     run = torch.ops.flash_allreduce_ptx.two_shot_all_reduce
     for arguments, message in (
-        ((x, [16], 1 << 20, 0, 0), "workspaces has 1 addresses"),
-        ((x, [16, 32], 1 << 20, 0, 2), "rank is 2"),
-        ((x, [16, 32], 3000, 0, 0), "half a workspace has"),
-        ((x, [16, 40], 1 << 20, 0, 0), "16 does not divide"),
+        ((x, [16], 1 << 20, 0, 0, 0, 1), "workspaces has 1 addresses"),
+        ((x, [16, 32], 1 << 20, 0, 0, 2, 1), "rank is 2"),
+        ((x, [16, 32], 1 << 20, 0, 0, 0, 0), "blocks is 0; expected 1 to 64"),
+        ((x, [16, 32], 1 << 20, 0, 0, 0, 65), "blocks is 65"),
+        ((x, [16, 32], 5000, 0, 0, 0, 1), "half a workspace has"),
+        ((x, [16, 40], 1 << 20, 0, 0, 0, 1), "16 does not divide"),
+        ((x, [16, 32], 1 << 20, 8, 0, 0, 1), "16 does not divide"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            run(*arguments, 1.0, 4, 4, 128, 0, 0, 0, 1000)
+            run(*arguments, False, False, 1.0, 4, 4, 128, 0, 0, 0, 1000)
     assert device.ON_PTX

@@ -50,7 +50,7 @@ def _registers(i: Instruction) -> Iterator[str]:
 
 def _sets(i: Instruction) -> set[str]:
     """Registers that hold another value after it, whatever they held before."""
-    if i.guard is not None or i.opcode.split(".")[0] in ("st", *_JUMPS):
+    if i.guard is not None or i.opcode.split(".")[0] in ("st", "multimem", *_JUMPS):
         return set()
     return set(_names(i.operands[:1])) - set(_names(i.operands[1:]))
 
@@ -135,7 +135,7 @@ class _Translator:
         kind, *parts = name.split(".")
         if kind == "bra":
             yield "bra", [0]  # known when all rows are
-        elif kind in ("ld", "st"):
+        elif kind in ("ld", "st", "multimem"):
             yield self._access(kind, parts, at)
         elif kind == "bar" and parts[0] in ("sync", "red"):
             if at[1 if parts[0] == "red" else 0] != "0" or len(at) != (3 if parts[0] == "red" else 1):

@@ -166,12 +166,13 @@ def gpus(report: Findings) -> None:
         report.note("peer access", f"missing for {len(cut)} of {len(pairs)} pairs: {shown}")
     try:
         importlib.import_module("torch.distributed._symmetric_memory")
-        limit = two_shot.limit_of_environment()
+        limit = os.environ.get(two_shot.LIMIT) or "0"
+        used = two_shot.limits_of_environment().fused
     except Exception as error:
         report.note("symmetric memory", described(error))
     else:
-        used = f"tensors of up to {limit} bytes take the two-shot kernel" if limit else "the two-shot kernel is off"
-        report.ok("symmetric memory", f"torch has it; {two_shot.LIMIT} is {limit}: {used}")
+        taken = "small all-reduces take the two-shot kernel" if used else "the two-shot kernel is off"
+        report.ok("symmetric memory", f"torch has it; {two_shot.LIMIT} is {limit}: {taken}")
 
 
 def entry_point(report: Findings) -> None:
@@ -212,13 +213,13 @@ def variables(report: Findings) -> None:
     except ConfigError as error:
         lines += str(error).splitlines()
     on = []
-    for switch in (environment.DISABLE, environment.REFERENCE):
+    for switch in (environment.DISABLE, environment.NVLS, environment.REFERENCE):
         try:
             on += [switch] if environment.is_on(switch) else []
         except ConfigError as error:
             lines.append(str(error))
     try:
-        two_shot.limit_of_environment()
+        two_shot.limits_of_environment()
     except ConfigError as error:
         lines.append(str(error))
     seen = sorted(variable for variable in os.environ if variable.startswith(environment.PREFIX))

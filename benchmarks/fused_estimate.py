@@ -1,0 +1,117 @@
+"""Up to which size the fused kernel should win, and in one shot or in two: where the default limits come from.
+
+    python -m benchmarks.fused_estimate
+
+An estimate, nobody has measured it: times of a bf16 all-reduce of one node, of n elements in payloads of P bytes, N
+ranks, at 8 and 4 bits in groups of 128:
+
+    two-shot   launch + 2 meetings + 2 (N-1)/N P over the link + 4 n + 4 P + P / N bytes by the kernel
+    one-shot   launch + 1 meeting  +   (N-1)   P over the link + 4 n + 3 P + N P bytes by the kernel
+    usual      three kernels on the whole GPU and two exchanges in turn (benchmarks/cost_estimate.py)
+
+The kernel has a block for each stripe, of which a multiprocessor holds one, up to a third of the GPU; its bytes go at
+that share of the speed of the codec's kernels. A limit is the largest power of two up to which the way is not slower
+than the next one, at both widths. Meetings, launches and the latency of an exchange are assumptions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.cost_estimate import ELEMENT, H100, MACHINES, WIDTHS, Kernels, Machine, flat
+from flash_allreduce_plugin.cli.plan.presets import CODEC, LAUNCH
+from flash_allreduce_plugin.codec.format import Format
+from flash_allreduce_plugin.collectives import two_shot
+from flash_allreduce_plugin.collectives.two_shot import Limits
+
+SIZES = [1 << power for power in range(10, 27)]  # bytes of the tensor
+PIECE = 1024  # elements
+KERNELS = Kernels.assume(CODEC)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node. processors: of a GPU. meeting: seconds from the last store of a rank to the first load of its peers."""
+
+    machine: Machine
+    nvlink: bool
+    processors: int
+    meeting: float
+    source: str
+
+
+L40 = next(machine for machine in MACHINES if "L40" in machine.name)
+BOXES = (
+    Box(H100, True, 132, 2e-6, "meeting: 2 us, an assumption"),
+    Box(L40, False, 142, 3e-6, "meeting: 3 us, of the 4.0 us that launch, copies and one take (flashinfer/pull/5023)"),
+)
+
+
+def fused_seconds(numel: int, c: Format, box: Box, ranks: int, one_shot: bool) -> float:
+    payload = c.payload_bytes(numel)
+    stripes = -(-numel // (PIECE * (1 if one_shot else ranks)))
+    blocks = min(stripes, two_shot.blocks_of([box.processors]))
+    speed = box.machine.copy * CODEC * blocks / box.processors
+    summed = ranks * payload + payload if one_shot else payload + payload / ranks
+    kernel = (2 * ELEMENT * numel + 2 * payload + summed) / speed
+    sent = (ranks - 1) * payload * (1 if one_shot else 2 / ranks)
+    return LAUNCH + (1 if one_shot else 2) * box.meeting + sent / box.machine.link + kernel
+
+
+def usual_seconds(numel: int, c: Format, box: Box, ranks: int) -> float:
+    return flat(numel, c, replace(box.machine, ranks=ranks), KERNELS).in_turn
+
+
+def limit(faster: Callable[[int, Format], float], slower: Callable[[int, Format], float]) -> int:
+    """Bytes of the largest tensor up to which `faster` is it, at every width; 0: none."""
+    found = 0
+    for size in SIZES:
+        if any(faster(size // ELEMENT, c) > slower(size // ELEMENT, c) for c in (Format(bits, 128) for bits in WIDTHS)):
+            break
+        found = size
+    return found
+
+
+def limits(box: Box, ranks: int) -> Limits:
+    def fused(one_shot: bool) -> Callable[[int, Format], float]:
+        return lambda numel, c: fused_seconds(numel, c, box, ranks, one_shot)
+
+    def usual(numel: int, c: Format) -> float:
+        return usual_seconds(numel, c, box, ranks)
+
+    return Limits(limit(fused(True), fused(False)), limit(fused(False), usual))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(
+        f"An estimate, not a measurement: kernels ASSUMED at {CODEC:g} of a copy's speed, {1e6 * LAUNCH:g} us a launch."
+    )
+    rows = []
+    for box in BOXES:
+        print(f"\n{box.machine.name}")
+        for source in (*box.machine.sources[:2], box.source):
+            print(f"    {source}")
+        print(f"    {'ranks':>5}{'one shot up to KiB':>20}{'fused up to KiB':>17}", end="")
+        print(f"{'us at that: one shot':>22}{'two-shot':>10}{'usual':>8}   (8 bits)")
+        for ranks in range(2, two_shot.MOST_RANKS + 1):
+            found = limits(box, ranks)
+            rows.append({"machine": box.machine.name, "ranks": ranks, **found._asdict()})
+            numel, c = found.one_shot // ELEMENT, Format(8, 128)
+            times = [fused_seconds(numel, c, box, ranks, True), fused_seconds(numel, c, box, ranks, False)]
+            times.append(usual_seconds(numel, c, box, ranks))
+            print(f"    {ranks:5}{found.one_shot / 1024:20g}{found.fused / 1024:17g}", end="")
+            print("{:22.1f}{:10.1f}{:8.1f}".format(*(1e6 * seconds for seconds in times)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
