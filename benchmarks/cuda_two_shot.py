@@ -5,8 +5,9 @@
 With as many GPUs as ranks each has its own. With fewer they share the first one, take turns on it, and wait for each
 other across those turns: such a time is not that of a machine with several GPUs. "traffic us" is what the bytes that
 all ranks of a GPU read and write take at the speed of a device-to-device copy in the same run: a rank reads the tensor
-and writes its payload, reads a payload and writes one, reads a payload and writes the tensor. Beside it stands the
-other path over the same group. Times are medians over the rounds of the slowest rank's, of bf16 in groups of 128.
+and writes its payload, reads a payload and writes one, reads a payload and writes the tensor. Beside it stand the same
+kernel in one shot, up to 1 MiB, and the other path over the same group. Times are medians over the rounds of the
+slowest rank's, of bf16 in groups of 128.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from flash_allreduce_plugin.codec.format import Format
 KIB = 1 << 10
 ELEMENT = 2
 LIMIT = "FLASH_ALLREDUCE_TWO_SHOT_BYTES"
+ONE_SHOT = "FLASH_ALLREDUCE_ONE_SHOT_BYTES"
+MIB = KIB * KIB
+# Name -> the two limits. The first sets the size of the workspace.
+WAYS = {"one shot": (16 * MIB, MIB), "fused": (16 * MIB, 0), "other": (0, 0)}
 
 
 def traffic_bytes(numel: int, c: Format) -> int:
@@ -83,11 +88,11 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
         for bits in (8, 4):
             c, config = Format(bits, 128), fap.FlashConfig(bits=bits, min_bytes=0)
             x = torch.randn(kib * KIB // ELEMENT, device=device).bfloat16()
-            times: dict[str, list[float]] = {"fused": [], "other": []}
+            times: dict[str, list[float]] = {name: [] for name in WAYS if name != "one shot" or kib <= KIB}
             taken = symmetric.counts[symmetric.TWO_SHOT]
             for round_ in range(rounds + 1):
-                for name, limit in (("fused", 64 * KIB * KIB), ("other", 0)):
-                    os.environ[LIMIT] = str(limit)
+                for name in times:
+                    os.environ[LIMIT], os.environ[ONE_SHOT] = map(str, WAYS[name])
                     dist.barrier()
                     took = slowest(timed(lambda x=x, config=config: fap.all_reduce(x, config=config), calls))
                     if round_:
@@ -101,10 +106,11 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
                     "KiB": kib,
                     "bits": bits,
                     "us": 1e6 * fused,
+                    "one shot us": 1e6 * statistics.median(times["one shot"]) if "one shot" in times else None,
                     "other path us": 1e6 * statistics.median(times["other"]),
                     "traffic us": 1e6 * traffic / speed,
                     "share": traffic / speed / fused,
-                    "took the kernel": taken == (rounds + 1) * calls,
+                    "took the kernel": taken == (rounds + 1) * calls * (len(times) - 1),
                 }
             )
     if rank == 0:
@@ -130,18 +136,21 @@ def main() -> int:
     if not torch.cuda.is_available() or importlib.util.find_spec("flash_allreduce_plugin.collectives.two_shot") is None:
         print("torch finds no CUDA device, or this package has no two-shot kernel")
         return 2
-    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    if torch.cuda.device_count() < arguments.ranks:  # where it is set torch maps no multicast address (NVLS)
+        os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     with tempfile.TemporaryDirectory() as folder:
         out = str(Path(folder) / "out.json")
         spawned = (arguments.ranks, str(Path(folder) / "store"), arguments.quick, out)
         torch.multiprocessing.spawn(measure, spawned, nprocs=arguments.ranks)
         results: dict[str, Any] = json.loads(Path(out).read_text())
     print(", ".join(f"{key} {value}" for key, value in results["about"].items()))
-    print(f"{'KiB':>7}{'bits':>6}{'us':>10}{'other path us':>15}{'traffic us':>12}{'share':>7}")
+    print(f"{'KiB':>7}{'bits':>6}{'us':>10}{'one shot us':>13}{'other path us':>15}{'traffic us':>12}{'share':>7}")
     for row in results["rows"]:
         print(
-            f"{row['KiB']:7}{row['bits']:6}{row['us']:10.1f}{row['other path us']:15.1f}{row['traffic us']:12.2f}"
-            f"{row['share']:7.2f}" + ("" if row["took the kernel"] else "  NOT the kernel")
+            f"{row['KiB']:7}{row['bits']:6}{row['us']:10.1f}"
+            + (" " * 13 if row["one shot us"] is None else f"{row['one shot us']:13.1f}")
+            + f"{row['other path us']:15.1f}{row['traffic us']:12.2f}{row['share']:7.2f}"
+            + ("" if row["took the kernel"] else "  NOT the kernel")
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -18,20 +18,23 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
-    """gpu_ranks(n, backend, two_shot): n running ranks, spawned: a process that was forked cannot always use CUDA.
+    """gpu_ranks(n, backend, two_shot, nvls): n running ranks, spawned: a forked process cannot always use CUDA.
 
-    two_shot: bytes of the largest all-reduce that takes the two-shot kernel; 0: none does.
+    two_shot: bytes of the largest all-reduce that takes the two-shot kernel; 0: none does. nvls: by a multicast
+    address, which torch does not map where ranks may share a GPU.
     """
-    started: dict[tuple[int, str, int], Ranks] = {}
+    started: dict[tuple[int, str, int, bool], Ranks] = {}
 
-    def get(world_size: int, backend: str = "gloo", two_shot: int = 0) -> Ranks:
-        key = world_size, backend, two_shot
+    def get(world_size: int, backend: str = "gloo", two_shot: int = 0, nvls: bool = False) -> Ranks:
+        key = world_size, backend, two_shot, nvls
         if key not in started or not started[key].alive:
-            os.environ[environment.TWO_SHOT_BYTES] = str(two_shot)
-            try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(environment.TWO_SHOT_BYTES, str(two_shot))
+                if nvls:
+                    patch.setenv(environment.NVLS, "1")
+                    patch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+                    patch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST")
                 started[key] = Ranks(world_size, backend=backend, method="spawn")
-            finally:
-                os.environ.pop(environment.TWO_SHOT_BYTES, None)
         return started[key]
 
     yield get

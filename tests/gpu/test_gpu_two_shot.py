@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -27,29 +28,62 @@ def counted() -> dict[str, int]:
     return dict(two_shot.counts)
 
 
-def fused_digests(calls: list[Call]) -> tuple[list[str], dict[str, int]]:
-    before = counted()
-    digests = digests_of(calls)
+def fused_digests(
+    calls: list[Call], fused: str | None = None, one_shot: str = two_shot.AUTO
+) -> tuple[list[str], dict[str, int]]:
+    """Digests of this rank's results, and how its calls went, with these limits; fused: None for those of the ranks."""
+    before, kept = counted(), os.environ[two_shot.LIMIT]
+    os.environ.update({two_shot.LIMIT: kept if fused is None else fused, two_shot.ONE_SHOT: one_shot})
+    try:
+        digests = digests_of(calls)
+    finally:
+        os.environ[two_shot.LIMIT] = kept
     return digests, {name: n - before.get(name, 0) for name, n in counted().items() if n > before.get(name, 0)}
 
 
 def check(ranks: Ranks, calls: list[Call]) -> None:
-    """Every call took the two-shot kernel, and has the bits of the simulation."""
-    results, expected = ranks.run(fused_digests, calls), expected_of(calls, ranks.world_size)
-    for rank, (digests, counts) in enumerate(results):
-        assert counts == {"two-shot": len(calls)}, f"rank {rank}: {counts} of {len(calls)} calls"
-        for call, ours, theirs in zip(calls, digests, expected[rank], strict=True):
-            assert ours == theirs, f"rank {rank} of {ranks.world_size}: {call}"
+    """Every call took the two-shot kernel, in one shot and in two, and has the bits of the simulation."""
+    expected = expected_of(calls, ranks.world_size)
+    for one_shot in (two_shot.AUTO, "0", str(LIMIT // 16)):
+        for rank, (digests, counts) in enumerate(ranks.run(fused_digests, calls, None, one_shot)):
+            assert counts == {"two-shot": len(calls)}, f"rank {rank}: {counts} of {len(calls)} calls"
+            for call, ours, theirs in zip(calls, digests, expected[rank], strict=True):
+                assert ours == theirs, f"rank {rank} of {ranks.world_size}, one shot up to {one_shot}: {call}"
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 def test_every_world_length_dtype_and_configuration(gpu_ranks: GetRanks, world_size: int) -> None:
     calls = [
-        Call("all_reduce", numel, dtype, CONFIGS[(i + j) % 6], "AVG" if (i + j) % 2 else "SUM")
+        Call("all_reduce", numel, dtype, CONFIGS[(i + j) % 6], "AVG" if (i + j) % 2 else "SUM", async_op=i % 3 == 1)
         for i, numel in enumerate((1, 129, 1023, 1024, 8192, 30_011, 400_003))
         for j, dtype in enumerate(("float32", "bfloat16", "float16"))
     ]
     check(gpu_ranks(world_size, two_shot=LIMIT), calls)
+
+
+def address_of_all() -> int:
+    workspace = next(iter(two_shot._workspaces[dist.group.WORLD].values()))
+    assert isinstance(workspace, two_shot.Workspace), workspace
+    return workspace.multicast
+
+
+@pytest.mark.parametrize("nvls", [False, True])
+def test_ranks_on_gpus_of_their_own(gpu_ranks: GetRanks, nvls: bool) -> None:
+    """Over NVLink or PCIe, on the streams of NCCL's groups; nvls: with multimem stores."""
+    world_size = min(torch.cuda.device_count(), two_shot.MOST_RANKS)
+    if world_size < 2 or (nvls and torch.cuda.get_device_capability(0) < (9, 0)):
+        pytest.skip("this needs two GPUs" + ", of sm_90 or later" * nvls)
+    calls = [
+        Call("all_reduce", numel, "bfloat16", CONFIGS[i % 6], async_op=async_op)
+        for i, numel in enumerate((1, 1025, 30_011, 400_003))
+        for async_op in (False, True)
+    ]
+    ranks = gpu_ranks(world_size, "nccl", two_shot=LIMIT, nvls=nvls)
+    check(ranks, calls)
+    addresses = ranks.run(address_of_all)
+    if nvls and not all(addresses):
+        pytest.skip("these GPUs share no multicast address: copies were used")
+    assert nvls or not any(addresses)
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf", "from 1e-30 to 1e30", "constant", "cancelling"])
@@ -59,11 +93,13 @@ def test_not_finite_values_and_wide_ranges(gpu_ranks: GetRanks, kind: str) -> No
 
 
 def test_the_other_path_has_the_same_bits(gpu_ranks: GetRanks) -> None:
-    """Asynchronous calls do not take the two-shot kernel."""
-    call = Call("all_reduce", 100_003, "bfloat16", {"bits": 4})
-    results = gpu_ranks(3, two_shot=LIMIT).run(fused_digests, [call, replace(call, async_op=True), call])
-    for digests, counts in results:
-        assert len(set(digests)) == 1 and counts["two-shot"] == 2, counts
+    calls = [replace(Call("all_reduce", 100_003, "bfloat16", {"bits": 4}), async_op=late) for late in (False, True)]
+    found = set()
+    for fused, one_shot, took in (("0", "0", two_shot.OFF), (None, "0", "two-shot"), (None, str(LIMIT), "two-shot")):
+        for digests, counts in gpu_ranks(3, two_shot=LIMIT).run(fused_digests, calls, fused, one_shot):
+            assert counts == {took: 2}
+            found |= set(digests)
+    assert len(found) == 1
 
 
 def many(count: int) -> tuple[bool, int]:
