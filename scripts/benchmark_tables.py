@@ -49,7 +49,7 @@ def _sections(*sections: str) -> str:
 BENCH = "flash-allreduce bench"
 TRAIN = "python -m benchmarks.training --hidden 288 --layers 5 --steps 400"
 DEEPSPEED = "python -m benchmarks.deepspeed_training"
-COMPACT_MSE = '{"group_size": 32, "compact": true, "range": "mse"}'
+CODEBOOK = '{"codebook": true}'
 _FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
@@ -149,18 +149,18 @@ TRAINING = (
             Command(f"{TRAIN} --bits 8,6 --tp 4 --seeds 1234 --no-noise-control", _QUICK_TRAINING),
             Command("python -m benchmarks.training --no-noise-control", _QUICK_TRAINING),
             Command(
-                f"python -m benchmarks.training --steps 400 --bits 6,4 --no-noise-control --options '{COMPACT_MSE}'",
+                f"python -m benchmarks.training --steps 400 --bits 6,4 --no-noise-control --options '{CODEBOOK}'",
                 _QUICK_TRAINING,
             ),
-            Command(f"{TRAIN} --bits 6,4 --seeds 1234 --no-noise-control --options '{COMPACT_MSE}'", _QUICK_TRAINING),
+            Command(f"{TRAIN} --bits 6,4 --seeds 1234 --no-noise-control --options '{CODEBOOK}'", _QUICK_TRAINING),
         ),
         texts.training(
             "TP 2, ",
             "sequence parallel, ",
             "TP 4, ",
             "3.2 M, ",
-            "3.2 M, options, ",
-            "options, ",
+            "3.2 M, codebook, ",
+            "codebook, ",
         ),
         slow=True,
         needs=("megatron",),
