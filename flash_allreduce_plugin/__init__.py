@@ -27,7 +27,11 @@ _HOMES = {
     "all_gather": "dispatch",
     "all_reduce": "dispatch",
     "all_to_all": "dispatch",
+    "broadcast": "rooted",
     "ddp_hook": "ddp",
+    "gather": "rooted",
+    "reduce": "rooted",
+    "scatter": "rooted",
     "fsdp1_hook": "fsdp",
     "reduce_scatter": "dispatch",
     "decode": "tensors",
@@ -70,6 +74,10 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.fsdp import fsdp1_hook as fsdp1_hook
     from flash_allreduce_plugin.policy import Role as Role
     from flash_allreduce_plugin.policy import Site as Site
+    from flash_allreduce_plugin.rooted import broadcast as broadcast
+    from flash_allreduce_plugin.rooted import gather as gather
+    from flash_allreduce_plugin.rooted import reduce as reduce
+    from flash_allreduce_plugin.rooted import scatter as scatter
     from flash_allreduce_plugin.telemetry.counters import reset_stats as reset_stats
     from flash_allreduce_plugin.telemetry.counters import stats as stats
     from flash_allreduce_plugin.telemetry.tensorboard import log_to as log_to

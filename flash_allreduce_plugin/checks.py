@@ -14,7 +14,7 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives.copies import Range
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Slot
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import SUMS, Site
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -160,6 +160,40 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
+def rank_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
+    """The rank in the group that torch's two arguments mean: `name`, of all ranks, or group_`name`, of the group's.
+
+    Raises ValueError unless one of them is given, and is of the group.
+    """
+    if (rank is None) == (group_rank is None):
+        raise ValueError(f"{name} is {rank} and group_{name} {group_rank}; give one of them.")
+    if rank is not None:
+        name, found = f"{name} is {rank}", dist.get_group_rank(group, operator.index(rank))
+    else:
+        name, found = f"group_{name} is {group_rank}", operator.index(group_rank or 0)
+    if not 0 <= found < group.size():
+        raise ValueError(f"{name}; the group has the ranks 0 to {group.size() - 1}.")
+    return found
+
+
+def check_list(tensors: Any, name: str, like: Tensor, world_size: int, *, at_root: bool, written: bool) -> None:
+    """Raises TypeError, ValueError unless the root, and no other rank, has a tensor as `like` for every rank."""
+    if not at_root:
+        if tensors:
+            raise ValueError(f"{name} is given on a rank that is not the root; leave it out there.")
+        return
+    if not isinstance(tensors, list | tuple) or len(tensors) != world_size:
+        has = f"{len(tensors)} tensors" if isinstance(tensors, list | tuple) else type(tensors).__name__
+        raise ValueError(f"{name} is {has}; expected a list with one for each of {world_size} ranks, at the root.")
+    for number, one in enumerate(tensors):
+        (check_written if written else check_tensor)(one, f"{name}[{number}]")
+        if (one.numel(), one.dtype, one.device) != (like.numel(), like.dtype, like.device):
+            raise ValueError(
+                f"{name}[{number}] has {one.numel()} elements of {one.dtype} on {one.device}; expected "
+                f"{like.numel()} of {like.dtype} on {like.device}, as tensor."
+            )
+
+
 def check_named(site: Any, step: Any, feedback: Any) -> None:
     if not isinstance(site, Site):
         raise TypeError(f"site is {type(site).__name__}; expected Site, for example Site({str(site)!r}).")
@@ -211,7 +245,7 @@ def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGro
             f"{collective} of {dtype}: {backend} does not take it; convert the tensor to one of "
             f"{', '.join(str(each).removeprefix('torch.') for each in taken)}."
         )
-    if collective in ("all_gather", "all_to_all"):
+    if collective not in SUMS:
         return
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if op in ("band", "bor", "bxor"):

@@ -31,6 +31,7 @@ from flash_allreduce_plugin.policy import (
     EMPTY,
     LOW_SQNR,
     SMALL,
+    SUMS,
     WARM_UP,
     Collective,
     FullPrecision,
@@ -54,7 +55,9 @@ class Call:
     Args:
         collective: what is asked for.
         numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
-        parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, of this rank's runs.
+        parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a
+            scatter, of what this rank sends to each.
+        root: the rank in the group that has or gets everything, where there is one.
         op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
         step: finished training steps, for warmup_steps; None: no warm-up.
         exact: ascending ranges (first, end) of elements that are summed in full precision beside the call.
@@ -78,6 +81,7 @@ class Call:
     op_name: str = "sum"
     step: int | None = None
     parts: list[int] | None = None
+    root: int | None = None
     exact: Sequence[Range] = ()
     feedback: Slot | None = None
     instead_of: int | None = None
@@ -149,7 +153,10 @@ def decide(call: Call) -> Plan | FullPrecision:
         counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
         return answer
     if call.label.by_messages(call.device):  # whose tags tell calls apart
-        alike = (call.numel, call.parts) if call.rule is None else (call.rule.min_bytes,)
+        if call.rule is not None:
+            alike: tuple[Any, ...] = (call.rule.min_bytes,)
+        else:
+            alike = (call.numel, call.parts) if call.root is None else (call.numel, call.root)
         call.label.sign(
             *(call.op_name, call.factor, call.dtype, *alike),
             *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
@@ -178,6 +185,8 @@ def full_precision_bytes(call: Call) -> int:
         return call.instead_of
     if call.parts is not None:
         return _to_others(call, call.parts) * call.itemsize
+    if call.collective == "broadcast":
+        return _passed_on(call, call.numel * call.itemsize)
     return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
 
 
@@ -185,6 +194,12 @@ def _to_others(call: Call, sizes: list[int]) -> int:
     """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
     own = sizes[call.state.rank]
     return own * (call.world_size - 1) if call.collective == "all_gather" else sum(sizes) - own
+
+
+def _passed_on(call: Call, nbytes: int) -> int:
+    """What a rank sends of a broadcast of nbytes: the root each byte once, the others what they pass on of it."""
+    others = call.world_size - 1
+    return nbytes if call.state.rank == call.root else nbytes * (others - 1) // max(others, 1)
 
 
 def _count(call: Call, plan: Plan) -> None:
@@ -239,8 +254,11 @@ def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
     if plan.nodes is not None:
         shards = call.parts or [call.numel // call.world_size] * call.world_size
         sizes = call.numel if call.collective == "all_reduce" else shards
-        return two_level.sent_bytes(call.collective, sizes, plan, call.state.rank)
+        kind = "reduce_scatter" if call.collective == "reduce" else call.collective
+        return two_level.sent_bytes(kind, sizes, plan, call.state.rank)
+    if call.collective == "broadcast":
+        return _passed_on(call, plan.gather.payload_bytes(call.numel)), 0
     if call.parts is not None:
-        half = plan.gather if call.collective == "all_gather" else plan.reduce
+        half = plan.reduce if call.collective in SUMS else plan.gather
         return _to_others(call, [aligned(half.payload_bytes(numel)) for numel in call.parts]), 0
     return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0

@@ -78,7 +78,7 @@ def all_reduce(
         more = {"feedback": feedback, "exact": exact, "full_precision": full_precision}
         return traced.all_reduce(tensor, op, group, config, async_op, site, step, **more)
     if config is None:
-        config = _default_config()
+        config = default_config()
     key = None if async_op or full_precision else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         try:
@@ -88,7 +88,7 @@ def all_reduce(
             raise running.failed("all_reduce", site, known, error) from error
         return None
     checks.check_written(tensor, "tensor")
-    call = _call("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
+    call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
     call.theirs, call.full_precision = plain is not None, full_precision
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
@@ -126,7 +126,7 @@ def reduce_scatter(
         more = {"feedback": feedback, "exact": exact, "full_precision": full_precision, "instead_of": instead_of}
         return traced.reduce_scatter(output, input, op, group, config, async_op, site, step, **more)
     if config is None:
-        config = _default_config()
+        config = default_config()
     key = None if async_op or full_precision else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         try:
@@ -145,7 +145,7 @@ def reduce_scatter(
     else:
         parts = _parts(input)
         numel, like = sum(piece.numel() for part in parts for piece in part), outputs[0]
-    call = _call("reduce_scatter", like, numel, op, group, config, site, step, feedback, exact)
+    call = call_of("reduce_scatter", like, numel, op, group, config, site, step, feedback, exact)
     call.theirs, call.full_precision, call.instead_of = plain is not None, full_precision, instead_of
     if parts is None:
         checks.check_pair(outputs[0], "output", like, "input", call.world_size)
@@ -190,7 +190,7 @@ def all_gather(
         more.update(held=held, exact=exact)
         return traced.all_gather(output, input, group, config, async_op, site, step, **more)
     if config is None:
-        config = _default_config()
+        config = default_config()
     key = None
     if not async_op and not full_precision and output_split_sizes is None and held is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
@@ -203,7 +203,7 @@ def all_gather(
         return None
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
-    call = _call("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
+    call = call_of("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
     call.theirs, call.full_precision = plain is not None, full_precision
     checks.check_held(held, output, input, exact)
     like = input if held is None else output
@@ -252,10 +252,10 @@ def all_to_all(
     The other arguments, results and errors are those of all_reduce. If two ranks disagree about the size of the run
     between them, at least one of them gets CollectiveError, within the group's timeout. torch.compile breaks the graph.
     """
-    config = _default_config() if config is None else config
+    config = default_config() if config is None else config
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
-    call = _call("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
+    call = call_of("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
     world, rank = call.world_size, call.state.rank
     received = checks.runs_of(output, "output", output_split_sizes, world)
     sent = checks.runs_of(input, "input", input_split_sizes, world)
@@ -316,7 +316,7 @@ def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Si
     return group
 
 
-def _call(
+def call_of(
     collective: Collective,
     like: Tensor,
     numel: int,
@@ -356,7 +356,7 @@ def _decide(call: Call, key: tuple[Any, ...] | None, like: Tensor) -> Plan | Non
 
 
 @cache
-def _default_config() -> FlashConfig:
+def default_config() -> FlashConfig:
     return FlashConfig.from_env()
 
 

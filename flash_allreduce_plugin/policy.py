@@ -12,7 +12,7 @@ fixed order and the first that applies gives the reason, so that a counter's key
 9. the step is one of the first warmup_steps
 
 5 and 6 are left out for an all_to_all, whose ranks have different numbers of elements and must decide alike: its runs
-are asked one by one (collectives/runs.py).
+are asked one by one (collectives/runs.py). The two ends of a send decide alike because these are all that they look at.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ from flash_allreduce_plugin.topology import Nodes
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
 
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
-_SUMS = ("all_reduce", "reduce_scatter")
+WithAll = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
+WithOneRoot = Literal["broadcast", "reduce", "gather", "scatter"]
+BetweenTwo = Literal["send", "recv"]
+Collective = WithAll | WithOneRoot | BetweenTwo
+SUMS = ("all_reduce", "reduce_scatter", "reduce")
+_TWO_LEVELS = (*SUMS, "all_gather")  # the others have nothing that a node could add up or share out
 
 # The reasons are keys of counters: short, and the same from call to call.
 DISABLED = "disabled by configuration"
@@ -91,8 +95,8 @@ class Site:
 class Plan:
     """How to run one quantized call.
 
-    reduce: codec of the half before the sum (all_reduce, reduce_scatter).
-    gather: codec of the half after the sum (all_reduce), and of what is not summed (all_gather, all_to_all).
+    reduce: codec of the half before the sum (all_reduce, reduce_scatter, reduce).
+    gather: codec of the half after the sum (all_reduce), and of what is not summed (all_gather, a send ...).
     chunk_bytes: payload bytes of one chunk in flight.
     inside: codec of what is summed inside a node, if the call is hierarchical; reduce and gather are between nodes.
     nodes: None: the call is flat, every rank deals with every other one.
@@ -110,12 +114,12 @@ class Plan:
         """The width of the half that the collective has; of its two, the narrower one."""
         if collective == "all_reduce":
             return min(self.reduce.bits, self.gather.bits)
-        return self.reduce.bits if collective == "reduce_scatter" else self.gather.bits
+        return self.reduce.bits if collective in SUMS else self.gather.bits
 
     def narrowest(self, collective: Collective) -> int:
         """The least width that the collective has anywhere, inside a node too."""
         bits = self.bits(collective)
-        return bits if self.inside is None or collective not in _SUMS else min(bits, self.inside.bits)
+        return bits if self.inside is None or collective not in SUMS else min(bits, self.inside.bits)
 
     def at_least(self, bits: int) -> Plan:
         """The same with every width below `bits` raised to it."""
@@ -145,13 +149,14 @@ def make_plan(
 ) -> Plan | FullPrecision:
     """Plan one call, or say why it goes in full precision.
 
-    numel counts the whole tensor: the input of reduce_scatter, the output of all_gather; it is not looked at for
-    all_to_all.  op is "sum", "avg" or another operator's name, and is looked at where there is a sum.  step counts the
-    training steps from 0; without it there is no warm-up.  reduce_bits and gather_bits override the width of their half
-    for every role that is quantized at all.  nodes are the group's if config.hierarchical is to be obeyed: a group
-    within one node is flat with the width inside, one with a rank a node with the width between nodes.  An all_to_all
-    has one level: what a rank sends to another node is for one rank there.  width takes the place of the role's width,
-    of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized does not depend on it.
+    numel counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and gather; it is
+    not looked at for all_to_all. op is "sum", "avg" or another operator's name, and is looked at where there is a sum.
+    step counts the training steps from 0; without it there is no warm-up. reduce_bits and gather_bits override the
+    width of their half for every role that is quantized at all. nodes are the group's if config.hierarchical is to be
+    obeyed: a group within one node is flat with the width inside, one with a rank a node with the width between nodes.
+    What is not a sum or an all_gather has one level, and the width between nodes is not looked at. width takes the
+    place of the role's width, of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized
+    does not depend on it.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
@@ -159,7 +164,7 @@ def make_plan(
         return FullPrecision(ONE_RANK)
     if dtype not in _DTYPES:
         return FullPrecision(f"dtype {str(dtype).removeprefix('torch.')}")
-    if collective in _SUMS and op not in ("sum", "avg", "premul_sum"):
+    if collective in SUMS and op not in ("sum", "avg", "premul_sum"):
         return FullPrecision(f"operator {op}")
     if collective != "all_to_all":
         if numel == 0:
@@ -178,7 +183,7 @@ def make_plan(
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
     given = config.hierarchical
-    if nodes is None or given == "off" or collective == "all_to_all":
+    if nodes is None or given == "off" or collective not in _TWO_LEVELS:
         inside, between, nodes = bits, bits, None
     elif given == "auto":
         inside, between = MAX_BITS, bits
@@ -208,13 +213,11 @@ def _at_least(codec: Format, bits: int) -> Format:
 
 def _adapts(collective: Collective, config: FlashConfig) -> bool:
     """Whether there is a target, and a half that the collective has whose width is not given."""
-    given = {
-        "all_reduce": config.reduce_bits is not None and config.gather_bits is not None,
-        "reduce_scatter": config.reduce_bits is not None,
-        "all_gather": config.gather_bits is not None,
-        "all_to_all": config.gather_bits is not None,
-    }
-    return config.target_sqnr_db is not None and not given[collective]
+    if config.target_sqnr_db is None or collective in ("send", "recv"):  # whose two ends agree on nothing
+        return False
+    if collective == "all_reduce":
+        return config.reduce_bits is None or config.gather_bits is None
+    return (config.reduce_bits if collective in SUMS else config.gather_bits) is None
 
 
 def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:

@@ -60,7 +60,7 @@ def start(
     return Work(steps, name, outputs, helper, at_once=plan is not None)
 
 
-def _plain_op(call: Call) -> tuple[Any, float]:
+def plain_op(call: Call) -> tuple[Any, float]:
     """The operator for torch's collective, and what its result is still to be multiplied with: gloo can only sum."""
     if call.op_name in ("avg", "premul_sum") and call.group._get_backend(call.device).name() == "gloo":
         return dist.ReduceOp.SUM, call.factor
@@ -88,7 +88,7 @@ def _measure(call: Call, input: Tensor | Sequence[Tensor]) -> None:
     if call.config.quality_measure == "local":
         call.quality.measure_locally(call.factor, call.device)
     else:
-        op, factor = _plain_op(call)
+        op, factor = plain_op(call)
         even = input if isinstance(input, Tensor) else _padded(input)
         call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
 
@@ -98,7 +98,7 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
         return
     tensor = tensor.detach()
     whole = tensor.contiguous()
-    op, factor = (call.op, 1.0) if plain is not None else _plain_op(call)
+    op, factor = (call.op, 1.0) if plain is not None else plain_op(call)
     call.quality.watch([whole.view(-1)], call.factor)
     exactly = _exactly(call, [whole])
     pending = transport.plainly(plain, call.label) if plain else transport.all_reduce(whole, op, call.label)
@@ -125,8 +125,8 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
     carried = () if residual is None else (residual,)
     how = {"feedback": residual is not None, "measured": meter is not None}
     if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
-        pool = _pool(call, plan)
-        yield from _levels(plan).all_reduce(whole, call.factor, plan, call.label, pool, call.key, *carried, meter=meter)
+        arguments = (whole, call.factor, plan, call.label, pool_of(call, plan), call.key, *carried)
+        yield from levels_of(plan).all_reduce(*arguments, meter=meter)
     if exactly is not None:
         exactly.write(whole)
     if not tensor.is_contiguous():
@@ -154,11 +154,11 @@ def reduce_scatter(
             torch.cat([one.reshape(-1) for one in outputs], out=shard)
     else:
         _measure(call, shards)
-        pool = _pool(call, plan)
+        pool = pool_of(call, plan)
         residual = _residual(call, plan, flat.sizes_of(shards))
         carried = () if residual is None else (residual,)
         how = (call.factor, plan, call.label, pool, call.key, *carried)
-        yield from _levels(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
+        yield from levels_of(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
     if exactly is not None:
         exactly.write(shard, call.start)
     if not in_place:
@@ -182,7 +182,7 @@ def _plain_reduce_scatter(
         yield
         pending.wait()
         return
-    op, factor = _plain_op(call)
+    op, factor = plain_op(call)
     even = shards if isinstance(shards, Tensor) else _padded(shards)
     sums = shard if even is shards else shard.new_empty(even.shape[1])
     pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
@@ -223,8 +223,8 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
             whole.view(output.shape).copy_(output)
     else:
         _measure(call, own)
-        pool, how = _pool(call, plan), {"parts": call.parts, "meter": call.quality.meter}
-        yield from _levels(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
+        pool, how = pool_of(call, plan), {"parts": call.parts, "meter": call.quality.meter}
+        yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
         output.copy_(whole.view(output.shape))
     yield
@@ -262,9 +262,9 @@ def gather_differences(
         sizes = call.parts or [len(master)] * call.world_size
         exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
         _measure(call, master)
-        pool = _pool(call, plan)
+        pool = pool_of(call, plan)
         how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
-        yield from _levels(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
+        yield from levels_of(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
         if exact is not None:
             exact.write(weights)
     held.gathered(weights)
@@ -312,10 +312,10 @@ def all_to_all(
         call.quality.end(whole)
 
 
-def _pool(call: Call, plan: Plan) -> BufferPool:
+def pool_of(call: Call, plan: Plan) -> BufferPool:
     """In two levels the ranks' buffers have sizes of their own."""
     return call.state.pool(call.device, call.group if plan.nodes is None else None)
 
 
-def _levels(plan: Plan) -> ModuleType:
+def levels_of(plan: Plan) -> ModuleType:
     return flat if plan.nodes is None else two_level

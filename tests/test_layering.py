@@ -29,6 +29,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("decision", "checkpoint"),
     ("running",),
     ("dispatch",),
+    ("rooted",),
     ("attachment",),
     ("autosave",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),

@@ -191,6 +191,11 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: S
     return Pending(lambda: dist.all_gather(uneven, input, group=group, async_op=True), label, doing)
 
 
+def broadcast(tensor: Tensor, root: int, label: Label, doing: str) -> Pending:
+    """tensor of rank `root` of the group to all others, in place, by the backend's own collective."""
+    return Pending(lambda: dist.broadcast(tensor, group_src=root, group=label.group, async_op=True), label, doing)
+
+
 def queues(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether waiting for a collective holds up a stream of the device and not the caller."""
     return device.type == "cuda" and _backend(group, device) == "nccl"

@@ -3,8 +3,8 @@
 SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
-the same call in full precision beside it; an all-to-all always locally, since nothing is summed and the sender knows
-the whole error. The ranks add up their measurements at the start of the next measured call (sites.py says why there):
+the same call in full precision beside it; what is not an all_reduce, reduce_scatter or all_gather always locally.
+The ranks add up their measurements at the start of the next measured call (sites.py says why there):
 for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec.format import MAX_BITS
 from flash_allreduce_plugin.collectives import messages, transport
 from flash_allreduce_plugin.collectives.transport import Label, Pending
-from flash_allreduce_plugin.policy import LOW_SQNR, Collective, FullPrecision, Plan, Site
+from flash_allreduce_plugin.policy import LOW_SQNR, SUMS, Collective, FullPrecision, Plan, Site
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.quality.meter import Meter
 from flash_allreduce_plugin.telemetry import counters
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.guard import SiteGuard
     from flash_allreduce_plugin.quality.sites import Sums
     from flash_allreduce_plugin.quality.widths import SiteWidth
+
+_MEASURED_EXACTLY = ("all_reduce", "reduce_scatter", "all_gather")  # if quality_measure says so
 
 
 class Quality:
@@ -66,7 +68,7 @@ class Quality:
         number = self._state.calls[name]
         self._state.calls[name] += 1
         self.measured = number % config.quality_interval == 0
-        if config.quality_measure == "local" or self._collective == "all_to_all":
+        if config.quality_measure == "local" or self._collective not in _MEASURED_EXACTLY:
             self._error = self._state.error(name)
         if plan.width is not None:
             self._width = self._state.width(name, config, plan.width)
@@ -111,7 +113,7 @@ class Quality:
         for part in parts:
             if self.meter is None:
                 self.meter = Meter(factor, part.device)
-            if self._collective in ("all_gather", "all_to_all"):
+            if self._collective not in SUMS:
                 self.meter.result(part)
                 self.meter.would_lose(part, plan.gather, summed=False)
             else:
@@ -129,7 +131,7 @@ class Quality:
         """Their result [numel] is in place: the guard is told the error that 8 bits would have made."""
         if self._watched is None or self.meter is None or self._guard is None:
             return
-        if self._collective == "reduce_scatter":
+        if self._collective in ("reduce_scatter", "reduce"):
             self.meter.result(result)
         elif self._collective == "all_reduce":
             wire, state = self._watched.gather, self._state
