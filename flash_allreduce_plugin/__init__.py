@@ -22,16 +22,22 @@ _HOMES = {
     "FlashConfig": "config",
     "FlashReduceScatter": "fsdp",
     "HeldWeights": "collectives.differences",
+    "P2POp": "sends",
     "Role": "policy",
     "Site": "policy",
     "all_gather": "dispatch",
     "all_reduce": "dispatch",
     "all_to_all": "dispatch",
+    "batch_isend_irecv": "sends",
     "broadcast": "rooted",
     "ddp_hook": "ddp",
     "gather": "rooted",
+    "irecv": "sends",
+    "isend": "sends",
+    "recv": "sends",
     "reduce": "rooted",
     "scatter": "rooted",
+    "send": "sends",
     "fsdp1_hook": "fsdp",
     "reduce_scatter": "dispatch",
     "decode": "tensors",
@@ -78,6 +84,12 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.rooted import gather as gather
     from flash_allreduce_plugin.rooted import reduce as reduce
     from flash_allreduce_plugin.rooted import scatter as scatter
+    from flash_allreduce_plugin.sends import P2POp as P2POp
+    from flash_allreduce_plugin.sends import batch_isend_irecv as batch_isend_irecv
+    from flash_allreduce_plugin.sends import irecv as irecv
+    from flash_allreduce_plugin.sends import isend as isend
+    from flash_allreduce_plugin.sends import recv as recv
+    from flash_allreduce_plugin.sends import send as send
     from flash_allreduce_plugin.telemetry.counters import reset_stats as reset_stats
     from flash_allreduce_plugin.telemetry.counters import stats as stats
     from flash_allreduce_plugin.telemetry.tensorboard import log_to as log_to

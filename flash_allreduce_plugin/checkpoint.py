@@ -30,7 +30,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.shapes import misshapen
 
-VERSION = 1
+VERSION = 2
 FOLDER = "flash_allreduce"  # in the folder of a checkpoint
 STEP = "step"  # of an owner's numbers: what is carried over where the rest is not
 
@@ -215,7 +215,7 @@ _SITE = {"site": str, "config": str, "measured": [float, float]}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
 _STAND = {"bits": range(MIN_BITS, FULL + 1), "low": int, "good": int, "patience": int, "came_down": bool}
 _GUARD = {"kind": "guard", **_SITE, **_STAND}
-_GROUP = {"size": int, "draws": int, "calls": {...: int}, "sites": [(_WIDTH, _GUARD)]}
+_GROUP = {"size": int, "draws": int, "calls": {...: int}, "sends": {...: int}, "sites": [(_WIDTH, _GUARD)]}
 _OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, STATE)}
 _STATE = {_KEY: int, "rank": int, "world_size": int, "groups": {...: _GROUP}, "owners": {...: _OWNER}}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import environment, groups
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import flat, transport, two_level
+from flash_allreduce_plugin.collectives import flat, point_to_point, transport, two_level
 from flash_allreduce_plugin.collectives.chunks import aligned, queued_chunk_bytes
 from flash_allreduce_plugin.collectives.copies import Range
 from flash_allreduce_plugin.collectives.error_feedback import Slot
@@ -58,6 +58,7 @@ class Call:
         parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a
             scatter, of what this rank sends to each.
         root: the rank in the group that has or gets everything, where there is one.
+        alone: of a send or its receiving end: no other rank knows of it, so that the ranks agree on nothing.
         op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
         step: finished training steps, for warmup_steps; None: no warm-up.
         exact: ascending ranges (first, end) of elements that are summed in full precision beside the call.
@@ -90,6 +91,7 @@ class Call:
     rule: Rule | None = None
     whole: Callable[[], str | None] | None = None
     label: Label = field(init=False)
+    alone: bool = field(init=False)
     state: GroupState = field(init=False)
     quality: Quality = field(init=False)
     #: of the random numbers of a call that is rounded stochastically; the same on all ranks
@@ -98,6 +100,7 @@ class Call:
     def __post_init__(self) -> None:
         """Raises ValueError for a group of the process that this one was forked from."""
         self.label = Label(self.collective, self.site.name, self.group)
+        self.alone = self.collective in ("send", "recv")
         self.state = groups.state_of(self.group)
         self.quality = Quality(self.collective, self.site, self.label, self.state, self.config)
 
@@ -136,23 +139,25 @@ def decide(call: Call) -> Plan | FullPrecision:
         state.logged = config
         run_log.start(config)
     disabled = environment.is_on(environment.DISABLE)
-    if call.full_precision is None:
+    if call.full_precision is None and not call.alone:
         groups.agree(call.label, config, disabled, call.device)
     answer: Plan | FullPrecision
     if disabled or call.full_precision is not None:
         answer = FullPrecision(DISABLED if disabled else str(call.full_precision))
     else:
         answer = _planned(call)
-        if isinstance(answer, Plan):
+        if isinstance(answer, Plan) and not call.alone:
             answer = call.quality.decide(answer, lambda width: _at_width(call, width), call.device)
         if isinstance(answer, Plan) and call.whole is not None and (why := call.whole()) is not None:
             answer = FullPrecision(why)
     if isinstance(answer, FullPrecision):
         plain = full_precision_bytes(call)
         message = call.numel * call.itemsize
-        counters.record_full_precision(call.site, answer.reason, plain, instead_of=call.instead_of, message=message)
+        instead_of = plain if call.alone else call.instead_of
+        sent = plain + _header_bytes(call)
+        counters.record_full_precision(call.site, answer.reason, sent, instead_of=instead_of, message=message)
         return answer
-    if call.label.by_messages(call.device):  # whose tags tell calls apart
+    if not call.alone and call.label.by_messages(call.device):  # whose tags tell calls apart
         if call.rule is not None:
             alike: tuple[Any, ...] = (call.rule.min_bytes,)
         else:
@@ -162,7 +167,10 @@ def decide(call: Call) -> Plan | FullPrecision:
             *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
         )
     _count(call, answer)
-    if answer.reduce.stochastic:
+    if call.collective == "send":
+        call.key = rows.draw_key(config.seed, state.rank, state.sends.total())
+        state.sends[call.site.name] += 1
+    elif answer.reduce.stochastic and not call.alone:
         call.key = rows.draw_key(config.seed, state.draws)
         state.draws += 1
     return answer
@@ -187,6 +195,8 @@ def full_precision_bytes(call: Call) -> int:
         return _to_others(call, call.parts) * call.itemsize
     if call.collective == "broadcast":
         return _passed_on(call, call.numel * call.itemsize)
+    if call.alone:
+        return call.numel * call.itemsize if call.collective == "send" else 0
     return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
 
 
@@ -200,6 +210,12 @@ def _passed_on(call: Call, nbytes: int) -> int:
     """What a rank sends of a broadcast of nbytes: the root each byte once, the others what they pass on of it."""
     others = call.world_size - 1
     return nbytes if call.state.rank == call.root else nbytes * (others - 1) // max(others, 1)
+
+
+def _header_bytes(call: Call) -> int:
+    """What goes before a message that this rank sends; on backends where only a few have a header it is not counted."""
+    headed = call.collective == "send" and transport.by_messages(call.group, call.device)
+    return point_to_point.HEADER_BYTES if headed else 0
 
 
 def _count(call: Call, plan: Plan) -> None:
@@ -231,7 +247,7 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         site=call.site,
         config=config,
         step=call.step,
-        nodes=groups.nodes_of(call.label, config, call.device),
+        nodes=None if call.alone else groups.nodes_of(call.label, config, call.device),
         width=width,
     )
     if isinstance(answer, Plan) and transport.queues(call.group, call.device):
@@ -258,6 +274,8 @@ def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
         return two_level.sent_bytes(kind, sizes, plan, call.state.rank)
     if call.collective == "broadcast":
         return _passed_on(call, plan.gather.payload_bytes(call.numel)), 0
+    if call.alone:
+        return _header_bytes(call) + (plan.gather.payload_bytes(call.numel) if call.collective == "send" else 0), 0
     if call.parts is not None:
         half = plan.reduce if call.collective in SUMS else plan.gather
         return _to_others(call, [aligned(half.payload_bytes(numel)) for numel in call.parts]), 0

@@ -50,6 +50,10 @@ class GroupState:
         self.calls: Counter[str] = Counter()
         #: calls of the group that were rounded stochastically; the same on all its ranks
         self.draws = 0
+        #: quantized sends of a site from this rank; other ranks have counts of their own
+        self.sends: Counter[str] = Counter()
+        #: kinds of messages to and from other ranks that had a header, where not every message has one
+        self.headed: set[tuple[int | None, bool, bytes]] = set()
         #: the ranks of every host, once they were asked for
         self.hosts: Nodes | None = None
         #: of a site under a configuration, where it adapts
@@ -135,7 +139,7 @@ class GroupState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the same on all ranks of the group, but for `measured` of a site."""
+        """What a checkpoint keeps: the same on all ranks of the group, but for `sends` and `measured` of a site."""
         sites = dict(self._kept)
         for (site, config), width in self._widths.items():
             sites["width", site, config.digest().hex()] = width.state_dict()
@@ -145,6 +149,7 @@ class GroupState:
             "size": self.world_size,
             "draws": self.draws,
             "calls": dict(self.calls),
+            "sends": dict(self.sends),
             "sites": [
                 {"kind": kind, "site": site, "config": digest, **kept} for (kind, site, digest), kept in sites.items()
             ],
@@ -153,6 +158,7 @@ class GroupState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict gave, or as a new group from an empty one."""
         self.draws, self.calls = state.get("draws", 0), Counter(state.get("calls", {}))
+        self.sends = Counter(state.get("sends", {}))
         self._widths.clear()
         self._guards.clear()
         self._errors.clear()
@@ -182,7 +188,7 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 def state_dict() -> dict[str, Any]:
     """What a checkpoint keeps of the groups of this process, by their names."""
     found = {**_kept, **{state.name: state.state_dict() for state in _states.values() if state.name}}
-    return {name: kept for name, kept in found.items() if kept["draws"] or kept["calls"] or kept["sites"]}
+    return {name: kept for name, kept in found.items() if any(map(kept.get, ("draws", "calls", "sends", "sites")))}
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:

@@ -163,7 +163,7 @@ def spoilt(folder: str, damages: list[str]) -> list[tuple[bool, list[str], bool]
             if damage == "another width":
                 group["sites"][0]["bits"] = 9
             if damage == "another format":
-                state["flash_allreduce"] = 2
+                state["flash_allreduce"] = 1
             if damage == "another rank":
                 state["rank"] = 0
             if damage == "other owners":
@@ -189,7 +189,7 @@ DAMAGES = {
     "code": "the file cannot be read, UnpicklingError (rank 1)",
     "another checkpoint": "the ranks' states are not of one checkpoint (ranks 0, 1)",
     "another width": "['sites'][0]['bits'] (rank 1)",
-    "another format": "it is of format 2, and this version reads 1 (rank 1)",
+    "another format": "it is of format 1, and this version reads 2 (rank 1)",
     "another rank": "it is of rank 0 (rank 1)",
     "other owners": "it is of ddp.0, fsdp.0, and there is ddp.0 (rank 1)",
 }

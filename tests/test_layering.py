@@ -29,7 +29,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("decision", "checkpoint"),
     ("running",),
     ("dispatch",),
-    ("rooted",),
+    ("rooted", "sends"),
     ("attachment",),
     ("autosave",),
     ("megatron", "deepspeed", "ddp", "fsdp", "apex"),

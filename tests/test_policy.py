@@ -243,6 +243,27 @@ def test_an_exchange_is_decided_without_its_sizes() -> None:
     assert isinstance(answer, Plan) and answer.width == 8
 
 
+@pytest.mark.parametrize("collective", ["broadcast", "gather", "scatter", "send", "recv"])
+def test_what_is_not_summed_has_one_level_and_the_width_after_the_sum(collective: str) -> None:
+    nodes, levels = ((0, 1), (2, 3)), {"intra_bits": 8, "inter_bits": 2, "ranks_per_node": 2}
+    config = FlashConfig(reduce_bits=3, gather_bits=5, hierarchical=levels)
+    for op in ("sum", "max"):
+        answer = plan(collective=collective, op=op, nodes=nodes, config=config)
+        assert isinstance(answer, Plan) and answer.nodes is None and answer.bits(collective) == 5
+    assert plan(collective=collective, numel=0) == FullPrecision(policy.EMPTY)
+    assert plan(collective=collective, numel=10) == FullPrecision(policy.SMALL)
+    adapting = plan(collective=collective, config=FlashConfig(target_sqnr_db=30.0, quality_interval=1, reduce_bits=4))
+    assert isinstance(adapting, Plan) and adapting.width == (None if collective in ("send", "recv") else 8)
+
+
+def test_a_sum_at_one_rank_has_two_levels_and_the_width_before_the_sum() -> None:
+    levels = {"intra_bits": 8, "inter_bits": 2, "ranks_per_node": 2}
+    config = FlashConfig(reduce_bits=3, gather_bits=5, hierarchical=levels)
+    answer = plan(collective="reduce", nodes=((0, 1), (2, 3)), config=config)
+    assert isinstance(answer, Plan) and answer.nodes is not None and answer.bits("reduce") == 3
+    assert plan(collective="reduce", op="max") == FullPrecision("operator max")
+
+
 def test_every_width_of_a_plan_is_raised() -> None:
     levels = Plan(Format(4, 128), Format(6, 128), 4096, inside=Format(3, 128), nodes=((0, 1), (2,)))
     assert [levels.narrowest(name) for name in ("all_reduce", "reduce_scatter", "all_gather")] == [3, 3, 6]

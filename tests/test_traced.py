@@ -278,7 +278,22 @@ def exchange(x: Tensor) -> Tensor:
     return output * 2
 
 
-BREAKS = (asynchronous, operator_of_its_own, uneven, with_feedback, exchange)
+def around(x: Tensor) -> Tensor:
+    y, output, other = x + 1, torch.empty_like(x), 1 - dist.get_rank()
+    sending = fap.isend(y, other, config=QUANTIZED)
+    fap.recv(output, other, config=QUANTIZED)
+    sending.wait()
+    return output * 2
+
+
+def from_one_root(x: Tensor) -> Tensor:
+    y = x + 1
+    fap.broadcast(y, 1, config=QUANTIZED)
+    fap.reduce(y, 0, config=QUANTIZED)
+    return y * 2
+
+
+BREAKS = (asynchronous, operator_of_its_own, uneven, with_feedback, exchange, around, from_one_root)
 
 
 def broken(backend: str) -> list[tuple[str, bool]]:

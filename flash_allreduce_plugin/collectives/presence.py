@@ -13,10 +13,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -24,8 +24,10 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError
 
 GRACE = 5.0  # seconds that a first exchange may take before anything is said
-_ANSWER = 5.0  # seconds that the store has for an answer: its host may be what died
+_SECONDS = 5.0  # seconds that the store has for an answer: its host may be what died
 _MOST = 8  # ranks that a sentence names
+
+_Answer = TypeVar("_Answer")
 
 _log = logging.getLogger("flash_allreduce_plugin")
 
@@ -59,6 +61,31 @@ def shown(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:_MOST])) + more
 
 
+def leave(group: dist.ProcessGroup, key: str, text: str) -> None:
+    """Leave `text` for another rank of the group, where `left` finds it, if the group has a store."""
+    try:
+        group.get_group_store().set(f"flash_allreduce/{key}", text)
+    except Exception:  # as in _store
+        return
+
+
+def left(group: dist.ProcessGroup, key: str) -> str | None:
+    """What another rank has left, which is gone then; None: nothing, or the store does not answer."""
+
+    def ask(store: Any) -> list[str]:
+        name = f"flash_allreduce/{key}"
+        if not store.check([name]):
+            return []
+        text = store.get(name).decode(errors="replace")
+        store.delete_key(name)
+        return [text]
+
+    try:
+        return next(iter(_answer(group.get_group_store(), ask)), None)
+    except Exception:  # as in _store
+        return None
+
+
 def _store(group: dist.ProcessGroup) -> Any:
     """The group's store, in which this rank has said that it is there; None: it has none that answers."""
     try:
@@ -86,21 +113,26 @@ def _missing(store: Any, ranks: range) -> Iterator[int]:
 
 
 def _asked(store: Any, group: dist.ProcessGroup) -> list[int]:
-    """Ranks of the group that are missing, a few of them; none if the store does not answer.
+    """Ranks of the group that are missing, a few of them; none if the store does not answer."""
+    return _answer(store, lambda own: list(islice(_missing(own, range(group.size())), _MOST + 1)))
+
+
+def _answer(store: Any, ask: Callable[[Any], list[_Answer]]) -> list[_Answer]:
+    """What `ask` has from the store; nothing if that does not answer.
 
     By a connection of its own, for torch uses the group's at the same time; opened now, because it takes milliseconds.
     """
-    found: list[int] = []
+    found: list[_Answer] = []
 
-    def ask() -> None:
+    def asking() -> None:
         try:
-            found.extend(islice(_missing(store.clone(), range(group.size())), _MOST + 1))
+            found.extend(ask(store.clone()))
         except Exception:
             found.clear()
 
-    thread = threading.Thread(target=ask, daemon=True)
+    thread = threading.Thread(target=asking, daemon=True)
     thread.start()
-    thread.join(_ANSWER)
+    thread.join(_SECONDS)
     return [] if thread.is_alive() else found
 
 

@@ -13,7 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,11 @@ Sizes = list[int] | None
 # messages of two calls that are not alike do not meet, nor does what is left of a call that was given up meet the next
 # one: a rank that calls something else than its peers runs into the timeout, and nobody takes its bytes for anything.
 _OURS, _SIGNATURES, _NUMBERS = 1 << 30, 1 << 18, 1 << 12
+# And of one from one rank to another, which gloo matches in the order in which they are posted:
+#
+#     bit 29: between two   bit 28: a header   bits 12-27: the caller's tag   bits 0-11: the message's size, spread
+_BETWEEN_TWO, _HEADER, _SIZES = 1 << 29, 1 << 28, 1 << 12
+MOST_TAG = (1 << 16) - 1
 _numbers = itertools.count()
 
 
@@ -140,6 +145,10 @@ class Pending:
             label.messages().unfinished[self._number] = works
         else:
             self._works = [] if works is None else [works]
+
+    def source(self) -> int:
+        """The rank in the group that has sent a message which may come from anybody, once it is there."""
+        return int(self._works[0]._source_rank())
 
     def wait(self) -> None:
         """Raises CollectiveError where torch.distributed reports a failure or the group's timeout."""
@@ -243,6 +252,62 @@ def _sized(tag: int, message: Tensor) -> int:
     """
     spread = message.numel() * message.element_size() * 0x9E3779B1 >> 8
     return tag & (_OURS | _NUMBERS - 1) | (tag // _NUMBERS + spread) % _SIGNATURES * _NUMBERS
+
+
+class Post(NamedTuple):
+    """A piece of a message between two ranks. peer: in the group; None: whoever sends first."""
+
+    part: Tensor
+    outgoing: bool
+    peer: int | None
+    tag: int
+    doing: str
+
+
+def between_two(tag: int, nbytes: int | None) -> int:
+    """The tag on gloo of a piece of nbytes of a message with the caller's tag; None: of its header.
+
+    Pieces of different sizes do not meet (see _sized), and a header meets a header.
+    """
+    if nbytes is None:
+        return _BETWEEN_TWO | _HEADER | tag * _SIZES
+    return _BETWEEN_TWO | tag * _SIZES | (nbytes * 0x9E3779B1 >> 8) % _SIZES
+
+
+def post(one: Post, label: Label) -> Pending:
+    """Send or receive a piece."""
+
+    def issue() -> list[Any]:
+        if one.outgoing:
+            return [dist.isend(one.part, group=label.group, group_dst=one.peer, tag=one.tag)]
+        return [dist.irecv(one.part, group=label.group, group_src=one.peer, tag=one.tag)]
+
+    return Pending(issue, label, one.doing)
+
+
+class Batch:
+    """Pieces that a backend which matches them by their order sends and receives at once."""
+
+    def __init__(self) -> None:
+        self._posts: list[Post] = []
+        self._works: list[Any] = []
+
+    def add(self, one: Post, label: Label) -> Pending:
+        """Its wait() is that of the whole batch."""
+        self._posts.append(one)
+        return Pending(lambda: self._works, label, one.doing)
+
+    def post(self, label: Label) -> None:
+        """Start them all."""
+        operations = [
+            dist.P2POp(dist.isend if one.outgoing else dist.irecv, one.part, None, label.group, one.tag, one.peer)
+            for one in self._posts
+        ]
+        try:
+            with ours:
+                self._works += dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise label.refused("starting a batch", error) from error
 
 
 def plainly(issue: Callable[[], Any], label: Label) -> Pending:

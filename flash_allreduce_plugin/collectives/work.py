@@ -220,8 +220,12 @@ class StreamWork(Work):
         tensors: Sequence[Tensor],
         stream: torch.cuda.Stream,
         device: torch.device,
+        looks: bool = False,
     ) -> None:
-        """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before."""
+        """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before.
+
+        looks: what is left of the call once it is on the wire waits on the host for what has come: wait() does that.
+        """
         self._device, self._stream = device, stream
         self._event: torch.cuda.Event | None = None
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -229,7 +233,7 @@ class StreamWork(Work):
             tensor.record_stream(stream)
         with torch.cuda.stream(stream):
             super().__init__(steps, label, outputs)
-        if not has_one_queue(device):
+        if not (looks or has_one_queue(device)):
             self._issue()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:

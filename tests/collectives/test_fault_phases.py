@@ -43,6 +43,8 @@ PHASES: dict[str, tuple[Any, str, str, int]] = {
     "all-to-all": (transport, "all_to_all", "", 3),
     "first all-to-all": (transport, "all_to_all", "", 1),
     "last all-to-all": (transport, "all_to_all", "", -1),
+    "broadcast": (transport, "exchange", "broadcasting", 3),
+    "passing on": (transport, "exchange", "passing on", 3),
     "sum": (rows, "decode_sum_encode", "", 3),
     "sum into the result": (rows, "decode_sum", "", 3),
     "all-gather": (transport, "all_gather", "gathering", 3),
@@ -67,6 +69,7 @@ OF = {
     ("reduce_scatter", "flat"): ("encode", "encode, later", "all-to-all", "sum into the result"),
     ("all_gather", "flat"): ("encode", "all-gather", "last all-gather", "decode"),
     ("all_to_all", "flat"): ("encode", "first all-to-all", "last all-to-all", "decode"),
+    ("broadcast", "flat"): ("broadcast", "passing on", "decode"),
     ("all_reduce", "levels"): ("encode", "inside", "sum", "between", "back", "forward", "last forward", "decode"),
     ("reduce_scatter", "levels"): ("encode", "inside", "sum", "between", "sum into the result"),
     ("all_gather", "levels"): ("encode", "back", "forward", "last forward", "decode"),
@@ -79,6 +82,7 @@ QUICK = {
     ("reduce_scatter", "flat", "sum into the result"),
     ("all_gather", "flat", "all-gather"),
     ("all_to_all", "flat", "first all-to-all"),
+    ("broadcast", "flat", "passing on"),
     ("all_reduce", "levels", "back"),
 }
 CASES = [
@@ -143,11 +147,13 @@ def tensors(collective: str) -> tuple[Tensor, ...]:
         "reduce_scatter": (shard, whole),
         "all_gather": (whole, shard),
         "all_to_all": (torch.zeros_like(whole), whole),
+        "broadcast": (whole,),
     }[collective]
 
 
 def call(collective: str, given: tuple[Tensor, ...], config: fap.FlashConfig) -> None:
-    work = getattr(fap, collective)(*given, config=config, site=SITE, async_op=True)
+    root = {"src": 0} if collective == "broadcast" else {}
+    work = getattr(fap, collective)(*given, **root, config=config, site=SITE, async_op=True)
     work.wait()
 
 

@@ -1,0 +1,236 @@
+"""One tensor from one rank to another, quantized or as it is.
+
+    sender      header | encode piece 1 | encode piece 2 | ...
+    receiver    header | piece 1 -> decode | piece 2 -> decode | ...        one rounding
+
+Nothing is asked back: either end knows the pieces from its own tensor and configuration, and all of them are posted
+when the call is made. Quantized, a piece is a chunk of whole groups; as it is, the tensor's bytes are the one piece.
+
+The header is how ends that do not agree find out. Its 256 bytes are a digest of what has to be alike at both ends, and
+the same in words with the shape. The receiver compares digests and, where they differ, names both ends; it leaves the
+sentence in the group's store, where the sender finds it when its own wait has failed. The sizes of what is received are
+the receiver's own, whatever a header says.
+
+Over messages (gloo) every message has a header. Elsewhere it would hold up the host for each of them: there the first
+message of a kind between two ranks has one, and later ones are the backend's affair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.codec.format import WIRE_VERSION, Draw, Format
+from flash_allreduce_plugin.collectives import presence, transport
+from flash_allreduce_plugin.collectives.chunks import Chunks, whole_groups
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending, Post
+from flash_allreduce_plugin.errors import CollectiveError, MismatchError
+from flash_allreduce_plugin.policy import FullPrecision, Plan
+
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.quality.meter import Meter
+
+HEADER_BYTES, _DIGEST_BYTES = 256, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the two ends of a message have to agree about, as one of them has it.
+
+    Args:
+        numel, dtype: of the tensor.
+        plan: how it travels; of a Plan the gather half and chunk_bytes.
+        shape: need not be alike, and is named where something else is not.
+    """
+
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    plan: Plan | FullPrecision
+
+    def text(self) -> str:
+        """In words (ASCII), at most as many as a header takes."""
+        if isinstance(self.plan, Plan):
+            how = f"in {_described(self.plan.gather)}, chunks of {self.plan.chunk_bytes} bytes, wire {WIRE_VERSION}"
+        else:
+            how = f"as it is ({self.plan.reason})"
+        shape = str(list(self.shape)) if len(self.shape) <= 8 else f"{self.numel} elements"
+        return f"{str(self.dtype).removeprefix('torch.')} {shape} {how}"[: HEADER_BYTES - _DIGEST_BYTES]
+
+
+@lru_cache(1024)
+def header(ends: Ends) -> bytes:
+    """HEADER_BYTES of them: a digest of what has to be alike, and the text."""
+    how = (WIRE_VERSION, ends.plan.gather, ends.plan.chunk_bytes) if isinstance(ends.plan, Plan) else None
+    digest = hashlib.sha256(repr((ends.numel, ends.dtype, how)).encode()).digest()
+    return (digest[:_DIGEST_BYTES] + ends.text().encode()).ljust(HEADER_BYTES, b"\0")
+
+
+class Message:
+    """One end of a message, posted and then waited for. Nothing else may touch the tensor meanwhile.
+
+    Args:
+        tensor: 1-D and contiguous; what a receiver gets is written into it.
+        ends: what this end takes the message for.
+        outgoing: this rank sends.
+        peer: the other end's rank in the group; None, of a receiver: whoever sends first, whose rank is left here.
+        tag: the caller's, the same at both ends.
+        headed: it has a header.
+        key: of its random numbers, where the sender rounds stochastically.
+        meter: is told what the sender loses.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        ends: Ends,
+        label: Label,
+        *,
+        outgoing: bool,
+        peer: int | None,
+        tag: int,
+        headed: bool,
+        key: int = 0,
+        meter: Meter | None = None,
+    ) -> None:
+        self.label, self.peer, self.outgoing, self.headed, self.meter = label, peer, outgoing, headed, meter
+        self._tensor, self._ends, self._tag, self._key = tensor, ends, tag, key
+        self._header: Tensor | None = None
+        self._header_pending: Pending | None = None
+        self._pieces_pending: list[Pending] = []
+        self._chunks: list[tuple[Tensor, Tensor]] = []  # elements, payload
+        self._buffer: Tensor | None = None
+
+    def post(self, pool: BufferPool, issue: Callable[[Post, Label], Pending] | None = None) -> None:
+        """Put it on the wire, or say that it may come. issue: posts a piece; None: at once."""
+        issue = issue or transport.post
+        if self.headed:
+            device = self._tensor.device
+            if self.outgoing:
+                self._header = torch.frombuffer(bytearray(header(self._ends)), dtype=torch.uint8).to(device)
+            else:
+                self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+            self._header_pending = issue(self._piece(self._header, None, "the header"), self.label)
+        if self.peer is not None:
+            self._pieces_pending = [issue(piece, self.label) for piece in self._pieces(pool)]
+
+    def finish(self, pool: BufferPool) -> None:
+        """Wait for all of it; a receiver has the tensor then.
+
+        Raises:
+            MismatchError: the other end has another number of elements, dtype or configuration. The receiver knows as
+                soon as it has the header, the sender when it has waited in vain.
+            CollectiveError: the other end failed or the group's timeout passed.
+        """
+        if self.outgoing:
+            self._finish_sending()
+        else:
+            self._finish_receiving(pool)
+        if self._buffer is not None:
+            pool.give(self._buffer)
+
+    def _finish_sending(self) -> None:
+        assert self.peer is not None
+        try:
+            for pending in filter(None, (self._header_pending, *self._pieces_pending)):
+                pending.wait()
+        except CollectiveError as error:
+            told = presence.left(self.label.group, _refusal(self.label.group.rank(), self.peer))
+            if told is not None:
+                raise MismatchError(told) from error
+            raise
+
+    def _finish_receiving(self, pool: BufferPool) -> None:
+        if self._header_pending is not None and self._header is not None:
+            self._header_pending.wait()
+            anybody = self.peer is None
+            if anybody:
+                self.peer = self._header_pending.source()
+            self._compare(bytes(self._header.tolist()))
+            if anybody:
+                self._pieces_pending = [transport.post(piece, self.label) for piece in self._pieces(pool)]
+        for i, pending in enumerate(self._pieces_pending):
+            pending.wait()
+            if isinstance(self._ends.plan, Plan):
+                elements, payload = self._chunks[i]
+                rows.decode(payload.view(1, -1), elements.view(1, -1), self._ends.plan.gather)
+
+    def _pieces(self, pool: BufferPool) -> Iterator[Post]:
+        """In order; a chunk that is sent is encoded when its turn comes, while the ones before it are on the wire."""
+        numel, plan = self._tensor.numel(), self._ends.plan
+        if not numel:
+            return
+        if not isinstance(plan, Plan):
+            payload = self._tensor.view(torch.uint8)
+            yield self._piece(payload, len(payload), "the tensor")
+            return
+        wire = plan.gather
+        by_messages = self.label.by_messages(self._tensor.device)
+        groups = plan.chunk_bytes // wire.record_bytes if by_messages else wire.groups(numel)
+        chunks = Chunks.cut(wire.groups(numel), groups, whole_groups(wire))
+        self._buffer = pool.take(wire.payload_bytes(numel))
+        parts = self._tensor.split(chunks.size * wire.group_size)
+        self._chunks = list(zip(parts, self._buffer.split(chunks.size * wire.record_bytes), strict=True))
+        for i, (elements, payload) in enumerate(self._chunks):
+            if self.outgoing:
+                row, encoded = elements.view(1, -1), payload.view(1, -1)
+                rows.encode(row, encoded, wire, Draw(self._key, i * chunks.size))
+                if self.meter is not None:
+                    self.meter.gathered(row, encoded, wire)
+            yield self._piece(payload, len(payload), f"chunk {i + 1} of {chunks.count}")
+
+    def _piece(self, part: Tensor, nbytes: int | None, what: str) -> Post:
+        """nbytes: what the two ends must agree about before they meet; None: of a header."""
+        where = "anybody" if self.peer is None else f"rank {self.peer}"
+        doing = f"sending {what} to {where}" if self.outgoing else f"receiving {what} from {where}"
+        tag = transport.between_two(self._tag, nbytes) if self.label.by_messages(part.device) else self._tag
+        return Post(part, self.outgoing, self.peer, tag, doing)
+
+    def _compare(self, said: bytes) -> None:
+        if said[:_DIGEST_BYTES] == header(self._ends)[:_DIGEST_BYTES]:
+            return
+        text = said[_DIGEST_BYTES:].rstrip(b"\0").decode("latin-1")
+        theirs = "".join(c if " " <= c <= "~" else "?" for c in text)  # a peer's words: shown, and nothing else
+        assert self.peer is not None
+        group, rank = self.label.group, self.label.group.rank()
+        message = (
+            f"recv at site {self.label.site!r}, tag {self._tag}: rank {self.peer} sends {theirs}, and rank {rank} "
+            f"expects {self._ends.text()}. Both ends need the same number of elements, dtype and configuration."
+        )
+        presence.leave(group, _refusal(self.peer, rank), message)
+        raise MismatchError(message)
+
+
+def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Iterator[None]:
+    """Post the messages, yield, wait for them. Several, where the backend takes them together, are one launch.
+
+    pool: those of the stream that this runs on.
+    """
+    buffers = pool()
+    if len(messages) == 1:
+        messages[0].post(buffers)
+    else:
+        batch = transport.Batch()
+        for message in messages:
+            message.post(buffers, batch.add)
+        batch.post(messages[0].label)
+    yield
+    for message in messages:
+        message.finish(buffers)
+
+
+def _refusal(sender: int, receiver: int) -> str:
+    """The key in the group's store of what a receiver has said about a message."""
+    return f"refused/{sender}/{receiver}"
+
+
+def _described(wire: Format) -> str:
+    options = [one.name for one in fields(wire) if getattr(wire, one.name) is True]
+    return ", ".join([f"{wire.bits} bits, groups of {wire.group_size}", *options])
