@@ -1,4 +1,4 @@
-"""examples/ddp and examples/fsdp: the commands of docs/torch.md, as printed, with fewer steps."""
+"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples/ddp, fsdp and summa."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ COMMANDS = re.findall(r"^torchrun .*", (ROOT / "docs" / "torch.md").read_text(),
 STEPS = 20
 
 
-def loss_and_report(command: str) -> tuple[float, str]:
-    """The loss of the last step, and what else was printed."""
+def printed(command: str, *more: str) -> str:
     words = shlex.split(command)[1:]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     done = subprocess.run(
-        [*torchrun, *words, "--steps", str(STEPS)], cwd=ROOT, capture_output=True, text=True, timeout=150,
+        [*torchrun, *words, *more], cwd=ROOT, capture_output=True, text=True, timeout=150,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    [loss] = re.findall(rf"^step {STEPS}: loss (\S+)", done.stdout, flags=re.MULTILINE)
-    return float(loss), done.stdout
+    return done.stdout
+
+
+def loss_and_report(command: str) -> tuple[float, str]:
+    """The loss of the last step, and what else was printed."""
+    report = printed(command, "--steps", str(STEPS))
+    [loss] = re.findall(rf"^step {STEPS}: loss (\S+)", report, flags=re.MULTILINE)
+    return float(loss), report
 
 
 def all_are_quantized(example: str, report: str, site: str = "gradients") -> bool:
@@ -63,3 +68,11 @@ def test_two_replicas_of_two_shards() -> None:
     assert loss == pytest.approx(plain, rel=2e-3) and plain < 4
     assert all_are_quantized("fsdp", report) and all_are_quantized("fsdp", report, "replicas")
     assert re.search(r"^fsdp\.replicas: 0 of \d+ calls quantized", full, flags=re.MULTILINE)
+
+
+def test_a_matrix_product_by_broadcasts_and_reduces() -> None:
+    page = (ROOT / "docs" / "collectives.md").read_text()
+    plain, quantized = re.findall(r"^torchrun .*", page, flags=re.MULTILINE)
+    [says] = re.findall(r"^The second prints.*?^```\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    assert printed(quantized) == says
+    assert re.findall("relative error (.*)%", printed(plain)) == ["0.00", "0.00"]

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
 
 HEADER_BYTES, _DIGEST_BYTES = 256, 16
+# What the first piece is encoded in, and the last one decoded, hides behind nothing: so many pieces, if they are not
+# smaller than that. At 1 Gbit/s 8 M values in 4 bits take 38.1 ms in 8 pieces and 39.9 in 4, against 139.1 in bf16.
+_PIECES, _LEAST_BYTES = 8, 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +175,12 @@ class Message:
             yield self._piece(payload, len(payload), "the tensor")
             return
         wire = plan.gather
-        by_messages = self.label.by_messages(self._tensor.device)
-        groups = plan.chunk_bytes // wire.record_bytes if by_messages else wire.groups(numel)
-        chunks = Chunks.cut(wire.groups(numel), groups, whole_groups(wire))
+        groups = wire.groups(numel)
+        size = groups
+        if self.label.by_messages(self._tensor.device):
+            nbytes = min(plan.chunk_bytes, max(_LEAST_BYTES, wire.payload_bytes(numel) // _PIECES))
+            size = nbytes // wire.record_bytes
+        chunks = Chunks.cut(groups, size, whole_groups(wire))
         self._buffer = pool.take(wire.payload_bytes(numel))
         parts = self._tensor.split(chunks.size * wire.group_size)
         self._chunks = list(zip(parts, self._buffer.split(chunks.size * wire.record_bytes), strict=True))
