@@ -209,7 +209,9 @@ def _to_others(call: Call, sizes: list[int]) -> int:
 def _passed_on(call: Call, nbytes: int) -> int:
     """What a rank sends of a broadcast of nbytes: the root each byte once, the others what they pass on of it."""
     others = call.world_size - 1
-    return nbytes if call.state.rank == call.root else nbytes * (others - 1) // max(others, 1)
+    if others == 0:
+        return 0
+    return nbytes if call.state.rank == call.root else nbytes * (others - 1) // others
 
 
 def _header_bytes(call: Call) -> int:

@@ -204,12 +204,12 @@ def test_shapes_that_change_with_every_call_fill_no_memory(ranks: GetRanks) -> N
 
 def from_environment() -> tuple[int, dict[str, int]]:
     os.environ.update(FLASH_ALLREDUCE_MIN_BYTES="0", FLASH_ALLREDUCE_BITS="4")
-    dispatch._default_config.cache_clear()
+    dispatch.default_config.cache_clear()
     try:
         counted = counts(lambda: fap.all_reduce(torch.ones(1280)))
     finally:
         del os.environ["FLASH_ALLREDUCE_MIN_BYTES"], os.environ["FLASH_ALLREDUCE_BITS"]
-        dispatch._default_config.cache_clear()
+        dispatch.default_config.cache_clear()
     return counted["bytes_sent"], counted["full_precision"]
 
 

@@ -347,6 +347,18 @@ def test_bytes_are_those_that_a_rank_sends(ranks: GetRanks) -> None:
         assert ranks(3).run(counted, Call(collective, 9999, config={"bits": 4}, root=1)) == expected, collective
 
 
+def alone() -> tuple[bool, int, dict[str, int]]:
+    fap.reset_stats()
+    calls = [Call(collective, 1000, config=CONFIGS[1]) for collective in COLLECTIVES]
+    right = all(all(map(same_bits, call.run(), call.simulate(0, 1))) for call in calls)
+    counted = fap.stats()
+    return right, counted["bytes_sent"] + counted["bytes_full_precision"], counted["full_precision"]
+
+
+def test_one_rank_is_left_alone(ranks: GetRanks) -> None:
+    assert ranks(1).run(alone) == [(True, 0, {"one-rank group": 4})]
+
+
 def measured(collective: str, how: dict[str, Any]) -> float | None:
     fap.reset_stats()
     for _ in range(3):

@@ -147,7 +147,7 @@ class Message:
         except CollectiveError as error:
             told = presence.left(self.label.group, _refusal(self.label.group.rank(), self.peer))
             if told is not None:
-                raise MismatchError(told) from error
+                raise MismatchError(_printable(told)) from error
             raise
 
     def _finish_receiving(self, pool: BufferPool) -> None:
@@ -202,8 +202,7 @@ class Message:
     def _compare(self, said: bytes) -> None:
         if said[:_DIGEST_BYTES] == header(self._ends)[:_DIGEST_BYTES]:
             return
-        text = said[_DIGEST_BYTES:].rstrip(b"\0").decode("latin-1")
-        theirs = "".join(c if " " <= c <= "~" else "?" for c in text)  # a peer's words: shown, and nothing else
+        theirs = _printable(said[_DIGEST_BYTES:].rstrip(b"\0").decode("latin-1"))
         assert self.peer is not None
         group, rank = self.label.group, self.label.group.rank()
         message = (
@@ -235,6 +234,11 @@ def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Ite
 def _refusal(sender: int, receiver: int) -> str:
     """The key in the group's store of what a receiver has said about a message."""
     return f"refused/{sender}/{receiver}"
+
+
+def _printable(text: str) -> str:
+    """The words of a peer, which are shown and nothing else: ASCII, and no control characters."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)
 
 
 def _described(wire: Format) -> str:
