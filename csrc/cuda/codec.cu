@@ -172,7 +172,8 @@ constexpr int kPlainBlocks = 4;
 // An fp32 thread holds twice the bytes of a bf16 one: three blocks have more in flight than four of those.
 constexpr int plain_encode_blocks(DType type) { return type == DType::kFloat32 ? 3 : kPlainBlocks; }
 
-// A sum of 8 bits holds the codes of two ranks; the other layouts need a little more than 64 registers for that.
+// A sum of 8 bits holds the codes of two ranks; the other layouts need a little more than 64 registers for
+// that.
 constexpr int plain_decode_blocks(int bits, Layout layout, bool sum) {
   return sum && bits == 8 && layout != Layout::kAsymmetric ? 3 : kPlainBlocks;
 }
