@@ -123,7 +123,7 @@ def test_the_gpus_are_those_that_nvcc_and_torch_know(
 def test_the_operators_that_the_cuda_wheel_has_to_register_are_those_of_its_sources() -> None:
     """make package-cuda asks for them; not for those that csrc/cuda gives CPU tensors."""
     codec = {"encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedback", "decode_sum_encode_feedback"}
-    assert set(package_cuda.operators()) == {*codec, "two_shot_all_reduce"}
+    assert set(package_cuda.operators()) == {*codec, "two_shot_all_reduce", "load_two_shot"}
 
 
 def test_an_nvcc_newer_than_torchs_cuda_is_refused(tmp_path: Path) -> None:

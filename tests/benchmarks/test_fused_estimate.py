@@ -8,11 +8,14 @@ import pytest
 
 from benchmarks import fused_estimate
 from benchmarks.fused_estimate import BOXES, Box, fused_seconds, limit, limits
+from flash_allreduce_plugin.cli.plan.presets import Shares
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import two_shot
 
 INT4 = Format(4, 128)  # 68 bytes of 256
-BOX = replace(BOXES[0], machine=replace(BOXES[0].machine, copy=1e9 / 0.9, link=1e8), processors=30, meeting=1.0)
+SHARES = {fused_estimate.GENERAL: Shares(encode=0.5, decode=0.4, decode_sum=0.3, decode_sum_encode=0.2)}
+MACHINE = replace(BOXES[0].machine, copy=1e9, link=1e8, shares=SHARES)
+BOX = replace(BOXES[0], machine=MACHINE, processors=30, meeting=1.0)
 
 
 @pytest.mark.parametrize("box", BOXES, ids=lambda box: box.machine.name)
@@ -27,15 +30,19 @@ def test_a_call_by_hand() -> None:
     numel, tensor, payload = 40 * 1024, 80 * 1024, 40 * 544
     two = fused_seconds(numel, INT4, BOX, 4, one_shot=False)
     assert two == pytest.approx(
-        5e-6 + 2.0 + 2 * 3 / 4 * payload / 1e8 + (2 * tensor + 3 * payload + payload / 4) / (1e9 / 3)
+        5e-6
+        + 2.0
+        + 2 * 3 / 4 * payload / 1e8
+        + 3e-9 * ((tensor + payload) / 0.5 + (payload + payload / 4) / 0.2 + (payload + tensor) / 0.4)
     )
     one = fused_seconds(numel, INT4, BOX, 4, one_shot=True)
-    assert one == pytest.approx(5e-6 + 1.0 + 3 * payload / 1e8 + (2 * tensor + 3 * payload + 4 * payload) / (1e9 / 3))
+    kernel = 3e-9 * ((tensor + payload) / 0.5 + (4 * payload + tensor) / 0.2)
+    assert one == pytest.approx(5e-6 + 1.0 + 3 * payload / 1e8 + kernel)
     few = fused_seconds(4 * 1024, INT4, BOX, 4, one_shot=False)  # one block
-    assert few == pytest.approx(2.0, rel=0.01) and few > 2.0 + (4 * 4 * 1024) / (1e9 / 30)
+    assert few == pytest.approx(2.0, rel=0.01) and few > 2.0 + 30e-9 * 2 * 4 * 1024 * (1 / 0.5 + 1 / 0.4)
 
 
-def test_a_limit_is_the_last_size_before_the_first_that_is_slower() -> None:
+def test_a_limit_is_the_largest_size_that_is_not_slower() -> None:
     assert limit(lambda numel, c: numel, lambda numel, c: 1 << 20) == 2 << 20
     assert limit(lambda numel, c: 1, lambda numel, c: 0) == 0
     assert limit(lambda numel, c: numel * c.bits, lambda numel, c: 8 << 20) == 2 << 20  # at both widths

@@ -95,8 +95,8 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
 # take the general kernels: the lower end of an estimate, from the instructions that they have at 4 bits (27 an element,
 # 122 to 144 for a sum of 8 ranks), on H100 and H200. The A100 can issue as many for a byte of its memory as the H100.
 _A100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.86))
-_H100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.87))
-_H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.62))
+_H100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.89))
+_H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.63))
 #: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
 #: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
