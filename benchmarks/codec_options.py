@@ -5,7 +5,7 @@
 64 MiB of fp32 (--numel 65536: in the cache), groups of 128. All are timed in turn, round after round; a number is the
 median over the rounds of the speed with the option over the speed without it in the same round. "call" is what a rank
 of two computes in an all_reduce: encode, sum of two and encode again, decode. "feedback" is error feedback, with
-residuals of 8 bits or bf16.
+residuals of 8 bits or bf16. Groups below 128 have no codebook.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.codec import time_in_turn
 from flash_allreduce_plugin.codec import ops, rows
-from flash_allreduce_plugin.codec.format import Draw, Format, residual_format
+from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE, Draw, Format, residual_format
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "compact": {"compact": True},
@@ -68,7 +68,9 @@ def measure(bits: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     y = torch.empty_like(x)
     plain = Format(bits, arguments.group_size)
     variants = {"": runs_of(plain, x, y)}
-    variants |= {name: runs_of(replace(plain, **options), x, y) for name, options in OPTIONS.items()}
+    small = arguments.group_size < MIN_CODEBOOK_GROUP_SIZE
+    chosen = {name: options for name, options in OPTIONS.items() if not (small and "codebook" in options)}
+    variants |= {name: runs_of(replace(plain, **options), x, y) for name, options in chosen.items()}
     variants |= {name: runs_of(plain, x, y, kept) for name, kept in FEEDBACK.items()}
     runs = {f"{name}/{part}": run for name, parts in variants.items() for part, run in parts.items()}
     times = time_in_turn(runs, arguments.rounds)
@@ -77,7 +79,7 @@ def measure(bits: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
         # Of the sum each of two ranks has half.
         times[f"{name}/call"] = [encode + half / 2 + decode for encode, half, decode in zip(*parts, strict=True)]
     rows = []
-    for name in (*OPTIONS, *FEEDBACK):
+    for name in (*chosen, *FEEDBACK):
         speeds = {
             part: statistics.median(
                 off / on for off, on in zip(times[f"/{part}"], times[f"{name}/{part}"], strict=True)
