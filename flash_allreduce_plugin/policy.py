@@ -50,6 +50,10 @@ PARAMETER_FULL = "param_bits is full"
 PARAMETER_BACKWARD_FULL = "param_backward_bits is full"
 EMBEDDING = "embedding"
 EXPERT_FULL = "expert_bits is full"
+EXPERT_COMBINE_FULL = "expert_combine_bits is full"
+ATTENTION_FULL = "attention_bits is full"
+PIPELINE_FULL = "pipeline_bits is full"
+PIPELINE_BACKWARD_FULL = "pipeline_backward_bits is full"
 NOT_INCLUDED = "not in include"
 EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
@@ -73,10 +77,21 @@ class Role(str, Enum):
     EMBEDDING = "embedding"
     EXPERT = "expert"
     EXPERT_GRADIENT = "expert_gradient"
+    EXPERT_COMBINE = "expert_combine"
+    EXPERT_COMBINE_GRADIENT = "expert_combine_gradient"
+    ATTENTION = "attention"
+    ATTENTION_GRADIENT = "attention_gradient"
+    PIPELINE = "pipeline"
+    PIPELINE_BACKWARD = "pipeline_backward"
 
 
 # Gradients of the backward pass with a width of their own: quantized only if backward_bits is not "full" either.
-_GRADIENTS = (Role.SEQUENCE_PARALLEL_GRADIENT, Role.EXPERT_GRADIENT)
+_GRADIENTS = (
+    Role.SEQUENCE_PARALLEL_GRADIENT,
+    Role.EXPERT_GRADIENT,
+    Role.EXPERT_COMBINE_GRADIENT,
+    Role.ATTENTION_GRADIENT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +243,9 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         return FullPrecision(EMBEDDING)
     if role in _GRADIENTS and config.backward_bits == "full":
         return FullPrecision(BACKWARD_FULL)
+    combine = (config.expert_combine_bits, EXPERT_COMBINE_FULL)
+    if config.expert_combine_bits is None:
+        combine = (config.expert_bits, EXPERT_FULL)
     bits, reason = {
         Role.BACKWARD: (config.backward_bits, BACKWARD_FULL),
         Role.SEQUENCE_PARALLEL_GATHER: (config.sequence_parallel_gather_bits, GATHER_FULL),
@@ -237,6 +255,12 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         Role.PARAMETER_BACKWARD: (config.param_backward_bits, PARAMETER_BACKWARD_FULL),
         Role.EXPERT: (config.expert_bits, EXPERT_FULL),
         Role.EXPERT_GRADIENT: (config.expert_bits, EXPERT_FULL),
+        Role.EXPERT_COMBINE: combine,
+        Role.EXPERT_COMBINE_GRADIENT: combine,
+        Role.ATTENTION: (config.attention_bits, ATTENTION_FULL),
+        Role.ATTENTION_GRADIENT: (config.attention_bits, ATTENTION_FULL),
+        Role.PIPELINE: (config.pipeline_bits, PIPELINE_FULL),
+        Role.PIPELINE_BACKWARD: (config.pipeline_backward_bits, PIPELINE_BACKWARD_FULL),
     }.get(role, (config.bits, ""))
     assert bits is not None
     return FullPrecision(reason) if bits == "full" else bits

@@ -103,6 +103,12 @@ ROLES = [
     (Role.PARAMETER_BACKWARD, "param_backward_bits", policy.PARAMETER_BACKWARD_FULL),
     (Role.EXPERT, "expert_bits", policy.EXPERT_FULL),
     (Role.EXPERT_GRADIENT, "expert_bits", policy.EXPERT_FULL),
+    (Role.EXPERT_COMBINE, "expert_combine_bits", policy.EXPERT_COMBINE_FULL),
+    (Role.EXPERT_COMBINE_GRADIENT, "expert_combine_bits", policy.EXPERT_COMBINE_FULL),
+    (Role.ATTENTION, "attention_bits", policy.ATTENTION_FULL),
+    (Role.ATTENTION_GRADIENT, "attention_bits", policy.ATTENTION_FULL),
+    (Role.PIPELINE, "pipeline_bits", policy.PIPELINE_FULL),
+    (Role.PIPELINE_BACKWARD, "pipeline_backward_bits", policy.PIPELINE_BACKWARD_FULL),
 ]
 
 
@@ -117,6 +123,10 @@ def test_width_by_role(role: Role, key: str, full: str | None) -> None:
         "param_bits": 8,
         "param_backward_bits": 8,
         "expert_bits": 8,
+        "expert_combine_bits": 8,
+        "attention_bits": 8,
+        "pipeline_bits": 8,
+        "pipeline_backward_bits": 8,
         key: 5,
     }
     planned = plan(site=site, config=FlashConfig(**widths))
@@ -142,12 +152,24 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
         "grad_bits": 6,
         "param_bits": 6,
         "expert_bits": 6,
+        "attention_bits": 6,
+        "pipeline_bits": 6,
+        "pipeline_backward_bits": 6,
     }
     site = Site("test", role)
     for key, expected in [("reduce_bits", (4, 6)), ("gather_bits", (6, 4))]:
         planned = plan(site=site, config=FlashConfig.from_dict({**widths, key: 4}))
         assert isinstance(planned, Plan)
         assert (planned.reduce.bits, planned.gather.bits) == expected
+
+
+def test_the_way_back_from_the_experts_has_the_width_of_the_way_there_if_none_of_its_own() -> None:
+    combine = Site("test", Role.EXPERT_COMBINE)
+    assert plan(site=combine, config=FlashConfig(expert_bits=5)) == plan(config=FlashConfig(bits=5))
+    assert plan(site=combine, config=FlashConfig()) == FullPrecision(policy.EXPERT_FULL)
+    assert plan(site=combine, config=FlashConfig(expert_bits=5, expert_combine_bits=7)) == plan(
+        config=FlashConfig(bits=7)
+    )
 
 
 def test_parameters_of_the_backward_pass_have_the_width_of_the_forward_pass_if_none_of_their_own() -> None:
@@ -159,9 +181,17 @@ def test_parameters_of_the_backward_pass_have_the_width_of_the_forward_pass_if_n
     )
 
 
-@pytest.mark.parametrize("role", [Role.SEQUENCE_PARALLEL_GRADIENT, Role.EXPERT_GRADIENT])
+@pytest.mark.parametrize(
+    "role",
+    [
+        Role.SEQUENCE_PARALLEL_GRADIENT,
+        Role.EXPERT_GRADIENT,
+        Role.EXPERT_COMBINE_GRADIENT,
+        Role.ATTENTION_GRADIENT,
+    ],
+)
 def test_gathered_and_exchanged_gradients_need_backward_bits_as_well(role: Role) -> None:
-    config = FlashConfig(backward_bits="full", sequence_parallel_gather_bits=8, expert_bits=8)
+    config = FlashConfig(backward_bits="full", sequence_parallel_gather_bits=8, expert_bits=8, attention_bits=8)
     assert plan(site=Site("test", role), config=config) == FullPrecision(policy.BACKWARD_FULL)
 
 

@@ -127,7 +127,16 @@ class FlashConfig(_Frozen):
         "full", _OR_FULL, "width for the all-gathers of sequence parallelism (Megatron)"
     )
     expert_bits: Width | Literal["full"] = _width(
-        "full", _OR_FULL, "width for the hidden states that Megatron moves between experts"
+        "full", _OR_FULL, "width for the hidden states that move between experts"
+    )
+    attention_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for what attention exchanges: context parallelism, Ulysses"
+    )
+    pipeline_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for activations that are sent to the next pipeline stage"
+    )
+    pipeline_backward_bits: Width | Literal["full"] = _width(
+        "full", _OR_FULL, "width for gradients that are sent to the pipeline stage before"
     )
 
     # Format: how a group of elements is written.
@@ -170,6 +179,9 @@ class FlashConfig(_Frozen):
     # Advanced: few people need these.
     reduce_bits: Width | None = _advanced(None, f"{_WIDTH} or none", "width of the half before the sum")
     gather_bits: Width | None = _advanced(None, f"{_WIDTH} or none", "width of the half after the sum")
+    expert_combine_bits: Width | Literal["full"] | None = _advanced(
+        None, _OR_FULL_OR_NONE, "width for the way back from the experts; none: expert_bits"
+    )
     symmetric: bool = _advanced(False, _BOOL, "a scale without a zero point: 2 bytes a group instead of 4")
     rounding: Literal["nearest", "stochastic"] = _advanced(
         "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"

@@ -16,6 +16,10 @@ OF_MEGATRON = (
     "grad_bits",
     "sequence_parallel_gather_bits",
     "expert_bits",
+    "expert_combine_bits",
+    "attention_bits",
+    "pipeline_bits",
+    "pipeline_backward_bits",
     "quantize_embedding",
     "quantize_evaluation",
 )

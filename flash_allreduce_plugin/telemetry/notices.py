@@ -35,6 +35,10 @@ _FIELDS = {
     policy.PARAMETER_FULL: "param_bits",
     policy.PARAMETER_BACKWARD_FULL: "param_backward_bits",
     policy.EXPERT_FULL: "expert_bits",
+    policy.EXPERT_COMBINE_FULL: "expert_combine_bits",
+    policy.ATTENTION_FULL: "attention_bits",
+    policy.PIPELINE_FULL: "pipeline_bits",
+    policy.PIPELINE_BACKWARD_FULL: "pipeline_backward_bits",
     policy.EMBEDDING: "quantize_embedding",
 }
 
