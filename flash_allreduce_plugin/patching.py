@@ -246,8 +246,8 @@ def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., 
     library's own; every other global is looked up live in its module. Decorators that used functools.wraps
     and hold the function in their closure are rebuilt around the copy.
 
-    Raises PatchError if the function's code does not use every name of `path` (the replacement would silently
-    never run), or if a decorator hides the function.
+    Raises PatchError if neither the function's code nor that of a function inside it uses every name of `path` (the
+    replacement would silently never run), or if a decorator hides the function.
     """
     if not isinstance(function, types.FunctionType):
         raise PatchError(f"{_describe(function)} is not a Python function, its globals cannot be rebound")
@@ -262,12 +262,18 @@ def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., 
         outer.__wrapped__ = copy  # so that it can be rebound once more
         return cast(types.FunctionType, outer)
     head, *rest = path.split(".")
-    unused = [name for name in (head, *rest) if name not in function.__code__.co_names]
-    if unused:
+    used = names_used(function.__code__)
+    if any(name not in used for name in (head, *rest)):
         raise PatchError(f"{_describe(function)} does not use {path}")
     if rest:
         new = _overlay(function.__globals__[head], rest, new)
     return _copy_function(function, _Globals(function.__globals__, {head: new}), function.__closure__)
+
+
+def names_used(code: types.CodeType) -> set[str]:
+    """The globals and attributes that a function names, and those of the functions inside it, which see its globals."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(names_used, inner))
 
 
 class _Globals(dict[str, Any]):

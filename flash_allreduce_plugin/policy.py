@@ -55,6 +55,7 @@ ATTENTION_FULL = "attention_bits is full"
 PIPELINE_FULL = "pipeline_bits is full"
 PIPELINE_BACKWARD_FULL = "pipeline_backward_bits is full"
 NOT_INCLUDED = "not in include"
+EVALUATION = "evaluation"
 EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
 LOW_SQNR = "below min_sqnr_db"  # the guard's, which decides after make_plan (guard.py)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from flash_allreduce_plugin.config import presets
@@ -25,12 +25,15 @@ OF_MEGATRON = (
 )
 
 
-def serve(config: FlashConfig | None, integration: str, lacks: Mapping[str, str]) -> FlashConfig:
+def serve(
+    config: FlashConfig | None, integration: str, lacks: Mapping[str, str], serves: Container[str] = ()
+) -> FlashConfig:
     """The configuration that an integration goes by: `config`, or the environment's if it is None.
 
     lacks: keys that the integration cannot honour, and why: "has no effect in <integration>, <why>". Refused are those
-    that were given another value than the default, and with a `config` also the keys of Megatron's; the environment
-    may serve Megatron in the same job. A key that only a preset has set is left out instead.
+    that were given another value than the default, and with a `config` also the keys of Megatron's, but for those that
+    the integration `serves`; the environment may serve Megatron in the same job. A key that only a preset has set is
+    left out instead.
 
     Raises TypeError where config is no FlashConfig, and ConfigError with one line for each key.
     """
@@ -42,15 +45,16 @@ def serve(config: FlashConfig | None, integration: str, lacks: Mapping[str, str]
         config = FlashConfig.from_env()
         lines = refusals(config.given(), integration, lacks, variable)
     else:
-        lines = refusals(config.given(), integration, with_megatrons(lacks))
+        lines = refusals(config.given(), integration, with_megatrons(lacks, serves))
     if lines:
         raise ConfigError("\n".join(lines))
     return without(config, lacks)
 
 
-def with_megatrons(lacks: Mapping[str, str]) -> dict[str, str]:
-    """`lacks`, and the keys of Megatron's."""
-    return {**dict.fromkeys(OF_MEGATRON, "where everything travels at `bits`"), **lacks}
+def with_megatrons(lacks: Mapping[str, str], serves: Container[str] = ()) -> dict[str, str]:
+    """`lacks`, and the keys of Megatron's but for those that the integration serves as well."""
+    others = [key for key in OF_MEGATRON if key not in serves]
+    return {**dict.fromkeys(others, "where everything travels at `bits`"), **lacks}
 
 
 def refusals(

@@ -30,7 +30,8 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows, and
     ConfigError for keys that have no effect there.
     """
-    config = refusals.serve(config, "DeepSpeed", section.LACKS)
+    given = config.given() if isinstance(config, FlashConfig) else {}
+    config = refusals.serve(config, "DeepSpeed", section.LACKS, section.serves(given))
     engine.verify()
     engine.attach(config)
 

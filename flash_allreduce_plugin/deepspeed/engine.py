@@ -4,7 +4,8 @@ engine its reductions.
 That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
 configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
-which leave everybody else's gathers as they are (gathering.py). Functions whose own source carries the seam (source.py)
+which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention a few more
+(attention.py). Functions whose own source carries the seam (source.py)
 find the replacement there instead.
 """
 
@@ -22,7 +23,7 @@ from weakref import WeakSet
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import gathering, section
+from flash_allreduce_plugin.deepspeed import attention, gathering, section
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
@@ -70,9 +71,10 @@ def detach() -> None:
     global _attached, _for_all
     for engine in list(_engines):
         _refuse_replaced(engine)
-    for patchset in (_patchset(), _of_process()):
+    patchsets = _patchset(), _of_process(), _of_attention()
+    for patchset in patchsets:
         patchset.refuse_replaced()
-    for patchset in (_patchset(), _of_process()):
+    for patchset in patchsets:
         patchset.restore()
     _attached = False
     _for_all = None
@@ -85,14 +87,18 @@ def is_attached() -> bool:
 
 
 def verify() -> None:
-    """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it."""
+    """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it.
+
+    Those of attention are checked where they are wanted.
+    """
     Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
     _of_process().verify()
 
 
 def seams() -> list[Seam]:
     """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
-    return [*_patchset().seams, *places(None), *gathering.of_engine(None), *_of_process().seams]
+    of_process = (*_of_process().seams, *_of_attention().seams)
+    return [*_patchset().seams, *places(None), *gathering.of_engine(None), *of_process]
 
 
 def sites_in_place() -> set[str]:
@@ -103,6 +109,8 @@ def sites_in_place() -> set[str]:
     for engine in _engines:
         if (own := getattr(engine, _BOUND)[1]) is not None:
             sites |= own.sites()
+    if any(attention.wanted(reduction.config) for reduction in reductions):
+        sites |= {attention.FORWARD.name, attention.BACKWARD.name}
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -118,6 +126,9 @@ def bind(engine: Any, config: FlashConfig) -> None:
     try:
         if own is not None:
             _of_process().apply()
+        if attention.wanted(config):
+            _of_attention().apply()
+            attention.own(engine, reduction)
         _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
@@ -173,6 +184,7 @@ def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
     reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
+    attention.disown(engine, reduction)
     if own is not None:
         own.close()
     delattr(engine, _BOUND)
@@ -204,6 +216,11 @@ def _patchset() -> Patchset:
 @functools.cache
 def _of_process() -> Patchset:
     return Patchset("deepspeed", gathering.of_process(), _supported())
+
+
+@functools.cache
+def _of_attention() -> Patchset:
+    return Patchset("deepspeed", attention.of_process(), _supported())
 
 
 def constructor() -> Seam:
@@ -240,6 +257,8 @@ def _with_section(original: Function) -> Function:
             config = _config_for(deepspeed)
             if config is not None:
                 verify()
+            if config is not None and attention.wanted(config):
+                _of_attention().verify()
         except Exception:
             # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
             # Python ends the process.
@@ -256,9 +275,16 @@ def _with_section(original: Function) -> Function:
 
 
 def _refuse_useless(engine: Any, config: FlashConfig) -> None:
-    """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters."""
+    """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters, and for
+    attention_bits without attention across ranks.
+    """
     from deepspeed.runtime.config import DeepSpeedConfigError
 
+    if attention.wanted(config) and not attention.is_there(engine):
+        raise DeepSpeedConfigError(
+            f"{section.SECTION}.attention_bits={config.attention_bits} has no effect: no attention of this model spans "
+            "several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF); leave it out."
+        )
     stage = int(engine.zero_optimization_stage())
     if config.param_bits == "full" or stage == 3 or hasattr(engine.optimizer, "update_lp_params"):
         return
@@ -298,4 +324,7 @@ def start_line(engine: Any, config: FlashConfig) -> str:
     if config.param_bits != "full":
         what = "parameters" if int(engine.zero_optimization_stage()) == 3 else "differences of parameters"
         gives += f", {what} in {config.param_bits}"
+    if attention.wanted(config):
+        back = "exactly" if config.backward_bits == "full" else "too"
+        gives += f", attention's exchanges in {config.attention_bits} (their gradients {back})"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_allreduce_plugin.deepspeed import attention
 from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
@@ -29,6 +30,7 @@ STAGE_3 = "deepspeed.runtime.zero.stage3"
 
 _BUCKET = "allreduce_bucket of DeepSpeedEngine"
 _GATHER = "_dist_allgather_fn, for __all_gather_params_ of PartitionedParameterCoordinator"
+_ULYSSES = "_SeqAllToAll of DistributedAttention; _dim_zero_all_to_all of UlyssesSPAttentionHF"
 _ZERO = "allreduce_bucket and gradient_reduction_w_predivide of DeepSpeedZeroOptimizer"
 
 # What `report` lists: site -> (where in DeepSpeed, what is covered).
@@ -50,6 +52,8 @@ SITES = {
     EXPERTS.name: (f"{_ZERO}; {_BUCKET}", "gradients of experts, over their own data-parallel groups, at any stage"),
     PARAMETERS.name: (_GATHER, "parameters at stage 3, for the forward and the backward pass: all-gather"),
     BACKWARD.name: (_GATHER, "parameters at stage 3 for the backward pass, where it has a width of its own"),
+    attention.FORWARD.name: (_ULYSSES, "queries, keys, values and output of Ulysses' attention: all-to-all"),
+    attention.BACKWARD.name: (_ULYSSES, "their gradients: all-to-all"),
 }
 
 

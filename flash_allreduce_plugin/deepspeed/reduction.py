@@ -93,7 +93,7 @@ class Reduction:
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
-        slices, group = _owners.get(), _given(group)
+        slices, group = _owners.get(), given_group(group)
 
         def theirs() -> None:
             from deepspeed import comm
@@ -107,7 +107,7 @@ class Reduction:
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
-        group = _given(group)
+        group = given_group(group)
 
         def theirs() -> None:
             from deepspeed import comm
@@ -123,7 +123,7 @@ class Reduction:
         Rank r's part of a tensor is the r-th piece of ceil(numel / world) elements; the last ones may be shorter or
         empty, and nothing is filled up.
         """
-        group = _given(group)
+        group = given_group(group)
         world = group.size()
         sizes = [math.ceil(tensor.numel() / world) for tensor in tensors]
         pieces = []
@@ -145,7 +145,7 @@ class Reduction:
 
     def record_sparse(self, values: Tensor, group: dist.ProcessGroup | None) -> None:
         """Count a sparse gradient, whose values DeepSpeed gathers from all ranks."""
-        group = _given(group)
+        group = given_group(group)
         sent = _volume("all_gather", values, values.numel() * group.size(), group)
         counters.record_full_precision(self._site(group), SPARSE, sent, message=0)
 
@@ -268,7 +268,7 @@ def _loss_scale(engine: Any) -> float | None:
     return None if scale is None else float(scale)
 
 
-def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def given_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
         group = dist.group.WORLD
     assert group is not None, "DeepSpeed has initialized torch.distributed"

@@ -15,6 +15,9 @@ SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
 LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
+# Keys of Megatron's that count here too: widths of what a model's layers exchange; and what goes with one of them.
+EXCHANGES = ("attention_bits",)
+OF_EXCHANGES = ("backward_bits", "quantize_evaluation")
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -36,16 +39,23 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     config, base = None, FlashConfig.from_env()
     fields = {key: value for key, value in section.items() if key != FILE}
     stray = refusals.refusals(base.given(), "DeepSpeed", LACKS, variable)
-    lines = refusals.refusals(fields, "DeepSpeed", refusals.with_megatrons(LACKS))
+    lines: list[str] = []
     try:
         if FILE in section:
             base = _from_file(section[FILE], base, lines)
+        lacks = refusals.with_megatrons(LACKS, serves({**base.given(), **fields}))
+        lines = refusals.refusals(fields, "DeepSpeed", lacks) + lines
         config = FlashConfig.from_dict({**base.given(), **fields})
     except ConfigError as error:
         lines += str(error).splitlines()
     if lines or stray:
         raise ConfigError("\n".join([*(f"{SECTION}.{line}" for line in lines), *stray]))
     return config
+
+
+def serves(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of Megatron's that have an effect beside what was given."""
+    return (*EXCHANGES, *OF_EXCHANGES) if any(given.get(key, "full") != "full" for key in EXCHANGES) else EXCHANGES
 
 
 def nearly(raw: Mapping[str, Any]) -> list[str]:
@@ -67,7 +77,7 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
     except ConfigError as error:
         raise ConfigError("\n".join(f"{FILE}={line}" for line in str(error).splitlines())) from None
     own = {key: value for key, value in config.given().items() if base.given().get(key) != value}
-    found = refusals.refusals(own, "DeepSpeed", refusals.with_megatrons(LACKS))
+    found = refusals.refusals(own, "DeepSpeed", refusals.with_megatrons(LACKS, serves(config.given())))
     lines += [f"{FILE}={path}: {line}" for line in found]
     return config
 

@@ -31,12 +31,12 @@ from torch.optim import optimizer as torch_optimizer
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.patching import Function
+from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
 from flash_allreduce_plugin.policy import Collective, Role, Site, matches
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 ON_REQUEST = "full_precision()"
-EVALUATION = "evaluation"
 OTHER_GROUP = "not the tensor-parallel group"
 SWITCH = "--flash-allreduce"
 # megatron-core's modules in which several files have seams
