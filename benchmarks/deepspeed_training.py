@@ -3,6 +3,7 @@
     python -m benchmarks.deepspeed_training                                              0.7 M parameters
     python -m benchmarks.deepspeed_training --width 288 --layers 5 --stages 0 2 --seeds 1    5.2 M parameters
     python -m benchmarks.deepspeed_training --sections '{"bits": 4, "group_size": 32}'
+    python -m benchmarks.deepspeed_training --ulysses        every sequence is shared by the ranks
 
 The transformer of examples/deepspeed, two ranks, on Python's own sources; a variant is a "flash_allreduce" section.
 On the first seed of each stage full precision is also trained with noise on every gradient, tiny and large: if the
@@ -34,6 +35,9 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FULL_PRECISION, NOISE = "full precision", "noise "
 VALIDATION_BATCHES = 64
+# Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
+SMALL: dict[str, Any] = {"bits": 8, "min_bytes": 65536}
+ULYSSES = [json.dumps(section) for section in (SMALL, {**SMALL, "attention_bits": 8, "backward_bits": 8})]
 WARM_UP_STEPS = 50
 
 
@@ -51,7 +55,36 @@ def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
     module.WIDTH, module.LAYERS, module.SEQUENCE = arguments.width, arguments.layers, arguments.sequence
     torch.manual_seed(seed)
     model: torch.nn.Module = module.Model()
-    return model
+    return Ulysses(model, module.HEADS) if arguments.ulysses else model
+
+
+class Causal(torch.nn.Module):
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, heads, head], as Ulysses hands it over."""
+        q, k, v = (one.transpose(1, 2) for one in qkv)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Ulysses(torch.nn.Module):
+    """The example's model, of whose sequence every rank has a part: its attention is DeepSpeed's."""
+
+    def __init__(self, model: torch.nn.Module, heads: int) -> None:
+        super().__init__()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        self.model, self.heads = model, heads
+        layers: Any = model.layers
+        self.attention = torch.nn.ModuleList([DistributedAttention(Causal(), dist.group.WORLD, 2, 1) for _ in layers])
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        positions = torch.arange(text.shape[1] - 1).chunk(dist.get_world_size())[dist.get_rank()]
+        x = model.bytes(text[:, positions]) + model.positions(positions)
+        for layer, attention in zip(model.layers, self.attention, strict=True):
+            q, k, v = layer.qkv(layer.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            x = x + layer.out(attention(q, k, v, 0).flatten(2))
+            x = x + layer.mlp(layer.norms[1](x))
+        return torch.nn.functional.cross_entropy(model.head(x).flatten(0, 1), text[:, positions + 1].flatten())
 
 
 def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | None) -> dict[str, Any]:
@@ -89,8 +122,9 @@ def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
 
 
 def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> torch.Tensor:
-    """This rank's sequences of a step, each with the byte after it."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + dist.get_rank())
+    """This rank's sequences of a step, each with the byte after it; with Ulysses all ranks have the same."""
+    rank = 0 if arguments.ulysses else dist.get_rank()
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
     starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
     return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
 
@@ -187,7 +221,8 @@ def show(stage: int, seeds: dict[int, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", default=['{"bits": 8}', '{"bits": 4}'], help='"flash_allreduce" each')
+    parser.add_argument("--sections", nargs="+", help='"flash_allreduce" each')
+    parser.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
@@ -202,6 +237,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.sections = arguments.sections or (ULYSSES if arguments.ulysses else ['{"bits": 8}', '{"bits": 4}'])
     if arguments.rank:
         return in_rank(arguments)
     stages: dict[int, dict[int, Any]] = {}
