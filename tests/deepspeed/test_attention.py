@@ -100,12 +100,7 @@ def rounded(log: list[tuple[int, ...]]) -> Iterator[None]:
     theirs, wire = comm.all_to_all_single, fap.FlashConfig(bits=8)
 
     def all_to_all_single(
-        output: Tensor,
-        input: Tensor,
-        out_sizes: Any = None,
-        in_sizes: Any = None,
-        group: Any = None,
-        async_op: bool = False,
+        output: Tensor, input: Tensor, to: Any = None, of: Any = None, group: Any = None, async_op: bool = False
     ) -> Any:
         log.append(tuple(input.shape))
         sizes = of or [len(input) // dist.get_world_size(group)] * dist.get_world_size(group)
