@@ -18,6 +18,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import (
+    attention,
     checkpoints,
     data_parallel,
     expert_parallel,
@@ -56,7 +57,7 @@ def enable(config: FlashConfig | None = None) -> None:
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
     config = for_megatron(FlashConfig.from_env() if config is None else config)
-    lines = refusals.of_fields(config)
+    lines = refusals.of_fields(config) + refusals.of_groups(config)
     if lines:
         raise ConfigError("\n".join(lines))
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
@@ -146,7 +147,7 @@ def report() -> Report:
     found = (_patchset or _made(_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    return of_sites({**own, **transformer_engine.rows(found)})
+    return of_sites({**own, **attention.rows(found), **transformer_engine.rows(found)})
 
 
 def seams() -> tuple[Seam, ...]:
@@ -177,7 +178,7 @@ def _transformer_engine() -> tuple[list[Seam], str | None]:
 
 def _helpers() -> list[Seam]:
     found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(current_config)
-    return found + parameters.helpers(current_config) + refusals.helpers()
+    return found + parameters.helpers(current_config) + refusals.helpers(current_config)
 
 
 def current_config() -> FlashConfig:

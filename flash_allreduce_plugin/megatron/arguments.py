@@ -24,7 +24,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron.refusals import OTHER_BUFFERS, of_fields, of_parameters, refusals
+from flash_allreduce_plugin.megatron.refusals import OTHER_BUFFERS, of_attention, of_fields, of_parameters, refusals
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import counters, notices
@@ -219,6 +219,8 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
             )
     if config.param_bits != "full":
         lines += of_parameters([args], _option, flag("param_bits"))
+    if config.attention_bits != "full":
+        lines += of_attention(args, _option, flag("attention_bits"))
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -228,7 +230,7 @@ def _without_buffers(args: Any) -> list[str]:
     return [name for name in OTHER_BUFFERS if getattr(args, name, False)]
 
 
-def _option(name: str, value: str | None = None) -> str:
+def _option(name: str, value: Any = None) -> str:
     """An option of Megatron-LM's as it stands on the command line."""
     return f"--{name.replace('_', '-')}" + ("" if value is None else f" {value}")
 
@@ -261,7 +263,7 @@ def _bits(bits: int | str) -> str:
 def doubts(args: Any, config: FlashConfig) -> list[str]:
     """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
-    full = config.grad_bits == config.param_bits == "full"
+    full = config.grad_bits == config.param_bits == config.attention_bits == "full"
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
         lines.append(nothing_to_quantize("--tensor-model-parallel-size"))
     lines += _too_small(args, config)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.transport import all_gather_single, reduce_scatter_single
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import scopes
+from flash_allreduce_plugin.megatron import attention, scopes
 from flash_allreduce_plugin.megatron.scopes import MAPPINGS, CurrentConfig, Scope, recalls, remembers
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
@@ -93,7 +93,7 @@ def seams() -> list[Seam]:
 
 
 def helpers(config: CurrentConfig) -> list[Seam]:
-    """The all-to-all below the dispatchers. What passes through it and is no hidden state is not counted."""
+    """The all-to-all below the dispatchers, which serves attention too. What else passes through it is not counted."""
     parameters = ("ctx", "group", "input", "output_split_sizes", "input_split_sizes")
     return [
         Seam(
@@ -194,6 +194,8 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
         given = output, input, output_split_sizes, input_split_sizes, group, async_op
         theirs = functools.partial(dist.all_to_all_single, *given)
         scope = scopes.current()
+        if scope.hidden_states is None and attention.is_across(group):
+            return attention.all_to_all(*given, config=config(), scope=scope, plain=theirs)
         if scope.hidden_states is None:
             return theirs()
         return dispatch.all_to_all(*given, plain=theirs, **_how(config(), scope))

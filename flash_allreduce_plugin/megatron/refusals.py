@@ -8,12 +8,14 @@ scripts that call `enable` themselves.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config import refusals as keys
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.patching import Seam
 
 Spelling = Callable[..., str]
@@ -22,6 +24,13 @@ Spelling = Callable[..., str]
 OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
 GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
+# Layers that exchange by themselves, whatever cp_comm_type says of attention's.
+_OWN_EXCHANGES = (
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "experimental_attention_variant",
+)
 _LACKS = {"param_backward_bits": "which gathers no parameters for the backward pass alone"}
 
 
@@ -89,7 +98,45 @@ def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list
     return lines
 
 
-def helpers() -> list[Seam]:
+def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
+    """One line if nothing of what attention exchanges is reached.
+
+    settings: Megatron-LM's arguments or a ModelParallelConfig. ours: what the user wrote for attention_bits.
+    """
+    if getattr(settings, "context_parallel_size", None) == 1 and _context_parallel_ranks() in (None, 1):
+        return [f"{ours} {_no_context(spelled)}"]
+    kinds = getattr(settings, "cp_comm_type", None) or []
+    kinds = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind is not None]
+    reached = any("a2a" in kind for kind in kinds) or any(getattr(settings, name, None) for name in _OWN_EXCHANGES)
+    if reached or not kinds:
+        return []
+    return [
+        f"{ours} has no effect: {spelled('cp_comm_type', kinds[0])} runs in functions of Transformer Engine's own, "
+        f"which are not reached; take {spelled('cp_comm_type', 'a2a')}, or leave it at full."
+    ]
+
+
+def of_groups(config: FlashConfig) -> list[str]:
+    """One line for each width of parallelism that Megatron's groups, if they are made already, do not have."""
+    if config.attention_bits == "full" or _context_parallel_ranks() != 1:
+        return []
+    return [f"attention_bits {_no_context(field)}"]
+
+
+def _context_parallel_ranks() -> int | None:
+    """None as long as Megatron has made no groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(state.get_context_parallel_world_size())
+
+
+def _no_context(spelled: Spelling) -> str:
+    alone = spelled("context_parallel_size", 1)
+    return f"has no effect: there is no context parallelism here ({alone}); leave it at full."
+
+
+def helpers(config: CurrentConfig) -> list[Seam]:
     """The seam that asks every configuration; it moves nothing."""
     return [
         Seam(
@@ -97,23 +144,25 @@ def helpers() -> list[Seam]:
             "megatron.core.model_parallel_config",
             "ModelParallelConfig.__post_init__",  # TransformerConfig and its heirs pass here
             ("self",),
-            _checked,
+            functools.partial(_checked, config=config),
             "refuses options that bypass the collectives",
         )
     ]
 
 
-def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..., Any]:
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         original(self)
         lines = refusals(self, field, "flash_allreduce_plugin")
+        if config().attention_bits != "full":
+            lines += of_attention(self, field, "attention_bits")
         if lines:
             raise ConfigError("\n".join(lines))
 
     return __post_init__
 
 
-def field(name: str, value: str | None = None) -> str:
+def field(name: str, value: Any = None) -> str:
     """An option as it stands in Python."""
     return name if value is None else f"{name}={value!r}"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch
-from flash_allreduce_plugin.megatron import expert_parallel, scopes
+from flash_allreduce_plugin.megatron import attention, expert_parallel, scopes
 from flash_allreduce_plugin.megatron.scopes import (
     LAYERS,
     MAPPINGS,
@@ -173,6 +173,10 @@ def _reduce_scatter(site: Site, config: CurrentConfig) -> Function:
             output = _buffer(input_, rows[group.rank()], use_global_buffer)
             expert_parallel.reduce_scatter(output, input_, input_split_sizes, group, config(), scope)
             return output
+        if input_split_sizes is None and attention.is_across(group):
+            output = _buffer(input_, input_.shape[0] // group.size(), use_global_buffer)
+            attention.reduce_scatter(output, input_, group, config(), scope)
+            return output
         here = site_of(site, scope)
         reason = _left_alone(group, input_split_sizes, scope)
         if reason is not None:
@@ -207,6 +211,10 @@ def _gather(site: Site, config: CurrentConfig) -> Function:
             rows = output_split_sizes or [input_.shape[0]] * group.size()
             output = _buffer(input_, sum(rows), use_global_buffer)
             expert_parallel.gather(output, input_, output_split_sizes, group, config(), scope)
+            return output
+        if output_split_sizes is None and attention.is_across(group):
+            output = _buffer(input_, input_.shape[0] * group.size(), use_global_buffer)
+            attention.gather(output, input_, group, config(), scope)
             return output
         here = _gather_site_of(site, scope, config)
         reason = _left_alone(group, output_split_sizes, scope)
