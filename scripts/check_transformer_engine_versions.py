@@ -20,11 +20,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import transformer_engine
+from flash_allreduce_plugin.megatron import attention, transformer_engine
 from flash_allreduce_plugin.patching import Seam
+from scripts import check_megatron_versions as sources
 from scripts.releases import Read, Unavailable, check, final, pip
 
 KEYWORDS = {"async_op", "quantizer"}  # tensor and group come by position
@@ -38,19 +40,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, help="folder where downloaded wheels are kept and looked for")
     options = parser.parse_args(arguments)
     seams = transformer_engine.seams(FlashConfig)
+    total = len(seams) + len(attention.of_transformer_engine(attention.TE_MODULES[0], FlashConfig))
     with tempfile.TemporaryDirectory() as scratch:
         wheels = options.wheels or Path(scratch)
         return check(
             lambda: options.what or releases(),
             lambda what: problems(reader(what, wheels), seams),
-            len(seams),
+            total,
             "seams",
         )
 
 
 def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
     """One line for each seam that does not fit the sources."""
-    return [f"{seam.target}: {problem}" for seam in seams if (problem := _problem(read, seam)) is not None]
+    found = [f"{seam.target}: {problem}" for seam in seams if (problem := _problem(read, seam)) is not None]
+    return found + sources.problems(read, attention.of_transformer_engine(_attention_module(read), FlashConfig))
+
+
+def _attention_module(read: Read) -> str:
+    """Where a release has the exchanges of its attention."""
+    for name in attention.TE_MODULES:
+        with suppress(KeyError, OSError):
+            read(name.replace(".", "/") + ".py")
+            return name
+    return attention.TE_MODULES[0]
 
 
 def _problem(read: Read, seam: Seam) -> str | None:

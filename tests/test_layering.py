@@ -137,6 +137,7 @@ TESTED_IN = {
     "deepspeed/engine": "deepspeed/test_engines",
     "deepspeed/places": "deepspeed/test_stages",  # each stage calls its functions
     "deepspeed/reduction": "deepspeed/test_stages",
+    "megatron/attention": "megatron/test_context_parallel",
     "megatron/tensor_parallel": "megatron/test_seams",  # one model has the seams of both
     "megatron/sequence_parallel": "megatron/test_seams",
     "megatron/refusals": "megatron/test_arguments",  # which refuses what it lists

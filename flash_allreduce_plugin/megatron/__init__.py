@@ -70,11 +70,16 @@ def enable(config: FlashConfig | None = None) -> None:
             )
         if transformer_engine_seams:
             transformer_engine.refuse_userbuffers()
+        its_attention, misfit = _attention_of_transformer_engine()
+        if misfit is not None and config.attention_bits != "full":
+            warnings.warn(
+                f"flash_allreduce: attention of Transformer Engine exchanges in full precision: {misfit}", stacklevel=2
+            )
         monitors, saving = monitor.seams(), checkpoints.seams()
         without = _misfit(monitors)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
-        optional = transformer_engine_seams + ([] if without else monitors)
+        optional = transformer_engine_seams + its_attention + ([] if without else monitors)
         without = _misfit(saving)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
@@ -144,7 +149,7 @@ def feedback() -> Feedback | None:
 
 def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    found = (_patchset or _made(_transformer_engine()[0])).report()
+    found = (_patchset or _made(_transformer_engine()[0] + _attention_of_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
     return of_sites({**own, **attention.rows(found), **transformer_engine.rows(found)})
@@ -172,6 +177,15 @@ def _transformer_engine() -> tuple[list[Seam], str | None]:
     if not transformer_engine.in_use():
         return [], None
     found = transformer_engine.seams(current_config)
+    misfit = transformer_engine.misfit(found)
+    return ([], misfit) if misfit else (found, None)
+
+
+def _attention_of_transformer_engine() -> tuple[list[Seam], str | None]:
+    """The same of the exchanges of its attention."""
+    if not transformer_engine.in_use():
+        return [], None
+    found = attention.of_transformer_engine(attention.te_module(), current_config)
     misfit = transformer_engine.misfit(found)
     return ([], misfit) if misfit else (found, None)
 

@@ -10,10 +10,16 @@ sources of 2.18; those of other releases import other parts of TE's extension).
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import pickle
+import sys
+import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import transformer_engine
+from flash_allreduce_plugin.megatron import attention, scopes, transformer_engine
 from flash_allreduce_plugin.patching import Patchset
 from flash_allreduce_plugin.telemetry import counters
 from tests.distributed import run_ranks
@@ -104,3 +110,67 @@ def test_the_layers_of_transformer_engine(
         assert 0 < max(errors) < 0.05
         assert torch.equal(inference, quantized[0]), "without gradients TE calls forward with no ctx"
         assert same(afterwards, stock)
+
+
+def exchanges(folder: str) -> dict[str, Any]:
+    """TE's own function, cut out of a file whose imports need CUDA, before and after attention."""
+    torch.set_num_threads(1)
+    path = next(
+        path for name in attention.TE_MODULES if (path := Path(folder, *name.split(".")).with_suffix(".py")).exists()
+    )
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in EXCHANGED]
+    for one in functions:
+        one.decorator_list, one.returns = [], None
+        for argument in one.args.args:
+            argument.annotation = None
+    module = types.ModuleType("attention_of_transformer_engine")
+    module.torch = torch  # type: ignore[attr-defined]
+    exec(compile(ast.Module(functions, []), str(path), "exec"), vars(module))
+    sys.modules[module.__name__] = module
+    world, group = dist.get_world_size(), dist.group.WORLD
+    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda: SimpleNamespace(wait_stream=lambda _: None)  # type: ignore[assignment]
+    chunks = torch.arange(2 * world)
+    local, whole = torch.randn(2, 2, 8, 4, 32), torch.randn(2, 2 * world, 8, 4 // world, 32)
+    call: Any = module.flash_attn_a2a_communicate  # type: ignore[attr-defined]
+    names = "a2a_input_names" in inspect.signature(call).parameters
+
+    def run() -> list[torch.Tensor]:
+        how = {"a2a_input_names": ["q", "k", "v"]} if names else {}
+        there = module.flash_attn_a2a_communicate(  # type: ignore[attr-defined]
+            [local.flatten(1, 2).clone() for _ in range(3)], chunks, 1, world, group, None, True, **how
+        )
+        how = {"a2a_input_names": ["out"]} if names else {}
+        back = module.flash_attn_a2a_communicate(  # type: ignore[attr-defined]
+            whole.flatten(1, 2).clone(), chunks, 1, world, group, None, False, **how
+        )
+        return [*there, back]
+
+    seam = attention.of_transformer_engine(module.__name__, lambda: EXCHANGING)[0]
+    patchset = Patchset("transformer engine", [seam])
+    stock = run()
+    patchset.apply()
+    counters.reset_stats()
+    token = scopes._pass.set("forward")
+    quantized = run()
+    scopes._pass.reset(token)
+    sites = {name: (site["quantized"], site["full_precision"]) for name, site in counters.stats()["sites"].items()}
+    patchset.restore()
+    return {"stock": stock, "quantized": quantized, "sites": sites, "afterwards": run()}
+
+
+EXCHANGED = ("get_bsh_dims", "reorder_seq_chunks_for_a2a_before_attn", "reorder_seq_chunks_for_a2a_after_attn")
+EXCHANGED += (
+    "reorder_seq_chunks_for_a2a",
+    "flash_attn_a2a_communicate",
+)
+EXCHANGING = FlashConfig(attention_bits=8, min_bytes=0)
+
+
+def test_the_exchanges_of_its_attention() -> None:
+    for rank in run_ranks(2, exchanges, str(FOLDER)):
+        assert rank["sites"] == {attention.TE_EXCHANGE.name: (4, {})}
+        assert all(map(torch.equal, rank["stock"], rank["afterwards"]))
+        for ours, theirs in zip(rank["quantized"], rank["stock"], strict=True):
+            assert ours.shape == theirs.shape and 0 < error(ours, theirs) < 0.02
