@@ -49,12 +49,13 @@ _HOMES = {
     "state_dict": "checkpoint",
     "stats": "telemetry.counters",
 }
-_ROOMS = ("apex", "ddp", "deepspeed", "fsdp", "megatron")
+_ROOMS = ("apex", "context_parallel", "ddp", "deepspeed", "fsdp", "megatron")
 
 __all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin import apex as apex
+    from flash_allreduce_plugin import context_parallel as context_parallel
     from flash_allreduce_plugin import ddp as ddp
     from flash_allreduce_plugin import deepspeed as deepspeed
     from flash_allreduce_plugin import fsdp as fsdp
