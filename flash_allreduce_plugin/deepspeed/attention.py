@@ -97,7 +97,7 @@ def of_process() -> list[Seam]:
         seam("layer", "DistributedAttention.forward", layer, _attends(0), "tells whose attention runs"),
         seam("forward", "_SeqAllToAll.forward", ("ctx", ...), _remembers, kept),
         seam("backward", "_SeqAllToAll.backward", ("ctx", "grad_output"), _recalls, "tells whose gradients travel"),
-        # With num_kv_heads from 0.19 on.
+        # With num_kv_heads in 0.19.8, not yet in 0.19.4.
         seam("exchange", "single_all_to_all", (one, (*one, "num_kv_heads")), _exchanged, "all-to-all of even runs"),
         seam(
             "uneven",
@@ -181,7 +181,7 @@ def _exchanged(original: Function) -> Function:
 
 
 def _exchanged_by_rows(original: Function) -> Function:
-    """`original`, which sees ours where it calls `_dim_zero_all_to_all`, until 0.19 an autograd function."""
+    """`original`, which sees ours where it calls `_dim_zero_all_to_all`, an autograd function in older ones."""
     name = "_dim_zero_all_to_all"
     if name in names_used(original.__code__):
         return rebound(original, name, _by_rows)

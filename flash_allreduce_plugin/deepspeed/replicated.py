@@ -16,12 +16,17 @@ from flash_allreduce_plugin.collectives.copies import Range
 
 # Where DeepSpeed keeps what it reduces of a parameter.
 _GRADIENTS = ("grad", "grad_accum", "_hp_grad")
+# What an `mpu` calls tensor parallelism, in bwc.py.
+_TENSOR_PARALLEL = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 
 
 def is_tensor_parallel(engine: Any) -> bool:
     from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 
-    return int(bwc_tensor_model_parallel_world_size(getattr(engine, "mpu", None))) > 1
+    mpu = getattr(engine, "mpu", None)
+    if not any(hasattr(mpu, f"get_{name}_world_size") for name in _TENSOR_PARALLEL):
+        return False  # one that tells of sequences alone: DeepSpeed's own for transformers, until 0.19.4 at least
+    return int(bwc_tensor_model_parallel_world_size(mpu)) > 1
 
 
 def ranges(engine: Any, tensors: Sequence[Tensor], *, always: bool) -> list[Range]:

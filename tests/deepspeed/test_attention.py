@@ -81,8 +81,17 @@ class OfTransformers(nn.Module):
         self.sizes = (heads, kv_heads, kv_heads)
         self.inputs, self.outputs = nn.Linear(64, HEAD * sum(self.sizes)), nn.Linear(HEAD * heads, 64)
         # In a closure of transformers' registry, not in the model.
+        sizes = {"local_seq_length": LOCAL, "global_seq_length": LOCAL * dist.get_world_size(), "num_hidden_layers": 1}
         self.ulysses = [
-            UlyssesSPAttentionHF(core, BATCH, heads, HEAD, kv_heads, 1, dist.group.WORLD, seq_length_is_variable=True)
+            UlyssesSPAttentionHF(
+                attn=core,
+                batch_size=BATCH,
+                attn_head_count=heads,
+                attn_head_size=HEAD,
+                kv_head_count=kv_heads,
+                process_group=dist.group.WORLD,
+                **sizes,
+            )
         ]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,6 +304,18 @@ def two_engines_and_their_end() -> dict[str, Any]:
     served.train()
     served(x)
     return {"during": during, "after": after, "uncounted": uncounted, "sites": sites, "left": fap.stats()["calls"]}
+
+
+def guarded() -> dict[str, Any]:
+    return train(
+        Block, (4, 4), {**EIGHT, "attention_bits": 2, "backward_bits": 2, "min_sqnr_db": 20, "quality_interval": 1}
+    )
+
+
+def test_the_guard_widens_exchanges_that_are_not_exact_enough(engines: Callable[[int], Ranks]) -> None:
+    for found in engines(2).run(guarded):
+        for site in (FORWARD, BACKWARD):
+            assert found["sites"][site]["bits"] > 2 and found["sites"][site]["sqnr_db"] is not None
 
 
 def test_only_the_engine_with_the_section_is_served_and_nothing_stays(engines: Callable[[int], Ranks]) -> None:
