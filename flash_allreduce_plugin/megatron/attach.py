@@ -93,7 +93,8 @@ def _enable() -> None:
     notices.say(f"attached to megatron-core, {arguments.in_place()} seams, {arguments.settings(config)}")
     from megatron.core import parallel_state
 
-    if parallel_state.get_tensor_model_parallel_world_size() == 1 and config.grad_bits == config.param_bits == "full":
+    full = config.grad_bits == config.param_bits == config.attention_bits == "full"
+    if parallel_state.get_tensor_model_parallel_world_size() == 1 and full:
         doubt = arguments.nothing_to_quantize("tensor_model_parallel_size")
         notices.say(f"{doubt} For gradients and parameters set {variable('grad_bits')} and {variable('param_bits')}.")
 
@@ -105,6 +106,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if megatron.is_enabled():
             lines = refusals.refusals(config, refusals.field, f"{environment.ATTACH}=megatron")
             lines += _of_wrapper(type(self).__name__)
+            if megatron.current_config().attention_bits != "full":
+                lines += refusals.of_attention(config, refusals.field, variable("attention_bits"))
             if lines:
                 refuse(ConfigError("\n".join(lines)))
 

@@ -79,7 +79,10 @@ def observe(folder: str | None) -> bytes:
     zero = {"zero_optimization": {"stage": 2}}
     values = train({"zero_optimization": {"stage": 3}}, {**EIGHT, "param_bits": 8}, 2)
     assert values["sites"]["deepspeed.stage3.parameters"]["quantized"] > 0
-    seen["runs"] = [train(zero, None, 1), sparse(EIGHT), values, *runs]
+    import test_attention  # once this process has the DeepSpeed of `folder`
+
+    exchanges = test_attention.train(test_attention.Block, (4, 4), test_attention.EIGHT)
+    seen["runs"] = [train(zero, None, 1), sparse(EIGHT), values, exchanges, *runs]
 
     # Taken off, and on again from Python.
     built = engine(zero, EIGHT)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import io
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("meg
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
-from flash_allreduce_plugin.megatron import arguments, attention, refusals
+from flash_allreduce_plugin.megatron import arguments, attach, attention, refusals
 
 WIDTH, INNER, HEADS, GROUPS, STATE = 48, 128, 8, 4, 16
 LOCAL, BATCH, STEPS = 16, 2, 2
@@ -241,6 +242,27 @@ def test_enable_refuses_it_too(first: bool) -> None:
             "leave it at full."
         ]
     ]
+
+
+def attached_to_a_ring() -> str:
+    """As FLASH_ALLREDUCE_ATTACH=megatron checks a model that is built."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import MegatronModule
+
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    fap.megatron.enable(fap.FlashConfig(**EIGHT))
+    attach._modules().apply()
+    ring: Any = SimpleNamespace(context_parallel_size=2, cp_comm_type="p2p", tensor_model_parallel_size=1)
+    MegatronModule(SimpleNamespace(**{**vars(ring), "cp_comm_type": "a2a"}))
+    printed = io.StringIO()
+    with pytest.raises(SystemExit), redirect_stderr(printed):
+        MegatronModule(ring)
+    return printed.getvalue()
+
+
+def test_a_ring_is_refused_where_the_environment_has_attached_it() -> None:
+    said = run_ranks(2, attached_to_a_ring, preload=MEGATRON)[0]
+    assert said.startswith("flash all-reduce: FLASH_ALLREDUCE_ATTENTION_BITS has no effect: cp_comm_type='p2p' runs in")
 
 
 STUB = Path(__file__).parent / "te_stub"
