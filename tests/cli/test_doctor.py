@@ -109,7 +109,7 @@ def test_a_healthy_installation(tmp_path: Path) -> None:
     seams = {name for section, name in found if section == "Megatron seams"}
     assert seams == {seam.id for seam in megatron.seams()}
     assert {"apex.gradients", "apex.reducer"} == {name for section, name in found if section == "apex seams"}
-    assert len([name for section, name in found if section == "Transformer Engine seams"]) == 16
+    assert len([name for section, name in found if section == "Transformer Engine seams"]) == 21
     assert "bit for bit the same" in found["self-test", "codec on cpu"]["text"]
     reduced = [line["text"] for (_, name), line in found.items() if name.startswith("all_reduce, 2 ranks, ")]
     assert len(reduced) == 3 and all(line.startswith("the same bits on all ranks, ") for line in reduced)

@@ -20,7 +20,8 @@ def megatron(report: Findings) -> None:
     if not _imported(report, "megatron.core", "megatron-core"):
         return
     from flash_allreduce_plugin import megatron as ours
-    from flash_allreduce_plugin.megatron import transformer_engine
+    from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.megatron import attention, transformer_engine
 
     _verify(report, ours.seams(), "pip install a megatron-core of the supported versions; report it if this is one")
     report.section("Transformer Engine seams")
@@ -35,8 +36,9 @@ def megatron(report: Findings) -> None:
             "python -c 'import transformer_engine.pytorch' says why, if it should",
         )
         return
-    no_call_is_made = transformer_engine.seams(lambda: None)  # type: ignore[arg-type, return-value]
-    _verify(report, no_call_is_made, "install a Transformer Engine of the supported versions, or do without its layers")
+    seams = transformer_engine.seams(FlashConfig)  # no call is made
+    seams += attention.of_transformer_engine(attention.te_module(), FlashConfig)
+    _verify(report, seams, "install a Transformer Engine of the supported versions, or do without its layers")
 
 
 def deepspeed(report: Findings) -> None:
