@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from deepspeed_training import deepspeed, engine, package, release, weights
 from torch import Tensor, nn
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.config import refusals
 from flash_allreduce_plugin.deepspeed import attention, section
 from flash_allreduce_plugin.deepspeed import engine as engines_of
 from tests.distributed import Ranks, run_ranks
@@ -342,9 +344,17 @@ def test_attention_bits_without_attention_across_ranks_is_refused_in_one_sentenc
     ]
 
 
-def test_backward_bits_go_with_a_width_of_exchanges() -> None:
+def test_backward_bits_go_with_a_width_of_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = section.parse({"flash_allreduce": EIGHT})
     assert config is not None and (config.attention_bits, config.backward_bits) == (8, 8)
     assert attention.wanted(config)
     with pytest.raises(fap.ConfigError, match=r"^flash_allreduce.backward_bits=8 has no effect in DeepSpeed"):
         section.parse({"flash_allreduce": {**EIGHT, "attention_bits": "full"}})
+    (tmp_path / "flash.json").write_text('{"attention_bits": 6}')
+    config = section.parse({"flash_allreduce": {"config": str(tmp_path / "flash.json"), "backward_bits": 7}})
+    assert config is not None and (config.attention_bits, config.backward_bits) == (6, 7)
+    monkeypatch.setenv("FLASH_ALLREDUCE_ATTENTION_BITS", "5")
+    config = section.parse({"flash_allreduce": {"backward_bits": 7}})
+    assert config is not None and config.attention_bits == 5
+    given = fap.FlashConfig(attention_bits=8, backward_bits=8)
+    assert refusals.serve(given, "DeepSpeed", section.LACKS, section.serves(given.given())) is given
