@@ -37,6 +37,10 @@ ATTACHABLE = {
     "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.ddp"),
     "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.fsdp"),
     "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.megatron.attach"),
+    "context_parallel": (
+        ("torch.distributed.tensor.experimental._context_parallel._attention",),
+        "flash_allreduce_plugin.context_parallel",
+    ),
 }
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 

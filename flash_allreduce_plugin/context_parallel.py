@@ -14,6 +14,7 @@ A rank's own keys and values stay exact in the ring. In a graph of torch.compile
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -22,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, environment
+from flash_allreduce_plugin.attachment import refuse
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.patching import Function, Patchset, Seam, names_used, rebound
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.steps import optimizer_steps
@@ -78,6 +80,18 @@ def enable(config: FlashConfig | None = None) -> None:
     back = "exactly" if config.backward_bits == "full" else "too"
     gives = f"keys and values in {config.attention_bits} bits (their gradients {back})"
     notices.say(notices.attached("torch's context parallelism", gives, config, said=_SERVES))
+
+
+def by_environment() -> None:
+    """As `enable`, by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions: a configuration that
+    cannot be served ends it. Among `all`, one without attention_bits is none.
+    """
+    named = os.environ.get(environment.ATTACH, "")
+    try:
+        if FlashConfig.from_env().attention_bits != "full" or "context_parallel" in named:
+            enable(None)
+    except (ConfigError, PatchError) as error:
+        refuse(error)
 
 
 def disable() -> None:

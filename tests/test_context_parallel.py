@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -188,3 +191,30 @@ def test_a_width_is_needed_and_other_keys_are_refused() -> None:
         fap.context_parallel.enable(EIGHT.model_copy(update={"grad_bits": 4}))
     assert not fap.context_parallel.is_enabled()
     assert not any(entry["in_place"] for entry in fap.context_parallel.report().values())
+
+
+PROGRAM = """
+from flash_allreduce_plugin import autoload
+autoload.load()
+import torch.distributed.tensor.experimental
+import flash_allreduce_plugin as fap
+print("enabled:", fap.context_parallel.is_enabled())
+"""
+
+
+@pytest.mark.parametrize(
+    ("named", "bits", "status", "said"),
+    [
+        ("all", "8", 0, "enabled: True"),
+        ("all", None, 0, "enabled: False"),
+        ("context_parallel", "8", 0, "enabled: True"),
+        ("context_parallel", None, 2, 'attention_bits is "full": context_parallel would quantize nothing'),
+    ],
+)
+def test_a_program_that_nobody_edits(named: str, bits: str | None, status: int, said: str) -> None:
+    given = {"FLASH_ALLREDUCE_ATTACH": named, "RANK": "0", "WORLD_SIZE": "1"}
+    given |= {} if bits is None else {"FLASH_ALLREDUCE_ATTENTION_BITS": bits}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr

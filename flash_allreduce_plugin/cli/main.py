@@ -232,7 +232,10 @@ def run(
         Path | None, typer.Option(exists=True, dir_okay=False, help="A JSON file, keys as in FlashConfig.")
     ] = None,
     attach: Annotated[
-        str | None, typer.Option(help="What is served: ddp, fsdp, megatron, with commas; or all.", show_default="all")
+        str | None,
+        typer.Option(
+            help="What is served: ddp, fsdp, megatron, context_parallel, with commas; or all.", show_default="all"
+        ),
     ] = None,
     fields: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other field; may be given repeatedly.")
