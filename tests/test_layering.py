@@ -135,6 +135,7 @@ TESTED_IN = {
     "attachment": "ddp/test_ddp_attach",  # and fsdp/test_fsdp_attach
     "steps": "ddp/test_ddp_attach",
     "deepspeed/engine": "deepspeed/test_engines",
+    "deepspeed/exchanges": "deepspeed/test_experts",  # and deepspeed/test_attention
     "deepspeed/places": "deepspeed/test_stages",  # each stage calls its functions
     "deepspeed/reduction": "deepspeed/test_stages",
     "megatron/attention": "megatron/test_context_parallel",

@@ -5,30 +5,25 @@
     their gradients      the same ways, in the backward pass            attention_bits, if backward_bits is not "full"
 
 One rounding each; what a rank keeps is rounded like what it sends. An attention goes by the engine whose model it is
-part of. DeepSpeed's functions belong to the process; they behave as before for the models of everybody else.
+part of (exchanges.py).
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed.reduction import Reduction, given_group
+from flash_allreduce_plugin.deepspeed import exchanges
+from flash_allreduce_plugin.deepspeed.exchanges import Exchange
 from flash_allreduce_plugin.patching import Function, Seam, names_used, rebound
-from flash_allreduce_plugin.policy import EVALUATION, Role, Site
-from flash_allreduce_plugin.traced import never_trace
+from flash_allreduce_plugin.policy import Role, Site
 
 FORWARD = Site("deepspeed.attention.forward", Role.ATTENTION)
 BACKWARD = Site("deepspeed.attention.backward", Role.ATTENTION_GRADIENT)
@@ -37,32 +32,12 @@ _LAYER = "deepspeed.sequence.layer"
 _TRANSFORMERS = "deepspeed.runtime.sequence_parallel.ulysses_sp"  # for the models of Hugging Face's transformers
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    """Of which engine an attention is that runs now, in which pass, and why exactly, if it is."""
-
-    reduction: Reduction
-    full_precision: str | None
-    site: Site = FORWARD
-
-
-_running: ContextVar[_Attention | None] = ContextVar("flash_allreduce_attention", default=None)
-_owners: WeakKeyDictionary[torch.nn.Module, Reduction] = WeakKeyDictionary()
+# Of the attention that runs now; None: it is no model's of ours.
+_running: ContextVar[Exchange | None] = ContextVar("flash_allreduce_attention", default=None)
 
 
 def wanted(config: FlashConfig) -> bool:
     return config.attention_bits != "full"
-
-
-def own(engine: Any, reduction: Reduction) -> None:
-    """Exchanges of this engine's model go by its configuration from now on."""
-    _owners.update(dict.fromkeys(engine.module.modules(), reduction))
-
-
-def disown(engine: Any, reduction: Reduction) -> None:
-    for module in engine.module.modules():
-        if _owners.get(module) is reduction:
-            del _owners[module]
 
 
 def is_there(engine: Any) -> bool:
@@ -130,12 +105,7 @@ def _attends(which: int) -> Function:
     def replacement(original: Function) -> Function:
         @functools.wraps(original)
         def forward(*arguments: Any, **keywords: Any) -> Any:
-            module = arguments[which]
-            reduction = _owners.get(module)
-            if reduction is None:
-                return original(*arguments, **keywords)
-            evaluates = not module.training and not reduction.config.quantize_evaluation
-            token = _running.set(_Attention(reduction, EVALUATION if evaluates else None))
+            token = _running.set(exchanges.of_module(arguments[which], FORWARD, BACKWARD))
             try:
                 return original(*arguments, **keywords)
             finally:
@@ -161,8 +131,8 @@ def _recalls(original: Function) -> Function:
 
     @functools.wraps(original)
     def backward(ctx: Any, *gradients: Any) -> Any:
-        attention = getattr(ctx, "flash_allreduce_attention", None)
-        token = _running.set(None if attention is None else replace(attention, site=BACKWARD))
+        attention: Exchange | None = getattr(ctx, "flash_allreduce_attention", None)
+        token = _running.set(None if attention is None else attention.of_gradient())
         try:
             return original(ctx, *gradients)
         finally:
@@ -175,7 +145,7 @@ def _exchanged(original: Function) -> Function:
     """`original`, which sees our all-to-all where it calls DeepSpeed's."""
 
     def all_to_all_single(output: Tensor, input: Tensor, **how: Any) -> Any:
-        return _exchange(_running.get(), output, input, **how)
+        return exchanges.all_to_all(_running.get(), output, input, **how)
 
     return rebound(original, "dist.all_to_all_single", all_to_all_single)
 
@@ -190,49 +160,4 @@ def _exchanged_by_rows(original: Function) -> Function:
 
 def _by_rows(group: dist.ProcessGroup, input: Tensor) -> Tensor:
     """Row r goes to rank r."""
-    result: Tensor = _ByRows.apply(_running.get(), group, input)
-    return result
-
-
-class _ByRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, attention: _Attention | None, group: dist.ProcessGroup, input: Tensor) -> Tensor:
-        ctx.attention, ctx.group = attention, group
-        input = input.contiguous()
-        output = torch.empty_like(input)
-        _exchange(attention, output, input, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, Tensor]:
-        attention = None if ctx.attention is None else replace(ctx.attention, site=BACKWARD)
-        return None, None, _ByRows.apply(attention, ctx.group, *gradients)
-
-
-never_trace(_by_rows)
-
-
-def _exchange(
-    attention: _Attention | None,
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: dist.ProcessGroup | None = None,
-    async_op: bool = False,
-) -> Any:
-    from deepspeed import comm
-
-    given = output, input, output_split_sizes, input_split_sizes, group, async_op
-    theirs = functools.partial(comm.all_to_all_single, *given)
-    if attention is None:
-        return theirs()
-    reduction = attention.reduction
-    return dispatch.all_to_all(
-        *(output, input, output_split_sizes, input_split_sizes, given_group(group), async_op),
-        config=reduction.config,
-        site=attention.site,
-        step=reduction.finished_steps(),
-        plain=theirs,
-        full_precision=attention.full_precision,
-    )
+    return exchanges.evenly(_running.get(), group, input)

@@ -4,8 +4,8 @@ engine its reductions.
 That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
 configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
-which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention a few more
-(attention.py). Functions whose own source carries the seam (source.py)
+which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention or experts a few more
+(exchanges.py). Functions whose own source carries the seam (source.py)
 find the replacement there instead.
 """
 
@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import attention, gathering, section
+from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, section
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
@@ -71,7 +71,7 @@ def detach() -> None:
     global _attached, _for_all
     for engine in list(_engines):
         _refuse_replaced(engine)
-    patchsets = _patchset(), _of_process(), _of_attention()
+    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts()
     for patchset in patchsets:
         patchset.refuse_replaced()
     for patchset in patchsets:
@@ -89,7 +89,7 @@ def is_attached() -> bool:
 def verify() -> None:
     """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it.
 
-    Those of attention are checked where they are wanted.
+    Those of attention and experts are checked where they are wanted.
     """
     Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
     _of_process().verify()
@@ -97,7 +97,7 @@ def verify() -> None:
 
 def seams() -> list[Seam]:
     """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
-    of_process = (*_of_process().seams, *_of_attention().seams)
+    of_process = (*_of_process().seams, *_of_attention().seams, *_of_experts().seams)
     return [*_patchset().seams, *places(None), *gathering.of_engine(None), *of_process]
 
 
@@ -111,6 +111,8 @@ def sites_in_place() -> set[str]:
             sites |= own.sites()
     if any(attention.wanted(reduction.config) for reduction in reductions):
         sites |= {attention.FORWARD.name, attention.BACKWARD.name}
+    if any(experts.wanted(reduction.config) for reduction in reductions):
+        sites |= {site.name for site in experts.SITES}
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -126,9 +128,9 @@ def bind(engine: Any, config: FlashConfig) -> None:
     try:
         if own is not None:
             _of_process().apply()
-        if attention.wanted(config):
-            _of_attention().apply()
-            attention.own(engine, reduction)
+        for patchset in _of_layers(config):
+            patchset.apply()
+            exchanges.own(engine, reduction)
         _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
@@ -184,7 +186,7 @@ def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
     reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
-    attention.disown(engine, reduction)
+    exchanges.disown(engine, reduction)
     if own is not None:
         own.close()
     delattr(engine, _BOUND)
@@ -223,6 +225,17 @@ def _of_attention() -> Patchset:
     return Patchset("deepspeed", attention.of_process(), _supported())
 
 
+@functools.cache
+def _of_experts() -> Patchset:
+    return Patchset("deepspeed", experts.of_process(), _supported())
+
+
+def _of_layers(config: FlashConfig) -> list[Patchset]:
+    """What is replaced in the process for what the layers of a model exchange."""
+    wanted = (attention.wanted(config), _of_attention), (experts.wanted(config), _of_experts)
+    return [patchset() for is_wanted, patchset in wanted if is_wanted]
+
+
 def constructor() -> Seam:
     """The seam of DeepSpeedEngine.__init__."""
     parameters = (
@@ -257,8 +270,8 @@ def _with_section(original: Function) -> Function:
             config = _config_for(deepspeed)
             if config is not None:
                 verify()
-            if config is not None and attention.wanted(config):
-                _of_attention().verify()
+                for patchset in _of_layers(config):
+                    patchset.verify()
         except Exception:
             # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
             # Python ends the process.
@@ -276,7 +289,7 @@ def _with_section(original: Function) -> Function:
 
 def _refuse_useless(engine: Any, config: FlashConfig) -> None:
     """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters, and for
-    attention_bits without attention across ranks.
+    attention_bits and expert_bits without attention or experts across ranks.
     """
     from deepspeed.runtime.config import DeepSpeedConfigError
 
@@ -284,6 +297,12 @@ def _refuse_useless(engine: Any, config: FlashConfig) -> None:
         raise DeepSpeedConfigError(
             f"{section.SECTION}.attention_bits={config.attention_bits} has no effect: no attention of this model spans "
             "several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF); leave it out."
+        )
+    if experts.wanted(config) and not experts.is_there(engine):
+        key = "expert_bits" if config.expert_bits != "full" else "expert_combine_bits"
+        raise DeepSpeedConfigError(
+            f"{section.SECTION}.{key}={getattr(config, key)} has no effect: no experts of this model lie on several "
+            "ranks (deepspeed.moe.layer.MoE with ep_size 2 or more); leave it out."
         )
     stage = int(engine.zero_optimization_stage())
     if config.param_bits == "full" or stage == 3 or hasattr(engine.optimizer, "update_lp_params"):
@@ -327,4 +346,8 @@ def start_line(engine: Any, config: FlashConfig) -> str:
     if attention.wanted(config):
         back = "exactly" if config.backward_bits == "full" else "too"
         gives += f", attention's exchanges in {config.attention_bits} (their gradients {back})"
+    if experts.wanted(config):
+        back = "exactly" if config.backward_bits == "full" else "too"
+        combine = config.expert_bits if config.expert_combine_bits is None else config.expert_combine_bits
+        gives += f", tokens to experts in {config.expert_bits}, back in {combine} (their gradients {back})"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.deepspeed import attention
+from flash_allreduce_plugin.deepspeed import attention, experts
 from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
@@ -31,6 +31,7 @@ STAGE_3 = "deepspeed.runtime.zero.stage3"
 _BUCKET = "allreduce_bucket of DeepSpeedEngine"
 _GATHER = "_dist_allgather_fn, for __all_gather_params_ of PartitionedParameterCoordinator"
 _ULYSSES = "_SeqAllToAll of DistributedAttention; _dim_zero_all_to_all of UlyssesSPAttentionHF"
+_EXPERTS = "_AllToAll of MOELayer"
 _ZERO = "allreduce_bucket and gradient_reduction_w_predivide of DeepSpeedZeroOptimizer"
 
 # What `report` lists: site -> (where in DeepSpeed, what is covered).
@@ -54,6 +55,10 @@ SITES = {
     BACKWARD.name: (_GATHER, "parameters at stage 3 for the backward pass, where it has a width of its own"),
     attention.FORWARD.name: (_ULYSSES, "queries, keys, values and output of Ulysses' attention: all-to-all"),
     attention.BACKWARD.name: (_ULYSSES, "their gradients: all-to-all"),
+    experts.DISPATCH.name: (_EXPERTS, "tokens to their experts: all-to-all"),
+    experts.DISPATCH_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
+    experts.COMBINE.name: (_EXPERTS, "the experts' outputs back: all-to-all"),
+    experts.COMBINE_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
 }
 
 
