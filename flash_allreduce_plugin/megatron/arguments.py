@@ -24,7 +24,14 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron.refusals import OTHER_BUFFERS, of_attention, of_fields, of_parameters, refusals
+from flash_allreduce_plugin.megatron.refusals import (
+    OTHER_BUFFERS,
+    of_attention,
+    of_experts,
+    of_fields,
+    of_parameters,
+    refusals,
+)
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import counters, notices
@@ -221,6 +228,7 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
         lines += of_parameters([args], _option, flag("param_bits"))
     if config.attention_bits != "full":
         lines += of_attention(args, _option, flag("attention_bits"))
+    lines += of_experts(args, config, _option, flag)
     if lines:
         raise ConfigError("\n".join(lines))
 

@@ -36,6 +36,9 @@ EXCHANGE_COMBINE = "megatron.expert.all_to_all.combine"
 TENSOR_DISPATCH = "megatron.expert.tensor_parallel.dispatch"
 TENSOR_COMBINE = "megatron.expert.tensor_parallel.combine"
 
+_COMBINES = (GATHER_COMBINE, EXCHANGE_COMBINE, TENSOR_COMBINE)
+_THERE, _BACK = (Role.EXPERT, Role.EXPERT_GRADIENT), (Role.EXPERT_COMBINE, Role.EXPERT_COMBINE_GRADIENT)
+
 _GATHER, _REDUCE_SCATTER = "gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"
 
 # The hidden states that a dispatcher's method was given; they may pass as another tensor if their dtype changes.
@@ -206,6 +209,7 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
 def _how(config: FlashConfig, scope: Scope) -> dict[str, Any]:
     """What every call that moves hidden states or their gradient is told."""
     assert scope.hidden_states is not None
-    role = Role.EXPERT_GRADIENT if scopes.running_pass() == "backward" else Role.EXPERT
+    forward, backward = _BACK if scope.hidden_states in _COMBINES else _THERE
+    role = backward if scopes.running_pass() == "backward" else forward
     site = Site(scope.hidden_states, role, scope.module)
     return {"config": config, "site": site, "step": scope.step, "full_precision": scope.full_precision}

@@ -24,6 +24,7 @@ Spelling = Callable[..., str]
 OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
 GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
+_NO_EXPERTS = "has no effect: there is no expert parallelism here; leave it out."
 # Layers that exchange by themselves, whatever cp_comm_type says of attention's.
 _OWN_EXCHANGES = (
     "is_hybrid_model",
@@ -116,11 +117,45 @@ def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
     ]
 
 
+def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Callable[[str], str] = str) -> list[str]:
+    """One line for each width of experts' exchanges that was given and is of none that are reached.
+
+    settings: Megatron-LM's arguments or a ModelParallelConfig, where Megatron has made no groups yet. ours: names a key
+    as its user wrote it.
+    """
+    keys_of_experts = _given(config, "expert_bits", "expert_combine_bits")
+    if getattr(settings, "moe_token_dispatcher_type", None) == "flex":
+        why = f"{spelled('moe_token_dispatcher_type', 'flex')} moves tokens in kernels of its own"
+        return [f"{ours(key)} has no effect: {why}; take alltoall, or leave it out." for key in keys_of_experts]
+    ranks = _expert_ranks()
+    if ranks is None:
+        whole: int = getattr(settings, "tensor_model_parallel_size", 1)
+        tensor: int | None = getattr(settings, "expert_tensor_parallel_size", None)
+        ranks = int(getattr(settings, "expert_model_parallel_size", 1)) * (tensor or whole)
+    return [f"{ours(key)} {_NO_EXPERTS}" for key in keys_of_experts if ranks == 1]
+
+
 def of_groups(config: FlashConfig) -> list[str]:
     """One line for each width of parallelism that Megatron's groups, if they are made already, do not have."""
-    if config.attention_bits == "full" or _context_parallel_ranks() != 1:
-        return []
-    return [f"attention_bits {_no_context(field)}"]
+    lines = []
+    if config.attention_bits != "full" and _context_parallel_ranks() == 1:
+        lines.append(f"attention_bits {_no_context(field)}")
+    if _expert_ranks() == 1:
+        lines += [f"{key} {_NO_EXPERTS}" for key in _given(config, "expert_bits", "expert_combine_bits")]
+    return lines
+
+
+def _given(config: FlashConfig, *names: str) -> list[str]:
+    """Of the widths `names` those that quantize and were given: one that only a preset has set is no mistake."""
+    return [name for name in names if config.given().get(name) not in (None, "full")]
+
+
+def _expert_ranks() -> int | None:
+    """Among which an expert layer moves tokens; None as long as Megatron has made no groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(state.get_expert_tensor_and_model_parallel_world_size())
 
 
 def _context_parallel_ranks() -> int | None:
@@ -157,6 +192,8 @@ def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..
         lines = refusals(self, field, "flash_allreduce_plugin")
         if config().attention_bits != "full":
             lines += of_attention(self, field, "attention_bits")
+        if getattr(self, "num_moe_experts", None) is not None:  # a layer's, or a model's without experts
+            lines += of_experts(self, config(), field)
         if lines:
             raise ConfigError("\n".join(lines))
 

@@ -6,19 +6,22 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import run_ranks
+import flash_allreduce_plugin as fap
+from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
 from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import expert_parallel, scopes
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron import arguments, expert_parallel, scopes
 from flash_allreduce_plugin.megatron.scopes import Scope
 from flash_allreduce_plugin.telemetry import counters
 from tests.megatron import test_groups
@@ -137,3 +140,45 @@ def test_gathers_and_scatters_of_uneven_rows_are_the_doors(reason: str | None) -
         assert seen["full_precision"] == ({} if reason is None else {reason: 2})
         # What a rank gathers goes to the other one; of what it reduces the other one's rows do.
         assert seen["bytes_full_precision"] == (3 + 50) * WIDTH * 4, rank
+
+
+def test_without_expert_parallelism_a_width_is_refused() -> None:
+    config, said = FlashConfig(expert_bits=8), "has no effect: there is no expert parallelism here; leave it out."
+    alone = SimpleNamespace(expert_model_parallel_size=1, expert_tensor_parallel_size=None, rank=0)
+    alone.tensor_model_parallel_size = 1
+    with pytest.raises(ConfigError) as caught:
+        arguments.refuse_incompatible(alone, config)
+    assert str(caught.value) == f"--flash-allreduce-expert-bits {said}"
+    arguments.refuse_incompatible(alone, FlashConfig(expert_combine_bits="full"))
+    for reached in ({"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}):
+        arguments.refuse_incompatible(SimpleNamespace(**{**vars(alone), **reached}), config)
+    split = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    with pytest.raises(ConfigError, match=r"^--flash-allreduce-expert-combine-bits has no effect"):
+        arguments.refuse_incompatible(SimpleNamespace(**{**vars(alone), **split}), FlashConfig(expert_combine_bits=8))
+    flex = SimpleNamespace(**{**vars(alone), "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"})
+    with pytest.raises(ConfigError, match=r"--moe-token-dispatcher-type flex moves tokens in kernels of its own"):
+        arguments.refuse_incompatible(flex, config)
+
+
+def enabled_without_expert_parallelism(first: bool) -> str:
+    """Enabled before the groups are made, a configuration of the model says it; after, the groups do."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    if first:
+        fap.megatron.enable(FlashConfig(expert_bits=8))
+    else:
+        parallel_state.initialize_model_parallel()
+    with pytest.raises(ConfigError) as caught:
+        if first:
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2)
+        else:
+            fap.megatron.enable(FlashConfig(expert_bits=8))
+    assert fap.megatron.is_enabled() is first
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_enable_refuses_it_too(first: bool) -> None:
+    [said] = run_ranks(1, enabled_without_expert_parallelism, first, preload=MEGATRON)
+    assert said == "expert_bits has no effect: there is no expert parallelism here; leave it out."

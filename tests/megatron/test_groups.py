@@ -216,7 +216,13 @@ def data() -> dict[str, Any]:
     return twice(run)
 
 
-def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_bits: int | str) -> dict[str, Any]:
+def moe(
+    dispatcher: str,
+    expert_tensor_parallel: int,
+    bits: int | str,
+    backward_bits: int | str,
+    combine_bits: int | str | None = None,
+) -> dict[str, Any]:
     """A MoE layer of four experts with sequence parallelism, on inputs that route unevenly."""
     start(
         tensor_model_parallel_size=2,
@@ -266,9 +272,11 @@ def moe(dispatcher: str, expert_tensor_parallel: int, bits: int | str, backward_
             output.square().sum().backward()
         return [], [output.detach(), leaf.grad, *gradients(layer)]
 
-    megatron.enable(CONFIG.model_copy(update={"expert_bits": bits, "backward_bits": backward_bits}))
+    widths = {"expert_bits": bits, "backward_bits": backward_bits, "expert_combine_bits": combine_bits}
+    megatron.enable(CONFIG.model_copy(update=widths))
     counters.reset_stats()
     seen: dict[str, Any] = {"quantized": run(), "sites": sites(), "bytes": bytes_of_experts()}
+    seen["widths"] = {name: site["bits"] for name, site in counters.stats()["sites"].items() if ".expert." in name}
     megatron.enable(CONFIG.model_copy(update={"expert_bits": "full"}))
     counters.reset_stats()
     run()
@@ -394,6 +402,16 @@ def test_experts_are_left_alone_by_default(dispatcher):
     for seen in observed(partial(moe, dispatcher, 1, "full", 8)):
         assert of_experts(seen["sites"]) == {site: (0, {policy.EXPERT_FULL: 2}) for site in EXPERT_SITES[dispatcher]}
         assert all(map(torch.equal, seen["quantized"][1], seen["stock"][1]))
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_the_way_back_from_the_experts_has_a_width_of_its_own(dispatcher):
+    for seen in observed(partial(moe, dispatcher, 1, 8, 8, 5)):
+        assert seen["widths"] == {site: 5 if site.endswith("combine") else 8 for site in EXPERT_SITES[dispatcher]}
+    for seen in observed(partial(moe, dispatcher, 1, 8, 8, "full")):
+        for site in EXPERT_SITES[dispatcher]:
+            full = (0, {policy.EXPERT_COMBINE_FULL: 2})
+            assert seen["sites"][site] == (full if site.endswith("combine") else (2, {}))
 
 
 def test_the_gradients_of_experts_need_backward_bits_as_well():
