@@ -28,6 +28,8 @@ from flash_allreduce_plugin.cli.plan.step_model import (
     GATHER,
     GRADIENT,
     PARAMETERS,
+    PIPELINE,
+    PIPELINE_BACKWARD,
     Layout,
     advise,
     check,
@@ -261,15 +263,35 @@ def test_pipeline_sends_and_bubble():
     """Activations forward and gradients back, 4 micro-batches; 1 of 4 batches of bubble with 2 stages."""
     layout = Layout(pp=2, accumulation=4)
     step = predict(MODEL, replace(BOX, flops=1e6), layout, {})
-    (part,) = step.parts
-    assert (part.kind, part.field, part.before.bytes_sent) == ("PP send", None, 2 * 4 * 8 * 10 * 2)
-    assert part.before.seconds == pytest.approx(2 * 4 * 160 / 1e9)
+    there, back = step.parts
+    assert (there.kind, there.field, back.kind, back.field) == (
+        "PP send, activations",
+        PIPELINE,
+        "PP send, gradients",
+        PIPELINE_BACKWARD,
+    )
+    for part in (there, back):
+        assert part.before.bytes_sent == 4 * 8 * 10 * 2
+        assert part.before.seconds == pytest.approx(4 * 160 / 1e9)
     assert step.compute == pytest.approx(4 * 3 * MODEL.forward_flops(8) / 2 / 1e6)
-    assert step.bubble_before == pytest.approx((step.compute + part.before.seconds) / 4)
-    far = parts(Layout(pp=2, tp=4, accumulation=4))["PP send"]
-    assert far.before.seconds == pytest.approx(2 * 4 * 160 / 1e8)
-    scattered = parts(Layout(pp=2, tp=4, accumulation=4, sequence_parallel=True))["PP send"]
+    assert step.bubble_before == pytest.approx((step.compute + 2 * there.before.seconds) / 4)
+    far = parts(Layout(pp=2, tp=4, accumulation=4))["PP send, activations"]
+    assert far.before.seconds == pytest.approx(4 * 160 / 1e8)
+    scattered = parts(Layout(pp=2, tp=4, accumulation=4, sequence_parallel=True))["PP send, gradients"]
     assert scattered.before.bytes_sent == far.before.bytes_sent / 4
+
+
+def test_a_quantized_send_is_its_payload_and_the_kernels_of_its_ends():
+    layout, codec = Layout(pp=2, tp=4, accumulation=4, micro_batch=1000), Format(8, 128)
+    numel = 1000 * 8 * 10
+    payload = numel * codec.bits_per_element / 8
+    there = parts(layout, BOX, {PIPELINE: 8})["PP send, activations"]
+    assert there.bits == 8 and there.after.bytes_sent == pytest.approx(4 * payload)
+    kernels = sum(BOX.kernel(end, 8, 2 * numel + payload) for end in ("encode", "decode"))
+    assert there.after.exposed == pytest.approx(4 * (BOX.start + max(payload / BOX.inter + BOX.far, kernels)))
+    back = parts(layout, BOX, {PIPELINE: 8})["PP send, gradients"]
+    assert back.bits is None and back.after == back.before
+    assert {PIPELINE, PIPELINE_BACKWARD} <= set(quantizable(MODEL, BOX, layout))
 
 
 def test_data_parallel_gradients():
@@ -364,7 +386,7 @@ def test_ratios_are_those_of_the_step():
     assert tp_ratio(2, h, 4, 1e9, 1e6) == pytest.approx(
         (2 * tokens * h * 3 / (4 * 1e6)) / (2 * tokens * h * h / (4 * 1e9))
     )
-    send = parts(Layout(pp=2), c, model=model)["PP send"].before.seconds / 2
+    send = parts(Layout(pp=2), c, model=model)["PP send, activations"].before.seconds
     assert pp_ratio(2, h, 4, 1e9, 1e6) == pytest.approx(send / (32 * tokens * h * h * 4 / 1e9))
 
 

@@ -214,9 +214,14 @@ def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
 def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
     """Bytes a rank sends, link seconds and the kernels' seconds, of one call among all ranks.
 
-    Each half sends every other rank its shard of the payload: those of the node over intra, the others over inter.
+    Each half sends every other rank its shard of the payload: those of the node over intra, the others over inter. Of a
+    send the kernels are those of both ends.
     """
     payload, tensor, n = _payload(codec, t.numel), t.numel * t.itemsize, t.group.ranks
+    if t.collective == "send":
+        link = _over(payload, c.inter if t.group.nodes > 1 else c.intra) + _latency(t, c)
+        ends: tuple[Kernel, Kernel] = "encode", "decode"
+        return payload, link, sum(c.kernel(end, codec.bits, tensor + payload) for end in ends)
     node = min(t.group.per_node, n)
     collective = _quantized_collective(t)
     halves = HALVES[collective]

@@ -35,8 +35,7 @@ _WIDE = 150  # columns that the table of traffic needs for bytes and times of th
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
     "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "what the framework takes of the host, the optimizer's time, accuracy. Never quantized here: pipeline sends, the "
-    "embedding."
+    "what the framework takes of the host, the optimizer's time, accuracy. Never quantized here: the embedding."
 )
 
 

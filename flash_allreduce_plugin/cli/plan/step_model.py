@@ -16,10 +16,11 @@ from flash_allreduce_plugin.codec.format import Format
 FORWARD, BACKWARD = "bits", "backward_bits"
 GATHER, GRADIENT = "sequence_parallel_gather_bits", "grad_bits"
 PARAMETERS = "param_bits"
+PIPELINE, PIPELINE_BACKWARD = "pipeline_bits", "pipeline_backward_bits"
 FSDP_PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
 _FIELDS = {
-    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS),
-    "deepspeed": (GRADIENT, PARAMETERS),
+    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD),
+    "deepspeed": (GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD),
     "torch": (GRADIENT, FSDP_PARAMETERS),
 }
 #: DeepSpeed's stage 3 gathers values, not differences: what is lost is not made up for. Below 6 bits the plugin warns.
@@ -156,14 +157,16 @@ def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Tra
 
 
 def _pipeline(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Activations to the next stage, their gradients back; waited for, never quantized."""
+    """Activations to the next stage, their gradients back; waited for."""
     if layout.pp == 1:
         return []
     numel = layout.micro_batch * model.sequence * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     together = layout.ranks <= cluster.ranks_per_node
     group = Group(2, 2 if together else 1)
-    calls = 2 * layout.accumulation
-    return [Traffic("PP send", None, "send", numel, layout.itemsize, calls, group, every_batch=True)]
+    return [
+        Traffic(f"PP send, {what}", field, "send", numel, layout.itemsize, layout.accumulation, group, every_batch=True)
+        for what, field in (("activations", PIPELINE), ("gradients", PIPELINE_BACKWARD))
+    ]
 
 
 def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
