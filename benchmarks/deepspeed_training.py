@@ -4,6 +4,7 @@
     python -m benchmarks.deepspeed_training --width 288 --layers 5 --stages 0 2 --seeds 1    5.2 M parameters
     python -m benchmarks.deepspeed_training --sections '{"bits": 4, "group_size": 32}'
     python -m benchmarks.deepspeed_training --ulysses        every sequence is shared by the ranks
+    python -m benchmarks.deepspeed_training --experts        each layer has four experts, two of them a rank
 
 The transformer of examples/deepspeed, two ranks, on Python's own sources; a variant is a "flash_allreduce" section.
 On the first seed of each stage full precision is also trained with noise on every gradient, tiny and large: if the
@@ -38,6 +39,15 @@ VALIDATION_BATCHES = 64
 # Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
 SMALL: dict[str, Any] = {"bits": 8, "min_bytes": 65536}
 ULYSSES = [json.dumps(section) for section in (SMALL, {**SMALL, "attention_bits": 8, "backward_bits": 8})]
+OF_EXPERTS = [
+    json.dumps(section)
+    for section in (
+        SMALL,
+        {**SMALL, "expert_bits": 8, "backward_bits": 8},
+        {**SMALL, "expert_bits": 4, "backward_bits": 8, "codebook": True},
+    )
+]
+EXPERTS, BALANCE = 4, 0.01
 WARM_UP_STEPS = 50
 
 
@@ -55,7 +65,39 @@ def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
     module.WIDTH, module.LAYERS, module.SEQUENCE = arguments.width, arguments.layers, arguments.sequence
     torch.manual_seed(seed)
     model: torch.nn.Module = module.Model()
+    if arguments.experts:
+        return Mixture(model, arguments.width)
     return Ulysses(model, module.HEADS) if arguments.ulysses else model
+
+
+class Mixture(torch.nn.Module):
+    """The example's model with EXPERTS of DeepSpeed's instead of each MLP; its loss keeps them in use."""
+
+    def __init__(self, model: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.model = model
+        layers: Any = model.layers
+        for layer in layers:
+            layer.mlp = Experts(MoE(width, layer.mlp, EXPERTS, ep_size=2, capacity_factor=2.0, use_rts=False))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(text)
+        layers: Any = self.model.layers
+        return loss + BALANCE * sum(layer.mlp.imbalance for layer in layers) if self.training else loss
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        self.imbalance = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor
+        y, self.imbalance, _ = self.experts(x)
+        return y
 
 
 class Causal(torch.nn.Module):
@@ -109,6 +151,15 @@ def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, 
     return config
 
 
+def parameters(model: torch.nn.Module, arguments: argparse.Namespace) -> Any:
+    """For the optimizer: those of experts are groups of their own."""
+    if not arguments.experts:
+        return model.parameters()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+
+
 def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
     """To every gradient: Gaussian, `size` times the gradient's root mean square, of each rank its own."""
     generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
@@ -140,7 +191,7 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
         add_noise(model, float(variant.removeprefix(NOISE)), seed)
     numel = sum(parameter.numel() for parameter in model.parameters())
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(arguments, stage, section)
+        model=model, model_parameters=parameters(model, arguments), config=configuration(arguments, stage, section)
     )
     training, validation = split(corpus(None), arguments.sequence)
     losses = []
@@ -222,7 +273,9 @@ def show(stage: int, seeds: dict[int, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", help='"flash_allreduce" each')
-    parser.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
+    layers = parser.add_mutually_exclusive_group()
+    layers.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
+    layers.add_argument("--experts", action="store_true", help="DeepSpeed's mixture of experts")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
@@ -237,7 +290,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.sections = arguments.sections or (ULYSSES if arguments.ulysses else ['{"bits": 8}', '{"bits": 4}'])
+    sections = ULYSSES if arguments.ulysses else OF_EXPERTS if arguments.experts else ['{"bits": 8}', '{"bits": 4}']
+    arguments.sections = arguments.sections or sections
     if arguments.rank:
         return in_rank(arguments)
     stages: dict[int, dict[int, Any]] = {}
