@@ -68,6 +68,7 @@ class Call:
         full_precision: why the caller wants full precision, on all ranks: they agree on nothing else; None: the policy
             decides.
         rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
+        drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
         whole: of weights that travel by differences: asks all ranks whether their whole values have to, and why.
     """
 
@@ -89,6 +90,7 @@ class Call:
     theirs: bool = False
     full_precision: str | None = None
     rule: Rule | None = None
+    drawn_as: int | None = None
     whole: Callable[[], str | None] | None = None
     label: Label = field(init=False)
     alone: bool = field(init=False)
@@ -168,7 +170,8 @@ def decide(call: Call) -> Plan | FullPrecision:
         )
     _count(call, answer)
     if call.collective == "send":
-        call.key = rows.draw_key(config.seed, state.rank, state.sends.total())
+        sender = state.rank if call.drawn_as is None else call.drawn_as
+        call.key = rows.draw_key(config.seed, sender, state.sends.total())
         state.sends[call.site.name] += 1
     elif answer.reduce.stochastic and not call.alone:
         call.key = rows.draw_key(config.seed, state.draws)

@@ -39,6 +39,8 @@ def send(
     config: FlashConfig | None = None,
     site: Site = _SEND,
     step: int | None = None,
+    full_precision: str | None = None,
+    drawn_as: int | None = None,
 ) -> None:
     """Send `tensor` to rank `dst`, as torch.distributed.send; it may be changed when this returns.
 
@@ -50,13 +52,17 @@ def send(
             no tags.
         group, site, step: as all_reduce. The receiver may name another site, of a role with the same width.
         config: FlashConfig.from_env() if None. Both ends must have the same settings of the codec.
+        full_precision: why the tensor goes as it is, at both ends; None: the configuration decides.
+        drawn_as: ranks of the same number round the same tensors alike, if stochastically; None: the rank in the group.
 
     Raises:
         TypeError, ValueError: bad arguments; nothing was sent.
         MismatchError: the receiver expects another number of elements, dtype or configuration; both ends are named.
         CollectiveError: the receiver failed or the group's timeout passed.
     """
-    _run([_request("send", tensor, dst, group, tag, group_dst, config, site, step)])
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
+    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    _run([request])
 
 
 def recv(
@@ -69,6 +75,7 @@ def recv(
     config: FlashConfig | None = None,
     site: Site = _RECV,
     step: int | None = None,
+    full_precision: str | None = None,
 ) -> int:
     """Receive into `tensor` from rank `src`, or on gloo from whoever sends first if neither src nor group_src is given.
 
@@ -79,6 +86,7 @@ def recv(
         The sender's rank in the default group.
     """
     request = _request("recv", tensor, src, group, tag, group_src, config, site, step, from_anybody=True)
+    request.call.full_precision = full_precision
     [message] = _run([request])
     assert message.peer is not None
     return dist.get_global_rank(request.call.group, message.peer)
@@ -94,12 +102,16 @@ def isend(
     config: FlashConfig | None = None,
     site: Site = _SEND,
     step: int | None = None,
+    full_precision: str | None = None,
+    drawn_as: int | None = None,
 ) -> Work:
     """send that returns a handle once the tensor is encoded and posted; arguments and errors as send.
 
     A tensor in full precision must not be changed until wait() has returned.
     """
-    return _start([_request("send", tensor, dst, group, tag, group_dst, config, site, step)])
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
+    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    return _start([request])
 
 
 def irecv(
@@ -112,12 +124,15 @@ def irecv(
     config: FlashConfig | None = None,
     site: Site = _RECV,
     step: int | None = None,
+    full_precision: str | None = None,
 ) -> Work:
     """recv that returns a handle at once; the tensor is there when wait() has returned. Arguments and errors as recv.
 
     One of src and group_src is needed: of several receives from anybody none knows which messages are the others'.
     """
-    return _start([_request("recv", tensor, src, group, tag, group_src, config, site, step)])
+    request = _request("recv", tensor, src, group, tag, group_src, config, site, step)
+    request.call.full_precision = full_precision
+    return _start([request])
 
 
 class P2POp(dist.P2POp):
@@ -133,13 +148,14 @@ def batch_isend_irecv(
     p2p_op_list: Sequence[dist.P2POp],
     *,
     config: FlashConfig | None = None,
-    site: Site | None = None,
+    site: Site | Sequence[Site] | None = None,
     step: int | None = None,
+    full_precision: str | None = None,
 ) -> list[Any]:
     """Start sends and receives in any order, as torch.distributed.batch_isend_irecv.
 
-    p2p_op_list: torch's P2POp or ours, of one group, with isend or irecv of either. config, site, step: of all of them;
-    site: "send" and "recv" if None. Errors as those of send and recv.
+    p2p_op_list: torch's P2POp or ours, of one group, with isend or irecv of either. config, step, full_precision: of
+    all of them; site: of all, or one for each; "send" and "recv" if None. Errors as those of send and recv.
 
     Returns:
         Handles: one for each, in their order, and where the backend takes the batch as a whole (NCCL) a single one.
@@ -150,11 +166,13 @@ def batch_isend_irecv(
         raise ValueError("p2p_op_list has operations of several groups; give them in a batch each.")
     if len({one.tensor.device for one in p2p_op_list}) > 1:
         raise ValueError("p2p_op_list has tensors on several devices; give them in a batch each.")
+    sites = [site] * len(p2p_op_list) if site is None or isinstance(site, Site) else list(site)
     requests = []
-    for one in p2p_op_list:
+    for one, its in zip(p2p_op_list, sites, strict=True):
         collective, own = _KINDS[one.op]
         where = (one.group, one.tag, one.group_peer)
-        requests.append(_request(collective, one.tensor, None, *where, config, site or own, step))
+        requests.append(_request(collective, one.tensor, None, *where, config, its or own, step))
+        requests[-1].call.full_precision = full_precision
     if not requests:
         return []
     if not transport.by_messages(requests[0].call.group, requests[0].call.device):

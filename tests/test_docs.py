@@ -70,7 +70,7 @@ def test_deepspeeds_start_lines_have_the_default_of_min_bytes() -> None:
 def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
     keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
     fields, others = keys.split("An unknown key", 1)
-    lacks = refusals.with_megatrons(section.LACKS, (*section.EXCHANGES, *section.OF_EXCHANGES))
+    lacks = refusals.with_megatrons(section.LACKS, (*section.SENDS, *section.EXCHANGES, *section.OF_EXCHANGES))
     for field in FlashConfig.model_fields:
         assert (f"`{field}`" in fields) == (field not in lacks), field
     assert "`grad_bits`" in others

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
+from flash_allreduce_plugin import groups, policy
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import point_to_point
@@ -149,6 +149,41 @@ def lost() -> list[int]:
 
 def test_guarantee_2_a_nan_loses_its_group_alone(ranks: GetRanks) -> None:
     assert ranks(2).run(lost)[0] == list(range(128))
+
+
+def drawn(stages: bool) -> Tensor:
+    """What arrives of the same values from either rank; stages: as from two ranks of one pipeline stage."""
+    config = fap.FlashConfig(bits=2, rounding="stochastic", min_bytes=0)
+    rank, y = dist.get_rank(), torch.zeros(4000)
+    groups.state_of(dist.group.WORLD).sends = Counter()
+    work = fap.irecv(y, 1 - rank, config=config)
+    fap.send(gaussian(4000), 1 - rank, config=config, drawn_as=3 if stages else None)
+    work.wait()
+    return y
+
+
+def test_ranks_that_draw_as_one_round_alike(ranks: GetRanks) -> None:
+    assert same_bits(*ranks(2).run(drawn, True))
+    assert not same_bits(*ranks(2).run(drawn, False))
+
+
+def batch_of_sites() -> list[Any]:
+    """A batch whose messages have sites of their own, and one that its caller wants as it is."""
+    rank, y = dist.get_rank(), torch.zeros(3000)
+    fap.reset_stats()
+    config = fap.FlashConfig(bits=4, pipeline_bits=8, min_bytes=0)
+    for reason in (None, "wanted"):
+        ops = [fap.P2POp(fap.isend, gaussian(3000), 1 - rank), fap.P2POp(fap.irecv, y, 1 - rank)]
+        sites = [policy.Site("to", policy.Role.PIPELINE), policy.Site("from", policy.Role.PIPELINE)]
+        for work in fap.batch_isend_irecv(ops, config=config, site=sites, full_precision=reason):
+            work.wait()
+    return [y, {name: (one["quantized"], one["full_precision"]) for name, one in fap.stats()["sites"].items()}]
+
+
+def test_a_batch_has_a_site_for_each_message(ranks: GetRanks) -> None:
+    for y, sites in ranks(2).run(batch_of_sites):
+        assert same_bits(y, gaussian(3000))
+        assert sites == {"to": (1, {"wanted": 1}), "from": (1, {"wanted": 1})}
 
 
 def untouched() -> bool:

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, section
+from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, pipeline, section
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
@@ -113,6 +113,9 @@ def sites_in_place() -> set[str]:
         sites |= {attention.FORWARD.name, attention.BACKWARD.name}
     if any(experts.wanted(reduction.config) for reduction in reductions):
         sites |= {site.name for site in experts.SITES}
+    for reduction in reductions:
+        if pipeline.widths(reduction.config):
+            sites |= {site.name for site in pipeline.COVERS}
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -160,6 +163,8 @@ def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: lis
                 replacements(candidate)[place.id] = place.replacement(below_mark(function))
             else:
                 put(candidate, name, types.MethodType(place.replacement(function), candidate))
+    if pipeline.has_stages(engine) and pipeline.widths(reduction.config):
+        put(engine, "_INSTRUCTION_MAP", pipeline.instructions(engine))
 
 
 def _steps(engine: Any) -> run_log.StepSource:
@@ -288,22 +293,28 @@ def _with_section(original: Function) -> Function:
 
 
 def _refuse_useless(engine: Any, config: FlashConfig) -> None:
-    """DeepSpeedConfigError for param_bits where the optimizer that DeepSpeed chose gathers no parameters, and for
-    attention_bits and expert_bits without attention or experts across ranks.
-    """
+    """DeepSpeedConfigError for widths that this engine has no use for: what they are of is not sent here."""
     from deepspeed.runtime.config import DeepSpeedConfigError
 
+    widths = {} if pipeline.has_stages(engine) else pipeline.widths(config)
+    lines = [
+        f"{section.SECTION}.{key}={bits} has no effect: there is no pipeline here; leave it out."
+        for key, bits in widths.items()
+        if key in config.given()  # not by a preset
+    ]
     if attention.wanted(config) and not attention.is_there(engine):
-        raise DeepSpeedConfigError(
+        lines.append(
             f"{section.SECTION}.attention_bits={config.attention_bits} has no effect: no attention of this model spans "
             "several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF); leave it out."
         )
     if experts.wanted(config) and not experts.is_there(engine):
         key = "expert_bits" if config.expert_bits != "full" else "expert_combine_bits"
-        raise DeepSpeedConfigError(
+        lines.append(
             f"{section.SECTION}.{key}={getattr(config, key)} has no effect: no experts of this model lie on several "
             "ranks (deepspeed.moe.layer.MoE with ep_size 2 or more); leave it out."
         )
+    if lines:
+        raise DeepSpeedConfigError("\n".join(lines))
     stage = int(engine.zero_optimization_stage())
     if config.param_bits == "full" or stage == 3 or hasattr(engine.optimizer, "update_lp_params"):
         return

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.deepspeed import attention, experts
+from flash_allreduce_plugin.deepspeed import attention, experts, pipeline
 from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
@@ -59,13 +59,14 @@ SITES = {
     experts.DISPATCH_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
     experts.COMBINE.name: (_EXPERTS, "the experts' outputs back: all-to-all"),
     experts.COMBINE_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
+    **{site.name: covers for site, covers in pipeline.COVERS.items()},
 }
 
 
 def places(reduction: Reduction | None) -> list[Seam]:
     """Every function, for one engine's reduction; None serves to check that they are as expected."""
     reductions = [*_of_engine(reduction), *_of_stages_1_and_2(reduction), *_of_stage_3(reduction)]
-    return [*reductions, *_of_parameters(reduction), *_of_the_run(reduction)]
+    return [*reductions, *_of_parameters(reduction), *pipeline.places(reduction), *_of_the_run(reduction)]
 
 
 def _collective(reduction: Reduction | None, name: str) -> Function | None:

@@ -15,7 +15,9 @@ SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
 LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
-# Keys of Megatron's that count here too: widths of what a model's layers exchange; and what goes with one of them.
+# Keys of Megatron's that count here too: widths of sends, and of what a model's layers exchange; and what goes with one
+# of the latter.
+SENDS = ("pipeline_bits", "pipeline_backward_bits")
 EXCHANGES = ("attention_bits", "expert_bits", "expert_combine_bits")
 OF_EXCHANGES = ("backward_bits", "quantize_evaluation")
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -55,7 +57,8 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
 
 def serves(given: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of Megatron's that have an effect beside what was given."""
-    return (*EXCHANGES, *OF_EXCHANGES) if any(given.get(key) not in (None, "full") for key in EXCHANGES) else EXCHANGES
+    exchanged = any(given.get(key) not in (None, "full") for key in EXCHANGES)
+    return (*SENDS, *EXCHANGES, *(OF_EXCHANGES if exchanged else ()))
 
 
 def nearly(raw: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from flash_allreduce_plugin.megatron import (
     expert_parallel,
     monitor,
     parameters,
+    pipeline_parallel,
     refusals,
     scopes,
     sequence_parallel,
@@ -152,7 +153,7 @@ def report() -> Report:
     found = (_patchset or _made(_transformer_engine()[0] + _attention_of_transformer_engine()[0])).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
-    return of_sites({**own, **attention.rows(found), **transformer_engine.rows(found)})
+    return of_sites({**own, **attention.rows(found), **pipeline_parallel.rows(found), **transformer_engine.rows(found)})
 
 
 def seams() -> tuple[Seam, ...]:
@@ -192,7 +193,8 @@ def _attention_of_transformer_engine() -> tuple[list[Seam], str | None]:
 
 def _helpers() -> list[Seam]:
     found = tensor_parallel.helpers() + sequence_parallel.helpers() + expert_parallel.helpers(current_config)
-    return found + parameters.helpers(current_config) + refusals.helpers(current_config)
+    found += parameters.helpers(current_config) + pipeline_parallel.helpers(current_config)
+    return found + refusals.helpers(current_config)
 
 
 def current_config() -> FlashConfig:

@@ -30,6 +30,8 @@ from flash_allreduce_plugin.megatron.refusals import (
     of_experts,
     of_fields,
     of_parameters,
+    of_pipeline,
+    of_ring_exchange,
     refusals,
 )
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
@@ -229,6 +231,8 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
     if config.attention_bits != "full":
         lines += of_attention(args, _option, flag("attention_bits"))
     lines += of_experts(args, config, _option, flag)
+    lines += of_pipeline(config, getattr(args, "pipeline_model_parallel_size", None), flag)
+    lines += of_ring_exchange(args, config, _option)
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -271,7 +275,8 @@ def _bits(bits: int | str) -> str:
 def doubts(args: Any, config: FlashConfig) -> list[str]:
     """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
-    full = config.grad_bits == config.param_bits == config.attention_bits == "full"
+    pipeline = config.pipeline_bits == config.pipeline_backward_bits == "full"
+    full = config.grad_bits == config.param_bits == config.attention_bits == "full" and pipeline
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
         lines.append(nothing_to_quantize("--tensor-model-parallel-size"))
     lines += _too_small(args, config)

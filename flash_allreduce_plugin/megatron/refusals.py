@@ -142,7 +142,7 @@ def of_groups(config: FlashConfig) -> list[str]:
         lines.append(f"attention_bits {_no_context(field)}")
     if _expert_ranks() == 1:
         lines += [f"{key} {_NO_EXPERTS}" for key in _given(config, "expert_bits", "expert_combine_bits")]
-    return lines
+    return lines + of_pipeline(config, stages())
 
 
 def _given(config: FlashConfig, *names: str) -> list[str]:
@@ -171,6 +171,36 @@ def _no_context(spelled: Spelling) -> str:
     return f"has no effect: there is no context parallelism here ({alone}); leave it at full."
 
 
+def of_pipeline(config: FlashConfig, stages: int | None, spelled: Callable[[str], str] = str) -> list[str]:
+    """One line for each width that was given for sends between pipeline stages where there is one stage.
+
+    stages: None where nobody knows yet. A width that only a preset has set is no mistake.
+    """
+    found = _given(config, "pipeline_bits", "pipeline_backward_bits") if stages == 1 else []
+    return [
+        f"{spelled(key)}={getattr(config, key)} has no effect: there is no pipeline here; leave it out."
+        for key in found
+    ]
+
+
+def of_ring_exchange(settings: Any, config: FlashConfig, spelled: Spelling) -> list[str]:
+    """A line if the stages send by a function that only NVIDIA's own torch has."""
+    if not getattr(settings, "use_ring_exchange_p2p", False):
+        return []
+    if config.pipeline_bits == config.pipeline_backward_bits == "full":
+        return []
+    option = spelled("use_ring_exchange_p2p")
+    return [f"{option} and pipeline_bits exclude each other: its sends are of one function; drop one of the two."]
+
+
+def stages() -> int | None:
+    """Pipeline stages of this run; None before Megatron has made its groups."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return None
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
 def helpers(config: CurrentConfig) -> list[Seam]:
     """The seam that asks every configuration; it moves nothing."""
     return [
@@ -194,6 +224,7 @@ def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..
             lines += of_attention(self, field, "attention_bits")
         if getattr(self, "num_moe_experts", None) is not None:  # a layer's, or a model's without experts
             lines += of_experts(self, config(), field)
+        lines += of_pipeline(config(), stages()) + of_ring_exchange(self, config(), field)
         if lines:
             raise ConfigError("\n".join(lines))
 

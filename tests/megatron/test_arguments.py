@@ -188,6 +188,18 @@ def test_gradients_that_pass_other_buffers_are_refused(name: str) -> None:
     arguments.refuse_incompatible(argparse.Namespace(**{name: True}), FlashConfig())
 
 
+def test_pipeline_widths_without_a_pipeline_are_refused(enabled: list[FlashConfig]) -> None:
+    words = ("--flash-allreduce", "--flash-allreduce-pipeline-bits", "8")
+    said = "^--flash-allreduce-pipeline-bits=8 has no effect: there is no pipeline here; leave it out.$"
+    with pytest.raises(ConfigError, match=said):
+        arguments.start(parse(*words, pipeline_model_parallel_size=1))
+    with pytest.raises(ConfigError, match="--use-ring-exchange-p2p and pipeline_bits exclude each other"):
+        arguments.start(parse(*words, pipeline_model_parallel_size=2, use_ring_exchange_p2p=True))
+    arguments.start(parse("--flash-allreduce", rank=1, pipeline_model_parallel_size=1, use_ring_exchange_p2p=True))
+    arguments.start(parse(*words, rank=1, pipeline_model_parallel_size=2))
+    assert enabled == [FlashConfig(), FlashConfig(pipeline_bits=8)]
+
+
 def test_what_only_zero_3_has_is_refused() -> None:
     config = FlashConfig(param_backward_bits=4)
     said = "=4 has no effect in Megatron, which gathers no parameters for the backward pass alone; leave it out."

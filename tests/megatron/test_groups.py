@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core")
 from flash_allreduce_plugin import dispatch, megatron, policy
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, tensor_parallel
+from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, pipeline_parallel, tensor_parallel
 from flash_allreduce_plugin.telemetry import counters
 
 WORLD, LAYERS, HIDDEN, SEQUENCE, BATCH = 4, 2, 32, 16, 2
@@ -349,7 +349,11 @@ def test_pipeline_parallel():
         expected = {G: (2 * micro_batches, {}), DGRAD: ((2 + seen["last"]) * micro_batches, {})}
         if seen["first"]:
             expected[EMBEDDING] = (0, {policy.EMBEDDING: micro_batches})
-        assert seen["sites"] == expected
+        assert seen["sites"] == {
+            **expected,
+            pipeline_parallel.FORWARD.name: (0, {policy.PIPELINE_FULL: micro_batches}),
+            pipeline_parallel.BACKWARD.name: (0, {policy.PIPELINE_BACKWARD_FULL: micro_batches}),
+        }
         calls = sum(quantized + sum(reasons.values()) for quantized, reasons in expected.values())
         assert seen["groups"] == {seen["tensor-parallel"]: calls}
         assert close(seen)
