@@ -275,8 +275,14 @@ def _bits(bits: int | str) -> str:
 def doubts(args: Any, config: FlashConfig) -> list[str]:
     """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
-    pipeline = config.pipeline_bits == config.pipeline_backward_bits == "full"
-    full = config.grad_bits == config.param_bits == config.attention_bits == "full" and pipeline
+    others = (
+        config.grad_bits,
+        config.param_bits,
+        config.attention_bits,
+        config.expert_bits,
+        config.expert_combine_bits,
+    )
+    full = {*others, config.pipeline_bits, config.pipeline_backward_bits} <= {"full", None}
     if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
         lines.append(nothing_to_quantize("--tensor-model-parallel-size"))
     lines += _too_small(args, config)

@@ -93,8 +93,14 @@ def _enable() -> None:
     notices.say(f"attached to megatron-core, {arguments.in_place()} seams, {arguments.settings(config)}")
     from megatron.core import parallel_state
 
-    pipeline = config.pipeline_bits == config.pipeline_backward_bits == "full"
-    full = config.grad_bits == config.param_bits == config.attention_bits == "full" and pipeline
+    others = (
+        config.grad_bits,
+        config.param_bits,
+        config.attention_bits,
+        config.expert_bits,
+        config.expert_combine_bits,
+    )
+    full = {*others, config.pipeline_bits, config.pipeline_backward_bits} <= {"full", None}
     if parallel_state.get_tensor_model_parallel_world_size() == 1 and full:
         doubt = arguments.nothing_to_quantize("tensor_model_parallel_size")
         notices.say(f"{doubt} For gradients and parameters set {variable('grad_bits')} and {variable('param_bits')}.")
