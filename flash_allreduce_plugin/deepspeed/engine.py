@@ -163,7 +163,7 @@ def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: lis
                 replacements(candidate)[place.id] = place.replacement(below_mark(function))
             else:
                 put(candidate, name, types.MethodType(place.replacement(function), candidate))
-    if pipeline.has_stages(engine) and pipeline.widths(reduction.config):
+    if pipeline.widths(reduction.config) and pipeline.has_stages(engine):
         put(engine, "_INSTRUCTION_MAP", pipeline.instructions(engine))
 
 
@@ -191,7 +191,7 @@ def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
     reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
-    exchanges.disown(engine, reduction)
+    exchanges.disown(reduction)
     if own is not None:
         own.close()
     delattr(engine, _BOUND)

@@ -43,10 +43,9 @@ def own(engine: Any, reduction: Reduction) -> None:
     _owners.update(dict.fromkeys(engine.module.modules(), reduction))
 
 
-def disown(engine: Any, reduction: Reduction) -> None:
-    for module in engine.module.modules():
-        if _owners.get(module) is reduction:
-            del _owners[module]
+def disown(reduction: Reduction) -> None:
+    for module in [module for module, owner in _owners.items() if owner is reduction]:
+        del _owners[module]
 
 
 def of_module(module: torch.nn.Module, forward: Site, backward: Site) -> Exchange | None:

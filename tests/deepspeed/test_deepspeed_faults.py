@@ -76,7 +76,8 @@ def entries(built: Any) -> list[dict[str, int]]:
 
 def half_way() -> int:
     """Every function of an engine fails to be replaced once; how many that were."""
-    built, config = not_served(), CONFIG.model_copy(update={"param_bits": 4})  # which adds functions to replace
+    added = {"param_bits": 4, "pipeline_bits": 4}  # to the functions that are replaced
+    built, config = not_served(), CONFIG.model_copy(update=added)
     built.save_checkpoint = theirs = lambda *_: "theirs"  # somebody's, from before
     before, places = entries(built), served.places
     failed = 0
