@@ -119,7 +119,7 @@ def test_what_cannot_go_together(given: dict[str, Any], named: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, 8) for key in ("backward_bits", "sequence_parallel_gather_bits", "grad_bits", "pipeline_bits")),
+        *((key, 8) for key in ("backward_bits", "sequence_parallel_gather_bits", "grad_bits")),
         *(("quantize_embedding", True), ("quantize_evaluation", False), ("include", ["a"]), ("exclude", ["a"])),
     ],
 )
