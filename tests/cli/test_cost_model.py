@@ -22,7 +22,9 @@ from flash_allreduce_plugin.cli.plan.cost_model import (
     tp_ratio,
 )
 from flash_allreduce_plugin.cli.plan.step_model import (
+    ATTENTION,
     BACKWARD,
+    EXPERT,
     FORWARD,
     FSDP_PARAMETERS,
     GATHER,
@@ -207,10 +209,13 @@ def test_one_rank_costs_nothing():
 
 
 def test_parameters_and_flops_by_hand():
-    assert MODEL.layer_parameters == 1000 and MODEL.parameters == 4 * 1000 + 500
+    assert MODEL.parameters == 4 * 1000 + 500
     assert replace(MODEL, tied=False, positions=3).parameters == 4 * 1000 + 2 * 500 + 30
     gated = replace(MODEL, gated=True, heads=5, kv_heads=1)
-    assert (gated.qkv_columns, gated.layer_parameters) == (14, 10 * 14 + 100 + 3 * 300)
+    assert (gated.qkv_columns, gated.parameters) == (14, 4 * (10 * 14 + 100 + 3 * 300) + 500)
+    several = replace(MODEL, experts=6, experts_per_token=2)
+    assert several.parameters == 4 * (400 + 6 * 600) + 500 and several.expert_parameters == 4 * 6 * 600
+    assert several.layer_flops(16) == 16 * (2 * (400 + 2 * 600) + 4 * 8 * 10)
     assert MODEL.layer_flops(16) == 16 * (2 * 1000 + 4 * 8 * 10)
     assert MODEL.forward_flops(16) == 4 * MODEL.layer_flops(16) + 2 * 16 * 500
 
@@ -292,6 +297,71 @@ def test_a_quantized_send_is_its_payload_and_the_kernels_of_its_ends():
     back = parts(layout, BOX, {PIPELINE: 8})["PP send, gradients"]
     assert back.bits is None and back.after == back.before
     assert {PIPELINE, PIPELINE_BACKWARD} <= set(quantizable(MODEL, BOX, layout))
+
+
+def test_ranks_that_share_a_sequence_exchange_heads_for_tokens():
+    """Query, key, value and output of a rank's tokens, all but its own part of them; once more in the backward pass."""
+    model, layout = replace(MODEL, heads=2, kv_heads=2), Layout(cp=2, micro_batch=3, accumulation=2)
+    found = parts(layout, model=model, widths={ATTENTION: 8})
+    one = 1 / 2 * (3 * 4 * 10 * 2)
+    assert (
+        found["CP attention, forward"].before.bytes_sent
+        == 2 * 4 * 4 * one
+        == (found["CP attention, gradients"].before.bytes_sent)
+    )
+    assert found["CP attention, forward"].after.bytes_sent == pytest.approx(2 * 4 * 4 * one * 8.25 / 16)
+    assert found["CP attention, gradients"].bits is None  # of the backward pass
+    both = parts(layout, model=model, widths={ATTENTION: 8, BACKWARD: 8})
+    assert both["CP attention, gradients"].bits == 8
+    again = parts(replace(layout, recompute=True), model=model)
+    assert again["CP attention, forward"].before.bytes_sent == 2 * 2 * 4 * 4 * one
+    assert found["DP gradients"].group == Group(2, 2)  # they have the same parameters
+
+
+def test_the_ring_of_context_parallelism_hides_behind_the_attention_and_is_not_served():
+    slow = replace(BOX, flops=1e6, intra=1.0)
+    found = parts(Layout(cp=4), slow, widths={ATTENTION: 8, BACKWARD: 8}, model=replace(MODEL, sequence=16))
+    assert not [kind for kind in found if "ring" in kind]
+    found = parts(Layout(cp=4, cp_comm_type="p2p"), slow, model=replace(MODEL, sequence=16))
+    ring = found["CP ring, keys and values"]
+    assert ring.field is None and ring.before.bytes_sent == 3 * 4 * (4 * 20 * 2)  # rounds, layers, keys and values
+    # Beside each: the scores and their products, of 4 tokens with 4: 4 x 4 x 4 x 10 flops.
+    assert ring.before.hidden == pytest.approx(3 * 4 * 640 / 1e6)
+    assert found["CP ring, backward"].before.bytes_sent == 2 * ring.before.bytes_sent
+
+
+def test_tokens_go_to_their_experts_and_back():
+    model = replace(MODEL, experts=4, experts_per_token=2)
+    found = parts(Layout(dp=8, ep=4), model=model, widths={EXPERT: 4})
+    one = 3 / 4 * (8 * 2 * 10 * 2)  # tokens, experts of each, hidden size
+    assert found["EP forward"].before.bytes_sent == 4 * 2 * one == found["EP gradients"].before.bytes_sent
+    assert found["EP forward"].after.bytes_sent == pytest.approx(4 * 2 * one * 4.25 / 16)
+    assert found["EP gradients"].bits is None and "EP forward, TP" not in found
+    # The others' gradients among all ranks, those of an expert among the two that have it.
+    numel = {"DP gradients": 4 * 400 + 500, "DP gradients of experts": 4 * 600}
+    ranks = {kind: found[kind].group.ranks for kind in numel}
+    assert ranks == {"DP gradients": 8, "DP gradients of experts": 2}
+    for kind, elements in numel.items():
+        assert found[kind].before.bytes_sent == pytest.approx(2 * (1 - 1 / ranks[kind]) * elements * 2)
+
+
+def test_experts_and_tensor_parallelism():
+    """Attention has its scatter and gather; an expert's tokens are gathered and summed by the ranks that share it."""
+    model = replace(MODEL, experts=4, experts_per_token=2)
+    found = parts(Layout(tp=2, dp=4, ep=2, sequence_parallel=True), model=model)
+    half = 1 / 2 * (8 * 10 * 2)
+    assert found["SP forward, scatter"].before.bytes_sent == 4 * half
+    assert found["SP forward, gather"].before.bytes_sent == 5 * half
+    assert found["EP forward"].before.bytes_sent == 4 * 2 * (2 * half) / 2
+    assert found["EP forward, TP"].before.bytes_sent == 4 * 2 * (2 * half)
+
+
+def test_an_all_to_all_sends_each_rank_its_part():
+    t = call("all_to_all", ranks=8, per_node=4)
+    full, quantized = cost(t, BOX), cost(t, BOX, INT8)
+    assert full.bytes_sent == pytest.approx(7 / 8 * 256_000) and full.way == "flat"
+    assert full.link == pytest.approx(4 / 8 * 256_000 / 1e8)  # the slower of 3/8 at 1e9 and 4/8 at 1e8
+    assert quantized.bytes_sent == pytest.approx(7 / 8 * 132_000) and quantized.way == "flat"
 
 
 def test_data_parallel_gradients():
@@ -393,7 +463,7 @@ def test_ratios_are_those_of_the_step():
 # What must hold ------------------------------------------------------------------------------------------------------
 
 speeds = st.floats(1e6, 1e12)
-collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather"])
+collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 clusters = st.builds(
     Cluster, st.just("any"), flops=st.floats(1e9, 1e15), codec=speeds, ranks_per_node=st.integers(1, 8), intra=speeds,
     inter=speeds, latency=st.floats(0, 1e-4), far=st.floats(0, 1e-4), start=st.floats(0, 1e-3),
@@ -466,8 +536,8 @@ def test_advice_never_makes_a_step_slower(c, layout, bits):
     assert step.before == pytest.approx(predict(LARGE, c, layout, {}).after)
     assert step.after <= step.before * NEARLY
     if FORWARD in quantizable(LARGE, c, layout) and FORWARD not in widths:
-        assert set(widths) <= {GRADIENT, PARAMETERS}
-    if layout.framework == "deepspeed" and GRADIENT not in widths:
+        assert set(widths) <= {GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD}
+    if layout.framework == "deepspeed" and layout.dp > 1 and GRADIENT not in widths:
         assert not widths
 
 
@@ -498,7 +568,12 @@ def test_fsdp_quantizes_parameters_too():
 
 
 def test_what_each_framework_can_quantize():
-    """Parameters where they are gathered: not at stage 0, and not in a group of one rank."""
+    """Parameters where they are gathered: not at stage 0, and not in a group of one rank. What its gradients need."""
+    ulysses = Layout(dp=2, cp=2, framework="deepspeed")
+    assert quantizable(LARGE, BOX, ulysses) == (GRADIENT, ATTENTION, BACKWARD)
+    assert quantizable(LARGE, BOX, replace(ulysses, framework="megatron", cp_comm_type="p2p")) == (GRADIENT,)
+    experts = replace(LARGE, experts=4)
+    assert quantizable(experts, BOX, Layout(dp=2, ep=2, framework="deepspeed")) == (GRADIENT, EXPERT, BACKWARD)
     deepspeed = Layout(tp=2, dp=2, framework="deepspeed")
     assert quantizable(LARGE, BOX, deepspeed) == (GRADIENT,)
     for stage in (1, 2, 3):
@@ -543,6 +618,10 @@ def test_free_links_leave_arithmetic_and_bubble(c, layout):
         ({"pp": 3}, "--pp 3 does not divide the 8 layers"),
         ({"zero": 2, "pp": 2, "framework": "deepspeed"}, "--zero 2 does not go with --pp 2"),
         ({"zero": 3}, "--zero 3 is DeepSpeed's"),
+        ({"cp": 3}, "--cp 3 does not divide the sequence of 1024"),
+        ({"cp": 32}, "--cp 32 does not divide the 16 heads of keys and values"),
+        ({"ep": 2}, "--ep 2 does not divide the 0 experts of a layer"),
+        ({"framework": "torch", "cp": 2}, "without --tp, --pp, --cp and --ep"),
     ],
 )
 def test_layouts_that_cannot_be(change, said):
@@ -550,6 +629,17 @@ def test_layouts_that_cannot_be(change, said):
         check(LARGE, replace(Layout(), **change))
     with pytest.raises(ValueError, match="does not divide the sequence of 1023"):
         check(replace(LARGE, sequence=1023), Layout(tp=2, sequence_parallel=True))
+    experts = replace(LARGE, experts=8, experts_per_token=2)
+    check(experts, Layout(dp=4, ep=4))
+    for said, layout in (
+        ("--ep 4 does not divide --cp 1 x --dp 2", Layout(dp=2, ep=4)),
+        ("--tp 2 need --sequence-parallel", Layout(tp=2, dp=2, ep=2)),
+        ("--zero 3 does not go with --ep 2", Layout(dp=2, ep=2, zero=3, framework="deepspeed")),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check(experts, layout)
+    with pytest.raises(ValueError, match="experts_per_token 9 is more than the 8"):
+        check(replace(experts, experts_per_token=9), Layout())
     with pytest.raises(ValueError, match="not a multiple of the 16 attention heads"):
         check(replace(LARGE, hidden=1000), Layout())
 

@@ -172,6 +172,11 @@ def test_a_config_of_hugging_face(tmp_path):
     assert plan_inputs.model_of_hf(tmp_path).sequence == 4096
     gpt2 = plan_inputs.model_of_hf(config(tmp_path, GPT2))
     assert gpt2.parameters == pytest.approx(124.4e6, rel=0.002) and not gpt2.gated and gpt2.tied
+    mixtral = {**LLAMA, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    found = plan_inputs.model_of_hf(config(tmp_path, mixtral))
+    assert found.parameters == pytest.approx(46.7e9, rel=0.001) and (found.experts, found.experts_per_token) == (8, 2)
+    qwen = {**LLAMA, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+    assert plan_inputs.model_of_hf(config(tmp_path, qwen)).ffn == 768
 
 
 MEGATRON = (
@@ -192,6 +197,12 @@ def test_the_arguments_of_megatron(tmp_path):
     assert planned(tmp_path, f"--megatron-args '{MEGATRON} --overlap-grad-reduce' --cluster a100")["layout"]["overlap"]
     other = planned(tmp_path, f"--megatron-args '{MEGATRON} --grad-reduce-in-bf16' --cluster a100-8x4 --tp 8 --bits 8")
     assert (other["layout"]["tp"], other["layout"]["dp"], other["layout"]["gradient_itemsize"]) == (8, 2, 2)
+    more = "--num-experts 8 --moe-ffn-hidden-size 1024 --expert-model-parallel-size 4 --context-parallel-size 2"
+    experts = planned(tmp_path, f"--megatron-args '{MEGATRON} {more}' --cluster a100-8x8 --bits 8")
+    assert [experts["layout"][key] for key in ("cp", "ep", "dp", "cp_comm_type")] == [2, 4, 4, "p2p"]
+    assert [experts["model"][key] for key in ("experts", "experts_per_token", "ffn")] == [8, 2, 1024]
+    heads = planned(tmp_path, f"--megatron-args '{MEGATRON} {more} --cp-comm-type a2a' --cluster a100-8x8 --bits 8")
+    assert heads["layout"]["cp_comm_type"] == "a2a"
 
 
 # What it says --------------------------------------------------------------------------------------------------------
@@ -355,7 +366,10 @@ def test_the_example_of_a_layout_is_json_that_can_be_planned(tmp_path):
         ("--megatron-args '--num-layers 2' --cluster h100", "expected --hidden-size with a whole number"),
         ("--megatron-args 'nothing' --cluster h100", "expected Megatron-LM's flags"),
         ("--megatron-args '\"open' --cluster h100", "expected one quoted command line"),
-        (f"--megatron-args '{MEGATRON} --num-experts 8' --cluster h100", "a mixture of experts is not covered"),
+        (f"--megatron-args '{MEGATRON} --moe-layer-freq 2' --cluster h100", "--moe-layer-freq is not covered"),
+        (f"--megatron-args '{MEGATRON} --cp-comm-type allgather' --cluster h100", "expected a2a or p2p"),
+        ("--model llama-7b --cluster h100 --ep 2", "--ep 2 does not divide the 0 experts"),
+        ("--model llama-7b --cluster h100-8x3 --tp 4 --cp 4", "--tp 4 x --pp 1 x --cp 4 = 16 does not divide the 24"),
         ("--model llama-7b --cluster h100 --tp 3", "--tp 3 does not divide the 32 attention heads"),
         ("--model llama-7b --cluster h100 --pp 5", "--pp 5 does not divide the 32 layers"),
         ("--model llama-7b --cluster h100-8x2 --tp 4 --dp 3", "= 12 is not the 16 ranks"),
@@ -435,7 +449,7 @@ def test_without_model_or_cluster_the_keys_that_lack_are_named(tmp_path):
         ("{", "expected a JSON object"),
         ("[]", "expected a JSON object"),
         ({**LLAMA, "hidden_size": "wide"}, "expected a whole number above 0 under hidden_size"),
-        ({**LLAMA, "num_local_experts": 8}, "a mixture of experts is not covered"),
+        ({**LLAMA, "n_routed_experts": 8}, "shared experts are not covered"),
         ({"model_type": "llama"}, "expected a whole number above 0 under"),
     ],
 )

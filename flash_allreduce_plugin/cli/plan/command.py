@@ -28,6 +28,8 @@ def plan(
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks. Default: 1.")] = None,
     dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks. Default: what is left.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages. Default: 1.")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence. Default: 1.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Ranks that share out the experts. Default: 1.")] = None,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Megatron's.")] = False,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 0.")] = None,
     framework: Annotated[
@@ -56,7 +58,7 @@ def plan(
         _print_help(output, list_)
         return
     flags = {
-        "tp": tp, "dp": dp, "pp": pp, "sequence_parallel": sequence_parallel or None, "zero": zero,
+        "tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": ep, "sequence_parallel": sequence_parallel or None, "zero": zero,
         "framework": framework, "micro_batch": micro_batch, "global_batch": global_batch,
     }  # fmt: skip
     with _one_sentence():
@@ -129,9 +131,12 @@ def _scaled(base: Forecast, ranks: int, batch: int | None) -> Forecast | str:
     from flash_allreduce_plugin.cli.plan.report import make_forecast
 
     layout = base.layout
-    if ranks % (layout.tp * layout.pp):
-        return f"not a multiple of TP x PP = {layout.tp * layout.pp}"
-    layout = replace(layout, dp=ranks // (layout.tp * layout.pp))
+    others = layout.tp * layout.pp * layout.cp
+    if ranks % others:
+        return f"not a multiple of TP x PP{' x CP' if layout.cp > 1 else ''} = {others}"
+    layout = replace(layout, dp=ranks // others)
+    if layout.cp * layout.dp % layout.ep:
+        return f"CP x DP = {layout.cp * layout.dp} is not a multiple of EP = {layout.ep}"
     if batch:
         try:
             layout = replace(layout, accumulation=accumulation(layout, batch))

@@ -11,7 +11,8 @@ What the training computes at the same time can hide the link, not what keeps th
 
     hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
-Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/clusters.md), the faster.
+Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/clusters.md), the faster. An
+all-to-all goes to every rank at once either way.
 
 Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
 messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.
@@ -27,10 +28,10 @@ from typing import Literal
 from flash_allreduce_plugin.codec.format import MAX_BITS, Format
 from flash_allreduce_plugin.collectives.chunks import queued_chunk_bytes
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send"]
 Way = Literal["ring", "flat", "two levels", "send"]
 Kernel = Literal["encode", "decode", "decode_sum", "decode_sum_encode"]
-HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 #: Passes over the weights that a gather by differences makes beside the codec's, at most: two for the checksums, before
 #: and after, and five for adding in float32, through a buffer that no cache holds (a CPU's does: three in all). The
 #: owner's subtraction, of one rank's part, is left out.
@@ -39,8 +40,9 @@ DIFFERENCE_PASSES = 7
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense transformer. ffn: the MLP's inner size; gated: three matrices in it, not two; tied: one embedding
-    for input and output; positions: learned position embeddings; head_size: 0 for hidden / heads.
+    """A transformer. ffn: the MLP's inner size, an expert's where there are some; gated: three matrices in it, not two;
+    tied: one embedding for input and output; positions: learned position embeddings; head_size: 0 for hidden / heads;
+    experts: of every layer, 0 for a dense model; experts_per_token: so many of them compute a token.
     """
 
     layers: int
@@ -54,6 +56,8 @@ class Model:
     tied: bool = True
     positions: int = 0
     head_size: int = 0
+    experts: int = 0
+    experts_per_token: int = 1
 
     @property
     def attention_size(self) -> int:
@@ -70,20 +74,34 @@ class Model:
         return self.ffn * (2 if self.gated else 1)
 
     @property
-    def layer_parameters(self) -> int:
-        return self.hidden * (self.qkv_columns + self.attention_size + self.ffn_columns + self.ffn)
+    def mlp_parameters(self) -> int:
+        """Of one MLP or expert."""
+        return self.hidden * (self.ffn_columns + self.ffn)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of all experts of all layers."""
+        return self.layers * self.experts * self.mlp_parameters
 
     @property
     def parameters(self) -> int:
-        """All matrices; biases and norms, less than 0.1 %, are left out."""
+        """All matrices; biases and norms, less than 0.1 %, and the routers are left out."""
         embeddings = self.hidden * (self.vocabulary * (1 if self.tied else 2) + self.positions)
-        return self.layers * self.layer_parameters + embeddings
+        layer = self.hidden * (self.qkv_columns + self.attention_size) + max(1, self.experts) * self.mlp_parameters
+        return self.layers * layer + embeddings
 
-    def layer_flops(self, tokens: int) -> float:
+    def layer_flops(self, tokens: float) -> float:
         """Of one layer's forward pass: 2 a parameter and token, and attention to the whole sequence."""
-        return tokens * (2.0 * self.layer_parameters + 4.0 * self.sequence * self.attention_size)
+        mlp = (self.experts_per_token if self.experts else 1) * self.mlp_parameters
+        matrices = self.hidden * (self.qkv_columns + self.attention_size) + mlp
+        return tokens * (2.0 * matrices + self.attention_flops)
 
-    def forward_flops(self, tokens: int) -> float:
+    @property
+    def attention_flops(self) -> float:
+        """Of a token's attention to the whole sequence, beside its matrices, in one layer's forward pass."""
+        return 4.0 * self.sequence * self.attention_size
+
+    def forward_flops(self, tokens: float) -> float:
         """Of the whole model, output layer included (Korthikanti et al., arXiv 2205.05198, appendix A)."""
         return self.layers * self.layer_flops(tokens) + 2.0 * tokens * self.hidden * self.vocabulary
 
@@ -197,12 +215,15 @@ def _over(nbytes: float, speed: float) -> float:
 def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
     """Bytes a rank sends and link seconds of one call: a ring, as busy on every link (nccl-tests' bus bandwidth).
 
-    Between nodes a ring uses the links of all ranks that the group has on a node.
+    Between nodes a ring uses the links of all ranks that the group has on a node; of an all-to-all, each rank its own.
     """
     nbytes, n, node = t.numel * t.itemsize, t.group.ranks, min(t.group.per_node, t.group.ranks)
     if t.collective == "send":
         return nbytes, _over(nbytes, c.inter if t.group.nodes > 1 else c.intra) + _latency(t, c), "send"
     halves = HALVES[t.collective]
+    if t.collective == "all_to_all":
+        inside, between = (node - 1) / n * nbytes, (n - node) / n * nbytes
+        return inside + between, max(_over(inside, c.intra), _over(between, c.inter)) + _latency(t, c), "flat"
     if c.backend == "gloo" and t.collective == "reduce_scatter":
         halves = 2
     sent = halves * (n - 1) / n * nbytes
@@ -235,6 +256,7 @@ def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
         ],
         "reduce_scatter": [("encode", tensor + payload), ("decode_sum", payload + tensor / n)],
         "all_gather": [("encode", (tensor + payload) / n), ("decode", payload + tensor)],
+        "all_to_all": [("encode", tensor + payload), ("decode", payload + tensor)],
     }
     kernels = sum(c.kernel(name, codec.bits, nbytes) for name, nbytes in parts[collective])
     return halves * (inside + between), link, kernels
@@ -272,7 +294,7 @@ def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
         sent, link, way = full_precision(t, c)
         return _calls(t, c, sent, link, 0.0, 0.0, way)
     ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
-    if 1 < t.group.per_node < t.group.ranks:
+    if 1 < t.group.per_node < t.group.ranks and t.collective != "all_to_all":  # which has nothing to add up in a node
         ways.append(("two levels", two_levels(t, c, codec)))
     start, more = c.start, 0.0
     if t.differences:

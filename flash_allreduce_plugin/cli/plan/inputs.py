@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flash_allreduce_plugin.cli.plan import presets as presets
 from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Model, Shares
@@ -113,8 +113,8 @@ def model_of_hf(path: Path) -> Model:
         c = c.get("text_config", c)
     if not isinstance(c, dict):
         raise ValueError(f"--model {file}: expected a JSON object, the config.json of a model.")
-    if c.get("num_local_experts") or c.get("n_routed_experts") or c.get("num_experts"):
-        raise ValueError(f"--model {file}: a mixture of experts is not covered; expected a dense transformer.")
+    if c.get("n_routed_experts") or c.get("shared_expert_intermediate_size"):
+        raise ValueError(f"--model {file}: shared experts are not covered; expected equal ones or none.")
 
     def number(*keys: str, default: int | None = None) -> int:
         value = next((c[key] for key in keys if c.get(key) is not None), default)
@@ -125,18 +125,22 @@ def model_of_hf(path: Path) -> Model:
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     kind = str(c.get("model_type", ""))
     longest = number("max_position_embeddings", "n_positions", default=2048)
+    experts = number("num_local_experts", "num_experts") if c.get("num_local_experts") or c.get("num_experts") else 0
+    ffn = number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     return Model(
         layers=number("num_hidden_layers", "n_layer"),
         hidden=hidden,
         heads=heads,
         kv_heads=number("num_key_value_heads", default=heads),
-        ffn=number("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
+        ffn=number("moe_intermediate_size", default=ffn) if experts else ffn,
         vocabulary=number("vocab_size"),
         sequence=min(4096, longest),
         gated=kind not in _PLAIN_MLP,
         tied=bool(c.get("tie_word_embeddings", kind in ("gpt2", "opt", "bloom"))),
         positions=longest if kind in ("gpt2", "opt") else 0,
         head_size=number("head_dim", default=hidden // heads),
+        experts=experts,
+        experts_per_token=number("num_experts_per_tok", default=1) if experts else 1,
     )
 
 
@@ -170,8 +174,10 @@ def megatron_number(arguments: dict[str, Any], key: str, default: int | None = N
 
 
 def model_of_megatron(a: dict[str, Any]) -> Model:
-    if a.get("num_experts"):
-        raise ValueError("--megatron-args: --num-experts: a mixture of experts is not covered.")
+    for flag in ("moe_shared_expert_intermediate_size", "moe_layer_freq"):
+        if flag in a:
+            raise ValueError(f"--megatron-args: --{flag.replace('_', '-')} is not covered; expected equal layers.")
+    experts = megatron_number(a, "num_experts") if "num_experts" in a else 0
     hidden, heads = megatron_number(a, "hidden_size"), megatron_number(a, "num_attention_heads")
     gated = "swiglu" in a
     ffn = int(8 * hidden / 3 / 64) * 64 if gated else 4 * hidden  # Megatron's own default
@@ -181,7 +187,7 @@ def model_of_megatron(a: dict[str, Any]) -> Model:
         hidden=hidden,
         heads=heads,
         kv_heads=megatron_number(a, "num_query_groups", 1) if "group_query_attention" in a else heads,
-        ffn=megatron_number(a, "ffn_hidden_size", ffn),
+        ffn=megatron_number(a, "moe_ffn_hidden_size" if "moe_ffn_hidden_size" in a else "ffn_hidden_size", ffn),
         vocabulary=megatron_number(a, "vocab_size", 50304),
         sequence=sequence,
         gated=gated,
@@ -190,6 +196,8 @@ def model_of_megatron(a: dict[str, Any]) -> Model:
         if a.get("position_embedding_type") in ("rope", "none")
         else megatron_number(a, "max_position_embeddings", sequence),
         head_size=megatron_number(a, "kv_channels", hidden // heads if hidden >= heads else 1),
+        experts=experts,
+        experts_per_token=megatron_number(a, "moe_router_topk", 2) if experts else 1,
     )
 
 
@@ -324,6 +332,7 @@ def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) ->
     """
     tp = given.get("tp") or megatron_number(a, "tensor_model_parallel_size", 1)
     pp = given.get("pp") or megatron_number(a, "pipeline_model_parallel_size", 1)
+    cp = given.get("cp") or megatron_number(a, "context_parallel_size", 1)
     zero = given.get("zero", 1 if "use_distributed_optimizer" in a else 0)
     framework = given.get("framework") or ("deepspeed" if zero >= 2 else "megatron")
     if framework not in _BUCKETS:
@@ -333,8 +342,11 @@ def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) ->
     overlap = "overlap_grad_reduce" in a if a else framework != "deepspeed" or zero == 3
     layout = Layout(
         tp=tp,
-        dp=_data_parallel(ranks, tp, pp, given.get("dp")),
+        dp=_data_parallel(ranks, {"tp": tp, "pp": pp, **({"cp": cp} if cp > 1 else {})}, given.get("dp")),
         pp=pp,
+        cp=cp,
+        ep=given.get("ep") or megatron_number(a, "expert_model_parallel_size", 1),
+        cp_comm_type=_cp_comm_type(a, given, framework),
         sequence_parallel=given.get("sequence_parallel", "sequence_parallel" in a),
         zero=zero,
         framework=framework,  # type: ignore[arg-type]
@@ -349,17 +361,27 @@ def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) ->
     return replace(layout, accumulation=accumulation(layout, batch)) if batch else layout
 
 
-def _data_parallel(ranks: int | None, tp: int, pp: int, dp: int | None) -> int:
-    """ranks: of the cluster, None: not known."""
+def _cp_comm_type(a: dict[str, Any], given: Mapping[str, Any], framework: str) -> Literal["a2a", "p2p"]:
+    """Megatron's own default is the ring; DeepSpeed's Ulysses exchanges heads."""
+    found = given.get("cp_comm_type") or a.get("cp_comm_type") or ("p2p" if framework == "megatron" else "a2a")
+    if found not in ("a2a", "p2p"):
+        raise ValueError(f"--megatron-args: --cp-comm-type {found} is not covered; expected a2a or p2p.")
+    if found == "p2p" and framework == "deepspeed":
+        raise ValueError('"cp_comm_type": "p2p" is Megatron\'s; DeepSpeed\'s Ulysses is "a2a".')
+    return "a2a" if found == "a2a" else "p2p"
+
+
+def _data_parallel(ranks: int | None, others: Mapping[str, int], dp: int | None) -> int:
+    """ranks: of the cluster, None: not known. others: ranks of the other kinds of parallelism, by their flags."""
     if ranks is None:
         return dp or 1
-    if dp is None and ranks % (tp * pp):
-        raise ValueError(f"--tp {tp} x --pp {pp} = {tp * pp} does not divide the {ranks} ranks of --cluster.")
-    if dp is not None and tp * dp * pp != ranks:
-        raise ValueError(
-            f"--tp {tp} x --dp {dp} x --pp {pp} = {tp * dp * pp} is not the {ranks} ranks of --cluster; leave --dp out."
-        )
-    return ranks // (tp * pp)
+    product = math.prod(others.values())
+    said = " x ".join(f"--{flag} {count}" for flag, count in others.items())
+    if dp is None and ranks % product:
+        raise ValueError(f"{said} = {product} does not divide the {ranks} ranks of --cluster.")
+    if dp is not None and dp * product != ranks:
+        raise ValueError(f"{said} x --dp {dp} = {dp * product} is not the {ranks} ranks of --cluster; leave --dp out.")
+    return ranks // product
 
 
 def global_batch(a: dict[str, Any], given: Mapping[str, Any]) -> int | None:

@@ -28,6 +28,7 @@ def _one_of(*words: Any) -> _Kind:
 
 
 _WHOLE = _Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
+_FROM_0_WHOLE = _Kind("a whole number, 0 or more", lambda value: type(value) is int and value >= 0)
 _SHARE = _Kind("a number above 0 and up to 1, such as 0.5", lambda value: _is_number(value) and 0 < value <= 1)
 _FROM_0 = _Kind("a number, 0 or more", lambda value: _is_number(value) and value >= 0)
 _BOOL = _Kind("true or false", lambda value: type(value) is bool)
@@ -47,6 +48,8 @@ KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
         "sequence": (_WHOLE, 2048, "tokens of a sequence; default: 2048"),
         "gated": (_BOOL, False, "the MLP has three matrices (SwiGLU)"),
         "tied": (_BOOL, True, "input and output share one embedding"),
+        "experts": (_FROM_0_WHOLE, 0, "experts of a layer; 0: dense"),
+        "experts_per_token": (_WHOLE, 1, "experts that compute a token"),
     },
     "cluster": {
         "peak_flops": (_FLOPS, "312T", "peak of a GPU"),
@@ -64,6 +67,9 @@ KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
         "tp": (_WHOLE, 1, "tensor-parallel ranks"),
         "dp": (_WHOLE, 64, "data-parallel ranks"),
         "pp": (_WHOLE, 1, "pipeline stages"),
+        "cp": (_WHOLE, 1, "ranks that share a sequence: context parallelism, Ulysses"),
+        "cp_comm_type": (_one_of("a2a", "p2p"), "a2a", "what their attention exchanges: heads, or keys and values"),
+        "ep": (_WHOLE, 1, "ranks that share out the experts"),
         "sequence_parallel": (_BOOL, False, "Megatron's sequence parallelism"),
         "zero": (_one_of(0, 1, 2, 3), 3, "ZeRO stage"),
         "framework": (_one_of("megatron", "deepspeed", "torch"), "deepspeed", "the framework"),

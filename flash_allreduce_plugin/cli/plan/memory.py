@@ -29,7 +29,8 @@ def estimate(model: Model, layout: Layout) -> Memory:
     """Bytes of a GPU of the first pipeline stage, roughly.
 
     Model states are those of mixed-precision Adam, which ZeRO divides among the data-parallel ranks (Rajbhandari et
-    al., arXiv 1910.02054, section 3). With P = parameters / (TP x PP):
+    al., arXiv 1910.02054, section 3), context-parallel ones included, experts among DP / EP of them. With P =
+    parameters / (TP x PP), experts / (TP x PP x EP):
 
         parameters   itemsize x P            / DP with ZeRO-3
         gradients    gradient itemsize x P   / DP with ZeRO-2 and 3
@@ -48,10 +49,13 @@ def estimate(model: Model, layout: Layout) -> Memory:
 
     Left out: buffers of collectives, fragmentation, the CUDA context, the first stage's larger share of the embedding.
     """
-    share = model.parameters / (layout.tp * layout.pp)
-    tokens = layout.micro_batch * model.sequence
+    everywhere, experts = model.parameters - model.expert_parameters, model.expert_parameters
+    share = (everywhere + experts / layout.ep) / (layout.tp * layout.pp)
+    divided = model.parameters / layout.ranks  # by ZeRO
+    tokens = layout.tokens(model)
     spread = layout.tp if layout.sequence_parallel else 1
-    columns = model.qkv_columns + model.attention_size + model.ffn_columns + model.ffn
+    mlp = (model.ffn_columns + model.ffn) * (model.experts_per_token if model.experts else 1)
+    columns = model.qkv_columns + model.attention_size + mlp
     layer = tokens * (10 * model.hidden / spread + 2 * columns / layout.tp)
     held = model.layers // layout.pp * min(layout.pp, layout.accumulation)
     activations = held * layer
@@ -60,8 +64,8 @@ def estimate(model: Model, layout: Layout) -> Memory:
     if layout.pp == 1:
         activations += LOGIT_BYTES * tokens * model.vocabulary / layout.tp
     return Memory(
-        parameters=layout.itemsize * share / (layout.dp if layout.zero >= 3 else 1),
-        gradients=layout.gradient_itemsize * share / (layout.dp if layout.zero >= 2 else 1),
-        optimizer=OPTIMIZER_BYTES * share / (layout.dp if layout.zero >= 1 else 1),
+        parameters=layout.itemsize * (divided if layout.zero >= 3 else share),
+        gradients=layout.gradient_itemsize * (divided if layout.zero >= 2 else share),
+        optimizer=OPTIMIZER_BYTES * (divided if layout.zero >= 1 else share),
         activations=activations,
     )

@@ -28,8 +28,20 @@ def _llama(
     return ModelPreset(model, published, source)
 
 
+def _experts(
+    experts: int, per_token: int, layers: int, hidden: int, heads: int, kv: int, ffn: int, published: float,
+    source: str, vocabulary: int, head_size: int,
+) -> ModelPreset:  # fmt: skip
+    model = Model(
+        layers, hidden, heads, kv, ffn, vocabulary, 4096, gated=True, tied=False, head_size=head_size,
+        experts=experts, experts_per_token=per_token,
+    )  # fmt: skip
+    return ModelPreset(model, published, source)
+
+
 _ONE, _TWO, _THREE = "arXiv 2302.13971, table 2", "arXiv 2307.09288", "arXiv 2407.21783, table 3"
 _SMALL = "config.json of meta-llama/Llama-3.2"
+_QWEN = "config.json of Qwen/Qwen3"
 MODELS = {
     # Heads of 128 in the table are 24 x 128 for 1.3B, more than its hidden size: 16. 5140 for 13B is 40 x 128 = 5120.
     "gpt3-125m": _gpt(12, 768, 12, 125e6),
@@ -52,6 +64,9 @@ MODELS = {
     "llama-3.1-405b": _llama(126, 16384, 128, 8, 53248, 405e9, _THREE, 128256, 8192),
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, 1.23e9, _SMALL + "-1B", 128256, 8192, tied=True),
     "llama-3.2-3b": _llama(28, 3072, 24, 8, 8192, 3.21e9, _SMALL + "-3B", 128256, 8192, tied=True),
+    "mixtral-8x7b": _experts(8, 2, 32, 4096, 32, 8, 14336, 46.7e9, "arXiv 2401.04088, table 1", 32000, 128),
+    "qwen3-30b-a3b": _experts(128, 8, 48, 2048, 32, 4, 768, 30.5e9, _QWEN + "-30B-A3B", 151936, 128),
+    "qwen3-235b-a22b": _experts(128, 8, 94, 4096, 64, 4, 1536, 235e9, _QWEN + "-235B-A22B", 151936, 128),
 }
 
 

@@ -119,14 +119,15 @@ def where(group: Group) -> str:
 def ratios(plan: Forecast) -> dict[str, float]:
     """t_comm / t_compute of the Ultra-Scale Playbook; above 1 it cannot be hidden."""
     c, a, m = plan.cluster, plan.layout, plan.model
-    tokens = a.micro_batch * m.sequence
+    tokens = a.tokens(m)
     found = {}
-    if a.dp > 1:
-        group = group_of(a.tp, a.dp, c.ranks_per_node)
+    ranks = a.cp * a.dp
+    if ranks > 1:
+        group = group_of(a.tp, ranks, c.ranks_per_node)
         speed = min(group.per_node * c.inter, c.intra) if group.nodes > 1 else c.intra
         kind = "ZeRO-3 parameters" if a.zero == 3 else "data parallel"
         item = a.itemsize if a.zero == 3 else a.gradient_itemsize
-        found[kind] = dp_ratio(item, tokens, a.dp, c.flops, speed)
+        found[kind] = dp_ratio(item, tokens, ranks, c.flops, speed)
     if a.tp > 1:
         speed = c.intra if a.tp <= c.ranks_per_node else c.inter
         found["tensor parallel"] = tp_ratio(a.itemsize, m.hidden, a.tp, c.flops, speed)
@@ -143,11 +144,13 @@ def show(plan: Forecast, console: Console) -> None:
     tokens = a.micro_batch * a.accumulation * a.dp * m.sequence
     console.print(
         f"[bold]{escape(plan.name)}[/]: {m.parameters / 1e9:.4g} G parameters, {m.layers} layers of {m.hidden}, "
+        f"{f'{m.experts_per_token} of {m.experts} experts a token, ' if m.experts else ''}"
         f"sequence {m.sequence} ({plan.source})",
         highlight=False,
     )
     console.print(
         f"{a.ranks} ranks: TP {a.tp}{', sequence parallel' if a.sequence_parallel else ''}, DP {a.dp}, PP {a.pp}, "
+        f"{f'CP {a.cp} ({a.cp_comm_type}), ' if a.cp > 1 else ''}{f'EP {a.ep}, ' if a.ep > 1 else ''}"
         f"ZeRO {a.zero} ({a.framework}), micro-batch {a.micro_batch}, {a.accumulation} a step: {tokens} tokens a step",
         highlight=False,
     )
@@ -184,7 +187,7 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
     kinds = {part.kind.split()[0] for part in plan.full.parts}
     names = {
         "TP": "tensor parallel", "SP": "sequence parallel", "DP": "data parallel", "PP": "pipeline",
-        "ZeRO-3": "divided parameters",
+        "CP": "context parallel", "EP": "expert parallel", "ZeRO-3": "divided parameters",
     }  # fmt: skip
     words = {"traffic": ", ".join(f"{kind}: {names[kind]}" for kind in names if kind in kinds)}
     if any("(g)" in part.kind or "(f)" in part.kind for part in plan.full.parts):
@@ -196,6 +199,8 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
         words["INT8 and such"] = "exposed ms at that width"
     if plan.layout.zero == 3 and any(part.field == PARAMETERS for part in plan.full.parts):
         words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with what arrives"
+    if plan.layout.cp > 1 and plan.layout.cp_comm_type == "p2p":
+        words["CP ring"] = 'Transformer Engine\'s own sends, which are not served; with "cp_comm_type": "a2a" they are'
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
     words["host"] = "the ms that quantized calls take of the host, which has the framework's work to start beside them"

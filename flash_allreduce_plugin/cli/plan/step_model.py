@@ -1,6 +1,7 @@
 """A training step as cost_model sees it: which collectives a layout makes, what hides them, and what a step takes.
 
-Ranks are placed tensor-parallel ones next to each other, then data-parallel, then pipeline stages (Megatron's order).
+Ranks are placed tensor-parallel ones next to each other, then context-parallel, data-parallel, and pipeline stages
+(Megatron's order). Experts are spread over ranks of context and data parallelism.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Cost, Group, Model, Traffic, cost, full_precision
+from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Cost, Group, Kind, Model, Traffic, cost, full_precision
 from flash_allreduce_plugin.codec.format import Format
 
 FORWARD, BACKWARD = "bits", "backward_bits"
 GATHER, GRADIENT = "sequence_parallel_gather_bits", "grad_bits"
 PARAMETERS = "param_bits"
 PIPELINE, PIPELINE_BACKWARD = "pipeline_bits", "pipeline_backward_bits"
+ATTENTION, EXPERT = "attention_bits", "expert_bits"
 FSDP_PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
 _FIELDS = {
-    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD),
-    "deepspeed": (GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD),
+    "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD, ATTENTION, EXPERT),
+    "deepspeed": (GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD, ATTENTION, EXPERT, BACKWARD),
     "torch": (GRADIENT, FSDP_PARAMETERS),
 }
 #: DeepSpeed's stage 3 gathers values, not differences: what is lost is not made up for. Below 6 bits the plugin warns.
@@ -37,12 +39,16 @@ class Layout:
     framework: "torch": its own DistributedDataParallel (zero 0) and FSDP2 (3).
     accumulation: micro-batches a rank and step. itemsize: bytes of activations and parameters on the wire, gradient_
     itemsize: of gradients. overlap: gradients and parameters are sent while others are computed. recompute: the forward
-    pass is made again in the backward pass. bucket: gradients of one call.
+    pass is made again in the backward pass. bucket: gradients of one call. cp: ranks that share a sequence (DeepSpeed:
+    Ulysses); dp is without them. cp_comm_type: how their attention exchanges. ep: ranks that share out the experts.
     """
 
     tp: int = 1
     dp: int = 1
     pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    cp_comm_type: Literal["a2a", "p2p"] = "a2a"
     sequence_parallel: bool = False
     zero: int = 0
     framework: Literal["megatron", "deepspeed", "torch"] = "megatron"
@@ -56,7 +62,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp * self.pp
+        return self.tp * self.cp * self.dp * self.pp
+
+    def tokens(self, model: Model) -> float:
+        """Of a micro-batch on a rank."""
+        return self.micro_batch * model.sequence / self.cp
 
 
 def check(model: Model, layout: Layout) -> None:
@@ -74,16 +84,48 @@ def check(model: Model, layout: Layout) -> None:
         )
     if model.layers % layout.pp:
         raise ValueError(f"--pp {layout.pp} does not divide the {model.layers} layers; choose a divisor.")
-    if layout.sequence_parallel and model.sequence % layout.tp:
+    if layout.sequence_parallel and model.sequence % (layout.tp * layout.cp):
         raise ValueError(
-            f"--sequence-parallel: --tp {layout.tp} does not divide the sequence of {model.sequence}; choose another."
+            f"--sequence-parallel: --tp {layout.tp} does not divide the sequence of {model.sequence // layout.cp}; "
+            "choose another."
         )
+    _check_context(model, layout)
+    _check_experts(model, layout)
     if layout.zero >= 2 and layout.pp > 1:
         raise ValueError(f"--zero {layout.zero} does not go with --pp {layout.pp}: with stages, choose --zero 0 or 1.")
-    if layout.framework == "torch" and (layout.zero not in (0, 3) or layout.tp * layout.pp > 1):
-        raise ValueError("--framework torch is data-parallel, --zero 0 (DDP) or 3 (FSDP2), without --tp and --pp.")
+    if layout.framework == "torch" and (layout.zero not in (0, 3) or layout.dp < layout.ranks or layout.ep > 1):
+        raise ValueError(
+            "--framework torch is data-parallel, --zero 0 (DDP) or 3 (FSDP2), without --tp, --pp, --cp and --ep."
+        )
     if layout.zero >= 2 and layout.framework == "megatron":
         raise ValueError(f"--zero {layout.zero} is DeepSpeed's: use --framework deepspeed or torch, or --zero 0 or 1.")
+
+
+def _check_context(model: Model, layout: Layout) -> None:
+    if model.sequence % layout.cp:
+        raise ValueError(f"--cp {layout.cp} does not divide the sequence of {model.sequence}; choose a divisor.")
+    if layout.cp_comm_type == "a2a" and model.kv_heads % (layout.tp * layout.cp):
+        raise ValueError(
+            f"--cp {layout.cp} does not divide the {model.kv_heads} heads of keys and values, of which each of the "
+            f'--tp {layout.tp} has its part; choose a divisor, or "cp_comm_type": "p2p".'
+        )
+
+
+def _check_experts(model: Model, layout: Layout) -> None:
+    if layout.ep == 1 and not model.experts:
+        return
+    if model.experts % layout.ep or not model.experts:
+        raise ValueError(f"--ep {layout.ep} does not divide the {model.experts} experts of a layer; choose a divisor.")
+    if model.experts_per_token > model.experts:
+        raise ValueError(f"experts_per_token {model.experts_per_token} is more than the {model.experts} experts.")
+    if layout.cp * layout.dp % layout.ep:
+        raise ValueError(
+            f"--ep {layout.ep} does not divide --cp {layout.cp} x --dp {layout.dp}, the ranks that share out experts."
+        )
+    if layout.tp > 1 and not layout.sequence_parallel:
+        raise ValueError(f"experts with --tp {layout.tp} need --sequence-parallel, in Megatron too.")
+    if layout.zero == 3 and layout.ep > 1:
+        raise ValueError(f"--zero 3 does not go with --ep {layout.ep}; choose --zero 0, 1 or 2.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +140,7 @@ class Times:
 
 def times(model: Model, cluster: Cluster, layout: Layout) -> Times:
     """The output layer counts as part of every stage's share."""
-    tokens = layout.micro_batch * model.sequence
+    tokens = layout.tokens(model)
     rank = layout.tp * cluster.flops
     forward = model.forward_flops(tokens) / layout.pp / rank
     layer = model.layer_flops(tokens) / rank
@@ -115,6 +157,8 @@ def traffic(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     """What a rank of one stage sends in a step."""
     return [
         *_tensor_parallel(model, cluster, layout),
+        *_attention(model, cluster, layout),
+        *_experts(model, cluster, layout),
         *_pipeline(model, cluster, layout),
         *_data(model, cluster, layout),
     ]
@@ -122,7 +166,7 @@ def traffic(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     """f and g of Megatron: two exchanges a layer and direction; with sequence parallelism as gathers and scatters."""
-    tokens = layout.micro_batch * model.sequence
+    tokens = layout.tokens(model)
     layers, batches = model.layers // layout.pp, layout.accumulation
     group = group_of(1, layout.tp, cluster.ranks_per_node)
 
@@ -130,6 +174,7 @@ def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Tra
         # Beside it: one GEMM of the column-parallel layer, the weight's gradient or (gathers) the input's.
         hide = 2.0 * tokens * model.hidden * columns / layout.tp / cluster.flops
         numel = tokens * model.hidden
+        field = field if layout.framework == "megatron" else None  # nobody else's is served
         return Traffic(kind, field, collective, numel, layout.itemsize, calls * batches, group, hide, every_batch=True)  # type: ignore[arg-type]
 
     again = 2 if layout.recompute else 1
@@ -142,25 +187,83 @@ def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Tra
             of("TP backward (f)", BACKWARD, "all_reduce", layers, mlp),
             of("TP backward (f)", BACKWARD, "all_reduce", 1, model.vocabulary),
         ]
+    dense = 0 if model.experts else layers  # the experts' exchanges are _experts'
     return [
-        of("SP forward, scatter", FORWARD, "reduce_scatter", 2 * layers * again),
+        of("SP forward, scatter", FORWARD, "reduce_scatter", (layers + dense) * again),
         of("SP forward (embedding)", None, "reduce_scatter", 1),
-        of("SP forward, gather", GATHER, "all_gather", 2 * layers * again + 1),
+        of("SP forward, gather", GATHER, "all_gather", (layers + dense) * again + 1),
         of("SP backward, scatter", BACKWARD, "reduce_scatter", layers, attention),
-        of("SP backward, scatter", BACKWARD, "reduce_scatter", layers, mlp),
+        of("SP backward, scatter", BACKWARD, "reduce_scatter", dense, mlp),
         of("SP backward, scatter", BACKWARD, "reduce_scatter", 1, model.vocabulary),
         of("SP backward, input gathered again", GATHER, "all_gather", layers, attention),
-        of("SP backward, input gathered again", GATHER, "all_gather", layers, mlp),
+        of("SP backward, input gathered again", GATHER, "all_gather", dense, mlp),
         of("SP backward, input gathered again", GATHER, "all_gather", 1, model.vocabulary),
-        replace(of("SP backward, gradient gathered", GATHER, "all_gather", 2 * layers), needs=BACKWARD),
+        replace(of("SP backward, gradient gathered", GATHER, "all_gather", layers + dense), needs=BACKWARD),
     ]
+
+
+def _attention(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
+    """Of ranks that share a sequence: heads for tokens and back (a2a), or keys and values around a ring (p2p).
+
+    The ring's are sent beside the attention to those that arrived before; they are Transformer Engine's own calls,
+    which are not served. The others are waited for.
+    """
+    if layout.cp == 1:
+        return []
+    tokens, group = layout.tokens(model), group_of(layout.tp, layout.cp, cluster.ranks_per_node)
+    output = tokens * model.attention_size / layout.tp
+    keys_values = tokens * (model.qkv_columns - model.attention_size) / layout.tp
+    again = 2 if layout.recompute else 1
+    calls = model.layers // layout.pp * layout.accumulation
+
+    def of(kind: str, field: str | None, collective: Kind, numel: float, calls: float, hide: float = 0.0) -> Traffic:
+        return Traffic(kind, field, collective, numel, layout.itemsize, calls, group, hide, every_batch=True)
+
+    if layout.cp_comm_type == "p2p":
+        beside = tokens * model.attention_flops / layout.cp / (layout.tp * cluster.flops)
+        return [
+            of("CP ring, keys and values", None, "send", keys_values, (layout.cp - 1) * calls * again, beside),
+            of("CP ring, backward", None, "send", 2 * keys_values, (layout.cp - 1) * calls, 2 * beside),
+        ]
+    # Query and output, key and value: each a call.
+    sizes = (output, keys_values / 2)
+    forward = [of("CP attention, forward", ATTENTION, "all_to_all", numel, 2 * calls * again) for numel in sizes]
+    backward = [of("CP attention, gradients", ATTENTION, "all_to_all", numel, 2 * calls) for numel in sizes]
+    return [*forward, *(replace(each, needs=BACKWARD) for each in backward)]
+
+
+def _experts(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
+    """Tokens to their experts and back, as Megatron's all-to-all dispatcher has it: among the ranks that share out the
+    experts, and, as each expert is divided among the tensor-parallel ranks, gathered and summed by those.
+    """
+    if not model.experts:
+        return []
+    numel = layout.tokens(model) * model.experts_per_token * model.hidden
+    again = 2 if layout.recompute else 1
+    calls = model.layers // layout.pp * layout.accumulation
+    across = group_of(layout.tp, layout.ep, cluster.ranks_per_node)
+    inside = group_of(1, layout.tp, cluster.ranks_per_node)
+
+    def both(kind: str, calls: float, needs: str | None = None) -> list[Traffic]:
+        """There and back."""
+
+        def of(kind: str, collective: Kind, numel: float, group: Group) -> Traffic:
+            item = layout.itemsize
+            return Traffic(kind, EXPERT, collective, numel, item, calls, group, every_batch=True, needs=needs)
+
+        exchange = of(kind, "all_to_all", numel / layout.tp, across)
+        gather = of(f"{kind}, TP", "all_gather", numel, inside)
+        scatter = of(f"{kind}, TP", "reduce_scatter", numel, inside)
+        return [exchange, gather, scatter, exchange]
+
+    return [*both("EP forward", calls * again), *both("EP gradients", calls, BACKWARD)]
 
 
 def _pipeline(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     """Activations to the next stage, their gradients back; waited for."""
     if layout.pp == 1:
         return []
-    numel = layout.micro_batch * model.sequence * model.hidden / (layout.tp if layout.sequence_parallel else 1)
+    numel = layout.tokens(model) * model.hidden / (layout.tp if layout.sequence_parallel else 1)
     together = layout.ranks <= cluster.ranks_per_node
     group = Group(2, 2 if together else 1)
     return [
@@ -170,17 +273,34 @@ def _pipeline(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Gradients, and with ZeRO the parameters. The first or last of a row of calls has nothing beside it."""
+    """Gradients, and with ZeRO the parameters: those that all ranks of data and context parallelism have, and the
+    experts, which fewer ranks have the same of. The first or last of a row of calls has nothing beside it.
+    """
+    ranks, node = layout.cp * layout.dp, cluster.ranks_per_node
+    shared = model.parameters - model.expert_parameters
+    parts: list[tuple[str, float, Group]] = [("", shared, group_of(layout.tp, ranks, node))]
+    if model.experts:
+        group = group_of(layout.tp * layout.ep, ranks // layout.ep, node)
+        parts.append((" of experts", model.expert_parameters / layout.ep, group))
+    found: list[Traffic] = []
+    for of, numel, group in parts:
+        found += _data_of(of, numel / (layout.tp * layout.pp), group, model, cluster, layout)
+    return found
+
+
+def _data_of(of: str, numel: float, group: Group, model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
+    """The part of it that `numel` parameters of a rank have, of which the group's ranks have the same."""
+    share = numel * layout.tp * layout.pp / (model.parameters - model.expert_parameters * (1 - 1 / layout.ep))
     t = times(model, cluster, layout)
-    numel = model.parameters / (layout.tp * layout.pp)
     layers, batches = model.layers // layout.pp, layout.accumulation
-    group = group_of(layout.tp, layout.dp, cluster.ranks_per_node)
 
     def row(kind: str, field: str | None, collective: str, numel: float, item: int, calls: int, repeats: int,
             hide: float, owners: bool = False, differences: bool = False) -> list[Traffic]:  # fmt: skip
         """`repeats` rows of `calls` calls, all but one of each row beside `hide` seconds of computing."""
+        for what in ("gradients", "parameters"):
+            kind = kind.replace(what, what + of)
         common = (kind, field, collective, numel, item)
-        hide = hide if layout.overlap else 0.0
+        hide = share * hide if layout.overlap else 0.0
         return [
             Traffic(*common, repeats * (calls - 1), group, hide, owners=owners, differences=differences),  # type: ignore[arg-type]
             Traffic(*common, repeats, group, owners=owners, differences=differences),  # type: ignore[arg-type]
@@ -303,7 +423,8 @@ def _sum(a: Cost, b: Cost) -> Cost:
 
 def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
     """The fields that some traffic of this step has and its framework can set."""
-    there = {t.field for t in traffic(model, cluster, layout) if t.field and t.group.ranks > 1}
+    sent = [t for t in traffic(model, cluster, layout) if t.field and t.group.ranks > 1 and t.calls]
+    there = {t.field for t in sent} | {t.needs for t in sent}  # what it needs may have no traffic of its own
     return tuple(field for field in _FIELDS[layout.framework] if field in there)
 
 
@@ -315,14 +436,16 @@ def widths_at(layout: Layout, fields: Iterable[str], bits: int) -> dict[str, int
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:
     """The fewest fields that come within WORTH of the fastest step at `bits`; none, if full precision does.
 
-    What travels at `bits` has no switch of its own: where the forward pass stays in full precision, so does all of
-    tensor parallelism, and where DeepSpeed's gradients do, so do its parameters.
+    What travels at `bits` has no switch of its own: where the forward pass stays in full precision, so does all that
+    modules send, and where DeepSpeed's gradients do, so does everything.
     """
     fields = quantizable(model, cluster, layout)
-    first, others = (GRADIENT, {PARAMETERS}) if layout.framework == "deepspeed" else (FORWARD, {BACKWARD, GATHER})
+    first, others = FORWARD, {BACKWARD, GATHER, ATTENTION, EXPERT}
+    if layout.framework == "deepspeed":
+        first, others = GRADIENT, set(fields) - {GRADIENT}
     found: list[tuple[float, dict[str, int]]] = []
     for chosen in itertools.chain.from_iterable(itertools.combinations(fields, n) for n in range(len(fields) + 1)):
-        if first in chosen or not others & set(chosen):
+        if first not in fields or first in chosen or not others & set(chosen):
             widths = widths_at(layout, chosen, bits)
             found.append((predict(model, cluster, layout, widths).after, widths))
     best = min(seconds for seconds, _ in found)
