@@ -136,7 +136,7 @@ def bench(
     datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each times every variant once, in turn.")] = 10,
     collective: Annotated[
-        str, typer.Option(help="all_reduce, reduce_scatter, all_gather, codec; several with commas.")
+        str, typer.Option(help="all_reduce, reduce_scatter, all_gather, all_to_all, codec; several with commas.")
     ] = "all_reduce",
     algorithm: Annotated[
         str, typer.Option(help="two-step, ring (all_reduce alone, in a checkout), or both.")

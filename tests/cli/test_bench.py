@@ -66,7 +66,7 @@ def test_steps() -> None:
         (["-d", "int8"], "expected one of float32, bfloat16, float16"),
         (["-d", "float32,float16"], "expected one of float32, bfloat16, float16"),
         (["-d", "float16", "-n", "21"], "so many calls in a row overflow float16; expected at most 20"),
-        (["--collective", "broadcast"], "of all_reduce, reduce_scatter, all_gather, codec"),
+        (["--collective", "broadcast"], "of all_reduce, reduce_scatter, all_gather, all_to_all, codec"),
         (["--algorithm", "tree"], "of two-step, ring"),
         (["--algorithm", "ring", "--collective", "all_gather"], "expected --collective all_reduce"),
         (["--algorithm", "ring", "--config", '{"gather_bits": 8}'], "it has one width"),
@@ -113,7 +113,7 @@ def test_ranks_of_a_launcher_are_not_chosen_again(monkeypatch: pytest.MonkeyPatc
 
 def test_every_collective(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    collectives = "all_reduce,reduce_scatter,all_gather,codec"
+    collectives = "all_reduce,reduce_scatter,all_gather,all_to_all,codec"
     sizes = ["-b", "3000", "-e", "192000", "-f", "64", "-d", "bfloat16", "--bits", "8,3"]
     options = ["--config", '{"group_size": 64, "gather_bits": 5, "hadamard": true}']
     done = run("--collective", collectives, *sizes, *options, *SHORT, "--ranks", "3", "--json", str(file))
@@ -121,9 +121,9 @@ def test_every_collective(tmp_path: Path) -> None:
     result, rows = json.loads(file.read_text()), rows_of(file)
     assert {"date", "command", "machine", "cores", "instruction_set", "torch"} <= set(result["about"])
     shard = {3000: 500, 192000: 32000}
-    assert len(rows) == 2 * (3 * 3 + 8)
+    assert len(rows) == 2 * (4 * 3 + 8)
     for (collective, size, variant), row in rows.items():
-        parts = 3 if collective in ("reduce_scatter", "all_gather") else 1
+        parts = 3 if collective in ("reduce_scatter", "all_gather", "all_to_all") else 1
         assert row["count"] == size // 2 // parts and row["ranks"] == 3
         assert row["seconds"] > 0 and row["algbw"] == pytest.approx(size / row["seconds"])
         if collective == "codec":
@@ -137,17 +137,17 @@ def test_every_collective(tmp_path: Path) -> None:
         if variant != "full precision":
             before, after = (8, 5) if variant == "INT8+5" else (3, 5)
             groups = -(-(size // 2 if parts == 1 else shard[size]) // 64)
-            sent = {"reduce_scatter": before, "all_gather": after, "all_reduce": before + after}
-            bytes_ = groups * (sent[collective] * 8 + 4 * (1 + (collective == "all_reduce")))
+            sent = {"reduce_scatter": before, "all_reduce": before + after}.get(collective, after)
+            bytes_ = groups * (sent * 8 + 4 * (1 + (collective == "all_reduce")))
             share = 2 if parts == 3 else 2 / 3
             assert row["wire_bytes"] == pytest.approx(bytes_ * share, rel=0.07 if parts == 1 else 0)  # padded shards
             assert 8 < row["sqnr_db"] < 50
-            assert (row["sqnr_db"] > 25) == (collective == "all_gather" or before == 8)
+            assert (row["sqnr_db"] > 25) == (collective in ("all_gather", "all_to_all") or before == 8)
     encode = rows["codec", 192000, "INT8+5 encode"]
     assert encode["wrong"] == 0 and encode["sqnr_db"] > 40 and encode["wire_bytes"] == 96000 / 64 * 68
     assert encode["speedup"] == pytest.approx(rows["codec", 192000, "copy_"]["seconds"] / encode["seconds"])
     # Header once a collective, one line a row, the times those of the JSON.
-    assert len(re.findall(r"# +size +count +type +redop +variant +time +algbw +busbw +#wrong", done.stdout)) == 4
+    assert len(re.findall(r"# +size +count +type +redop +variant +time +algbw +busbw +#wrong", done.stdout)) == 5
     row = rows["all_reduce", 192000, "INT3+5"]
     line = next(line for line in done.stdout.splitlines() if re.match(r" +192000 .* INT3\+5 ", line))
     assert line.split()[:6] == ["192000", "96000", "bfloat16", "sum", "INT3+5", f"{1e6 * row['seconds']:.1f}"]

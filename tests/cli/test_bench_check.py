@@ -47,6 +47,12 @@ def results(inputs: Inputs, plan: Plan) -> list[Tensor]:
         payloads = [simulation.encoded(x, plan.gather, draw) for x, draw in zip(tensors, draws, strict=True)]
         return [torch.cat([simulation.decoded(p, tensors[0], plan.gather) for p in payloads])] * WORLD
     shards = [x.view(WORLD, -1) for x in tensors]
+    if inputs.collective == "all_to_all":
+        sent = [
+            [simulation.encoded(run, plan.gather, draw) for run in s] for s, draw in zip(shards, draws, strict=True)
+        ]
+        like = shards[0][0]
+        return [torch.cat([simulation.decoded(s[r], like, plan.gather) for s in sent]) for r in range(WORLD)]
     return [simulation.reduce_shard([s[rank] for s in shards], 1.0, plan.reduce) for rank in range(WORLD)]
 
 
@@ -61,7 +67,7 @@ def wrong(inputs: Inputs, found: list[Tensor], plan: Plan) -> int:
     )
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_codec_keeps_within_and_little_more_is_wrong(collective: Collective, options: dict[str, Any]) -> None:
     inputs = Inputs(collective, 5003, torch.bfloat16 if options["bits"] == 4 else torch.float32, WORLD)
@@ -82,21 +88,24 @@ def test_the_codec_keeps_within_and_little_more_is_wrong(collective: Collective,
     worst = float((found[0].float() - exact_of(inputs, 0)).abs().max())
     if plan.reduce.hadamard:  # at worst the errors of a whole rotated group meet in one element
         worst *= plan.reduce.group_size**0.5
+    each = collective in ("reduce_scatter", "all_to_all")  # rank has something else
     for result in {id(result): result for result in found}.values():
         result[places] += 4 * worst + 0.01 * float(result.float().abs().max())
-    assert wrong(inputs, found, plan) == len(places) * (WORLD if collective == "reduce_scatter" else 1)
+    assert wrong(inputs, found, plan) == len(places) * (WORLD if each else 1)
 
 
 def exact_of(inputs: Inputs, rank: int) -> Tensor:
     tensors = [inputs.tensor(source).float() for source in range(WORLD)]
     if inputs.collective == "all_gather":
         return torch.cat(tensors)
+    if inputs.collective == "all_to_all":
+        return torch.cat([x.view(WORLD, -1)[rank] for x in tensors])
     total = torch.stack(tensors).sum(0)
     return total if inputs.collective == "all_reduce" else total.view(WORLD, -1)[rank]
 
 
 @pytest.mark.parametrize("numel", [1, 1024, 5003])
-@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
 def test_every_element_is_looked_at_once(collective: Collective, numel: int) -> None:
     inputs = Inputs(collective, numel, torch.float32, WORLD)
     for whole in (False, True):
@@ -107,7 +116,7 @@ def test_every_element_is_looked_at_once(collective: Collective, numel: int) -> 
             found = bench_check.compare(exact_of(numbers, rank), numbers, parts, 128, None)
             assert found[0] == 0 or not whole
             signal += found[1]
-        every = range(WORLD) if collective == "reduce_scatter" else [0]
+        every = range(WORLD) if collective in ("reduce_scatter", "all_to_all") else [0]
         assert signal == pytest.approx(sum(float(exact_of(numbers, rank).double().square().sum()) for rank in every))
     assert not torch.equal(inputs.tensor(0), inputs.tensor(1))
 

@@ -30,7 +30,8 @@ _FLOAT32 = 2.0**-21  # of a group's greatest magnitude: what the float32 arithme
 class Inputs:
     """Every rank's input of one call: Gaussian, or small whole numbers, whose sums are exact in any dtype.
 
-    numel: of a part. all_reduce has one part, all_gather one a rank, reduce_scatter one a rank in every rank's input.
+    numel: of a part. all_reduce has one part, all_gather one a rank, reduce_scatter and all_to_all one a rank in every
+    rank's input.
     """
 
     collective: Collective
@@ -40,7 +41,7 @@ class Inputs:
     whole: bool = False
 
     def tensor(self, rank: int) -> Tensor:
-        parts = range(self.world_size if self.collective == "reduce_scatter" else 1)
+        parts = range(self.world_size if self.collective in ("reduce_scatter", "all_to_all") else 1)
         pieces = range(-(-self.numel // PIECE))
         return torch.cat([self.piece(rank, part, i) for part in parts for i in pieces])
 
@@ -75,6 +76,11 @@ def segments(inputs: Inputs, rank: int) -> Iterator[Segment]:
     if inputs.collective == "reduce_scatter":
         for i in range(pieces):
             yield Segment(i * PIECE, rank, i, 0, min(PIECE, inputs.numel - i * PIECE), every)
+        return
+    if inputs.collective == "all_to_all":
+        for source, i in itertools.product(every, range(pieces)):
+            last = min(PIECE, inputs.numel - i * PIECE)
+            yield Segment(source * inputs.numel + i * PIECE, rank, i, 0, last, (source,))
         return
     parts = inputs.world_size if inputs.collective == "all_gather" else 1
     for part in range(parts):
@@ -163,7 +169,7 @@ def _codebook_share(wire: Format) -> float:
 
 def two_step(inputs: Sequence[Groups], collective: Collective, plan: Plan) -> Groups:
     """The result of a quantized call of the ranks' groups, in rank order."""
-    if collective == "all_gather":
+    if collective in ("all_gather", "all_to_all"):
         return inputs[0].rounded(plan.gather)
     if plan.nodes is None:
         total = _sum([x.rounded(plan.reduce) for x in inputs])

@@ -18,7 +18,7 @@ from flash_allreduce_plugin.cli.output import Doing, Output
 from flash_allreduce_plugin.config import FlashConfig, strict_json
 
 MEASURE = "flash_allreduce_plugin.cli.bench.rank:measure"
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "codec")
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "codec")
 ALGORITHMS = ("two-step", "ring")
 DATATYPES = ("float32", "bfloat16", "float16")
 # Powers of two between the smallest and the largest value that sums may reach from call to call (bench/rank.py).

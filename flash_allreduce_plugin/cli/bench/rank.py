@@ -29,7 +29,12 @@ if TYPE_CHECKING:
     from benchmarks.ring import RingAllReduce
 
 FULL_PRECISION = "full precision"
-BUSBW_FACTOR = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}  # x (N-1)/N, as nccl-tests has it
+BUSBW_FACTOR = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+    "all_to_all": 1,
+}  # x (N-1)/N, as nccl-tests has it
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -155,7 +160,7 @@ def _row(
         "size": size,
         "count": inputs.numel,
         "type": settings["datatype"],
-        "redop": None if collective == "all_gather" else "sum",
+        "redop": None if collective in ("all_gather", "all_to_all") else "sum",
         "variant": v.name,
         "seconds": seconds,
         "seconds_by_round": times.get(v.name, []),
@@ -176,7 +181,7 @@ class _Buffers:
     def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
         self.in_place = inputs.collective == "all_reduce"
         self.input = inputs.tensor(rank).to(device)
-        many = inputs.world_size if inputs.collective == "all_gather" else 1
+        many = inputs.world_size if inputs.collective in ("all_gather", "all_to_all") else 1
         self.output = self.input.new_empty(many * inputs.numel)
 
     def fresh(self) -> None:
@@ -216,6 +221,8 @@ def plain(collective: Collective, output: Tensor, input: Tensor) -> None:
         dist.all_reduce(output)
     elif collective == "reduce_scatter":
         _reduce_scatter(output, input)
+    elif collective == "all_to_all":
+        dist.all_to_all_single(output, input)
     else:
         _all_gather(output, input)
 
@@ -243,13 +250,12 @@ def _two_step(name: str, inputs: Inputs, config: FlashConfig, plan: Plan | FullP
     if inputs.collective == "all_reduce":
         run = lambda output, input: dispatch.all_reduce(output, config=config)  # noqa: E731
     else:
-        call = dispatch.reduce_scatter if inputs.collective == "reduce_scatter" else dispatch.all_gather
-        run = partial(call, config=config)
+        run = partial(getattr(dispatch, inputs.collective), config=config)
     if isinstance(plan, FullPrecision):
         return Variant(name, run, 0, facts={"full_precision": plan.reason})
-    roundings = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}[inputs.collective]
+    roundings = 2 if inputs.collective == "all_reduce" else 1
     steps, nodes = roundings, plan.nodes is not None
-    if nodes and inputs.collective != "all_gather":
+    if nodes and inputs.collective in ("all_reduce", "reduce_scatter"):
         roundings += 1
     return Variant(
         name,
@@ -285,7 +291,7 @@ def _check(v: Variant, result: Tensor, inputs: Inputs, rank: int) -> dict[str, A
     """Over all ranks: wrong elements, and SQNR in dB (None where nothing is lost)."""
     parts = check.segments(inputs, rank) if v.ring is None else check.ring_segments(inputs, v.ring)
     wrong, signal, noise = check.compare(result, inputs, parts, v.group_size, v.travel)
-    if inputs.collective != "reduce_scatter":
+    if inputs.collective in ("all_reduce", "all_gather"):  # the others leave every rank with something else
         wrong += check.differing(result)
     total = torch.tensor([wrong, signal, noise], dtype=torch.float64)
     dist.all_reduce(total)
