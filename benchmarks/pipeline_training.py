@@ -45,7 +45,7 @@ CONFIGS = [
 ]
 
 
-def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
+def build_model(arguments: argparse.Namespace, seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """This rank's stage; the same weights for the same seed."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -59,7 +59,9 @@ def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
         hidden_size=arguments.hidden,
         num_attention_heads=8,
         pipeline_model_parallel_size=arguments.stages,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         batch_p2p_sync=False,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
@@ -77,7 +79,7 @@ def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     model.model_type = None
-    return model
+    return model.to(dtype)
 
 
 def batches(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
@@ -243,7 +245,7 @@ def main() -> None:
         control = [NOISE + size for size in arguments.noise] if index == 0 else []
         seeds[seed] = run(seed, [FULL_PRECISION, *arguments.configs, *control], arguments)
         if arguments.json:
-            arguments.json.write_text(json.dumps(seeds, indent=1) + "\n")
+            arguments.json.write_text(json.dumps({"seeds": seeds}, indent=1) + "\n")
     show(seeds)
     return None
 

@@ -88,6 +88,23 @@ COLLECTIVES = (
         needs=("root",),
     ),
     Table(
+        "all_to_all",
+        (
+            Command(
+                f"{BENCH} --collective all_to_all --link 1gbit --ranks 2,4 -b 32M -e 32M -n 1 --rounds 15",
+                f"{_QUICK} --ranks 2",
+            ),
+        ),
+        texts.exchanges,
+        needs=("root",),
+    ),
+    Table(
+        "sends",
+        (Command("python -m benchmarks.sends --link 1gbit", "--elements 65536 --rounds 1"),),
+        texts.sends,
+        needs=("root",),
+    ),
+    Table(
         "tuned",
         tuple(
             Command(f"flash-allreduce tune {where} -o /tmp/tuned.json", "-e 16K -b 16K --seconds 0", (0, 1))
@@ -113,6 +130,12 @@ STEPS = (
     Table(
         "step time",
         (Command("python -m benchmarks.step_time --shares 0.25 0.5 0.75 0.9", "--shares 0.5 --rounds 1 --layers 1"),),
+        texts.step_time,
+        needs=("root", "megatron"),
+    ),
+    Table(
+        "pipeline step",
+        (Command("python -m benchmarks.pipeline_step", "--shares 0.5 --rounds 1 --layers 2 --hidden 64"),),
         texts.step_time,
         needs=("root", "megatron"),
     ),
@@ -221,6 +244,17 @@ TRAINING = (
         texts.deepspeed_training,
         slow=True,
         needs=("deepspeed",),
+    ),
+    Table(
+        "exchanges training",
+        (
+            Command("python -m benchmarks.pipeline_training", "--steps 4 --seeds 1 --hidden 64 --layers 2"),
+            Command(f"{DEEPSPEED} --ulysses --stages 2", _QUICK_DEEPSPEED),
+            Command(f"{DEEPSPEED} --experts --stages 2", _QUICK_DEEPSPEED),
+        ),
+        texts.exchanges_training("stages: ", "Ulysses: ", "experts: "),
+        slow=True,
+        needs=("megatron", "deepspeed"),
     ),
     Table(
         "DDP training",

@@ -100,6 +100,28 @@ def tuned(results: list[Any]) -> Rows:
     return table
 
 
+def exchanges(results: list[Any]) -> Rows:
+    """Of `flash-allreduce bench --collective all_to_all`: a row a number of hosts and variant."""
+    rows: Rows = [["", "variant", "ms", "speed-up", "of the line"]]
+    for result in results:
+        for row in result["rows"]:
+            share = row["of_the_line"]
+            times = [_number(row["seconds"], ".1f", 1e3), _number(row["speedup"]), _number(share, ".0f", 100) + " %"]
+            rows.append([_where(result, row), f"{row['type']}, {row['variant']}", *times])
+    return rows
+
+
+def sends(results: list[Any]) -> Rows:
+    """Of benchmarks.sends: a row a variant, columns for each direction."""
+    rows = results[0]["rows"]
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    table: Rows = [["", *(text for direction in directions for text in (f"{direction}: ms", "speed-up"))]]
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        found = [next(row for row in rows if (row["direction"], row["variant"]) == (d, variant)) for d in directions]
+        table.append([variant, *(text for row in found for text in (f"{row['ms']:.1f}", f"{row['speed-up']:.2f}"))])
+    return table
+
+
 def step_time(results: list[Any]) -> Rows:
     tables = results[0]["tables"]
     widths = [name for name in tables[0]["variants"] if name.startswith("INT")]
@@ -213,6 +235,31 @@ def deepspeed_training(results: list[Any]) -> Rows:
         ["", *(f"stage {stage}" for stage in stages)],
         *([name, *(row.get(stage, "") for stage in stages)] for name, row in cells.items()),
     ]
+
+
+def exchanges_training(*labels: str) -> Callable[[list[Any]], Rows]:
+    """Of benchmarks.pipeline_training, and of benchmarks.deepspeed_training at one stage: a label for each command."""
+
+    def text(results: list[Any]) -> Rows:
+        rows: Rows = [["", "mean, %", "by seed, %"]]
+        for label, result in zip(labels, results, strict=True):
+            seeds = list((next(iter(result["stages"].values())) if "stages" in result else result["seeds"]).values())
+            for variant in seeds[0]:
+                if variant != "full precision":
+                    each = [_difference(losses, variant) for losses in seeds if variant in losses]
+                    by_seed = _signed(each) if len(each) > 1 else ""
+                    rows.append([f"{label}{_settings(variant)}", f"{statistics.fmean(each):+.3f}", by_seed])
+        return rows
+
+    return text
+
+
+def _settings(variant: str) -> str:
+    """A configuration without its punctuation: pipeline_bits 4, codebook."""
+    if not variant.startswith("{"):
+        return variant
+    given = {key: value for key, value in json.loads(variant).items() if key != "min_bytes"}
+    return ", ".join(key if value is True else f"{key} {value}" for key, value in given.items())
 
 
 def _section(variant: str) -> str:
