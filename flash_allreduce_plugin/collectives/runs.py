@@ -12,7 +12,8 @@ therefore a function of that length and the configuration, on every backend:
                       shorter run travels as it is, in the same exchange, and arrives bit for bit.
     its pieces        payload bytes x world size / chunk_bytes of them, whole groups each, EXCHANGES at most
 
-Exchange i carries piece i of every run. Over messages (gloo) a call reserves EXCHANGES numbers, the same on all
+Exchange i carries piece i of every run. Over messages (gloo) a rank keeps its own run to itself, which it encodes and
+decodes while the others' are on the wire, and a call reserves EXCHANGES numbers, the same on all
 ranks, and posts those exchanges in which this rank has something to send or to receive. NCCL matches exchanges by
 their order, so one too many would cost a launch on every rank of every call: there a call is one exchange, whose byte
 sizes differ from rank to rank, and no run is cut.
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
 
 # Over messages: the most pieces of a run, all of them in flight at once. Half of the codec hides behind the wire. More
-# pieces hide more of it and cost more messages, one for each peer. On four ranks that share two cores, 8 and 32 MiB:
-# two pieces take 0.9 of the time of one at 1 Gbit/s, and 1.0 to 1.2 of it on loopback; sixteen take 1.5 of it there.
+# pieces would hide more of it and cost more messages, one for each peer: on two and four ranks that share two cores
+# three and four pieces were no faster at 1 Gbit/s, and eight or more slower on loopback.
 EXCHANGES = 2
+KEPT_GROUPS = 1024  # of what a rank keeps, at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,40 +89,48 @@ class _Stretch(NamedTuple):
 
 
 class _Runs:
-    """The runs of a 1-D tensor, one to or from each rank, and their pieces."""
+    """The runs of a 1-D tensor, one to or from each rank, and their pieces. kept: whose run is not exchanged."""
 
     def __init__(
-        self, tensor: Tensor, sizes: Sequence[int], rule: Rule, wire: Format, chunk_bytes: int, exchanges: int
+        self,
+        tensor: Tensor,
+        sizes: Sequence[int],
+        rule: Rule,
+        wire: Format,
+        chunk_bytes: int,
+        exchanges: int,
+        kept: int | None,
     ) -> None:
-        self._tensor, self._wire = tensor, wire
+        self._tensor, self._wire, self._kept = tensor, wire, kept
         chunk = max(1, chunk_bytes // (wire.record_bytes * rule.world_size))
         self._runs: list[tuple[int, int, int, int, bool]] = []  # start, end, first group, elements a piece, quantized
         start = group = self.count = 0
-        for numel in sizes:
+        for rank, numel in enumerate(sizes):
             quantized, groups = rule.quantizes(numel), wire.groups(numel)
             pieces = min(exchanges, -(-groups // chunk)) if quantized else 1
             step = -(-groups // max(pieces, 1)) * wire.group_size
             self._runs.append((start, start + numel, group, step, quantized))
             start, group = start + numel, group + groups
-            #: exchanges in which a run has a piece
-            self.count = max(self.count, -(-numel // max(step, 1)))
+            if rank != kept:
+                #: exchanges in which a run has a piece
+                self.count = max(self.count, -(-numel // max(step, 1)))
         #: bytes of the largest exchange
         self.slot = sum(self.sizes(0))
 
     def sizes(self, i: int) -> list[int]:
         """Bytes of exchange i to or from each rank, filled up to where the next one may begin."""
         return [
-            aligned(self._bytes(max(0, min(step, end - start - i * step)), quantized))
-            for start, end, _, step, quantized in self._runs
+            0 if rank == self._kept else aligned(self._bytes(max(0, min(step, end - start - i * step)), quantized))
+            for rank, (start, end, _, step, quantized) in enumerate(self._runs)
         ]
 
     def stretches(self, i: int, payload: Tensor) -> list[_Stretch]:
         """Exchange i, whose bytes are `payload`, in as few launches as its pieces allow."""
         found: list[tuple[int, int, int, bool]] = []  # first element, the one after the last, first group, quantized
-        for start, end, group, step, quantized in self._runs:
+        for rank, (start, end, group, step, quantized) in enumerate(self._runs):
             first = start + i * step
             last = min(first + step, end)
-            if first >= last:
+            if first >= last or rank == self._kept:
                 continue
             if found:
                 begin, before, number, kind = found[-1]
@@ -134,6 +144,21 @@ class _Runs:
             _Stretch(self._tensor[first:last], payload[at : at + size], group, quantized)
             for (first, last, group, quantized), size, at in zip(found, sizes, starts, strict=False)
         ]
+
+    def pieces_kept(self) -> Iterator[_Stretch]:
+        """The run that is not exchanged, cut for the cache. Their payloads have the same memory."""
+        if self._kept is None:
+            return
+        start, end, group, _, quantized = self._runs[self._kept]
+        if start == end:
+            return
+        if not quantized:
+            yield _Stretch(self._tensor[start:end], self._tensor.new_empty(0, dtype=torch.uint8), group, False)
+            return
+        size = self._wire.group_size
+        payload = self._tensor.new_empty(self._bytes(KEPT_GROUPS * size, True), dtype=torch.uint8)
+        for i, elements in enumerate(self._tensor[start:end].split(KEPT_GROUPS * size)):
+            yield _Stretch(elements, payload[: self._bytes(len(elements), True)], group + i * KEPT_GROUPS, True)
 
     def _is_whole(self, numel: int, quantized: bool) -> bool:
         """Whether another run may follow these elements in one payload: groups and bytes end with them."""
@@ -162,29 +187,40 @@ def all_to_all(
     """
     wire = plan.gather
     by_messages = transport.by_messages(label.group, input.device)
-    most = EXCHANGES if by_messages else 1
+    most, kept = (EXCHANGES, label.group.rank()) if by_messages else (1, None)
     key = rows.draw_key(key, label.group.rank())
-    going = _Runs(input, sent, rule, wire, plan.chunk_bytes, most)
-    coming = _Runs(output, received, rule, wire, plan.chunk_bytes, most)
+    going = _Runs(input, sent, rule, wire, plan.chunk_bytes, most, kept)
+    coming = _Runs(output, received, rule, wire, plan.chunk_bytes, most, kept)
     count = max(going.count, coming.count) if by_messages else 1
     label.reserve(most)
     outbox, inbox = pool.take(count * going.slot), pool.take(count * coming.slot)
     exchanges: list[tuple[Tensor, Pending]] = []
+
+    def encode(stretch: _Stretch) -> None:
+        elements, encoded = stretch.elements.view(1, -1), stretch.payload.view(1, -1)
+        rows.encode(elements, encoded, wire, Draw(key, stretch.group))
+        if meter is not None:
+            meter.gathered(elements, encoded, wire)
 
     def send(i: int) -> None:
         out_sizes, in_sizes = going.sizes(i), coming.sizes(i)
         start, to = i * going.slot, i * coming.slot
         payload, arriving = outbox[start : start + sum(out_sizes)], inbox[to : to + sum(in_sizes)]
         for stretch in going.stretches(i, payload):
-            if not stretch.quantized:
+            if stretch.quantized:
+                encode(stretch)
+            else:
                 stretch.payload.copy_(stretch.elements.view(torch.uint8))
-                continue
-            elements, encoded = stretch.elements.view(1, -1), stretch.payload.view(1, -1)
-            rows.encode(elements, encoded, wire, Draw(key, stretch.group))
-            if meter is not None:
-                meter.gathered(elements, encoded, wire)
         doing = f"exchanging part {i + 1} of {count}"
         exchanges.append((arriving, transport.all_to_all(arriving, payload, label, doing, in_sizes, out_sizes)))
+
+    def keep() -> None:
+        for mine, result in zip(going.pieces_kept(), coming.pieces_kept(), strict=True):
+            if mine.quantized:
+                encode(mine)
+                rows.decode(mine.payload.view(1, -1), result.elements.view(1, -1), wire)
+            else:
+                result.elements.copy_(mine.elements)
 
     def write(i: int) -> None:
         arrived, pending = exchanges[i]
@@ -197,6 +233,7 @@ def all_to_all(
 
     for i in range(count):
         send(i)
+    keep()
     yield
     for i in range(count):
         write(i)
