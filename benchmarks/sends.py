@@ -97,7 +97,8 @@ def main() -> int:
     )
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "benchmarks.sends", *sys.argv[1:]])}
-        arguments.json.write_text(json.dumps({"about": about, **settings, "rows": rows}, indent=1) + "\n")
+        result = {"about": about, "link": arguments.link, **settings, "rows": rows}
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     if (arguments.link, arguments.dtype) == ("1gbit", "bfloat16"):
         missed = [shown(row) for row in rows if row["speed-up"] < FIGURES.get(row["variant"], 0)]
         print(f"asked: {FIGURES} over bf16; " + ("met" if not missed else "missed:\n" + "\n".join(missed)))

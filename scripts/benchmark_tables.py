@@ -100,7 +100,10 @@ COLLECTIVES = (
     ),
     Table(
         "sends",
-        (Command("python -m benchmarks.sends --link 1gbit", "--elements 65536 --rounds 1"),),
+        tuple(
+            Command(f"python -m benchmarks.sends --link {link}", "--elements 65536 --rounds 1")
+            for link in ("1gbit", "100mbit")
+        ),
         texts.sends,
         needs=("root",),
     ),

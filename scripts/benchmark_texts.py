@@ -112,12 +112,14 @@ def exchanges(results: list[Any]) -> Rows:
 
 
 def sends(results: list[Any]) -> Rows:
-    """Of benchmarks.sends: a row a variant, columns for each direction."""
-    rows = results[0]["rows"]
-    directions = list(dict.fromkeys(row["direction"] for row in rows))
-    table: Rows = [["", *(text for direction in directions for text in (f"{direction}: ms", "speed-up"))]]
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        found = [next(row for row in rows if (row["direction"], row["variant"]) == (d, variant)) for d in directions]
+    """Of benchmarks.sends: a row a variant, columns for each link and direction."""
+    columns: dict[str, dict[str, Any]] = {}
+    for result in results:
+        for row in result["rows"]:
+            columns.setdefault(f"{result['link']}, {row['direction']}", {})[row["variant"]] = row
+    table: Rows = [["", *(text for name in columns for text in (f"{name}: ms", "speed-up"))]]
+    for variant in next(iter(columns.values())):
+        found = [column[variant] for column in columns.values()]
         table.append([variant, *(text for row in found for text in (f"{row['ms']:.1f}", f"{row['speed-up']:.2f}"))])
     return table
 
