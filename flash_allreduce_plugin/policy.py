@@ -6,8 +6,8 @@ fixed order and the first that applies gives the reason, so that a counter's key
 1. enabled is false                         4. the operator is not sum, avg or premul_sum (of what sums)
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
-7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding is
-   not to be quantized
+7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding or
+   the layer norms are not to be quantized
 8. the module's name is not in include, or is in exclude
 9. the step is one of the first warmup_steps
 
@@ -49,6 +49,7 @@ GRADIENT_FULL = "grad_bits is full"
 PARAMETER_FULL = "param_bits is full"
 PARAMETER_BACKWARD_FULL = "param_backward_bits is full"
 EMBEDDING = "embedding"
+LAYER_NORM = "layer norm"
 EXPERT_FULL = "expert_bits is full"
 EXPERT_COMBINE_FULL = "expert_combine_bits is full"
 ATTENTION_FULL = "attention_bits is full"
@@ -76,6 +77,7 @@ class Role(str, Enum):
     PARAMETER = "parameter"
     PARAMETER_BACKWARD = "parameter_backward"
     EMBEDDING = "embedding"
+    LAYER_NORM = "layer_norm"  # gradients of what tensor-parallel ranks have copies of, with sequence parallelism
     EXPERT = "expert"
     EXPERT_GRADIENT = "expert_gradient"
     EXPERT_COMBINE = "expert_combine"
@@ -242,6 +244,8 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         role = Role.PARAMETER
     if role is Role.EMBEDDING and not config.quantize_embedding:
         return FullPrecision(EMBEDDING)
+    if role is Role.LAYER_NORM and not config.quantize_layernorm:
+        return FullPrecision(LAYER_NORM)
     if role in _GRADIENTS and config.backward_bits == "full":
         return FullPrecision(BACKWARD_FULL)
     combine = (config.expert_combine_bits, EXPERT_COMBINE_FULL)
@@ -252,6 +256,7 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         Role.SEQUENCE_PARALLEL_GATHER: (config.sequence_parallel_gather_bits, GATHER_FULL),
         Role.SEQUENCE_PARALLEL_GRADIENT: (config.sequence_parallel_gather_bits, GATHER_FULL),
         Role.GRADIENT: (config.grad_bits, GRADIENT_FULL),
+        Role.LAYER_NORM: (config.grad_bits, GRADIENT_FULL),
         Role.PARAMETER: (config.param_bits, PARAMETER_FULL),
         Role.PARAMETER_BACKWARD: (config.param_backward_bits, PARAMETER_BACKWARD_FULL),
         Role.EXPERT: (config.expert_bits, EXPERT_FULL),

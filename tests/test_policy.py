@@ -143,6 +143,14 @@ def test_the_embedding_is_quantized_only_on_request() -> None:
     assert plan(site=site, config=config) == plan(config=FlashConfig(bits=5))
 
 
+def test_layer_norms_are_quantized_only_on_request() -> None:
+    site = Site("test", Role.LAYER_NORM)
+    assert plan(site=site, config=FlashConfig(grad_bits=5)) == FullPrecision(policy.LAYER_NORM)
+    config = FlashConfig(grad_bits=5, quantize_layernorm=True)
+    assert plan(site=site, config=config) == plan(config=FlashConfig(bits=5))
+    assert plan(site=site, config=FlashConfig(quantize_layernorm=True)) == FullPrecision(policy.GRADIENT_FULL)
+
+
 @pytest.mark.parametrize("role", [role for role in Role if role is not Role.EMBEDDING])
 def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
     widths: dict[str, Any] = {
@@ -155,6 +163,7 @@ def test_one_half_can_be_overridden_for_every_role(role: Role) -> None:
         "attention_bits": 6,
         "pipeline_bits": 6,
         "pipeline_backward_bits": 6,
+        "quantize_layernorm": True,
     }
     site = Site("test", role)
     for key, expected in [("reduce_bits", (4, 6)), ("gather_bits", (6, 4))]:

@@ -209,6 +209,9 @@ class FlashConfig(_Frozen):
         1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
     )
     quantize_embedding: bool = _advanced(False, _BOOL, "quantize the reduction of the embedding too (Megatron)")
+    quantize_layernorm: bool = _advanced(
+        False, _BOOL, "quantize the layer norms' gradients of sequence parallelism too (Megatron)"
+    )
     quantize_evaluation: bool = _advanced(
         True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)"
     )

@@ -21,6 +21,7 @@ OF_MEGATRON = (
     "pipeline_bits",
     "pipeline_backward_bits",
     "quantize_embedding",
+    "quantize_layernorm",
     "quantize_evaluation",
 )
 

@@ -37,7 +37,11 @@ _LACKS = {"param_backward_bits": "which gathers no parameters for the backward p
 
 def of_fields(config: FlashConfig, spelled: Callable[[str], str] = str) -> list[str]:
     """One line for each field that was given and has no effect in Megatron; spelled: names it as its user wrote it."""
-    return keys.refusals(config.given(), "Megatron", _LACKS, spelled)
+    lines = keys.refusals(config.given(), "Megatron", _LACKS, spelled)
+    if config.quantize_layernorm and config.grad_bits == "full":
+        given = f"{spelled('quantize_layernorm')}={config.quantize_layernorm}"
+        lines.append(f"{given} has no effect while {spelled('grad_bits')} is full; set that too, or leave it out.")
+    return lines
 
 
 def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:

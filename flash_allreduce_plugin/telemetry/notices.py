@@ -40,6 +40,7 @@ _FIELDS = {
     policy.PIPELINE_FULL: "pipeline_bits",
     policy.PIPELINE_BACKWARD_FULL: "pipeline_backward_bits",
     policy.EMBEDDING: "quantize_embedding",
+    policy.LAYER_NORM: "quantize_layernorm",
 }
 
 
