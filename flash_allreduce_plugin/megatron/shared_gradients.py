@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -84,5 +85,6 @@ def _reduced(original: Function, site: Site, config: CurrentConfig) -> Function:
     def helper(*args: Any, **given: Any) -> None:
         rebound(original.__globals__[_HELPER], _ALL_REDUCE, all_reduce)(*args, **given)
 
-    rebound(original.__globals__[_HELPER], _ALL_REDUCE, all_reduce)  # it can be done
+    if isinstance(original.__globals__[_HELPER], FunctionType):  # which it is but where sources alone are checked
+        rebound(original.__globals__[_HELPER], _ALL_REDUCE, all_reduce)
     return functools.wraps(original)(rebound(original, _HELPER, helper))
