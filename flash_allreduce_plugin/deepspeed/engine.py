@@ -27,7 +27,7 @@ from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gath
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, gradients
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.patching import Function, Patchset, Seam, below_mark, is_in_source
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
@@ -116,6 +116,8 @@ def sites_in_place() -> set[str]:
     for reduction in reductions:
         if pipeline.widths(reduction.config):
             sites |= {site.name for site in pipeline.COVERS}
+        if reduction.has_tied_weights():
+            sites.add(TIED.name)
     return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -163,7 +165,7 @@ def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: lis
                 replacements(candidate)[place.id] = place.replacement(below_mark(function))
             else:
                 put(candidate, name, types.MethodType(place.replacement(function), candidate))
-    if pipeline.widths(reduction.config) and pipeline.has_stages(engine):
+    if pipeline.has_stages(engine):
         put(engine, "_INSTRUCTION_MAP", pipeline.instructions(engine))
 
 

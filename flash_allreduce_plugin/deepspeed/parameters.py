@@ -34,9 +34,19 @@ def parameters(stage: int) -> Site:
 class Parameters:
     """The gathers of one engine's parameters, with its configuration."""
 
-    def __init__(self, config: FlashConfig, stage: int, step: Callable[[], int], tensor_parallel: bool) -> None:
-        """step: gives the finished steps. tensor_parallel: some parameters are split over other ranks."""
+    def __init__(
+        self,
+        config: FlashConfig,
+        stage: int,
+        step: Callable[[], int],
+        tensor_parallel: bool,
+        tied: Sequence[Tensor] = (),
+    ) -> None:
+        """step: gives the finished steps. tensor_parallel: some parameters are split over other ranks. tied: those that
+        other stages of a pipeline have too.
+        """
         self._config, self._site, self._step, self._tensor_parallel = config, parameters(stage), step, tensor_parallel
+        self._tied = tied
         self._held: dict[int, HeldWeights] = {}  # by the number of the flat tensor
         self._masters: Sequence[Tensor] = ()
         self._groups: Sequence[Sequence[Tensor]] = ()
@@ -102,13 +112,16 @@ class Parameters:
                 held.digest = int(digest)
 
     def _copies(self, number: int, weights: Tensor) -> list[copies.Range]:
-        """Where the weights have parameters that every tensor-parallel rank has a copy of."""
-        if not self._tensor_parallel:
+        """Where the weights have parameters that every tensor-parallel rank, or another stage, has a copy of."""
+        if not self._tensor_parallel and not self._tied:
             return []
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
-        whole = (one.data for one in self._groups[number] if not is_model_parallel_parameter(one))
-        return copies.within(whole, weights)
+        def has_copies(one: Tensor) -> bool:
+            whole = self._tensor_parallel and not is_model_parallel_parameter(one)
+            return whole or any(one is weight for weight in self._tied)
+
+        return copies.within((one.data for one in self._groups[number] if has_copies(one)), weights)
 
 
 def _theirs(weights: Tensor, group: dist.ProcessGroup, start_alignment_factor: int, allgather_bucket_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Activations and gradients between the stages of DeepSpeed's PipelineModule.
+"""Activations and gradients between the stages of DeepSpeed's PipelineModule, and the gradients of tied weights.
 
 PipelineEngine sends a tensor, or the tensors of a tuple one by one, with `p2p.send`, and waits for each. Inside the
 four functions that do so these are the sends of this package. Shapes, which go first, and masks go as they are.
@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_allreduce_plugin import environment, groups, sends
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed.reduction import Reduction
+from flash_allreduce_plugin.deepspeed.reduction import TIED, Reduction
 from flash_allreduce_plugin.deepspeed.section import SENDS
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
@@ -36,13 +36,18 @@ COVERS = {
     FORWARD: ("_exec_send_activations and _exec_recv_activations of PipelineEngine", "activations to the next stage"),
     BACKWARD: ("_exec_send_grads and _exec_recv_grads of PipelineEngine", "gradients to the stage before"),
 }
+TIED_COVERS = (
+    "_exec_reduce_tied_grads of PipelineEngine",
+    "gradients of weights that stages share: all-reduce",
+)
 
 
 def has_stages(engine: Any) -> bool:
     """Whether an engine, which need not be finished, has a pipeline."""
     from deepspeed.pipe import PipelineModule
 
-    return isinstance(engine.module, PipelineModule) and engine.module.num_stages > 1
+    module = getattr(engine, "module", None)
+    return isinstance(module, PipelineModule) and module.num_stages > 1
 
 
 def widths(config: FlashConfig) -> dict[str, Any]:
@@ -51,9 +56,7 @@ def widths(config: FlashConfig) -> dict[str, Any]:
 
 
 def places(reduction: Reduction | None) -> list[Seam]:
-    """The four functions, for one engine; None serves to check that they are as expected."""
-    if reduction is not None and not widths(reduction.config):
-        return []
+    """The functions, for one engine; None serves to check that they are as expected."""
 
     def seam(name: str) -> Seam:
         path, site = _FUNCTIONS[name]
@@ -66,7 +69,17 @@ def places(reduction: Reduction | None) -> list[Seam]:
             f"{COVERS[site][1]}: {path}",
         )
 
-    return [seam(name) for name in _FUNCTIONS]
+    all_reduce = None if reduction is None else reduction.all_reduce_tied
+    tied = Seam(
+        TIED.name,
+        _MODULE,
+        "PipelineEngine._exec_reduce_tied_grads",
+        ("self",),
+        lambda original: rebound(original, "dist.all_reduce", all_reduce),
+        TIED_COVERS[1],
+    )
+    sends = [seam(name) for name in _FUNCTIONS] if reduction is None or widths(reduction.config) else []
+    return [*sends, tied]
 
 
 def instructions(engine: Any) -> dict[Any, Function]:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from flash_allreduce_plugin.deepspeed import attention, experts, pipeline
 from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.deepspeed.parameters import parameters
-from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, Reduction, Slices, gradients, owned
+from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, TIED, Reduction, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.telemetry.beside import ours
@@ -60,6 +60,7 @@ SITES = {
     experts.COMBINE.name: (_EXPERTS, "the experts' outputs back: all-to-all"),
     experts.COMBINE_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
     **{site.name: covers for site, covers in pipeline.COVERS.items()},
+    TIED.name: pipeline.TIED_COVERS,
 }
 
 

@@ -31,6 +31,7 @@ from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
 
 EXPERTS = Site("deepspeed.experts")
+TIED = Site("deepspeed.pipeline.tied_gradients")
 
 # Why residuals of error feedback were dropped, beside the reasons in error_feedback.py.
 SKIPPED = "step skipped"
@@ -48,7 +49,7 @@ def gradients(stage: int) -> Site:
 _owners: ContextVar[Slices | None] = ContextVar("flash_allreduce_owners_of_slices", default=None)
 
 
-# While a bucket is reduced: where its flat tensor has what is a copy on tensor-parallel ranks.
+# While a bucket is reduced: where its flat tensor has what is a copy on tensor-parallel ranks or another stage.
 _exact: ContextVar[Sequence[copies.Range]] = ContextVar("flash_allreduce_exact_ranges_of_bucket", default=())
 
 
@@ -71,20 +72,28 @@ class Reduction:
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self._engine = engine
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
+        self._tied = replicated.tied(engine)
         #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
         self.parameters: Parameters | None = None
         if config.param_bits != "full" and self.stage < 3:
-            self.parameters = Parameters(config, self.stage, self.finished_steps, self._tensor_parallel)
+            self.parameters = Parameters(
+                config, self.stage, self.finished_steps, self._tensor_parallel, replicated.tied(engine)
+            )
         self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
 
+    def has_tied_weights(self) -> bool:
+        return bool(self._tied)
+
     @contextmanager
     def of(self, bucket: Sequence[Tensor]) -> Iterator[None]:
         """Inside, the collectives reduce these gradients one after another: those of copies exactly."""
         adaptive = self.config.target_sqnr_db is not None or self.config.min_sqnr_db is not None
-        ranges = replicated.ranges(self._engine, bucket, always=adaptive) if self._tensor_parallel else ()
+        ranges = replicated.ranges(self._engine, bucket, always=adaptive) if self._tensor_parallel else []
+        if self._tied:
+            ranges = replicated.either(ranges, replicated.of_tied(self._engine, bucket, self._tied))
         token = _exact.set(ranges)
         try:
             yield
@@ -104,6 +113,17 @@ class Reduction:
             dispatch.all_reduce(tensor, group=group, exact=_exact.get(), plain=theirs, **self._how(group))
         else:
             self._to_owners(tensor, slices, group, theirs, _volume("all_reduce", tensor, tensor.numel(), group))
+
+    def all_reduce_tied(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """For `dist.all_reduce(tensor, group)` of a gradient of weights that stages have together."""
+        group = given_group(group)
+
+        def theirs() -> None:
+            from deepspeed import comm
+
+            comm.all_reduce(tensor, group=group)
+
+        dispatch.all_reduce(tensor, group=group, plain=theirs, **{**self._how(group), "site": TIED})
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""

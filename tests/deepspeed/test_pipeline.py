@@ -97,6 +97,73 @@ def train(flash: dict[str, Any] | None, mask: torch.dtype | None, steps: int = S
     }
 
 
+class Ends(nn.Module):
+    """The first and the last layer, with one weight, whose last group in a bucket has other elements too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.weight = nn.Parameter(torch.randn(WIDTH * WIDTH + 40) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        matrix, more = self.weight.split([WIDTH * WIDTH, 40])
+        return torch.nn.functional.linear(x, matrix.view(WIDTH, WIDTH)) + more.square().mean()
+
+
+def tied(flash: dict[str, Any] | None, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Two stages, and data-parallel ranks if there are more, whose batches differ."""
+    package = deepspeed()
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    package.init_distributed("gloo")
+    fap.reset_stats()
+    layers = [TiedLayerSpec("ends", Ends), Block(1), Block(2), Block(3), TiedLayerSpec("ends", Ends)]
+    net = PipelineModule(layers=layers, num_stages=2, loss_fn=loss_of, partition_method="uniform")
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    config = configuration({"gradient_accumulation_steps": MICRO_BATCHES, **(options or {})}, flash)
+    built, *_ = package.initialize(model=net, optimizer=optimizer, config=config)
+    losses = []
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * number + built.grid.get_data_parallel_rank())
+        dtype = next(built.module.parameters()).dtype
+        inputs = [torch.randn(8, WIDTH, generator=generator).to(dtype) for _ in range(MICRO_BATCHES)]
+        losses.append(float(built.train_batch(iter([(x, x.flip(1)) for x in inputs]))))
+    weight = net.tied_modules["ends"].weight.detach().clone()
+    sites = {name: (one["quantized"], one["full_precision"]) for name, one in fap.stats()["sites"].items()}
+    report = fap.deepspeed.report()
+    fap.deepspeed.disable()
+    return {"losses": losses, "weight": weight, "sites": sites, "report": report}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_tied_weights_stay_the_same_bits_on_all_stages(pipelines: Callable[[int], Ranks], world: int) -> None:
+    """Their neighbours in the data-parallel buckets are other parameters on each stage."""
+    plain = pipelines(world).run(tied, None)
+    for flash in ({"bits": 8}, {"bits": 4, "error_feedback": True}, {"bits": 3, "hadamard": True, "codebook": True}):
+        seen = pipelines(world).run(tied, {**flash, "group_size": 128, "min_bytes": 0})
+        for rank in seen:
+            assert rank["sites"][pipeline.TIED.name] == (STEPS, {})
+            assert rank["report"][pipeline.TIED.name]["in_place"]
+            assert same_bits(rank["weight"], seen[0]["weight"]) and not same_bits(rank["weight"], plain[0]["weight"])
+            assert rank["losses"] == pytest.approx(plain[0]["losses"], rel=0.1)
+            if world > 2:
+                assert rank["sites"]["deepspeed.stage0.gradients"][0] > 0
+    full = pipelines(world).run(tied, {"bits": 8, "min_bytes": 1 << 20})
+    for rank, theirs in zip(full, plain, strict=True):
+        assert rank["sites"][pipeline.TIED.name] == (0, {policy.SMALL: STEPS})
+        assert rank["losses"] == theirs["losses"] and same_bits(rank["weight"], theirs["weight"])
+
+
+def test_tied_weights_that_are_gathered_stay_the_same_bits(pipelines: Callable[[int], Ranks]) -> None:
+    """Stage 1, bf16: the differences of a weight have other neighbours on each stage too."""
+    options = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    seen = pipelines(4).run(tied, {"bits": 8, "param_bits": 4, "min_bytes": 0}, options)
+    for rank in seen:
+        assert rank["sites"][pipeline.TIED.name] == (STEPS, {})
+        assert rank["sites"]["deepspeed.stage1.parameters"][0] > 0
+        assert same_bits(rank["weight"], seen[0]["weight"])
+
+
 def crossings(rank: int, stages: int) -> tuple[int, int]:
     """Activations, of training and of the evaluation, and gradients that a rank sends or receives of one tensor."""
     borders = (rank > 0) + (rank < stages - 1)
