@@ -137,6 +137,11 @@ def step_time(results: list[Any]) -> Rows:
     return [*rows, ["MB sent in a step and rank", "", *sent]]
 
 
+def pipeline_step(results: list[Any]) -> Rows:
+    *rows, (_, *sent) = step_time(results)
+    return [*rows, ["MB sent in a step, both ranks", *sent]]
+
+
 def layer(results: list[Any]) -> Rows:
     table = results[0]["tables"][-1]
     variants, waits = table["variants"], ", waits at once"
@@ -239,21 +244,18 @@ def deepspeed_training(results: list[Any]) -> Rows:
     ]
 
 
-def exchanges_training(*labels: str) -> Callable[[list[Any]], Rows]:
-    """Of benchmarks.pipeline_training, and of benchmarks.deepspeed_training at one stage: a label for each command."""
-
-    def text(results: list[Any]) -> Rows:
-        rows: Rows = [["", "mean, %", "by seed, %"]]
-        for label, result in zip(labels, results, strict=True):
-            seeds = list((next(iter(result["stages"].values())) if "stages" in result else result["seeds"]).values())
-            for variant in seeds[0]:
-                if variant != "full precision":
-                    each = [_difference(losses, variant) for losses in seeds if variant in losses]
-                    by_seed = _signed(each) if len(each) > 1 else ""
-                    rows.append([f"{label}{_settings(variant)}", f"{statistics.fmean(each):+.3f}", by_seed])
-        return rows
-
-    return text
+def pipeline_training(results: list[Any]) -> Rows:
+    """Of benchmarks.pipeline_training: a row a variant."""
+    seeds = list(results[0]["seeds"].values())
+    rows: Rows = [["", "mean, %", "by seed, %", "bytes sent / fp32's"]]
+    for variant, first in seeds[0].items():
+        if variant != "full precision":
+            each = [_difference(losses, variant) for losses in seeds if variant in losses]
+            by_seed = _signed(each) if len(each) > 1 else ""
+            whole = first["bytes in full precision"]
+            share = f"{first['bytes sent'] / whole:.3f}" if whole else ""
+            rows.append([_settings(variant), f"{statistics.fmean(each):+.3f}", by_seed, share])
+    return rows
 
 
 def _settings(variant: str) -> str:
