@@ -49,7 +49,7 @@ _HOMES = {
     "state_dict": "checkpoint",
     "stats": "telemetry.counters",
 }
-_ROOMS = ("apex", "context_parallel", "ddp", "deepspeed", "fsdp", "megatron")
+_ROOMS = ("apex", "context_parallel", "ddp", "deepspeed", "fsdp", "megatron", "pipelining")
 
 __all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
 
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin import deepspeed as deepspeed
     from flash_allreduce_plugin import fsdp as fsdp
     from flash_allreduce_plugin import megatron as megatron
+    from flash_allreduce_plugin import pipelining as pipelining
     from flash_allreduce_plugin.checkpoint import load_state_dict as load_state_dict
     from flash_allreduce_plugin.checkpoint import state_dict as state_dict
     from flash_allreduce_plugin.collectives.differences import HeldWeights as HeldWeights

@@ -41,6 +41,7 @@ ATTACHABLE = {
         ("torch.distributed.tensor.experimental._context_parallel._attention",),
         "flash_allreduce_plugin.context_parallel",
     ),
+    "pipelining": (("torch.distributed.pipelining.schedules",), "flash_allreduce_plugin.pipelining"),
 }
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 

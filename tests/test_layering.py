@@ -32,7 +32,7 @@ STOREYS: tuple[tuple[str, ...], ...] = (
     ("rooted", "sends"),
     ("attachment",),
     ("autosave",),
-    ("megatron", "deepspeed", "ddp", "fsdp", "apex", "context_parallel"),
+    ("megatron", "deepspeed", "ddp", "fsdp", "apex", "context_parallel", "pipelining"),
     ("cli",),
     ("__main__",),
 )

@@ -234,7 +234,8 @@ def run(
     attach: Annotated[
         str | None,
         typer.Option(
-            help="What is served: ddp, fsdp, megatron, context_parallel, with commas; or all.", show_default="all"
+            help="What is served: ddp, fsdp, megatron, context_parallel, pipelining, with commas; or all.",
+            show_default="all",
         ),
     ] = None,
     fields: Annotated[
