@@ -158,10 +158,20 @@ def _named(original: Function, site: Site) -> Function:
     def operations(self: Any, chunk: int) -> list[dist.P2POp]:
         found: list[dist.P2POp] = original(self, chunk)
         for one in found:
+            one.tensor = _arrived(one.tensor)
             setattr(one, _SITE, site)
         return found
 
     return operations
+
+
+def _arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """An output that tensor parallelism is still reducing (RowwiseParallel), once it is there: the receiver has an
+    ordinary tensor, and both ends must see the same.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _started(original: Function) -> Function:
@@ -171,7 +181,7 @@ def _started(original: Function) -> Function:
             return list(original(p2p_ops, desc))
         assert _config is not None, "a seam is in place only between enable and disable"
         _agree(p2p_ops[0], _config)
-        reason = _plain(p2p_ops, _config)
+        reason = _plain(_config)
         if reason is not None:
             _count(p2p_ops, reason)
             with ours:
@@ -198,14 +208,11 @@ def _agree(operation: dist.P2POp, config: FlashConfig) -> None:
     groups.agree(Label("send", FORWARD.name, group), config, disabled, operation.tensor.device)
 
 
-def _plain(operations: list[dist.P2POp], config: FlashConfig) -> str | None:
-    """Why torch's own function is to send; None: a send of this package does."""
+def _plain(config: FlashConfig) -> str | None:
+    """Why torch's own function is to send, the same on all ranks; None: a send of this package does."""
     if environment.is_on(environment.DISABLE):
         return environment.DISABLE
-    if not config.enabled:
-        return policy.DISABLED
-    kinds = {type(one.tensor).__name__ for one in operations} - {"Tensor", "Parameter"}
-    return ", ".join(sorted(kinds)) or None  # such as DTensor
+    return None if config.enabled else policy.DISABLED
 
 
 def _count(operations: list[dist.P2POp], reason: str) -> None:

@@ -40,7 +40,16 @@ class WithNumbers(Block):
         return super().forward(x), numbers + 1
 
 
-SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2}
+V_SHAPED = "ZBVZeroBubble"
+# Stages of a rank.
+SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, V_SHAPED: 2}
+
+
+def numbers_of(name: str, rank: int, world: int) -> list[int]:
+    """The stages of a rank."""
+    if name == V_SHAPED:  # there and back: the first rank has the last stage too
+        return [rank, 2 * world - 1 - rank]
+    return [rank + world * chunk for chunk in range(SCHEDULES[name])]
 
 
 def schedule_of(
@@ -49,10 +58,11 @@ def schedule_of(
     from torch.distributed.pipelining import PipelineStage, schedules
 
     rank, world, chunks = dist.get_rank(), dist.get_world_size(), SCHEDULES[name]
-    blocks = [block(rank + world * chunk, dtype) for chunk in range(chunks)]
+    numbers = numbers_of(name, rank, world)
+    blocks = [block(number, dtype) for number in numbers]
     stages = [
-        PipelineStage(one, rank + world * chunk, world * chunks, torch.device("cpu"))
-        for chunk, one in enumerate(blocks)
+        PipelineStage(one, number, world * chunks, torch.device("cpu"))
+        for number, one in zip(numbers, blocks, strict=True)
     ]
 
     def loss(output: Any, target: torch.Tensor) -> torch.Tensor:
@@ -69,7 +79,8 @@ def train(name: str, config: dict[str, Any] | None, dtype: torch.dtype = torch.f
     counters.reset_stats()
     if config is not None:
         pipelining.enable(fap.FlashConfig(**config))
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, world = dist.get_rank(), dist.get_world_size()
+    last = 0 if name == V_SHAPED else world - 1
     losses: list[torch.Tensor] = []
     for step in range(STEPS):
         x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -106,20 +117,27 @@ def variants(name: str) -> dict[str, Any]:
     return seen
 
 
-def borders(rank: int, world: int, chunks: int) -> int:
-    """Ends of sends, of one micro-batch and direction, that a rank has."""
-    stages = [rank + world * chunk for chunk in range(chunks)]
-    return sum((stage > 0) + (stage < world * chunks - 1) for stage in stages)
+def borders(name: str, rank: int, world: int) -> int:
+    """Ends of sends, of one micro-batch and direction, that a rank has: none between two stages of its own."""
+    count, own = world * SCHEDULES[name], numbers_of(name, rank, world)
+    return sum(0 <= other < count and other not in own for stage in own for other in (stage - 1, stage + 1))
 
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [("GPipe", 2), ("1F1B", 4), ("Interleaved1F1B", 2), ("LoopedBFS", 4), ("InterleavedZeroBubble", 2)],
+    [
+        ("GPipe", 2),
+        ("1F1B", 4),
+        ("Interleaved1F1B", 2),
+        ("LoopedBFS", 4),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+    ],
 )
 def test_every_schedule_sends_quantized_and_full_precision_is_torchs(name: str, world: int) -> None:
     ranks = run_ranks(world, variants, name, timeout=240)
     for rank, seen in enumerate(ranks):
-        count = borders(rank, world, SCHEDULES[name]) * MICRO_BATCHES * STEPS
+        count = borders(name, rank, world) * MICRO_BATCHES * STEPS
         stock = seen["stock"]
         assert stock["sites"] == {}
         assert seen["INT8"]["sites"] == {FORWARD: (count, {}), BACKWARD: (count, {})}
@@ -139,6 +157,38 @@ def test_every_schedule_sends_quantized_and_full_precision_is_torchs(name: str, 
             assert same_bits(seen[variant]["weights"], stock["weights"])
         assert seen["INT8 of bf16"]["sites"] == {FORWARD: (count, {}), BACKWARD: (count, {})}
         assert seen["INT8 of bf16"]["losses"] == pytest.approx(seen["bf16"]["losses"], rel=0.02)
+
+
+def with_tensor_parallelism() -> Any:
+    """Two stages of two ranks, whose output torch hands over before its all-reduce has ended."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage, seen = mesh["pp"].get_local_rank(), []
+    for config in (None, fap.FlashConfig(**EIGHT)):
+        torch.manual_seed(stage)
+        model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        one = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = ScheduleGPipe(one, 2, loss_fn=lambda output, target: (output - target).square().mean())
+        if config is not None:
+            pipelining.enable(config)
+        counters.reset_stats()
+        losses: list[torch.Tensor] = []
+        x = torch.randn(2 * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+        schedule.step(*(() if stage else (x,)), **({"target": x, "losses": losses} if stage else {}))
+        sites = {name: (one["quantized"], one["full_precision"]) for name, one in counters.stats()["sites"].items()}
+        seen.append(([float(loss.detach()) for loss in losses], sites))
+        pipelining.disable()
+    return seen
+
+
+def test_stages_with_tensor_parallelism_inside() -> None:
+    for (plain, _), (losses, sites) in run_ranks(4, with_tensor_parallelism):
+        assert sites == {FORWARD: (2, {}), BACKWARD: (2, {})}
+        assert losses == pytest.approx(plain, rel=0.01)
 
 
 def arrived() -> Any:
