@@ -32,7 +32,7 @@ def test_three_steps_of_two_stages(tmp_path: Path) -> None:
         [*command, "--configs", pipeline_training.CONFIGS[0]], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    full, eight, noise = json.loads(output.read_text())["1"].values()
+    full, eight, noise = json.loads(output.read_text())["seeds"]["1"].values()
     assert len(full["losses"]) == 3 and all(map(math.isfinite, full["losses"]))
     assert full["quantized"] == 0 and eight["quantized"] == 2 * 3 * 4  # a send or a receive in both directions
     assert 0.25 < eight["bytes sent"] / eight["bytes in full precision"] < 0.28
