@@ -13,8 +13,8 @@ VALIDATION_SHARE = 0.05
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encodings"}  # encodings: tables
 
 
-def corpus(path: Path | None) -> bytes:
-    """The text: `path`, or by default the first CORPUS_BYTES of the standard library's sources.
+def corpus(path: Path | None, limit: int = CORPUS_BYTES) -> bytes:
+    """The text: `path`, or by default the first `limit` bytes of the standard library's sources.
 
     They are taken in the order of the SHA-256 of their names, the same on every machine with the same Python:
     by name, the held-out end would be a few neighbours of one kind.
@@ -27,9 +27,9 @@ def corpus(path: Path | None) -> bytes:
     text = bytearray()
     for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
         text += (root / name).read_bytes()
-        if len(text) >= CORPUS_BYTES:
+        if len(text) >= limit:
             break
-    return bytes(text[:CORPUS_BYTES])
+    return bytes(text[:limit])
 
 
 def split(text: bytes, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
