@@ -417,7 +417,8 @@ def main() -> None:
     if "RANK" in os.environ:
         return in_rank(arguments)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-    subprocess.run([*command, "-m", "benchmarks.pretraining", *sys.argv[1:]], check=True)
+    environment = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
+    subprocess.run([*command, "-m", "benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
     runs = results(arguments)
     show(runs)
     if arguments.json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy_report
+from benchmarks import accuracy_report, bf16_ring, pretraining
 from flash_allreduce_plugin.cli.tune import command as tune
 from scripts import benchmark_texts as texts
 
@@ -256,6 +256,34 @@ TRAINING = (
         needs=("megatron",),
     ),
     Table(
+        "attention and experts",
+        (
+            Command(f"{DEEPSPEED} --ulysses --stages 2 --noise 1", _QUICK_DEEPSPEED),
+            Command(
+                f"{DEEPSPEED} --experts --stages 2 --noise 1 "
+                + _sections(
+                    '"bits": 8, "min_bytes": 0', '"bits": 8, "min_bytes": 0, "expert_bits": 8, "backward_bits": 8'
+                ),
+                _QUICK_DEEPSPEED,
+            ),
+        ),
+        texts.exchange_training,
+        slow=True,
+        needs=("deepspeed",),
+    ),
+    Table(
+        "pretraining",
+        tuple(
+            Command(f"python -m benchmarks.pretraining --size {size}", "--steps 2 --validation 1 --folder /tmp/quick")
+            for size in ("1m --seeds 1 2 3", "5m --seeds 1 2 3", "10m --seeds 1 2 3", "20m")
+        ),
+        texts.pretraining,
+        names_codec=True,
+        picture=("pretraining.png", pretraining.plot),
+        slow=True,
+        needs=("megatron", "matplotlib"),
+    ),
+    Table(
         "DDP training",
         (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
         texts.ddp_training,
@@ -282,4 +310,13 @@ ACCURACY = (
     _accuracy("accuracy of settings", accuracy_report.settings),
     _accuracy("accuracy by budget", accuracy_report.budgets),
 )
-TABLES = (CODEC, *COLLECTIVES, *STEPS, *TRAINING, *ACCURACY)
+BF16_RING = Table(
+    "bf16 ring",
+    (Command("python -m benchmarks.bf16_ring", "--ranks 2 --simulated 4 --elements 4096"),),
+    texts.bf16_ring,
+    document="accuracy.md",
+    names_codec=True,
+    picture=("bf16_ring.png", lambda results, picture: bf16_ring.plot(results[0], picture)),
+    needs=("matplotlib",),
+)
+TABLES = (CODEC, *COLLECTIVES, *STEPS, *TRAINING, *ACCURACY, BF16_RING)

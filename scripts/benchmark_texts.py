@@ -244,6 +244,52 @@ def deepspeed_training(results: list[Any]) -> Rows:
     ]
 
 
+def exchange_training(results: list[Any]) -> Rows:
+    """Of benchmarks.deepspeed_training --ulysses and --experts, one stage each: a row a variant."""
+    rows: Rows = [["", "mean, %", "by seed, %"]]
+    for label, result in zip(("Ulysses", "experts"), results, strict=True):
+        seeds = list(next(iter(result["stages"].values())).values())
+        for variant in seeds[0]:
+            if variant != "full precision":
+                each = [_difference(losses, variant) for losses in seeds if variant in losses]
+                by_seed = _signed(each) if len(each) > 1 else ""
+                rows.append([f"{label}, {_section(variant)}", f"{statistics.fmean(each):+.3f}", by_seed])
+    return rows
+
+
+def pretraining(results: list[Any]) -> Rows:
+    """Of benchmarks.pretraining, a size a command: a row a size and variant."""
+    rows: Rows = [["parameters", "", "mean, %", "by seed, %"]]
+    for runs in results:
+        base = {run["seed"]: run["validation loss"] for run in runs if run["variant"] == "full precision"}
+        size = f"{runs[0]['parameters'] / 1e6:.1f} M"
+        for variant in dict.fromkeys(run["variant"] for run in runs):
+            if variant != "full precision":
+                mine = (run for run in runs if run["variant"] == variant)
+                each = [100 * (run["validation loss"] / base[run["seed"]] - 1) for run in mine]
+                by_seed = _signed(each) if len(each) > 1 else ""
+                rows.append([size, _section(variant), f"{statistics.fmean(each):+.3f}", by_seed])
+    return rows
+
+
+def bf16_ring(results: list[Any]) -> Rows:
+    """Of benchmarks.bf16_ring: a row a number of ranks, simulated, in brackets measured; columns by variant."""
+    found: dict[tuple[float, int, str], dict[str, float]] = {}
+    for row in results[0]["rows"]:
+        found.setdefault((row["correlation"], row["ranks"], row["variant"]), {})[row["how"]] = row["sqnr_db"]
+    names = list(dict.fromkeys(row["variant"] for row in results[0]["rows"] if row["how"] == "simulated"))
+    rows: Rows = [["correlation", "ranks", *names]]
+    for correlation, ranks in sorted({key[:2] for key in found}):
+        if ranks & (ranks - 1) == 0:
+            cells = []
+            for name in names:
+                values = found[correlation, ranks, name]
+                measured = f" ({values['measured']:.1f})" if "measured" in values else ""
+                cells.append(f"{values['simulated']:.1f}{measured}")
+            rows.append([correlation, ranks, *cells])
+    return rows
+
+
 def pipeline_training(results: list[Any]) -> Rows:
     """Of benchmarks.pipeline_training: a row a variant."""
     seeds = list(results[0]["seeds"].values())

@@ -142,12 +142,21 @@ def test_every_collective(tmp_path: Path) -> None:
             share = 2 if parts == 3 else 2 / 3
             assert row["wire_bytes"] == pytest.approx(bytes_ * share, rel=0.07 if parts == 1 else 0)  # padded shards
             assert 8 < row["sqnr_db"] < 50
+            assert row["rival_sqnr_db"] == full["sqnr_db"]
+            assert (full["sqnr_db"] is None) == (collective in ("all_gather", "all_to_all"))
             assert (row["sqnr_db"] > 25) == (collective in ("all_gather", "all_to_all") or before == 8)
     encode = rows["codec", 192000, "INT8+5 encode"]
     assert encode["wrong"] == 0 and encode["sqnr_db"] > 40 and encode["wire_bytes"] == 96000 / 64 * 68
     assert encode["speedup"] == pytest.approx(rows["codec", 192000, "copy_"]["seconds"] / encode["seconds"])
     # Header once a collective, one line a row, the times those of the JSON.
-    assert len(re.findall(r"# +size +count +type +redop +variant +time +algbw +busbw +#wrong", done.stdout)) == 5
+    assert (
+        len(
+            re.findall(
+                r"# +size +count +type +redop +variant +time +algbw +busbw +#wrong +wire +SQNR +rival", done.stdout
+            )
+        )
+        == 5
+    )
     row = rows["all_reduce", 192000, "INT3+5"]
     line = next(line for line in done.stdout.splitlines() if re.match(r" +192000 .* INT3\+5 ", line))
     assert line.split()[:6] == ["192000", "96000", "bfloat16", "sum", "INT3+5", f"{1e6 * row['seconds']:.1f}"]

@@ -109,6 +109,9 @@ def collective_rows(
         before=buffers.fresh,
         on_round=progress,
     )
+    rival = checked[FULL_PRECISION].get("sqnr_db")
+    for v in variants[1:]:
+        checked[v.name]["rival_sqnr_db"] = rival
     return [_row(v, inputs, numel * parts, settings, times, checked[v.name]) for v in variants]
 
 
@@ -169,6 +172,7 @@ def _row(
         "wrong": checked.get("wrong"),
         "wire_bytes": round(v.wire_bytes),
         "sqnr_db": checked.get("sqnr_db"),
+        "rival_sqnr_db": checked.get("rival_sqnr_db"),
         "speedup": seconds and full and full / seconds,
         "of_the_line": seconds and settings["line"] and v.wire_bytes / settings["line"] / seconds,
         **v.facts,

@@ -43,6 +43,7 @@ _COLUMNS: tuple[tuple[str, str, int, Callable[[Row], str]], ...] = (
     ("#wrong", "", 8, _word("wrong")),
     ("wire", "(B/rank)", 12, _word("wire_bytes")),
     ("SQNR", "(dB)", 7, _number("sqnr_db", ".1f")),
+    ("rival", "(dB)", 7, _number("rival_sqnr_db", ".1f")),
     ("speed-up", "", 9, _number("speedup", ".2f")),
 )
 _LINE = ("of the line", "", 12, _number("of_the_line", ".1%"))
@@ -67,6 +68,7 @@ def heading(about: Mapping[str, Any], settings: Mapping[str, Any], link: str) ->
         f"torch {about['torch']}; {wire}\n"
         f"# {calls}, {settings['rounds']} rounds in turn; medians of the slowest rank; speed-up over full precision "
         "of the same run (codec: over copy_, add_)\n"
+        "# SQNR against the exact sum; rival: that of full precision, which adds in its own dtype at every hop\n"
         "# * goes in full precision, as its configuration says"
     )
 
