@@ -17,6 +17,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def measure(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
         calls: dict[str, Callable[[Tensor], Any]] = {RING: dist.all_reduce}
         for name, fields in CONFIGS.items():
             config = fap.FlashConfig.from_dict({"min_bytes": 0, **fields})
-            calls[name] = lambda x, config=config: fap.all_reduce(x, config=config)
+            calls[name] = partial(fap.all_reduce, config=config)
         for name, call in calls.items():
             result = mine.clone()
             call(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import pytest
 
@@ -23,12 +24,26 @@ def test_every_node_has_every_group_of_a_slab_once(nodes: Nodes, numel: int) -> 
         owned = []
         for slab in slabs:
             for ranks in nodes:
-                ends = [0, *itertools.chain(*(slab.parts[rank] for rank in ranks)), slab.groups]
+                ends = [0, *itertools.chain(*(slab.part(rank) for rank in ranks)), slab.groups]
                 assert all(a == b for a, b in zip(ends[::2], ends[1::2], strict=True))
             for rank in nodes[slab.node]:
-                first, last = slab.parts[rank]
-                owned += range(slab.numbers[rank], slab.numbers[rank] + last - first)
+                first, last = slab.part(rank)
+                owned += range(slab.number(rank), slab.number(rank) + last - first)
         assert sorted(owned) == list(range(len(owned)))  # every group of the call has one owner
+
+
+def test_the_layout_of_thousands_of_ranks_is_made_in_no_time() -> None:
+    """What every slab keeps of every rank is 33 million parts at 16 384 ranks: minutes, and gigabytes."""
+    nodes = topology.neighbours(16_384, 8)
+    tracemalloc.start()
+    slabs = topology.slabs_of_tensor(1 << 20, 1 << 16, nodes, 4)
+    shards = topology.slabs_of_shards((64,) * 16_384, 1 << 16, nodes, 4)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(slabs) == len(shards) == 2048 and most < 30e6
+    slab = slabs[1000]
+    assert slab.node == 1000 and slab.number(8000) == 1000 * slab.groups
+    assert [slab.part(8000 + i) for i in range(8)] == [slab.part(i) for i in range(8)]  # nodes are alike
 
 
 def test_nodes() -> None:

@@ -71,7 +71,7 @@ def all_reduce(
     def back(i: int) -> None:
         arrived = stages.arrived(i)
         if arrived.numel():
-            mine, draw = stages.part(i, rank), Draw(gather_key, slabs[i].numbers[rank])
+            mine, draw = stages.part(i, rank), Draw(gather_key, slabs[i].number(rank))
             rows.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, draw)
             if meter is not None:
                 meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
@@ -106,12 +106,12 @@ def reduce_scatter(
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag, meter=meter)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
-        first, last = slabs[i].parts[owner]
+        first, last = slabs[i].part(owner)
         return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size]
 
     def inside(i: int) -> None:
         for owner in stages.nodes[slabs[i].node]:
-            mine, draw = elements(shards[owner], i, owner), Draw(inside_key, slabs[i].numbers[owner])
+            mine, draw = elements(shards[owner], i, owner), Draw(inside_key, slabs[i].number(owner))
             if len(mine):
                 payload = stages.part(i, owner, stages.wide).view(1, -1)
                 rows.encode(mine.view(1, -1), payload, stages.wide, draw)
@@ -156,12 +156,12 @@ def all_gather(
     put = rows.decode if held is None else rows.decode_add
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
-        first, last = slabs[i].parts[owner]
+        first, last = slabs[i].part(owner)
         return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size].view(1, -1)
 
     def back(i: int) -> None:
         if slabs[i].node == stages.node:
-            draw = Draw(gather_key, slabs[i].numbers[rank])
+            draw = Draw(gather_key, slabs[i].number(rank))
             mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
             if mine.numel() and held is not None:
                 held.encode(mine, elements(shards[rank], i, rank), payload, plan.gather, draw)
@@ -193,9 +193,9 @@ def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: in
     mates = [mate for mate in plan.nodes[node] if mate != rank]
     inside = between = 0
     for slab in slabs:
-        own = _length(slab.parts[rank])
+        own = _length(slab.part(rank))
         if collective != "all_gather":
-            inside += sum(_length(slab.parts[mate]) for mate in mates) * plan.inside.record_bytes
+            inside += sum(_length(slab.part(mate)) for mate in mates) * plan.inside.record_bytes
             if slab.node != node:
                 owned = sum(_length(slab.meet(rank, owner)) for owner in plan.nodes[slab.node])
                 between += owned * plan.reduce.record_bytes
@@ -319,7 +319,7 @@ class _Stages:
     def part(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
         """A rank's part of it; under plan.gather by default."""
         record = (codec or self._plan.gather).record_bytes
-        first, last = self._slabs[i].parts[rank]
+        first, last = self._slabs[i].part(rank)
         return self._whole(i, last * record)[0, first * record :]
 
     def arrived(self, i: int) -> Tensor:
@@ -343,10 +343,10 @@ class _Stages:
         sent, received = {}, {}
         for owner in self.nodes[slab.node]:
             first, last = slab.meet(self.rank, owner)
-            begin, end = first - slab.parts[self.rank][0], last - slab.parts[self.rank][0]
+            begin, end = first - slab.part(self.rank)[0], last - slab.part(self.rank)[0]
             if first < last:
                 sent[owner] = sums[begin * narrow : end * narrow]
-                draw = Draw(self._key, slab.numbers[owner] + first - slab.parts[owner][0])
+                draw = Draw(self._key, slab.number(owner) + first - slab.part(owner)[0])
                 payloads = inbox[:, begin * wide : end * wide]
                 rows.decode_sum_encode(payloads, sent[owner], self.wide, self._plan.reduce, 1.0, draw)
                 if self._meter is not None:
@@ -354,15 +354,16 @@ class _Stages:
         if slab.node == self.node:
             for row, ranks in zip(self._outbox(i), self.nodes, strict=True):
                 for peer in ranks:
-                    first, last = (at - slab.parts[self.rank][0] for at in slab.meet(peer, self.rank))
+                    first, last = (at - slab.part(self.rank)[0] for at in slab.meet(peer, self.rank))
                     if first < last:
                         received[peer] = row[first * narrow : last * narrow]
         self._exchange(i, received, sent, "summing between the nodes")
 
     def send_back(self, i: int) -> None:
         slab, owns = self._slabs[i], self._slabs[i].node == self.node
-        others = [rank for ranks in self.nodes if ranks is not self._mates for rank in ranks]
-        peers = others if owns else self.nodes[slab.node]
+        peers = self.nodes[slab.node]
+        if owns:
+            peers = tuple(rank for ranks in self.nodes if ranks is not self._mates for rank in ranks)
         parts = {peer: self._piece(i, peer) for peer in peers}
         self._exchange(i, {} if owns else parts, parts if owns else {}, "gathering between the nodes")
 
@@ -374,7 +375,7 @@ class _Stages:
         self._exchange(i, received, sent, "gathering inside the node")
 
     def _own(self, i: int) -> int:
-        return _length(self._slabs[i].parts[self.rank])
+        return _length(self._slabs[i].part(self.rank))
 
     def _outbox(self, i: int) -> Tensor:
         slab = self._slabs[i]
