@@ -62,6 +62,7 @@ WARM_UP = "warm-up"
 LOW_SQNR = "below min_sqnr_db"  # the guard's, which decides after make_plan (guard.py)
 SPARSE = "sparse gradient"  # of frameworks, which reduce it themselves
 
+_RANKS = 128  # a chunk of 1 MiB sends each of them 8 KiB
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -208,16 +209,21 @@ def make_plan(
     else:
         inside, between = given.intra_bits, width or given.inter_bits
     if nodes is not None and len(nodes) == 1:
-        return Plan(config.format(inside), config.format(inside), config.chunk_bytes)
+        return Plan(config.format(inside), config.format(inside), _chunk_bytes(config, world_size))
     plan = Plan(
         reduce=config.format(config.reduce_bits or between),
         gather=config.format(config.gather_bits or between),
-        chunk_bytes=config.chunk_bytes,
+        chunk_bytes=_chunk_bytes(config, world_size),
         width=between if _adapts(collective, config) else None,
     )
     if nodes is None or len(nodes) == world_size:
         return plan
     return replace(plan, inside=config.format(inside), nodes=nodes)
+
+
+def _chunk_bytes(config: FlashConfig, world_size: int) -> int:
+    """Of a larger group's in proportion: every chunk is cut among all ranks, and messages have costs of their own."""
+    return config.chunk_bytes * max(_RANKS, world_size) // _RANKS
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
