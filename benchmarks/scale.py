@@ -83,9 +83,7 @@ def quantized(nbytes: int, ranks: int, bits: int, levels: int, c: Cluster, messa
         _, link, kernels = cost_model.two_levels(traffic(nbytes, ranks), c, plan.gather)
         slabs = len(two_level._slabs_of_tensor(numel, plan))
         sent, _ = two_level.sent_bytes("all_reduce", numel, plan, 0)
-        # Inside and forward to the node's others; between, to the owners and back to all nodes of those it owns.
-        exchanges = 4 * slabs
-        messages = 2 * slabs * (PER_NODE - 1) + slabs + math.ceil(slabs / nodes) * (nodes - 1)
+        exchanges, messages = 4 * slabs, 2 * slabs * (PER_NODE - 1 + nodes - 1)
         narrow, wide = plan.gather.payload_bytes(numel), plan.inside.payload_bytes(numel) if plan.inside else 0
         between = 2 * (nodes - 1) / nodes * narrow / PER_NODE
         ideal_sent = (PER_NODE - 1) / PER_NODE * (wide + narrow) + between
@@ -108,10 +106,8 @@ def row(nbytes: int, ranks: int, bits: int, c: Cluster, message: float) -> dict[
     for levels, name in ((1, "flat"), (2, "two levels")):
         if levels == 1 or ranks > PER_NODE:
             found[name] = quantized(nbytes, ranks, bits, levels, c, message)
-    times = {
-        "full precision": seconds,
-        **{name: found[name]["seconds"] for name in ("flat", "two levels") if name in found},
-    }
+    times: dict[str, float] = {"full precision": seconds}
+    times.update((name, found[name]["seconds"]) for name in ("flat", "two levels") if name in found)
     found["fastest"] = min(times, key=lambda name: times[name])
     return found
 

@@ -1,17 +1,26 @@
 """Which ranks of a group share a node, and which rank holds which groups of a tensor: pure functions.
 
-A slab is a run of groups whose sums over the nodes are taken in one node, its owner. In every node the slab is cut
-among the ranks: in the owner into the parts that they own, elsewhere evenly. Two ranks of different nodes exchange
-bytes where their parts overlap.
+A slab is a run of groups that is summed up twice. In every node its ranks have a part of it each, of which they take
+the sum of their node; and every rank of the group owns a piece, of which it takes the sum of the nodes:
+
+    node 0   | part of rank 0    | part of rank 1    |
+    node 1   | part of rank 2    | part of rank 3    |
+    pieces   | 0       | 2       | 1       | 3       |
+
+Two ranks of different nodes exchange bytes where the part of one and the piece of the other overlap: with nodes that
+are alike, only ranks of the same place in their nodes do.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import socket
+from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,72 +45,128 @@ def by_host(hosts: Sequence[Hashable]) -> Nodes:
     return tuple(map(tuple, nodes.values()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slab:
-    """Groups that one node sums up. Of the other nodes it keeps nothing: a group of 16 384 ranks has 2 048 slabs.
-
-    Args:
-        node: the owner.
-        groups: of the slab.
-        own: parts of the owner's ranks, in their order.
-        firsts: of the same: which group of the call the first one of the part is.
-        places: of every rank of the group.
-        multiple: parts begin at multiples of so many groups.
-    """
+class Piece(NamedTuple):
+    """What a rank's part has of a piece of `peer`, or its piece of a part of `peer`, a rank of `node`."""
 
     node: int
+    peer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """The ranks in the order of their pieces: by where their parts lie in their nodes.
+
+    Args:
+        nodes: of the group.
+        ranks: in that order.
+        index: of every rank in it.
+        places: of every rank: its node and its place there.
+        shares: where each piece begins, and the last one ends, if nodes own alike, and a node's ranks too.
+        regular: ranks of every node, if they are alike and of neighbouring ranks; 0: they are not.
+    """
+
+    nodes: Nodes
+    ranks: tuple[int, ...]
+    index: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    shares: tuple[int, ...]
+    regular: int
+
+
+@lru_cache(maxsize=64)
+def order_of(nodes: Nodes) -> Order:
+    places = {rank: (node, place) for node, ranks in enumerate(nodes) for place, rank in enumerate(ranks)}
+    size = {rank: len(nodes[node]) for rank, (node, _) in places.items()}
+    ranks = sorted(places, key=lambda rank: ((2 * places[rank][1] + 1) / size[rank], places[rank][0]))
+    whole = math.lcm(*size.values())
+    shares = itertools.accumulate((whole // size[rank] for rank in ranks), initial=0)
+    index = {rank: i for i, rank in enumerate(ranks)}
+    alike = nodes == neighbours(len(places), len(nodes[0])) and len(set(map(len, nodes))) == 1
+    every = range(len(places))
+    return Order(
+        nodes,
+        tuple(ranks),
+        tuple(index[rank] for rank in every),
+        tuple(places[rank] for rank in every),
+        tuple(shares),
+        len(nodes[0]) if alike else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slab:
+    """
+    Args:
+        groups: of the slab.
+        bounds: where each piece begins, in the order of `order`, and the last one ends.
+        filled: of every piece, in that order, how many groups at its end are none of the call's.
+        numbers: of every rank: which group of the call the first one of its piece is.
+        multiple: parts and pieces begin at multiples of so many groups.
+    """
+
     groups: int
-    own: tuple[Part, ...]
-    firsts: tuple[int, ...]
-    places: tuple[Place, ...]
+    bounds: tuple[int, ...]
+    filled: tuple[int, ...]
+    numbers: tuple[int, ...]
+    order: Order
     multiple: int
 
     def part(self, rank: int) -> Part:
         """In its node."""
-        place = self.places[rank]
-        if place.node == self.node:
-            return self.own[place.position]
-        return _even(self.groups, place.ranks, self.multiple)[place.position]
+        node, place = self.order.places[rank]
+        return _even(self.groups, len(self.order.nodes[node]), self.multiple)[place]
 
-    def number(self, rank: int) -> int:
-        """Which group of the call the first one of the part of a rank of the owner is."""
-        return self.firsts[self.places[rank].position]
+    def own(self, rank: int) -> Part:
+        """The piece of a rank, without what it is filled up with."""
+        i = self.order.index[rank]
+        return self.bounds[i], self.bounds[i + 1] - self.filled[i]
 
-    def meet(self, a: int, b: int) -> Part:
-        """The overlap of the parts of two ranks; (0, 0) if they do not overlap."""
-        one, other = self.part(a), self.part(b)
-        first, last = max(one[0], other[0]), min(one[1], other[1])
-        return (first, last) if first < last else (0, 0)
+    def owners(self, rank: int) -> list[Piece]:
+        """Of whose pieces the part of a rank has something, in their order."""
+        begin, end = self.part(rank)
+        found = []
+        for i in range(max(0, bisect_right(self.bounds, begin) - 1), len(self.filled)):
+            if self.bounds[i] >= end:
+                break
+            first, last = max(begin, self.bounds[i]), min(end, self.bounds[i + 1] - self.filled[i])
+            if first < last:
+                peer = self.order.ranks[i]
+                found.append(Piece(self.order.places[peer][0], peer, first, last))
+        return found
 
-
-class Place(NamedTuple):
-    """Of a rank: its node, its position there, and the ranks of the node."""
-
-    node: int
-    position: int
-    ranks: int
-
-
-@lru_cache(maxsize=64)
-def _places(nodes: Nodes) -> tuple[Place, ...]:
-    found = {rank: Place(node, i, len(ranks)) for node, ranks in enumerate(nodes) for i, rank in enumerate(ranks)}
-    return tuple(found[rank] for rank in range(len(found)))
+    def holders(self, rank: int) -> list[Piece]:
+        """Whose parts have something of the piece of a rank, node by node."""
+        begin, end = self.own(rank)
+        found = []
+        for node, ranks in enumerate(self.order.nodes if begin < end else ()):
+            parts = _even(self.groups, len(ranks), self.multiple)
+            for place in range(max(0, bisect_right(parts, begin, key=itemgetter(0)) - 1), len(ranks)):
+                if parts[place][0] >= end:
+                    break
+                first, last = max(begin, parts[place][0]), min(end, parts[place][1])
+                if first < last:
+                    found.append(Piece(node, ranks[place], first, last))
+        return found
 
 
 @lru_cache(maxsize=64)
 def slabs_of_tensor(groups: int, size: int, nodes: Nodes, multiple: int = 1) -> tuple[Slab, ...]:
-    """A tensor of `groups` groups in slabs of about `size`, alike, the nodes owning them in turn.
+    """A tensor of `groups` groups in slabs of about `size`, alike; every node owns as much of each.
 
-    multiple: slabs and parts begin at multiples of so many groups.
+    multiple: slabs, parts and pieces begin at multiples of so many groups.
     """
     count = -(-groups // max(size, 1))
-    count = -(-count // len(nodes)) * len(nodes)
     size = _up(-(-groups // count), multiple)
-    slabs, places = [], _places(nodes)
-    for i, first in enumerate(range(0, groups, size)):
-        node, of_slab = i % len(nodes), min(size, groups - first)
-        own = _even(of_slab, len(nodes[node]), multiple)
-        slabs.append(Slab(node, of_slab, own, tuple(first + part[0] for part in own), places, multiple))
+    slabs, order = [], order_of(nodes)
+    nothing = (0,) * len(order.ranks)
+    for first in range(0, groups, size):
+        of_slab = min(size, groups - first)
+        units = -(-of_slab // multiple)
+        bounds = tuple(min(units * share // order.shares[-1] * multiple, of_slab) for share in order.shares)
+        numbers = tuple(first + bounds[i] for i in order.index)
+        slabs.append(Slab(of_slab, bounds, nothing, numbers, order, multiple))
     return tuple(slabs)
 
 
@@ -111,8 +176,8 @@ def slabs_of_shards(
 ) -> tuple[tuple[int, Slab], ...]:
     """Shards of so many groups, one a rank, in chunks of about `size` groups of each, as far as it reaches.
 
-    A slab is a chunk of the shards of one node, one behind the other, each at a multiple of `multiple` groups; each
-    rank owns its own.
+    A slab is a chunk of all shards, one behind the other, each at a multiple of `multiple` groups; each rank owns its
+    own.
 
     Returns:
         Slabs that are not empty, each with the first group of its chunk, counted from the first of a shard.
@@ -120,15 +185,14 @@ def slabs_of_shards(
     starts = [0, *itertools.accumulate(groups)]
     count = -(-max(groups) // max(size, 1))
     size = _up(-(-max(groups) // count), multiple)
-    slabs, places = [], _places(nodes)
+    slabs, order = [], order_of(nodes)
     for first in range(0, max(groups), size):
-        for node, ranks in enumerate(nodes):
-            of_chunk = [min(max(groups[rank] - first, 0), size) for rank in ranks]
-            bounds = tuple(itertools.accumulate((_up(numel, multiple) for numel in of_chunk), initial=0))
-            if bounds[-1]:
-                own = tuple((at, at + numel) for at, numel in zip(bounds, of_chunk, strict=False))
-                firsts = tuple(starts[rank] + first for rank in ranks)
-                slabs.append((first, Slab(node, bounds[-1], own, firsts, places, multiple)))
+        of_chunk = [min(max(groups[rank] - first, 0), size) for rank in order.ranks]
+        room = [_up(count, multiple) for count in of_chunk]
+        bounds = tuple(itertools.accumulate(room, initial=0))
+        filled = tuple(whole - count for whole, count in zip(room, of_chunk, strict=True))
+        numbers = tuple(start + first for start in starts[:-1])
+        slabs.append((first, Slab(bounds[-1], bounds, filled, numbers, order, multiple)))
     return tuple(slabs)
 
 

@@ -1,17 +1,17 @@
 """The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
 
-(ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs; each has a node
-that owns it (topology.py). Per slab:
+(ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs, of which a rank
+has a part in its node and owns a piece in the group (topology.py). Per slab:
 
     1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
-    2 between   that rank sums its node's in rank order, encodes with plan.reduce -> the owner of the part
-    3 back      the owner sums the nodes' in node order, times factor, encodes with plan.gather -> a rank of each node
+    2 between   that rank sums its node's in rank order, encodes with plan.reduce; each piece goes to its owner
+    3 back      the owner sums the nodes' in node order, times factor, encodes with plan.gather -> who has it in a part
     4 forward   those bytes, unchanged, to the other ranks of the node; all decode them
 
-all_reduce is all four, three roundings an element; reduce_scatter 1 and 2, where the owner of a part is the rank that
-gets the shard, two roundings; all_gather 3 and 4 with the shards in place of sums, one rounding. Which rank holds
-a part changes nothing in its sums: a group has the same result in any tensor and chunk size. Between nodes goes one
-payload where the flat collectives send one for each of the node's ranks.
+all_reduce is all four, three roundings an element; reduce_scatter 1 and 2, where a piece is the chunk of a shard, two
+roundings; all_gather 3 and 4 with the shards in place of sums, one rounding. Which rank holds what changes nothing in
+the sums: a group has the same result in any tensor and chunk size. Between nodes goes one payload where the flat
+collectives send one for each of the node's ranks. A slab makes four exchanges, whatever the number of nodes.
 
 Slabs are in flight in each stage while others are in the next. Signatures and generators are those of flat.py.
 """
@@ -31,7 +31,7 @@ from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.topology import Nodes, Part, Slab
+from flash_allreduce_plugin.topology import Nodes, Part, Piece, Slab
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
@@ -54,7 +54,7 @@ def all_reduce(
     group_size, rank = plan.gather.group_size, label.group.rank()
     inside_key, gather_key = rows.draw_key(key, _INSIDE, rank), rows.draw_key(key, _GATHER)
     label.reserve(4 * len(slabs))
-    stages = _Stages(slabs, plan, label, pool, key, _lag(len(slabs), plan, 4), ring=len(slabs), meter=meter)
+    stages = _Stages(slabs, plan, label, pool, key, _lag(len(slabs), 4), ring=len(slabs), meter=meter)
 
     def elements(i: int) -> Tensor:
         first = slabs[0].groups * i
@@ -71,7 +71,7 @@ def all_reduce(
     def back(i: int) -> None:
         arrived = stages.arrived(i)
         if arrived.numel():
-            mine, draw = stages.part(i, rank), Draw(gather_key, slabs[i].number(rank))
+            mine, draw = stages.own(i, rank), Draw(gather_key, slabs[i].numbers[rank])
             rows.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, draw)
             if meter is not None:
                 meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
@@ -101,22 +101,32 @@ def reduce_scatter(
     firsts, slabs = _slabs_of_shards([len(shard) for shard in shards], plan)
     group_size, rank = plan.reduce.group_size, label.group.rank()
     inside_key = rows.draw_key(key, _INSIDE, rank)
-    lag = _lag(len(slabs), plan, 2)
+    lag = _lag(len(slabs), 2)
     label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=lag, meter=meter)
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
-        first, last = slabs[i].part(owner)
+        first, last = slabs[i].own(owner)
         return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size]
 
+    def encode(part: Tensor, payload: Tensor, draw: Draw) -> None:
+        rows.encode(part, payload, stages.wide, draw)
+        if meter is not None:
+            meter.encoded(part, payload, stages.wide)
+
     def inside(i: int) -> None:
-        for owner in stages.nodes[slabs[i].node]:
-            mine, draw = elements(shards[owner], i, owner), Draw(inside_key, slabs[i].number(owner))
-            if len(mine):
-                payload = stages.part(i, owner, stages.wide).view(1, -1)
-                rows.encode(mine.view(1, -1), payload, stages.wide, draw)
-                if meter is not None:
-                    meter.encoded(mine.view(1, -1), payload, stages.wide)
+        if isinstance(shards, Tensor) and (alike := stages.alike(i, stages.wide)):
+            last = firsts[i] * group_size + elements(shards[0], i, 0).numel()
+            for place, payloads in enumerate(alike):
+                part = shards[place :: len(alike), firsts[i] * group_size : last]
+                step = slabs[i].numbers[len(alike)] - slabs[i].numbers[0]
+                encode(part, payloads, Draw(inside_key, slabs[i].numbers[place], step))
+        else:
+            for owner, shard in enumerate(shards):
+                mine = elements(shard, i, owner)
+                if len(mine):
+                    draw = Draw(inside_key, slabs[i].numbers[owner])
+                    encode(mine.view(1, -1), stages.own(i, owner, stages.wide).view(1, -1), draw)
         stages.send_inside(i)
 
     def finish(i: int) -> None:
@@ -149,35 +159,39 @@ def all_gather(
     sizes = [len(input)] * world if parts is None else list(parts)
     firsts, slabs = _slabs_of_shards(sizes, plan)
     group_size, gather_key = plan.gather.group_size, rows.draw_key(key, _GATHER)
-    lag = _lag(len(slabs), plan, 2)
+    lag = _lag(len(slabs), 2)
     label.reserve(2 * len(slabs))
     stages = _Stages(slabs, plan, label, pool, key, lag, ring=2 * lag)
     shards = output.split(sizes)
     put = rows.decode if held is None else rows.decode_add
 
     def elements(shard: Tensor, i: int, owner: int) -> Tensor:
-        first, last = slabs[i].part(owner)
+        first, last = slabs[i].own(owner)
         return shard[firsts[i] * group_size : (firsts[i] + last - first) * group_size].view(1, -1)
 
     def back(i: int) -> None:
-        if slabs[i].node == stages.node:
-            draw = Draw(gather_key, slabs[i].number(rank))
-            mine, payload = elements(input, i, rank), stages.part(i, rank).view(1, -1)
-            if mine.numel() and held is not None:
-                held.encode(mine, elements(shards[rank], i, rank), payload, plan.gather, draw)
-            elif mine.numel():
-                rows.encode(mine, payload, plan.gather, draw)
-                if meter is not None:
-                    meter.gathered(mine, payload, plan.gather)
+        draw = Draw(gather_key, slabs[i].numbers[rank])
+        mine, payload = elements(input, i, rank), stages.own(i, rank).view(1, -1)
+        if mine.numel() and held is not None:
+            held.encode(mine, elements(shards[rank], i, rank), payload, plan.gather, draw)
+        elif mine.numel():
+            rows.encode(mine, payload, plan.gather, draw)
+            if meter is not None:
+                meter.gathered(mine, payload, plan.gather)
         stages.send_back(i)
 
     def write(i: int) -> None:
-        for owner in stages.nodes[slabs[i].node]:
-            part, payload = elements(shards[owner], i, owner), stages.part(i, owner).view(1, -1)
-            if part.numel():
-                put(payload, part, plan.gather)
-            if owner == rank and held is not None and meter is not None:
-                meter.held(elements(input, i, rank)[0], part[0])
+        if parts is None and (alike := stages.alike(i, plan.gather)):
+            last = firsts[i] * group_size + elements(input, i, rank).numel()
+            for place, payloads in enumerate(alike):
+                put(payloads, output.view(world, -1)[place :: len(alike), firsts[i] * group_size : last], plan.gather)
+        else:
+            for owner, shard in enumerate(shards):
+                part = elements(shard, i, owner)
+                if part.numel():
+                    put(stages.own(i, owner).view(1, -1), part, plan.gather)
+        if held is not None and meter is not None and (mine := elements(input, i, rank)).numel():
+            meter.held(mine[0], elements(shards[rank], i, rank)[0])
 
     yield from stages.run(back, stages.send_forward, write=write)
 
@@ -192,17 +206,19 @@ def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: in
     node = next(n for n, ranks in enumerate(plan.nodes) if rank in ranks)
     mates = [mate for mate in plan.nodes[node] if mate != rank]
     inside = between = 0
+
+    def to(pieces: Sequence[Piece], record: int) -> None:
+        nonlocal inside, between
+        between += sum(piece.last - piece.first for piece in pieces if piece.node != node) * record
+        inside += sum(p.last - p.first for p in pieces if p.node == node and p.peer != rank) * record
+
     for slab in slabs:
-        own = _length(slab.part(rank))
         if collective != "all_gather":
             inside += sum(_length(slab.part(mate)) for mate in mates) * plan.inside.record_bytes
-            if slab.node != node:
-                owned = sum(_length(slab.meet(rank, owner)) for owner in plan.nodes[slab.node])
-                between += owned * plan.reduce.record_bytes
+            to(slab.owners(rank), plan.reduce.record_bytes)
         if collective != "reduce_scatter":
-            inside += own * len(mates) * plan.gather.record_bytes
-            if slab.node == node:
-                between += own * (len(plan.nodes) - 1) * plan.gather.record_bytes
+            to(slab.holders(rank), plan.gather.record_bytes)
+            inside += _length(slab.part(rank)) * len(mates) * plan.gather.record_bytes
     return inside + between, between
 
 
@@ -230,15 +246,15 @@ def _slabs_of_tensor(numel: int, plan: Plan) -> tuple[Slab, ...]:
 def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], tuple[Slab, ...]]:
     """First groups of the slabs' chunks, counted from the first of a shard; the slabs."""
     assert plan.nodes is not None
-    size = plan.chunk_bytes // (_record(plan) * max(map(len, plan.nodes)))
-    both = topology.slabs_of_shards(tuple(map(plan.reduce.groups, sizes)), size, plan.nodes, _multiple(plan))
+    groups = tuple(map(plan.reduce.groups, sizes))
+    size = plan.chunk_bytes // _record(plan) * max(groups) // max(1, sum(groups))  # of each, in a chunk of all
+    both = topology.slabs_of_shards(groups, size, plan.nodes, _multiple(plan))
     return tuple(first for first, _ in both), tuple(slab for _, slab in both)
 
 
-def _lag(count: int, plan: Plan, exchanges: int) -> int:
+def _lag(count: int, exchanges: int) -> int:
     """By how many slabs a stage is behind the one before it: so many are in flight in each."""
-    assert plan.nodes is not None
-    return min(count, max(len(plan.nodes), -(-count // exchanges)))
+    return -(-count // exchanges)
 
 
 class _Ring:
@@ -280,11 +296,11 @@ class _Stages:
         self._mates = plan.nodes[self.node]
         self._slabs, self._plan, self._label, self._pool, self._lag = slabs, plan, label, pool, lag
         self._key, self._meter = rows.draw_key(key, _BETWEEN, self.node), meter
-        own = max(self._own(i) for i in range(len(slabs)))
-        summed = max((self._own(i) for i, slab in enumerate(slabs) if slab.node == self.node), default=0)
+        part = max(_length(slab.part(self.rank)) for slab in slabs)
+        summed = max(_length(slab.own(self.rank)) for slab in slabs)
         self._whole = _Ring(pool, ring, 1, max(slab.groups for slab in slabs) * _record(plan))
-        self._inbox = _Ring(pool, lag, len(self._mates), own * self.wide.record_bytes)
-        self._sums = _Ring(pool, lag, 1, own * plan.reduce.record_bytes)
+        self._inbox = _Ring(pool, lag, len(self._mates), part * self.wide.record_bytes)
+        self._sums = _Ring(pool, lag, 1, part * plan.reduce.record_bytes)
         self._arrived = _Ring(pool, lag, len(plan.nodes), summed * plan.reduce.record_bytes)
         self._pending: dict[int, Pending] = {}
 
@@ -317,13 +333,26 @@ class _Stages:
         return self._whole(i, self._slabs[i].groups * codec.record_bytes)[0]
 
     def part(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
-        """A rank's part of it; under plan.gather by default."""
-        record = (codec or self._plan.gather).record_bytes
-        first, last = self._slabs[i].part(rank)
-        return self._whole(i, last * record)[0, first * record :]
+        """What a rank of the node has of it; under plan.gather by default."""
+        return self._cut(i, self._slabs[i].part(rank), codec or self._plan.gather)
+
+    def own(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
+        """The piece of a rank; under plan.gather by default."""
+        return self._cut(i, self._slabs[i].own(rank), codec or self._plan.gather)
+
+    def alike(self, i: int, codec: Format) -> list[Tensor]:
+        """The pieces, if nodes are of as many neighbouring ranks and pieces of as many groups: of each place in a
+        node [nodes, bytes], what its ranks own. Else nothing.
+        """
+        slab = self._slabs[i]
+        places = slab.order.regular
+        if not places or len(set(slab.filled)) > 1 or slab.bounds[1] * len(slab.filled) != slab.groups:
+            return []
+        real = _length(slab.own(self.rank)) * codec.record_bytes
+        return list(self.whole(i, codec).view(places, len(self.nodes), -1)[:, :, :real].unbind(0))
 
     def arrived(self, i: int) -> Tensor:
-        """The sums of every node, of the part that this rank owns [nodes, bytes]; no bytes if it owns none."""
+        """The sums of every node, of the piece that this rank owns [nodes, bytes]."""
         self.wait(i)
         return self._outbox(i)
 
@@ -331,41 +360,37 @@ class _Stages:
         self._pending.pop(i).wait()
 
     def send_inside(self, i: int) -> None:
-        inbox = self._inbox(i, self._own(i) * self.wide.record_bytes)
+        inbox = self._inbox(i, _length(self._slabs[i].part(self.rank)) * self.wide.record_bytes)
         sent = {mate: self.part(i, mate, self.wide) for mate in self._mates}
         self._exchange(i, dict(zip(self._mates, inbox, strict=True)), sent, "summing inside the node")
 
     def send_between(self, i: int) -> None:
         self.wait(i)
         slab, wide, narrow = self._slabs[i], self.wide.record_bytes, self._plan.reduce.record_bytes
-        inbox = self._inbox(i, self._own(i) * wide)
-        sums = self._sums(i, self._own(i) * narrow)[0]
-        sent, received = {}, {}
-        for owner in self.nodes[slab.node]:
-            first, last = slab.meet(self.rank, owner)
-            begin, end = first - slab.part(self.rank)[0], last - slab.part(self.rank)[0]
-            if first < last:
-                sent[owner] = sums[begin * narrow : end * narrow]
-                draw = Draw(self._key, slab.number(owner) + first - slab.part(owner)[0])
-                payloads = inbox[:, begin * wide : end * wide]
-                rows.decode_sum_encode(payloads, sent[owner], self.wide, self._plan.reduce, 1.0, draw)
-                if self._meter is not None:
-                    self._meter.summed_inside(payloads, sent[owner], self.wide, self._plan.reduce)
-        if slab.node == self.node:
-            for row, ranks in zip(self._outbox(i), self.nodes, strict=True):
-                for peer in ranks:
-                    first, last = (at - slab.part(self.rank)[0] for at in slab.meet(peer, self.rank))
-                    if first < last:
-                        received[peer] = row[first * narrow : last * narrow]
+        begin, end = slab.part(self.rank)
+        inbox = self._inbox(i, (end - begin) * wide)
+        sums = self._sums(i, (end - begin) * narrow)[0]
+        pieces = slab.owners(self.rank)
+        for number, first, last in self._runs(slab, pieces):
+            payloads = inbox[:, (first - begin) * wide : (last - begin) * wide]
+            total = sums[(first - begin) * narrow : (last - begin) * narrow]
+            rows.decode_sum_encode(payloads, total, self.wide, self._plan.reduce, 1.0, Draw(self._key, number))
+            if self._meter is not None:
+                self._meter.summed_inside(payloads, total, self.wide, self._plan.reduce)
+        sent = {piece.peer: sums[(piece.first - begin) * narrow : (piece.last - begin) * narrow] for piece in pieces}
+        received, at = {}, slab.own(self.rank)[0]
+        outbox = self._outbox(i)
+        for piece in slab.holders(self.rank):
+            received[piece.peer] = outbox[piece.node, (piece.first - at) * narrow : (piece.last - at) * narrow]
         self._exchange(i, received, sent, "summing between the nodes")
 
     def send_back(self, i: int) -> None:
-        slab, owns = self._slabs[i], self._slabs[i].node == self.node
-        peers = self.nodes[slab.node]
-        if owns:
-            peers = tuple(rank for ranks in self.nodes if ranks is not self._mates for rank in ranks)
-        parts = {peer: self._piece(i, peer) for peer in peers}
-        self._exchange(i, {} if owns else parts, parts if owns else {}, "gathering between the nodes")
+        slab, gather = self._slabs[i], self._plan.gather
+        received, sent = (
+            {piece.peer: self._cut(i, piece[2:], gather) for piece in pieces if piece.peer != self.rank}
+            for pieces in (slab.owners(self.rank), slab.holders(self.rank))
+        )
+        self._exchange(i, received, sent, "gathering between the nodes")
 
     def send_forward(self, i: int) -> None:
         self.wait(i)
@@ -374,19 +399,26 @@ class _Stages:
         sent = dict.fromkeys(mates, self.part(i, self.rank))
         self._exchange(i, received, sent, "gathering inside the node")
 
-    def _own(self, i: int) -> int:
-        return _length(self._slabs[i].part(self.rank))
+    def _runs(self, slab: Slab, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+        """The pieces, joined where one kernel does for two: (number of the first group in the call, first, last)."""
+        runs: list[tuple[int, int, int]] = []
+        for piece in pieces:
+            number = slab.numbers[piece.peer] + piece.first - slab.own(piece.peer)[0]
+            if runs:
+                before, first, last = runs[-1]
+                follows = number == before + last - first or not self._plan.reduce.stochastic
+                if last == piece.first and follows:
+                    runs[-1] = before, first, piece.last
+                    continue
+            runs.append((number, piece.first, piece.last))
+        return runs
 
     def _outbox(self, i: int) -> Tensor:
-        slab = self._slabs[i]
-        own = self._own(i) if slab.node == self.node else 0
-        return self._arrived(i, own * self._plan.reduce.record_bytes)
+        return self._arrived(i, _length(self._slabs[i].own(self.rank)) * self._plan.reduce.record_bytes)
 
-    def _piece(self, i: int, peer: int) -> Tensor:
-        """The overlap of this rank's part and a peer's, under plan.gather."""
-        first, last = self._slabs[i].meet(self.rank, peer)
-        record = self._plan.gather.record_bytes
-        return self.whole(i, self._plan.gather)[first * record : last * record]
+    def _cut(self, i: int, part: Part, codec: Format) -> Tensor:
+        first, last = part
+        return self._whole(i, last * codec.record_bytes)[0, first * codec.record_bytes :]
 
     def _exchange(self, i: int, received: dict[int, Tensor], sent: dict[int, Tensor], doing: str) -> None:
         nothing = self._whole.buffer[:0]
