@@ -65,8 +65,8 @@ def plan_of(nbytes: int, ranks: int, bits: int, levels: int) -> Plan:
         nodes=neighbours(ranks, PER_NODE) if levels == 2 else None,
     )
     assert isinstance(plan, Plan)
-    payload = max(one.payload_bytes(nbytes // 2) for one in (plan.reduce, plan.gather))
-    return replace(plan, chunk_bytes=queued_chunk_bytes(plan.chunk_bytes, payload))
+    chunk_bytes = queued_chunk_bytes(plan.chunk_bytes, plan.widest.payload_bytes(nbytes // 2))
+    return replace(plan, chunk_bytes=chunk_bytes)
 
 
 def quantized(nbytes: int, ranks: int, bits: int, levels: int, c: Cluster, message: float) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 16384])
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 128, 1024], help="of the bf16 tensor")
-    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--cluster", default="h100", help="of `flash-allreduce plan --list`")
     parser.add_argument("--message", type=float, default=1e-6, help="seconds a message, assumed")
     parser.add_argument("--json", type=Path)

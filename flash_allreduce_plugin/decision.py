@@ -256,7 +256,7 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         width=width,
     )
     if isinstance(answer, Plan) and transport.queues(call.group, call.device):
-        payload = max(one.payload_bytes(call.numel) for one in (answer.reduce, answer.gather))
+        payload = answer.widest.payload_bytes(call.numel)
         answer = replace(answer, chunk_bytes=queued_chunk_bytes(answer.chunk_bytes, payload))
     if len(known) >= _PLANS:
         known.clear()

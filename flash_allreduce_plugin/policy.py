@@ -140,6 +140,12 @@ class Plan:
         bits = self.bits(collective)
         return bits if self.inside is None or collective not in SUMS else min(bits, self.inside.bits)
 
+    @property
+    def widest(self) -> Format:
+        """The codec whose payload is the longest."""
+        formats = (self.reduce, self.gather, *([] if self.inside is None else [self.inside]))
+        return max(formats, key=lambda one: one.record_bytes)
+
     def at_least(self, bits: int) -> Plan:
         """The same with every width below `bits` raised to it."""
         inside = None if self.inside is None else _at_least(self.inside, bits)

@@ -127,6 +127,11 @@ COLLECTIVES = (
         texts.guard,
         needs=("root",),
     ),
+    Table(
+        "scale",
+        tuple(Command(f"python -m benchmarks.scale --bits {bits}", "--ranks 16 --mib 1") for bits in (8, 4)),
+        texts.scale,
+    ),
     Table("handshake", (Command("python -m benchmarks.handshake", "--ranks 2 --groups 2"),), texts.handshake),
 )
 STEPS = (

@@ -290,6 +290,23 @@ def bf16_ring(results: list[Any]) -> Rows:
     return rows
 
 
+def scale(results: list[Any]) -> Rows:
+    """Of benchmarks.scale, a width a command: a row a size and number of ranks."""
+    names = [f"INT{result['bits']}" for result in results]
+    head = ["ranks", "MiB", "bf16 ms", *(f"{name} {what}" for name in names for what in ("flat ms", "two levels ms"))]
+    rows: Rows = [[*head, *(f"{names[0]}, KiB a message: {what}" for what in ("flat", "two levels"))]]
+    for same in zip(*(result["rows"] for result in results), strict=True):
+        cells = [
+            same[0]["ranks"],
+            same[0]["bytes"] // KIB**2,
+            f"{1e3 * same[0]['full precision']:.2f} ({same[0]['by']})",
+        ]
+        for row in same:
+            cells += [f"{1e3 * row[way]['seconds']:.2f}" for way in ("flat", "two levels")]
+        rows.append([*cells, *(f"{same[0][way]['message bytes'] / KIB:.1f}" for way in ("flat", "two levels"))])
+    return rows
+
+
 def pipeline_training(results: list[Any]) -> Rows:
     """Of benchmarks.pipeline_training: a row a variant."""
     seeds = list(results[0]["seeds"].values())

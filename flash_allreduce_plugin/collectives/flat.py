@@ -48,10 +48,9 @@ _REMEMBERED = 4096  # sizes of calls
 
 
 def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
-    record = max(plan.reduce.record_bytes, plan.gather.record_bytes)
     groups = plan.reduce.groups(numel)
     multiple = world_size * shard_multiple(groups, world_size, plan.reduce, plan.gather)
-    return Chunks.cut(groups, plan.chunk_bytes // record, multiple)
+    return Chunks.cut(groups, plan.chunk_bytes // plan.widest.record_bytes, multiple)
 
 
 def all_reduce(

@@ -226,11 +226,6 @@ def _length(part: Part) -> int:
     return part[1] - part[0]
 
 
-def _record(plan: Plan) -> int:
-    assert plan.inside is not None
-    return max(plan.inside.record_bytes, plan.reduce.record_bytes, plan.gather.record_bytes)
-
-
 def _multiple(plan: Plan) -> int:
     """Of groups: where slabs and parts begin."""
     assert plan.inside is not None
@@ -239,7 +234,7 @@ def _multiple(plan: Plan) -> int:
 
 def _slabs_of_tensor(numel: int, plan: Plan) -> tuple[Slab, ...]:
     assert plan.nodes is not None
-    size = plan.chunk_bytes // _record(plan)
+    size = plan.chunk_bytes // plan.widest.record_bytes
     return topology.slabs_of_tensor(plan.reduce.groups(numel), size, plan.nodes, _multiple(plan))
 
 
@@ -247,7 +242,8 @@ def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...],
     """First groups of the slabs' chunks, counted from the first of a shard; the slabs."""
     assert plan.nodes is not None
     groups = tuple(map(plan.reduce.groups, sizes))
-    size = plan.chunk_bytes // _record(plan) * max(groups) // max(1, sum(groups))  # of each, in a chunk of all
+    of_all = plan.chunk_bytes // plan.widest.record_bytes
+    size = of_all * max(groups) // max(1, sum(groups))  # of each shard
     both = topology.slabs_of_shards(groups, size, plan.nodes, _multiple(plan))
     return tuple(first for first, _ in both), tuple(slab for _, slab in both)
 
@@ -298,7 +294,7 @@ class _Stages:
         self._key, self._meter = rows.draw_key(key, _BETWEEN, self.node), meter
         part = max(_length(slab.part(self.rank)) for slab in slabs)
         summed = max(_length(slab.own(self.rank)) for slab in slabs)
-        self._whole = _Ring(pool, ring, 1, max(slab.groups for slab in slabs) * _record(plan))
+        self._whole = _Ring(pool, ring, 1, max(slab.groups for slab in slabs) * plan.widest.record_bytes)
         self._inbox = _Ring(pool, lag, len(self._mates), part * self.wide.record_bytes)
         self._sums = _Ring(pool, lag, 1, part * plan.reduce.record_bytes)
         self._arrived = _Ring(pool, lag, len(plan.nodes), summed * plan.reduce.record_bytes)
