@@ -51,6 +51,12 @@ def show_published(published: Sequence[Published], console: Console) -> None:
         difference = "" if other.difference is None else f"{other.difference:+.0%}"
         table.add_row(other.source, other.what, _span(other.published), _span(other.predicted), difference, other.note)
     console.print(table)
+    off = [abs(other.difference) for other in published if other.difference is not None]
+    near = sum(each <= WITHIN for each in off)
+    console.print(
+        f"{len(published)} rows, {len(off)} that can be predicted: {near} within {WITHIN:.0%}, the worst {max(off):.0%} "
+        "off."
+    )
 
 
 def _span(values: tuple[float, float] | None) -> str:

@@ -15,7 +15,16 @@ from flash_allreduce_plugin.cli.plan.step_model import Layout, predict, quantiza
 from flash_allreduce_plugin.codec.format import Format
 
 FLASH, ZEROPP, COCCL, TACO = "arXiv 2412.04964", "arXiv 2306.10209 and its blog", "COCCL's README", "arXiv 2604.24088"
+QUICKREDUCE, EGOVERSE = "QuickReduce", "EgoVerse #667"
 INT8, INT4 = Format(8, 128), Format(4, 128)
+#: No set-up to predict for: (source, what, published).
+UNKNOWN = (
+    ("Flash Communication V2", "all_reduce, INT2 to INT8, up to", 3.2),
+    ("SDP4Bit, arXiv 2410.15526", "training of GPT, 128 GPUs, up to", 4.08),
+    ("TAH-Quant, arXiv 2506.01352", "pipeline stages over slow networks, 3 to 4 bits against fp32, up to", 4.3),
+    ("vLLM PR 39783", "time to first token, INT8 and FP8 over NVLink", 1.08),
+    ("EQuARX (XLA)", "all_reduce, INT8 against bf16, TPU", 1.8),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    return [*_flash_communication(), *_zeropp(), *_coccl(), *_taco()]
+    return [*_flash_communication(), *_zeropp(), *_coccl(), *_quickreduce(), *_egoverse(), *_taco(), *_unknown()]
 
 
 def _single(value: float) -> tuple[float, float]:
@@ -134,7 +143,12 @@ def _coccl() -> list[Row]:
     found = []
     c, _ = cluster_of("h800-8x4")
     group = Group(32, 8)
-    calls: tuple[tuple[Kind, float], ...] = (("all_reduce", 2.60), ("reduce_scatter", 2.58), ("all_gather", 5.66))
+    calls: tuple[tuple[Kind, float], ...] = (
+        ("all_reduce", 2.60),
+        ("reduce_scatter", 2.58),
+        ("all_gather", 5.66),
+        ("all_to_all", 4.92),
+    )
     for collective, published in calls:
         ratio = _ratio(Traffic("call", None, collective, 1 << 28, 4, 1, group), c)
         note = "1 GiB; four adapters of 400 Gbit/s a node assumed; kernels and link in turn, and at once"
@@ -162,3 +176,37 @@ def _taco() -> list[Row]:
         f"{shares[1]:.0%} of one that sends fp32"
     )
     return [Row(TACO, "GPT and Qwen, 3D, FP8", _single(gain), None, note)]
+
+
+def _quickreduce() -> list[Row]:
+    """Two MI300X; INT4 with 4.5 bits an element, as theirs."""
+    found = []
+    c, _ = cluster_of(None, peak_flops="1307T", ranks_per_node=2, intra="48GB/s", inter="48GB/s", codec="4TB/s")
+    codec = Format(4, 32, compact=True)
+    for mib, published in ((64, 3.04), (512, 3.18)):
+        t = Traffic("call", None, "all_reduce", mib << 19, 2, 1, Group(2, 2))
+        narrow = cost(t, c, codec)
+        full, in_turn = cost(t, c).seconds, narrow.seconds + min(narrow.link, narrow.busy)
+        note = "48 of 64 GB/s of one xGMI link, 4 TB/s of memory assumed; kernels and link in turn, and at once"
+        what = f"all_reduce of {mib} MiB fp16, 2 x MI300X, INT4"
+        found.append(Row(QUICKREDUCE, what, _single(published), (full / in_turn, full / narrow.seconds), note))
+    return found
+
+
+def _egoverse() -> list[Row]:
+    """DDP on 8 A40: 1.4 s a step on one GPU, 6.4 s on eight, 3.6 with the bf16 hook; the first two give the link."""
+    alone, fp32 = 1.4, 6.4
+    exposed = fp32 - alone
+    at = {bits: alone + exposed * bits / 32 for bits in (16.0, INT8.bits_per_element, INT4.bits_per_element)}
+    ours = ", ".join(f"{fp32 / seconds:.1f} x at {bits:.2f}" for bits, seconds in at.items() if bits < 16)
+    note = f"all of 5 s on the link, as many bytes less; bits an element of this plugin: {ours}"
+    return [
+        Row(
+            EGOVERSE, "a step of DDP on 8 A40, bf16 hook over fp32", _single(fp32 / 3.6), _single(fp32 / at[16.0]), note
+        )
+    ]
+
+
+def _unknown() -> list[Row]:
+    note = "set-up not known here: nothing to predict"
+    return [Row(source, what, _single(published), None, note) for source, what, published in UNKNOWN]

@@ -127,6 +127,7 @@ def test_published_rows_are_shown_with_their_differences():
     rows = plan_published.rows()
     assert {row.source for row in rows} == {
         plan_published.FLASH, plan_published.ZEROPP, plan_published.COCCL, plan_published.TACO,
+        plan_published.QUICKREDUCE, plan_published.EGOVERSE, *(source for source, _, _ in plan_published.UNKNOWN),
     }  # fmt: skip
     for row in rows:
         assert row.note and row.published[0] <= row.published[1]
