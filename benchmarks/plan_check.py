@@ -53,10 +53,8 @@ def show_published(published: Sequence[Published], console: Console) -> None:
     console.print(table)
     off = [abs(other.difference) for other in published if other.difference is not None]
     near = sum(each <= WITHIN for each in off)
-    console.print(
-        f"{len(published)} rows, {len(off)} that can be predicted: {near} within {WITHIN:.0%}, the worst {max(off):.0%} "
-        "off."
-    )
+    said = f"{near} within {WITHIN:.0%}, the worst {max(off):.0%} off"
+    console.print(f"{len(published)} rows, {len(off)} of them predicted: {said}.")
 
 
 def _span(values: tuple[float, float] | None) -> str:

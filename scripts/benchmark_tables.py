@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy_report, bf16_ring, pretraining
+from benchmarks import accuracy_report, bf16_ring
 from flash_allreduce_plugin.cli.tune import command as tune
 from scripts import benchmark_texts as texts
 
@@ -275,18 +275,6 @@ TRAINING = (
         texts.exchange_training,
         slow=True,
         needs=("deepspeed",),
-    ),
-    Table(
-        "pretraining",
-        tuple(
-            Command(f"python -m benchmarks.pretraining --size {size}", "--steps 2 --validation 1 --folder /tmp/quick")
-            for size in ("1m --seeds 1 2 3", "5m --seeds 1 2 3", "10m --seeds 1 2 3", "20m")
-        ),
-        texts.pretraining,
-        names_codec=True,
-        picture=("pretraining.png", pretraining.plot),
-        slow=True,
-        needs=("megatron", "matplotlib"),
     ),
     Table(
         "DDP training",

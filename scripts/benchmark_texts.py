@@ -257,21 +257,6 @@ def exchange_training(results: list[Any]) -> Rows:
     return rows
 
 
-def pretraining(results: list[Any]) -> Rows:
-    """Of benchmarks.pretraining, a size a command: a row a size and variant."""
-    rows: Rows = [["parameters", "", "mean, %", "by seed, %"]]
-    for runs in results:
-        base = {run["seed"]: run["validation loss"] for run in runs if run["variant"] == "full precision"}
-        size = f"{runs[0]['parameters'] / 1e6:.1f} M"
-        for variant in dict.fromkeys(run["variant"] for run in runs):
-            if variant != "full precision":
-                mine = (run for run in runs if run["variant"] == variant)
-                each = [100 * (run["validation loss"] / base[run["seed"]] - 1) for run in mine]
-                by_seed = _signed(each) if len(each) > 1 else ""
-                rows.append([size, _section(variant), f"{statistics.fmean(each):+.3f}", by_seed])
-    return rows
-
-
 def bf16_ring(results: list[Any]) -> Rows:
     """Of benchmarks.bf16_ring: a row a number of ranks, simulated, in brackets measured; columns by variant."""
     found: dict[tuple[float, int, str], dict[str, float]] = {}
