@@ -300,8 +300,8 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    """Every run that is not done, one after the other."""
+def start(tensor_parallel: int) -> None:
+    """The process group and Megatron's groups; without a GPU, what Megatron asks of one."""
     from megatron.core import parallel_state
 
     if torch.cuda.is_available():
@@ -313,11 +313,16 @@ def in_rank(arguments: argparse.Namespace) -> None:
         prepare_cpu()
         torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
         CudaIsCpu().__enter__()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=arguments.tp)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     if torch.cuda.is_available():
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         model_parallel_cuda_manual_seed(1)
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    """Every run that is not done, one after the other."""
+    start(arguments.tp)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     text = read(arguments)
     for index, seed in enumerate(arguments.seeds):
