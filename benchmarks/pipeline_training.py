@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
+from benchmarks.megatron_on_cpu import CudaIsCpu
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, prepare_cpu
@@ -90,16 +90,6 @@ def batches(data: torch.Tensor, number: int, seed: int, arguments: argparse.Name
         yield torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
 
 
-class CpuForCuda(TorchFunctionMode):
-    """The schedule counts its tokens on "cuda"."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.Tensor.cuda:
-            return args[0]
-        kwargs = dict(kwargs or {})
-        return function(*args, **(kwargs | {"device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
-
-
 def run_step(model: Any, data: Iterator[torch.Tensor], arguments: argparse.Namespace, forward_only: bool) -> float:
     """One pass of Megatron's schedule; the mean loss, which the last stage knows."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -112,7 +102,7 @@ def run_step(model: Any, data: Iterator[torch.Tensor], arguments: argparse.Names
         output = stage(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous())
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
-    with CpuForCuda(), torch.set_grad_enabled(not forward_only):
+    with CudaIsCpu(), torch.set_grad_enabled(not forward_only):
         losses = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=data,

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 import flash_allreduce_plugin as fap
 from benchmarks import soak_watch
+from benchmarks.megatron_on_cpu import CudaIsCpu
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.ranks import Say
 
@@ -112,19 +112,6 @@ def _same(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> bool:
     return all(torch.equal(one, mine) for one in everybodys)
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """What Megatron's optimizers ask of CUDA, answered by the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        value = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            value = value.replace("torch.", "torch.cuda.")
-        return value
-
-
 def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
@@ -136,8 +123,7 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     prepare_cpu()
     torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-    _CudaIsCpu().__enter__()
+    CudaIsCpu().__enter__()
     megatron.enable(
         fap.FlashConfig(
             backward_bits=8, grad_bits=8, sequence_parallel_gather_bits=8, quantize_embedding=True, **CONFIG
