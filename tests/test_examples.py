@@ -1,4 +1,4 @@
-"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples/ddp, fsdp and summa."""
+"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples/ddp, fsdp, pipelining and summa."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def test_quantized_gradients_train_as_full_ones(example: str) -> None:
     quantized, report = loss_and_report(eight)
     assert quantized == pytest.approx(loss, rel=2e-3)
     assert all_are_quantized(example, report)
+
+
+def test_quantized_sends_between_stages_train_as_full_ones() -> None:
+    plain, eight = (command for command in COMMANDS if "examples/pipelining/" in command)
+    loss, report = loss_and_report(plain)
+    assert loss < 4 and "pipelining" not in report
+    quantized, report = loss_and_report(eight)
+    assert quantized == pytest.approx(loss, rel=2e-3)
+    assert all_are_quantized("pipelining", report, "backward")
 
 
 @pytest.mark.slow
