@@ -62,4 +62,4 @@ def test_the_learning_rate_rises_and_falls() -> None:
     arguments = pretraining.argparse.Namespace(steps=100, lr=1.0)
     rates = [pretraining.learning_rate(step, arguments) for step in range(100)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == 1.0 == rates[9]
-    assert rates[-1] == pytest.approx(0.1, abs=0.01) and rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.001 and rates[10:] == sorted(rates[10:], reverse=True)
