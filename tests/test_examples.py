@@ -1,4 +1,4 @@
-"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples/ddp, fsdp, pipelining and summa."""
+"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples of DDP, FSDP, pipelining, SUMMA."""
 
 from __future__ import annotations
 
