@@ -39,8 +39,8 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 
 FULL_PRECISION, NOISE = "full precision", "noise "
-#: The relative error of a call at 8 bits and at 4 with the codebook: 45.5 and 22.1 dB. And one far below: trainings in bf16
-#: that differ in a bit drift apart, and this says how far.
+#: The relative error of a call at 8 bits and at 4 with the codebook: 45.5 and 22.1 dB. And one far below: trainings in
+#: bf16 that differ in a bit drift apart, and this says how far.
 NOISES = ["1e-4", "0.0053", "0.079"]
 CONFIGS = ['{"preset": "int8", "param_bits": 8}', '{"preset": "int4", "param_bits": 4}']
 

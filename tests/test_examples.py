@@ -1,4 +1,4 @@
-"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: examples of DDP, FSDP, pipelining, SUMMA."""
+"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: DDP, FSDP, pipelining and SUMMA."""
 
 from __future__ import annotations
 
