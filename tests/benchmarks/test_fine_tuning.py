@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,23 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("deepspeed")
-
 from benchmarks import fine_tuning
+
+# Not imported here: tests of the autoload in the same process need it to be missing yet.
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 ROOT = Path(fine_tuning.__file__).parent.parent
 
 
-def test_lora_begins_as_the_matrix_and_trains_little() -> None:
+def test_lora_begins_as_the_matrix() -> None:
     linear = torch.nn.Linear(24, 40)
     lora, x = fine_tuning.Lora(linear), torch.randn(3, 24)
     assert torch.equal(lora(x), linear(x))
     torch.nn.init.ones_(lora.b)
     assert not torch.allclose(lora(x), linear(x))
-    model = fine_tuning.Classifier(fine_tuning.build(1), 4, lora=True)
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(name.endswith((".a", ".b")) or name.startswith("head.") for name in names)
-    assert len(names) == 2 * 4 * fine_tuning.LAYERS + 2
 
 
 def test_held_out_text_is_not_trained_on() -> None:
@@ -40,10 +38,11 @@ def test_held_out_text_is_not_trained_on() -> None:
         assert bool((text >= border).all()) if held_out else bool((text < border).all())
 
 
-@pytest.mark.parametrize("engine", fine_tuning.ENGINES)
-def test_two_steps(engine: str, tmp_path: Path) -> None:
+@needs_deepspeed
+@pytest.mark.parametrize(("engine", "method", "trained"), [("ddp", "lora", 50_184), ("zero2", "full", 645_000)])
+def test_two_steps(engine: str, method: str, trained: int, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    sizes = ["--steps=4", "--pretraining=2", "--validation=1", "--seeds=1", "--noise", "--methods=full"]
+    sizes = ["--steps=4", "--pretraining=2", "--validation=1", "--seeds=1", "--noise", f"--methods={method}"]
     command = [sys.executable, "-m", "benchmarks.fine_tuning", *sizes, f"--engines={engine}", f"--folder={tmp_path}"]
     done = subprocess.run(
         [*command, f"--json={output}", "--sections", fine_tuning.SECTIONS[0]],
@@ -53,8 +52,8 @@ def test_two_steps(engine: str, tmp_path: Path) -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    full, int8 = json.loads(output.read_text())[f"{engine}, full"]["1"].values()
+    full, int8 = json.loads(output.read_text())[f"{engine}, {method}"]["1"].values()
     assert full["quantized"] == 0 and int8["quantized"] >= 4
     assert int8["validation loss"] == pytest.approx(full["validation loss"], rel=1e-2)
     assert int8["validation loss"] != full["validation loss"]
-    assert int8["trained"] > 600_000 and 0 < full["accuracy"] < 1
+    assert int8["trained"] == trained and 0 < full["accuracy"] < 1
