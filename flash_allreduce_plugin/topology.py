@@ -45,26 +45,26 @@ def by_host(hosts: Sequence[Hashable]) -> Nodes:
     return tuple(map(tuple, nodes.values()))
 
 
-class Piece(NamedTuple):
-    """What a rank's part has of a piece of `peer`, or its piece of a part of `peer`, a rank of `node`."""
+class Overlap(NamedTuple):
+    """What a rank's part has of the piece of `peer`, or its piece of the part of `peer`, a rank of `node`."""
 
     node: int
     peer: int
-    first: int
-    last: int
+    part: Part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The ranks in the order of their pieces: by where their parts lie in their nodes.
+    """The ranks of a group in the order of their pieces: by where their parts lie in their nodes.
 
     Args:
         nodes: of the group.
         ranks: in that order.
         index: of every rank in it.
         places: of every rank: its node and its place there.
-        shares: where each piece begins, and the last one ends, if nodes own alike, and a node's ranks too.
-        regular: ranks of every node, if they are alike and of neighbouring ranks; 0: they are not.
+        shares: where each piece of a tensor begins, and the last one ends, in units of shares[-1] a tensor: nodes own
+            alike, and so do the ranks of a node.
+        regular: ranks of every node, if all have as many and neighbouring ones; 0: they have not.
     """
 
     nodes: Nodes
@@ -77,6 +77,7 @@ class Order:
 
 @lru_cache(maxsize=64)
 def order_of(nodes: Nodes) -> Order:
+    """The same object for the same nodes."""
     places = {rank: (node, place) for node, ranks in enumerate(nodes) for place, rank in enumerate(ranks)}
     size = {rank: len(nodes[node]) for rank, (node, _) in places.items()}
     ranks = sorted(places, key=lambda rank: ((2 * places[rank][1] + 1) / size[rank], places[rank][0]))
@@ -97,18 +98,19 @@ def order_of(nodes: Nodes) -> Order:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """
+    """A run of groups, and who has what of it.
+
     Args:
         groups: of the slab.
         bounds: where each piece begins, in the order of `order`, and the last one ends.
-        filled: of every piece, in that order, how many groups at its end are none of the call's.
+        filling: of every piece, in that order, how many groups at its end are none of the call's.
         numbers: of every rank: which group of the call the first one of its piece is.
         multiple: parts and pieces begin at multiples of so many groups.
     """
 
     groups: int
     bounds: tuple[int, ...]
-    filled: tuple[int, ...]
+    filling: tuple[int, ...]
     numbers: tuple[int, ...]
     order: Order
     multiple: int
@@ -121,22 +123,22 @@ class Slab:
     def own(self, rank: int) -> Part:
         """The piece of a rank, without what it is filled up with."""
         i = self.order.index[rank]
-        return self.bounds[i], self.bounds[i + 1] - self.filled[i]
+        return self.bounds[i], self.bounds[i + 1] - self.filling[i]
 
-    def owners(self, rank: int) -> list[Piece]:
+    def owners(self, rank: int) -> list[Overlap]:
         """Of whose pieces the part of a rank has something, in their order."""
         begin, end = self.part(rank)
         found = []
-        for i in range(max(0, bisect_right(self.bounds, begin) - 1), len(self.filled)):
+        for i in range(max(0, bisect_right(self.bounds, begin) - 1), len(self.filling)):
             if self.bounds[i] >= end:
                 break
-            first, last = max(begin, self.bounds[i]), min(end, self.bounds[i + 1] - self.filled[i])
+            first, last = max(begin, self.bounds[i]), min(end, self.bounds[i + 1] - self.filling[i])
             if first < last:
                 peer = self.order.ranks[i]
-                found.append(Piece(self.order.places[peer][0], peer, first, last))
+                found.append(Overlap(self.order.places[peer][0], peer, (first, last)))
         return found
 
-    def holders(self, rank: int) -> list[Piece]:
+    def holders(self, rank: int) -> list[Overlap]:
         """Whose parts have something of the piece of a rank, node by node."""
         begin, end = self.own(rank)
         found = []
@@ -147,7 +149,7 @@ class Slab:
                     break
                 first, last = max(begin, parts[place][0]), min(end, parts[place][1])
                 if first < last:
-                    found.append(Piece(node, ranks[place], first, last))
+                    found.append(Overlap(node, ranks[place], (first, last)))
         return found
 
 
@@ -190,9 +192,9 @@ def slabs_of_shards(
         of_chunk = [min(max(groups[rank] - first, 0), size) for rank in order.ranks]
         room = [_up(count, multiple) for count in of_chunk]
         bounds = tuple(itertools.accumulate(room, initial=0))
-        filled = tuple(whole - count for whole, count in zip(room, of_chunk, strict=True))
+        filling = tuple(whole - count for whole, count in zip(room, of_chunk, strict=True))
         numbers = tuple(start + first for start in starts[:-1])
-        slabs.append((first, Slab(bounds[-1], bounds, filled, numbers, order, multiple)))
+        slabs.append((first, Slab(bounds[-1], bounds, filling, numbers, order, multiple)))
     return tuple(slabs)
 
 

@@ -35,6 +35,21 @@ def test_the_call_of_these_tests_is_quantized() -> None:
     assert plan() == Plan(Format(8, 128), Format(8, 128), FlashConfig().chunk_bytes)
 
 
+@pytest.mark.parametrize(("world_size", "times"), [(2, 1), (128, 1), (1024, 8), (16_384, 128)])
+def test_chunks_grow_with_large_groups(world_size: int, times: int) -> None:
+    """A chunk is cut among all ranks: what it sends each of them stays 8 KiB."""
+    planned = plan(world_size=world_size)
+    assert isinstance(planned, Plan) and planned.chunk_bytes == times * FlashConfig().chunk_bytes
+
+
+def test_the_widest_codec_is_the_inner_one_where_nodes_are_alike() -> None:
+    nodes = ((0, 1), (2, 3))
+    levels = plan(config=FlashConfig(bits=4, hierarchical="auto"), nodes=nodes)
+    assert isinstance(levels, Plan) and levels.widest == levels.inside == Format(8, 128)
+    both = plan(config=FlashConfig(reduce_bits=3, gather_bits=5))
+    assert isinstance(both, Plan) and both.widest == both.gather
+
+
 # Every obstacle by itself, in the order of the checks.  `config` holds changes of the configuration.
 OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("disabled by configuration", {}, {"enabled": False}),

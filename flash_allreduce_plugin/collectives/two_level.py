@@ -31,7 +31,7 @@ from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.topology import Nodes, Part, Piece, Slab
+from flash_allreduce_plugin.topology import Nodes, Overlap, Part, Slab
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
@@ -115,11 +115,11 @@ def reduce_scatter(
             meter.encoded(part, payload, stages.wide)
 
     def inside(i: int) -> None:
-        if isinstance(shards, Tensor) and (alike := stages.alike(i, stages.wide)):
+        if isinstance(shards, Tensor) and (places := stages.by_place(i, stages.wide)):
             last = firsts[i] * group_size + elements(shards[0], i, 0).numel()
-            for place, payloads in enumerate(alike):
-                part = shards[place :: len(alike), firsts[i] * group_size : last]
-                step = slabs[i].numbers[len(alike)] - slabs[i].numbers[0]
+            for place, payloads in enumerate(places):
+                part = shards[place :: len(places), firsts[i] * group_size : last]
+                step = slabs[i].numbers[len(places)] - slabs[i].numbers[0]
                 encode(part, payloads, Draw(inside_key, slabs[i].numbers[place], step))
         else:
             for owner, shard in enumerate(shards):
@@ -181,10 +181,10 @@ def all_gather(
         stages.send_back(i)
 
     def write(i: int) -> None:
-        if parts is None and (alike := stages.alike(i, plan.gather)):
+        if parts is None and (places := stages.by_place(i, plan.gather)):
             last = firsts[i] * group_size + elements(input, i, rank).numel()
-            for place, payloads in enumerate(alike):
-                put(payloads, output.view(world, -1)[place :: len(alike), firsts[i] * group_size : last], plan.gather)
+            for place, payloads in enumerate(places):
+                put(payloads, output.view(world, -1)[place :: len(places), firsts[i] * group_size : last], plan.gather)
         else:
             for owner, shard in enumerate(shards):
                 part = elements(shard, i, owner)
@@ -207,10 +207,10 @@ def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: in
     mates = [mate for mate in plan.nodes[node] if mate != rank]
     inside = between = 0
 
-    def to(pieces: Sequence[Piece], record: int) -> None:
+    def to(overlaps: Sequence[Overlap], record: int) -> None:
         nonlocal inside, between
-        between += sum(piece.last - piece.first for piece in pieces if piece.node != node) * record
-        inside += sum(p.last - p.first for p in pieces if p.node == node and p.peer != rank) * record
+        between += sum(_length(one.part) for one in overlaps if one.node != node) * record
+        inside += sum(_length(one.part) for one in overlaps if one.node == node and one.peer != rank) * record
 
     for slab in slabs:
         if collective != "all_gather":
@@ -336,15 +336,15 @@ class _Stages:
         """The piece of a rank; under plan.gather by default."""
         return self._cut(i, self._slabs[i].own(rank), codec or self._plan.gather)
 
-    def alike(self, i: int, codec: Format) -> list[Tensor]:
-        """The pieces, if nodes are of as many neighbouring ranks and pieces of as many groups: of each place in a
-        node [nodes, bytes], what its ranks own. Else nothing.
+    def by_place(self, i: int, codec: Format) -> list[Tensor]:
+        """The pieces of a call whose shards are alike, of each place in a node [nodes, bytes]: what its ranks own.
+
+        Nothing where nodes differ, or are not of neighbouring ranks.
         """
-        slab = self._slabs[i]
-        places = slab.order.regular
-        if not places or len(set(slab.filled)) > 1 or slab.bounds[1] * len(slab.filled) != slab.groups:
+        places = self._slabs[i].order.regular
+        if not places:
             return []
-        real = _length(slab.own(self.rank)) * codec.record_bytes
+        real = _length(self._slabs[i].own(self.rank)) * codec.record_bytes
         return list(self.whole(i, codec).view(places, len(self.nodes), -1)[:, :, :real].unbind(0))
 
     def arrived(self, i: int) -> Tensor:
@@ -366,25 +366,26 @@ class _Stages:
         begin, end = slab.part(self.rank)
         inbox = self._inbox(i, (end - begin) * wide)
         sums = self._sums(i, (end - begin) * narrow)[0]
-        pieces = slab.owners(self.rank)
-        for number, first, last in self._runs(slab, pieces):
-            payloads = inbox[:, (first - begin) * wide : (last - begin) * wide]
-            total = sums[(first - begin) * narrow : (last - begin) * narrow]
-            rows.decode_sum_encode(payloads, total, self.wide, self._plan.reduce, 1.0, Draw(self._key, number))
+        owners = slab.owners(self.rank)
+
+        def of_sums(part: Part) -> Tensor:
+            return sums[(part[0] - begin) * narrow : (part[1] - begin) * narrow]
+
+        for number, part in self._runs(slab, owners):
+            payloads = inbox[:, (part[0] - begin) * wide : (part[1] - begin) * wide]
+            rows.decode_sum_encode(payloads, of_sums(part), self.wide, self._plan.reduce, 1.0, Draw(self._key, number))
             if self._meter is not None:
-                self._meter.summed_inside(payloads, total, self.wide, self._plan.reduce)
-        sent = {piece.peer: sums[(piece.first - begin) * narrow : (piece.last - begin) * narrow] for piece in pieces}
-        received, at = {}, slab.own(self.rank)[0]
-        outbox = self._outbox(i)
-        for piece in slab.holders(self.rank):
-            received[piece.peer] = outbox[piece.node, (piece.first - at) * narrow : (piece.last - at) * narrow]
-        self._exchange(i, received, sent, "summing between the nodes")
+                self._meter.summed_inside(payloads, of_sums(part), self.wide, self._plan.reduce)
+        outbox, received, at = self._outbox(i), {}, slab.own(self.rank)[0]
+        for node, peer, (first, last) in slab.holders(self.rank):
+            received[peer] = outbox[node, (first - at) * narrow : (last - at) * narrow]
+        self._exchange(i, received, {one.peer: of_sums(one.part) for one in owners}, "summing between the nodes")
 
     def send_back(self, i: int) -> None:
         slab, gather = self._slabs[i], self._plan.gather
         received, sent = (
-            {piece.peer: self._cut(i, piece[2:], gather) for piece in pieces if piece.peer != self.rank}
-            for pieces in (slab.owners(self.rank), slab.holders(self.rank))
+            {one.peer: self._cut(i, one.part, gather) for one in overlaps if one.peer != self.rank}
+            for overlaps in (slab.owners(self.rank), slab.holders(self.rank))
         )
         self._exchange(i, received, sent, "gathering between the nodes")
 
@@ -395,18 +396,17 @@ class _Stages:
         sent = dict.fromkeys(mates, self.part(i, self.rank))
         self._exchange(i, received, sent, "gathering inside the node")
 
-    def _runs(self, slab: Slab, pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
-        """The pieces, joined where one kernel does for two: (number of the first group in the call, first, last)."""
-        runs: list[tuple[int, int, int]] = []
-        for piece in pieces:
-            number = slab.numbers[piece.peer] + piece.first - slab.own(piece.peer)[0]
+    def _runs(self, slab: Slab, owners: Sequence[Overlap]) -> list[tuple[int, Part]]:
+        """What goes to them, joined where one kernel does for two: the number of the first group in the call, part."""
+        runs: list[tuple[int, Part]] = []
+        for _, owner, (first, last) in owners:
+            number = slab.numbers[owner] + first - slab.own(owner)[0]
             if runs:
-                before, first, last = runs[-1]
-                follows = number == before + last - first or not self._plan.reduce.stochastic
-                if last == piece.first and follows:
-                    runs[-1] = before, first, piece.last
+                before, (begin, end) = runs[-1]
+                if end == first and (number == before + end - begin or not self._plan.reduce.stochastic):
+                    runs[-1] = before, (begin, last)
                     continue
-            runs.append((number, piece.first, piece.last))
+            runs.append((number, (first, last)))
         return runs
 
     def _outbox(self, i: int) -> Tensor:
