@@ -30,6 +30,7 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from benchmarks import ddp_hooks, netlab
 from benchmarks.ddp_hooks import FULL_PRECISION, NOT_SENT, ONE_BUCKET, POWERSGD, QUANTIZATION
+from benchmarks.ranks import finish, on_the_wire, result_of
 
 VARIANTS = [
     NOT_SENT,
@@ -82,19 +83,8 @@ def measure(arguments: argparse.Namespace) -> None:
         if variant != NOT_SENT:
             with ddp_hooks.watched(variant, arguments.limit):
                 ddp_hooks.check_same_weights(model)
-    if dist.get_rank() == 0:
-        elements = sum(parameter.numel() for parameter in models[FULL_PRECISION].parameters())
-        print(
-            "RESULT " + json.dumps({"elements": elements, "seconds": seconds, "wire": wire, "sent": sent}), flush=True
-        )
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
-
-
-def on_the_wire() -> int:
-    """Bytes that this host's interfaces have sent, but for the loopback."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-    return sum(int(numbers[8]) for name, *numbers in lines if name != "lo:")
+    elements = sum(parameter.numel() for parameter in models[FULL_PRECISION].parameters())
+    finish({"elements": elements, "seconds": seconds, "wire": wire, "sent": sent})
 
 
 def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +103,7 @@ def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{variant}: {why}")
             print(f"{rate}: {variant} {why}; again without it", flush=True)
             failed[variant] = why
-    line = next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))
-    rows = table(json.loads(line.removeprefix("RESULT ")))
+    rows = table(result_of(outputs[0]))
     return {"rate": rate, "variants": {name: rows.get(name) or {"cannot run": failed[name]} for name in variants}}
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 import flash_allreduce_plugin as fap
 from benchmarks import netlab
+from benchmarks.ranks import finish, on_the_wire, result_of
 from flash_allreduce_plugin.deepspeed import engine as attachment
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
@@ -122,16 +123,7 @@ def measure(arguments: argparse.Namespace) -> None:
         results[stage] = {"optimizer": optimizer, "seconds": seconds, "sent": sent, "wire": wire}
         for engine in engines.values():
             engine.destroy()
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
-
-
-def on_the_wire() -> int:
-    """Bytes that this host's interfaces have sent, but for the loopback."""
-    lines = [line.split() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-    return sum(int(numbers[8]) for name, *numbers in lines if name != "lo:")
+    finish(results)
 
 
 def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
@@ -194,7 +186,7 @@ def main() -> None:
         out = lab.run(
             [sys.executable, "-m", "benchmarks.deepspeed_step", *sys.argv[1:], "--rank"], timeout=arguments.timeout
         )[0]
-    result = json.loads(next(line for line in out.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+    result = result_of(out)
     elements = arguments.layers * arguments.width**2
     tables = [table(int(stage), entry, elements) for stage, entry in result.items()]
     print(f"{elements / 1e6:.1f} M parameters, {arguments.hosts} hosts, links of {arguments.rate}")

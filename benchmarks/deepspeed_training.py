@@ -17,12 +17,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
+from benchmarks.ranks import finish, torchrun
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -230,23 +228,14 @@ def in_rank(arguments: argparse.Namespace) -> None:
     deepspeed.utils.logging.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo")
     results = {variant: train(variant, stage, seed, arguments) for variant in arguments.variants}
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+    finish(results)
 
 
 def run(stage: int, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
-        command += ["--log-dir", folder, "-m", "benchmarks.deepspeed_training", *sys.argv[1:]]
-        command += ["--rank", str(stage), str(seed), "--variants", *variants]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise SystemExit(f"stage {stage}, seed {seed}: exit status {done.returncode}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    command = [*sys.argv[1:], "--rank", str(stage), str(seed), "--variants", *variants]
+    result: dict[str, Any] = torchrun(
+        "benchmarks.deepspeed_training", arguments.ranks, command, {"DS_ACCELERATOR": "cpu"}
+    )
     return result
 
 

@@ -13,23 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import statistics
-import sys
-import time
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from benchmarks import netlab, pretraining
-from benchmarks.ddp_step import on_the_wire
-from benchmarks.pretraining import FULL_PRECISION
+from benchmarks import pretraining, timed_steps
+from benchmarks.ranks import finish
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 
+BASE = pretraining.FULL_PRECISION
 VARIANTS = [
     '{"preset": "int8"}',
     '{"preset": "int8", "param_bits": 8}',
@@ -40,101 +33,53 @@ VARIANTS = [
 WARM_UP_STEPS = 1  # of each turn
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """In a rank: time every variant's steps; rank 0 prints one JSON object."""
+def in_rank(arguments: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
     pretraining.start(arguments.tp)
     replica = parallel_state.get_data_parallel_rank()
     text, _ = split(corpus(None), arguments.sequence)
-    variants = arguments.rank
+    variants: list[str] = arguments.rank
     runs = {variant: pretraining.build(arguments, 1) for variant in variants}
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    wire: dict[str, list[int]] = {variant: [] for variant in variants}
+    times = timed_steps.Times(variants)
+    sites: dict[str, dict[str, int]] = {}
+
+    def step(run: pretraining.Run, number: int) -> None:
+        generator = torch.Generator().manual_seed(number * 1000 + replica)
+        run.model.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        pretraining.loss_of(run.model, text, generator, arguments.batch, arguments.sequence).backward()
+        finalize_model_grads([run.model])
+        run.optimizer.step()
+
     for turn in range(arguments.turns):
         at = turn % len(variants)
         for variant in variants[at:] + variants[:at]:
-            run = runs[variant]
+            fap.reset_stats()
             if variant.startswith("{"):
                 fap.megatron.enable(fap.FlashConfig.from_dict({"min_bytes": 65536, **json.loads(variant)}))
-            for step in range(WARM_UP_STEPS + arguments.steps):
-                generator = torch.Generator().manual_seed(100 * turn + 10 * step + replica)
-                dist.barrier()
-                before = on_the_wire()
-                begin = time.perf_counter()
-                run.model.zero_grad_buffer()
-                run.optimizer.zero_grad()
-                pretraining.loss_of(run.model, text, generator, arguments.batch, arguments.sequence).backward()
-                finalize_model_grads([run.model])
-                run.optimizer.step()
-                took = torch.tensor(time.perf_counter() - begin)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                if step >= WARM_UP_STEPS:
-                    seconds[variant].append(float(took))
-                    wire[variant].append(on_the_wire() - before)
+            for number in range(turn * 100, turn * 100 + WARM_UP_STEPS + arguments.steps):
+                times.take(variant, partial(step, runs[variant], number), number % 100 >= WARM_UP_STEPS)
+            sites[variant] = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
             fap.megatron.disable()
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({"seconds": seconds, "wire": wire}), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's may abort the process while the interpreter ends
-
-
-def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.dist_opt_step", *sys.argv[1:]]
-    command += ["--rank", FULL_PRECISION, *arguments.variants]
-    with netlab.hosts(arguments.hosts, rate) as lab:
-        outputs = lab.run(command, timeout=arguments.timeout)
-    line = next(line for line in outputs[0].splitlines() if line.startswith("RESULT "))
-    found = json.loads(line.removeprefix("RESULT "))
-    medians = {variant: statistics.median(times) for variant, times in found["seconds"].items()}
-    rows = {
-        variant: {
-            "step, seconds": took,
-            "x bf16": medians[FULL_PRECISION] / took,
-            "wire, bytes": statistics.median(found["wire"][variant]),
-            "step by step": found["seconds"][variant],
-        }
-        for variant, took in medians.items()
-    }
-    return {"rate": rate, "variants": rows}
-
-
-def show(entry: dict[str, Any]) -> None:
-    print(f"\nlinks of {entry['rate']}\n{'':44}{'step ms':>9}{'x bf16':>9}{'wire MB':>9}")
-    for variant, row in entry["variants"].items():
-        times = f"{1e3 * row['step, seconds']:9.0f}{row['x bf16']:9.2f}{row['wire, bytes'] / 1e6:9.2f}"
-        print(f"{variant:44}{times}", flush=True)
+    finish({**vars(times), "quantized": sites})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"])
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, help="fields of FlashConfig, as JSON")
+    timed_steps.add_arguments(parser, hosts=4, variants=VARIANTS)
     parser.add_argument("--size", choices=pretraining.SIZES, default="10m")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a replica")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed, of each turn")
-    parser.add_argument("--timeout", type=float, default=1800)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.vocabulary, arguments.lr = 256, 1e-4
     if arguments.rank:
-        return measure(arguments)
-    os.environ["FLASH_ALLREDUCE_AUTOLOAD"] = "0"
-    tables = []
-    for rate in arguments.rates:
-        tables.append(run(rate, arguments))
-        show(tables[-1])
-    if arguments.json:
-        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
-        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
-    return None
+        return in_rank(arguments)
+    return timed_steps.compare("benchmarks.dist_opt_step", [BASE], BASE, arguments)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from torch import Tensor, nn
 
 import flash_allreduce_plugin as fap
 from benchmarks.deepspeed_training import FULL_PRECISION, NOISE, WARM_UP_STEPS, add_noise, configuration, example
+from benchmarks.ranks import finish, torchrun
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 
 SECTIONS = ['{"preset": "int8"}', '{"preset": "int4"}', '{"preset": "thin"}']
@@ -208,24 +206,13 @@ def in_rank(arguments: argparse.Namespace) -> None:
     else:
         dist.init_process_group("gloo")
     results = {variant: train(variant, arguments) for variant in arguments.variants}
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's may abort the process while the interpreter ends
+    finish(results)
 
 
 def run(engine: str, method: str, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as logs:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["--log-dir", logs, "-m", "benchmarks.fine_tuning", *sys.argv[1:], "--engine", engine]
-        command += ["--method", method, "--seed", str(seed), "--variants", *variants]
-        command += ["--folder", str(arguments.folder)]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise SystemExit(f"{engine}, {method}, seed {seed}: exit status {done.returncode}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    command = [*sys.argv[1:], "--engine", engine, "--method", method, "--seed", str(seed), "--variants", *variants]
+    command += ["--folder", str(arguments.folder)]
+    result: dict[str, Any] = torchrun("benchmarks.fine_tuning", 2, command, {"DS_ACCELERATOR": "cpu"})
     return result
 
 

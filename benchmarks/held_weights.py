@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import deepspeed_training
+from benchmarks.ranks import finish, torchrun
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 
 
@@ -74,10 +72,7 @@ def in_rank(arguments: argparse.Namespace) -> None:
             if (step + 1) % arguments.every == 0:
                 results[bits][step + 1] = {**distances(engine), "loss": float(loss.detach())}
         engine.destroy()
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+    finish(results)
 
 
 def main() -> None:
@@ -96,15 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank:
         return in_rank(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command += ["--log-dir", folder, "-m", "benchmarks.held_weights", *sys.argv[1:], "--rank"]
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise SystemExit(f"exit status {done.returncode}\n{done.stderr[-4000:]}")
-    results = json.loads(lines[0].removeprefix("RESULT "))
+    results = torchrun("benchmarks.held_weights", 2, [*sys.argv[1:], "--rank"], {"DS_ACCELERATOR": "cpu"})
     for bits, steps in results.items():
         print(f"{bits} bits: step, distance of the held weights from the masters, that of bf16, same bits on all ranks")
         for step, row in steps.items():

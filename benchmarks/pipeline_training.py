@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.megatron_on_cpu import CudaIsCpu
+from benchmarks.ranks import finish, torchrun
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, prepare_cpu
@@ -177,23 +175,12 @@ def in_rank(arguments: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
     prepare_cpu()
     results = {variant: train(variant, arguments.rank, arguments) for variant in arguments.variants}
-    if dist.get_rank() == 0:
-        print("RESULT " + json.dumps(results), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's may abort the process while the interpreter ends
+    finish(results)
 
 
 def run(seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={arguments.stages}", "--log-dir", folder, "-m", "benchmarks.pipeline_training"]
-        command += [*sys.argv[1:], "--rank", str(seed), "--variants", *variants]
-        environment = {**os.environ, "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise SystemExit(f"seed {seed}: exit status {done.returncode}\n{done.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    command = [*sys.argv[1:], "--rank", str(seed), "--variants", *variants]
+    result: dict[str, Any] = torchrun("benchmarks.pipeline_training", arguments.stages, command)
     return result
 
 

@@ -7,7 +7,8 @@ Chunks, slabs, messages and bytes are what the code makes of such a call (policy
 two_level.py); links, kernels and the host are those of `flash-allreduce plan`. Full precision is the faster of NCCL's
 ring and tree, with the latencies of its own model (NCCL, src/graph/tuning.cc: protocol Simple, NVLink and network). A
 message between two ranks takes --message seconds of the device's time beside its bytes: an assumption. Nothing of it
-has run on a GPU.
+has run on a GPU. "KiB": a message, in two levels one between nodes; "pad": bytes sent, over those of the elements;
+"layout": seconds of this machine, once for each size of tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import shlex
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,21 +74,24 @@ def plan_of(nbytes: int, ranks: int, bits: int, levels: int) -> Plan:
 def quantized(nbytes: int, ranks: int, bits: int, levels: int, c: Cluster, message: float) -> dict[str, Any]:
     """Seconds of the device and of the host, and what the call is made of."""
     plan, numel, nodes = plan_of(nbytes, ranks, bits, levels), nbytes // 2, ranks // PER_NODE
-    ideal = 2 * (ranks - 1) * plan.gather.payload_bytes(numel) / ranks
     if levels == 1:
         _, link, kernels = cost_model.flat(traffic(nbytes, ranks), c, plan.gather)
         chunks = flat._chunks_of_tensor(numel, plan, ranks).count
         sent = flat.sent_bytes("all_reduce", numel, plan, ranks)
         exchanges, messages = 2 * chunks, 2 * chunks * (ranks - 1)
-        ideal_sent = ideal
+        needed = 2 * (ranks - 1) * plan.gather.payload_bytes(numel) / ranks
+        far, layout = sent / messages, 0.0
     else:
         _, link, kernels = cost_model.two_levels(traffic(nbytes, ranks), c, plan.gather)
+        begin = time.perf_counter()
         slabs = len(two_level._slabs_of_tensor(numel, plan))
-        sent, _ = two_level.sent_bytes("all_reduce", numel, plan, 0)
+        sent, to_nodes = two_level.sent_bytes("all_reduce", numel, plan, 0)
+        layout = time.perf_counter() - begin
         exchanges, messages = 4 * slabs, 2 * slabs * (PER_NODE - 1 + nodes - 1)
+        far = to_nodes / (2 * slabs * (nodes - 1))
         narrow, wide = plan.gather.payload_bytes(numel), plan.inside.payload_bytes(numel) if plan.inside else 0
         between = 2 * (nodes - 1) / nodes * narrow / PER_NODE
-        ideal_sent = (PER_NODE - 1) / PER_NODE * (wide + narrow) + between
+        needed = (PER_NODE - 1) / PER_NODE * (wide + narrow) + between
     host = c.host[0] + (exchanges / 2 - 1) * c.host[1]
     device = c.start + max(link, kernels) + messages * message
     return {
@@ -95,8 +100,9 @@ def quantized(nbytes: int, ranks: int, bits: int, levels: int, c: Cluster, messa
         "host": host,
         "exchanges": exchanges,
         "messages": messages,
-        "message bytes": sent / messages,
-        "sent / needed": sent / ideal_sent,
+        "message bytes": far,
+        "sent / needed": sent / needed,
+        "layout": layout,
     }
 
 
@@ -120,13 +126,14 @@ def shown(one: dict[str, Any]) -> str:
             limit = "*" if way["host"] > way["device"] else " "
             text += f"{1e3 * way['seconds']:10.2f}{limit}{way['message bytes'] / 1024:9.1f}{way['exchanges']:6}"
             text += f"{way['sent / needed']:6.2f}"
+    text += f"{one['two levels']['layout']:8.3f}" if "two levels" in one else ""
     return f"{text}   {one['fastest']}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 4096, 16384])
-    parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 128, 1024], help="of the bf16 tensor")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 16384])
+    parser.add_argument("--mib", type=int, nargs="+", default=[16, 128, 1024], help="of the bf16 tensor")
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--cluster", default="h100", help="of `flash-allreduce plan --list`")
     parser.add_argument("--message", type=float, default=1e-6, help="seconds a message, assumed")
@@ -134,8 +141,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if any(ranks % PER_NODE for ranks in arguments.ranks):
         parser.error(f"--ranks: expected multiples of {PER_NODE}, the ranks of a node")
-    print(f"{'ranks':>7}{'MiB':>7}{'bf16 ms':>9}      {'flat ms':>10}{'KiB each':>10}{'exch.':>6}{'pad':>6}", end="")
-    print(f"{'two ms':>10}{'KiB each':>10}{'exch.':>6}{'pad':>6}   fastest (*: the host's time)")
+    print(f"{'ranks':>7}{'MiB':>7}{'bf16 ms':>9}      {'flat ms':>10}{'KiB':>9}{'exch.':>6}{'pad':>6}", end="")
+    print(f"{'two ms':>10}{'KiB':>9}{'exch.':>6}{'pad':>6}{'layout':>8}   fastest (*: the host's time)")
     rows = []
     for ranks in arguments.ranks:
         cluster, _ = cluster_of(f"{arguments.cluster}-{PER_NODE}x{ranks // PER_NODE}")

@@ -170,6 +170,19 @@ STEPS = (
         texts.ddp_step,
         needs=("root",),
     ),
+    Table(
+        "FSDP2 step",
+        (Command("python -m benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
+        texts.timed_steps,
+        needs=("root",),
+    ),
+    Table(
+        "TP x DP step",
+        (Command("python -m benchmarks.dist_opt_step", "--size 1m --turns 1 --steps 1 --rates 1gbit"),),
+        texts.timed_steps,
+        names_codec=True,
+        needs=("root", "megatron"),
+    ),
 )
 TRAINING = (
     Table(
@@ -203,6 +216,18 @@ TRAINING = (
             Command(f"{DEEPSPEED} --width 288 --layers 5 --stages 0 2 --seeds 1 --noise", _QUICK_DEEPSPEED),
         ),
         texts.deepspeed_training,
+        slow=True,
+        needs=("deepspeed",),
+    ),
+    Table(
+        "fine-tuning",
+        (
+            Command(
+                "python -m benchmarks.fine_tuning",
+                "--steps 8 --pretraining 4 --validation 1 --seeds 1 --folder /tmp/quick",
+            ),
+        ),
+        texts.fine_tuning,
         slow=True,
         needs=("deepspeed",),
     ),

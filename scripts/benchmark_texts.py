@@ -195,6 +195,20 @@ def ddp_step(results: list[Any]) -> Rows:
     return rows
 
 
+def timed_steps(results: list[Any]) -> Rows:
+    """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes."""
+    tables, base = results[0]["tables"], results[0]["about"]["base"]
+    heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
+    rows: Rows = [["", *heads, "MB on the wire"]]
+    for variant, first in tables[0]["variants"].items():
+        fields, _, bits = variant.partition(", parameters ")
+        name = _section(fields) + (f", parameters {bits}" if bits else "")
+        found = [table["variants"][variant] for table in tables]
+        times = [text for row in found for text in (f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}")]
+        rows.append([name, *times, f"{first['wire, bytes'] / 1e6:.1f}"])
+    return rows
+
+
 def ddp_training(results: list[Any]) -> Rows:
     """Of benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
     seeds = list(results[0]["seeds"].values())
@@ -244,6 +258,24 @@ def deepspeed_training(results: list[Any]) -> Rows:
     ]
 
 
+def fine_tuning(results: list[Any]) -> Rows:
+    """Of benchmarks.fine_tuning: a row an engine, method and variant."""
+    rows: Rows = [["", "loss, mean %", "by seed, %", "right, %", "more than full precision"]]
+    for name, by_seed in results[0].items():
+        seeds = list(by_seed.values())
+        for variant in seeds[0]:
+            runs = [(seed[variant], seed["full precision"]) for seed in seeds if variant in seed]
+            loss = [_difference(seed, variant) for seed in seeds if variant in seed]
+            right = 100 * statistics.fmean(one["accuracy"] for one, _ in runs)
+            points = [100 * (one["accuracy"] - full["accuracy"]) for one, full in runs]
+            more = f"{statistics.fmean(points):+.2f} ({', '.join(f'{value:+.2f}' for value in points)})"
+            differences = (f"{statistics.fmean(loss):+.3f}", _signed(loss) if len(loss) > 1 else "", more)
+            if variant == "full precision":
+                differences = ("", "", "")
+            rows.append([f"{name}, {_section(variant)}", *differences[:2], f"{right:.2f}", differences[2]])
+    return rows
+
+
 def exchange_training(results: list[Any]) -> Rows:
     """Of benchmarks.deepspeed_training --ulysses and --experts, one stage each: a row a variant."""
     rows: Rows = [["", "mean, %", "by seed, %"]]
@@ -279,7 +311,7 @@ def scale(results: list[Any]) -> Rows:
     """Of benchmarks.scale, a width a command: a row a size and number of ranks."""
     names = [f"INT{result['bits']}" for result in results]
     head = ["ranks", "MiB", "bf16 ms", *(f"{name} {what}" for name in names for what in ("flat ms", "two levels ms"))]
-    rows: Rows = [[*head, *(f"{names[0]}, KiB a message: {what}" for what in ("flat", "two levels"))]]
+    rows: Rows = [[*head, *(f"{names[0]}, KiB a message: {what}" for what in ("flat", "two levels, between nodes"))]]
     for same in zip(*(result["rows"] for result in results), strict=True):
         cells = [
             same[0]["ranks"],
