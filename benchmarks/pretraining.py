@@ -284,7 +284,7 @@ def load(run: Run, folder: Path) -> None:
     if not (folder / "step").exists():
         return
     step = (folder / "step").read_text()
-    state = torch.load(folder / f"{step}-{dist.get_rank()}.pt", map_location=device(), weights_only=False)
+    state = torch.load(folder / f"{step}-{dist.get_rank()}.pt", map_location=device(), weights_only=True)
     run.model.load_state_dict(state["model"])
     for one, masters, adam in zip(_masters(run), state["masters"], state["adam"], strict=True):
         parameters = [p for group in one.param_groups for p in group["params"]]
