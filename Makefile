@@ -29,7 +29,7 @@
 #                    imported without a GPU: ten minutes, 5 GB; PACKAGE_CUDA="--architectures 8.0": python -m scripts.package_cuda --help
 #   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/developers.md:
 #                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
-#   make soak        100,000 random collectives, 5,000 steps with Megatron and 5,000 with DeepSpeed, watched for wrong results,
+#   make soak        100,000 random collectives and sends, 5,000 steps each with Megatron, DeepSpeed, DDP and FSDP2: wrong results,
 #                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/reliability.md)
 #   make bench       measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there (the links need
 #                    root); BENCH="--only codec sizes": these; python -m scripts.make_benchmarks --help
@@ -145,6 +145,8 @@ soak: $(VENV)/.installed $(DEEPSPEED_SITE)
 	$(BIN)/python -m benchmarks.soak collectives --json $(SOAK_OUT)/soak-collectives.json
 	$(BIN)/python -m benchmarks.soak megatron --json $(SOAK_OUT)/soak-megatron.json
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m benchmarks.soak deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
+	$(BIN)/python -m benchmarks.soak ddp --json $(SOAK_OUT)/soak-ddp.json
+	$(BIN)/python -m benchmarks.soak fsdp --json $(SOAK_OUT)/soak-fsdp.json
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)

@@ -62,7 +62,7 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     losses = []
     for step in range(arguments.steps):
         with ddp_hooks.watched(variant, arguments.limit):
-            loss = ddp(batch(training, step, seed, arguments))
+            loss = ddp(batch(training, step, seed, arguments, dist.get_rank()))
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -73,7 +73,7 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
         ddp_hooks.check_same_weights(model)
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
-        held_out = [float(model(batch(validation, number, seed, arguments))) for number in numbers]
+        held_out = [float(model(batch(validation, number, seed, arguments, dist.get_rank()))) for number in numbers]
     mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()

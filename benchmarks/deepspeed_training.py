@@ -63,9 +63,14 @@ def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
     module.WIDTH, module.LAYERS, module.SEQUENCE = arguments.width, arguments.layers, arguments.sequence
     torch.manual_seed(seed)
     model: torch.nn.Module = module.Model()
+    return model
+
+
+def layered(model: torch.nn.Module, arguments: argparse.Namespace) -> torch.nn.Module:
+    """With the layers of DeepSpeed's that the arguments ask for."""
     if arguments.experts:
         return Mixture(model, arguments.width)
-    return Ulysses(model, module.HEADS) if arguments.ulysses else model
+    return Ulysses(model, example("deepspeed").HEADS) if arguments.ulysses else model
 
 
 class Mixture(torch.nn.Module):
@@ -170,9 +175,8 @@ def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
         parameter.register_hook(noisy)
 
 
-def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> torch.Tensor:
-    """This rank's sequences of a step, each with the byte after it; with Ulysses all ranks have the same."""
-    rank = 0 if arguments.ulysses else dist.get_rank()
+def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace, rank: int) -> torch.Tensor:
+    """A rank's sequences of a step, each with the byte after it."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
     starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
     return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
@@ -184,7 +188,7 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
 
     section = json.loads(variant) if variant.startswith("{") else None
     fap.reset_stats()
-    model = build_model(arguments, seed)
+    model = layered(build_model(arguments, seed), arguments)
     if variant.startswith(NOISE):
         add_noise(model, float(variant.removeprefix(NOISE)), seed)
     numel = sum(parameter.numel() for parameter in model.parameters())
@@ -192,16 +196,17 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
         model=model, model_parameters=parameters(model, arguments), config=configuration(arguments, stage, section)
     )
     training, validation = split(corpus(None), arguments.sequence)
+    rank = 0 if arguments.ulysses else dist.get_rank()  # whose batches: ranks that share a sequence have the same
     losses = []
     for step in range(arguments.steps):
-        loss = engine(batch(training, step, seed, arguments))
+        loss = engine(batch(training, step, seed, arguments, rank))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
     stats = fap.stats()
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
-        held_out = [float(engine(batch(validation, number, seed, arguments))) for number in numbers]
+        held_out = [float(engine(batch(validation, number, seed, arguments, rank))) for number in numbers]
     mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()

@@ -2,14 +2,14 @@
 
     python -m benchmarks.soak collectives --calls 100000 --ranks 4 --json collectives.json
     python -m benchmarks.soak megatron --steps 5000
-    python -m benchmarks.soak deepspeed --steps 5000
+    python -m benchmarks.soak deepspeed --steps 5000          and ddp, fsdp
 
-collectives: random collectives, sizes, dtypes, widths and options on several groups from three threads, synchronous and
-asynchronous, waited for out of order (soak_collectives.py). Every result is within the bound of guarantee 6
-(docs/numerics.md) and has the same bits on all ranks; inputs are as they were.
+collectives: random collectives and sends, sizes, dtypes, widths and options on several groups from three threads,
+synchronous and asynchronous, waited for out of order (soak_collectives.py). Every result is within the bound of
+guarantee 6 (docs/numerics.md) and has the same bits on all ranks; inputs are as they were.
 
-megatron, deepspeed: a small model through the real framework with the plugin on (soak_training.py). What must be the
-same on several ranks is compared bit for bit; the loss is finite and falls.
+megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (soak_training.py). What
+must be the same on several ranks is compared bit for bit; the loss is finite and falls.
 
 Memory is VmRSS of every rank after a garbage collection: its growth is from the first to the last fifth of the samples
 after a warm-up of a tenth. Exit status 1: something was wrong, something grew by more than --most-growth, or nothing
@@ -35,8 +35,10 @@ MEASURES = {
     "collectives": "benchmarks.soak_collectives:measure",
     "megatron": "benchmarks.soak_training:megatron",
     "deepspeed": "benchmarks.soak_training:deepspeed",
+    "ddp": "benchmarks.soak_training:ddp",
+    "fsdp": "benchmarks.soak_training:fsdp",
 }
-RANKS = {"collectives": 4, "megatron": 4, "deepspeed": 2}
+RANKS = {"collectives": 4, "megatron": 4, "deepspeed": 2, "ddp": 2, "fsdp": 2}
 NEEDS = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 
 
@@ -71,7 +73,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100_000, help="collectives, of all lanes together")
     parser.add_argument("--steps", type=int, default=5_000)
     parser.add_argument("--largest", type=int, default=1 << 20, help="elements of a tensor of collectives")
-    parser.add_argument("--ranks", type=int, help="4; deepspeed 2")
+    parser.add_argument("--ranks", type=int, help="4; deepspeed, ddp, fsdp 2")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without advance that end the run")
     parser.add_argument("--most-growth", type=float, default=8.0, help="MiB a rank that are let pass")

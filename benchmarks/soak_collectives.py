@@ -1,4 +1,4 @@
-"""Random collectives on several groups from several threads, every result checked: what soak.py does in every rank.
+"""Random calls on several groups from several threads, every result checked: what soak.py does in every rank.
 
 A lane is a thread with groups of its own, whose calls all ranks make in one order. The ranks draw the same calls from
 the seed; a rank that is not in a call's group goes on to the next one. In a round every lane makes its share of calls;
@@ -27,16 +27,20 @@ from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.cli.bench import check
 from flash_allreduce_plugin.cli.bench.check import Inputs, Segment
 from flash_allreduce_plugin.cli.ranks import Say
-from flash_allreduce_plugin.collectives import transport
+from flash_allreduce_plugin.collectives import runs, transport
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.policy import Collective, Plan, make_plan
+from flash_allreduce_plugin.policy import SUMS, Collective, Plan, make_plan
 
 LANES = 3
 CALLS_A_ROUND = 200  # of a lane
 CONFIGS = 96
 IN_FLIGHT = 5  # handles of a lane at once, at most
 TIMEOUT = timedelta(seconds=120)  # of a group; the watchdog comes before it
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+WITH_ALL: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+WITH_ONE_ROOT: tuple[Collective, ...] = ("broadcast", "reduce", "gather", "scatter")
+COLLECTIVES: tuple[Collective, ...] = (*WITH_ALL, *WITH_ONE_ROOT, "send")
+IN_PARTS = ("reduce_scatter", "all_to_all", "scatter")  # who gives has a part for every rank
+SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -86,8 +90,8 @@ def filling_configs() -> list[fap.FlashConfig]:
 
 @dataclass(frozen=True)
 class Call:
-    """sizes: of the parts, one or one a rank. most_in_flight: handles of the lane with it. start: where
-    in the pool its numbers begin.
+    """sizes: of the parts, one or one a rank. root: of a call with one; who sends, to the next rank. most_in_flight:
+    handles of the lane with it. start: where in the pool its numbers begin.
     """
 
     lane: int
@@ -99,10 +103,28 @@ class Call:
     config: int
     average: bool
     sizes: tuple[int, ...]
+    root: int
     strided: bool
     asynchronous: bool
     most_in_flight: int
     start: int
+
+    def size(self, part: int) -> int:
+        """Of what a rank gives for that part: the receiver's rank where it gives one to each."""
+        return self.sizes[part if len(self.sizes) > 1 else 0]
+
+    def from_ranks(self, rank: int) -> tuple[int, ...]:
+        """Whose values a rank of the group gets: one after the other, of a sum all at once. Nobody's: no result."""
+        every, here = tuple(range(len(self.ranks))), rank == self.root
+        if self.collective in ("reduce", "gather"):
+            return every if here else ()
+        if self.collective == "send":
+            return (self.root,) if rank == self.receiver else ()
+        return (self.root,) if self.collective in WITH_ONE_ROOT else every
+
+    @property
+    def receiver(self) -> int:
+        return (self.root + 1) % len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -115,7 +137,7 @@ class Pooled(Inputs):
     def given(self, rank: int, part: int) -> Tensor:
         """What a rank gives the call; of the pool itself, if that is of the call's dtype."""
         assert self.call is not None
-        size = self.call.sizes[part if self.collective == "reduce_scatter" else 0]
+        size = self.call.size(part)
         first = (self.call.start + 1_000_003 * rank + 99_991 * part) % (len(self.pool) - size)
         return self.pool[first : first + size].to(self.dtype)
 
@@ -134,7 +156,7 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
     draw = random.Random(f"{settings['seed']} {lane}")
     groups, largest = groups_of(lane, settings["world"]), settings["largest"]
     drawn = len(configs) - len(filling_configs())
-    filling = itertools.product(range(len(groups)), COLLECTIVES, range(drawn, len(configs)), range(2 * IN_FLIGHT))
+    filling = itertools.product(range(len(groups)), WITH_ALL, range(drawn, len(configs)), range(2 * IN_FLIGHT))
     for number in itertools.count():
         group, collective, config = draw.randrange(len(groups)), draw.choice(COLLECTIVES), draw.randrange(drawn)
         kind, dtype, asynchronous = draw.random(), draw.choice(DTYPES), draw.random() < 0.6
@@ -146,23 +168,25 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
             numel = int(2 ** draw.uniform(12, 17))
         else:
             numel = draw.randint(largest // 4, largest)
-        numel = min(numel, largest)
+        numel, root = min(numel, largest), draw.randrange(len(groups[group]))
         if draw.random() < 0.07:
             numel, config = 1 << min(numel, 1 << 15).bit_length(), 0
         fill = next(filling, None)
         if fill is not None:
             group, collective, config, _ = fill
+            root = draw.randrange(len(groups[group]))
             numel, asynchronous, dtype = 9 * largest // 8, True, torch.float32
         world = len(groups[group])
-        each = -(-numel // world) if collective != "all_reduce" else numel
+        each = numel if collective in ("all_reduce", "reduce", "broadcast", "send") else -(-numel // world)
         sizes: tuple[int, ...] = (each,)
-        if collective == "reduce_scatter":
+        if collective in ("reduce_scatter", "all_to_all"):
             uneven = fill is None and draw.random() < 0.3
             sizes = tuple(draw.randint(0, each) if uneven else each for _ in range(world))
         yield Call(
             *(lane, number, groups[group], group, collective, dtype, config),
-            average=draw.random() < 0.3 and collective != "all_gather" and config != 0,
+            average=draw.random() < 0.3 and collective in SUMS and config != 0,
             sizes=sizes,
+            root=root,
             strided=draw.random() < 0.1,
             asynchronous=asynchronous,
             most_in_flight=IN_FLIGHT if fill else draw.randint(IN_FLIGHT - 2, IN_FLIGHT) if asynchronous else 0,
@@ -233,37 +257,23 @@ class Lane:
         world, rank, config = group.size(), group.rank(), self._configs[call.config]
         pool = self._whole if config.min_bytes else self._pool
         inputs = Pooled(call.collective, max(call.sizes), call.dtype, world, pool=pool, call=call)
-        op = dist.ReduceOp.AVG if call.average else dist.ReduceOp.SUM
-        how: dict[str, Any] = {"group": group, "config": config, "async_op": call.asynchronous}
+        if call.collective == "send" and rank not in (call.root, call.receiver):
+            return None
+        how: dict[str, Any] = {"group": group, "config": config}
         how["site"] = self._sites[call.number % len(self._sites) if call.config else 0]
-        given: list[Tensor] = []
-        if call.collective == "all_reduce":
-            output = _laid_out(inputs.given(rank, 0).clone(), call.strided)
-            work = fap.all_reduce(output, op, **how)
-        elif call.collective == "all_gather":
-            given = [inputs.given(rank, 0).clone()]
-            output = _laid_out(given[0].new_empty(world * len(given[0])), call.strided)
-            work = fap.all_gather(output, given[0], **how)
-        else:
-            given = [inputs.given(rank, part).clone() for part in range(world)]
-            output = _laid_out(torch.empty_like(given[rank]), call.strided)
-            even = len(set(call.sizes)) == 1
-            work = fap.reduce_scatter(output, torch.cat(given) if even else given, op, **how)
-        return work, inputs, given, output
+        given = [inputs.given(rank, part).clone() for part in range(world if call.collective in IN_PARTS else 1)]
+        work, outputs = _made(call, rank, given, how)
+        return work, inputs, given, outputs
 
-    def _finish(self, call: Call, work: Any, inputs: Pooled, given: list[Tensor], output: Tensor) -> int:
+    def _finish(self, call: Call, work: Any, inputs: Pooled, given: list[Tensor], outputs: list[Tensor]) -> int:
         group, config = self._members[call.group], self._configs[call.config]
         world, rank = group.size(), group.rank()
         if work is not None:
             work.wait()
-        for part, tensor in enumerate(given):
-            if not torch.equal(tensor, inputs.given(rank, part)):
-                raise AssertionError(f"the input has changed: {call}")
-        result = output.reshape(-1)
-        numel = sum(call.sizes) if call.collective == "reduce_scatter" else call.sizes[0]
+        result = torch.cat([output.reshape(-1) for output in outputs]) if outputs else given[0][:0]
         plan = make_plan(
             call.collective,
-            numel=numel * (world if call.collective == "all_gather" else 1),
+            numel=sum(call.sizes) * (world if call.collective in ("all_gather", "gather", "scatter") else 1),
             dtype=call.dtype,
             world_size=world,
             op="avg" if call.average else "sum",
@@ -271,27 +281,36 @@ class Lane:
             config=config,
             nodes=groups.nodes_of(Label(call.collective, "soak", group), config, result.device),
         )
+        rule = runs.Rule(call.dtype.itemsize, world, config.min_bytes)
         quantized = isinstance(plan, Plan)
+        if call.collective == "all_to_all" and not rule.quantizes(call.size(rank)):
+            quantized = False  # of this rank's runs
+        # torch's own reduce may use the tensors of the other ranks for its sums.
+        if call.collective != "reduce" or quantized:
+            for part, tensor in enumerate(given):
+                if not torch.equal(tensor, inputs.given(rank, part)):
+                    raise AssertionError(f"the input has changed: {call}")
         for what in (call.collective, str(call.dtype).removeprefix("torch."), "quantized" if quantized else "plain"):
-            self.counts[what] += rank == 0
-        self.counts["asynchronous"] += rank == 0 and call.asynchronous
-        # All ranks have the same bits of these: one checks how far they are from the sum.
-        if call.collective == "reduce_scatter" or call.number % world == rank:
-            self._check(call, plan if isinstance(plan, Plan) else None, inputs, result, rank)
+            self.counts[what] += rank == call.root
+        self.counts["asynchronous"] += rank == call.root and call.asynchronous
+        # Where all ranks have the same bits, one checks how far they are from the sum.
+        if call.collective not in SAME_ON_ALL or call.number % world == rank:
+            self._check(call, plan if quantized and isinstance(plan, Plan) else None, inputs, result, rank)
         bits = hashlib.blake2b(digest_size=7)
         if result.numel():
             bits.update(result.view(torch.uint8).numpy().tobytes())
         return int.from_bytes(bits.digest(), "little")
 
     def _check(self, call: Call, plan: Plan | None, inputs: Pooled, result: Tensor, rank: int) -> None:
-        every = tuple(range(inputs.world_size))
-        if call.collective == "all_gather":
-            size = call.sizes[0]
-            segments = [Segment(r * size, 0, 0, 0, size, (r,)) for r in every]
-        else:
-            part = rank if call.collective == "reduce_scatter" else 0
-            segments = [Segment(0, part, 0, 0, call.sizes[part], every)]
-        travel = None if plan is None else lambda x: check.two_step(x, call.collective, plan)
+        part, sources = rank if call.collective in IN_PARTS else 0, call.from_ranks(rank)
+        size = call.size(part)
+        together = [sources] if call.collective in SUMS and sources else [(source,) for source in sources]
+        segments = [Segment(i * size, part, 0, 0, size, ranks) for i, ranks in enumerate(together)]
+        if len(result) != size * len(segments):
+            raise AssertionError(f"expected {size * len(segments)} elements, not {len(result)}: {call}")
+        travels_as: Collective = "reduce_scatter" if call.collective == "reduce" else "all_gather"
+        travels_as = call.collective if call.collective in WITH_ALL else travels_as
+        travel = None if plan is None else lambda x: check.two_step(x, travels_as, plan)
         group_size = 128 if plan is None else plan.reduce.group_size
         parts = (segment for segment in segments if segment.last)
         wrong, signal, noise = check.compare(result, inputs, parts, group_size, travel)
@@ -304,12 +323,54 @@ class Lane:
             )
 
 
+def _made(call: Call, rank: int, given: list[Tensor], how: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    """Make the call as a rank of its group; its handle, and the tensors that it writes. given: as inputs have it."""
+    world, at_root, of_root = len(call.ranks), rank == call.root, call.ranks[call.root]
+    op = dist.ReduceOp.AVG if call.average else dist.ReduceOp.SUM
+
+    def empty(numel: int) -> Tensor:
+        return _laid_out(given[0].new_empty(numel), call.strided)
+
+    if call.collective == "send":
+        here, peer = (fap.isend, call.receiver) if at_root else (fap.irecv, call.root)
+        output = given[0] if at_root else empty(call.size(0))
+        work = here(output, call.ranks[peer], **how)
+        if not call.asynchronous:
+            work.wait()
+        return work if call.asynchronous else None, [] if at_root else [output]
+    how = {**how, "async_op": call.asynchronous}
+    if call.collective in ("all_reduce", "broadcast"):
+        output = _laid_out(given[0].clone(), call.strided)
+        if call.collective == "broadcast":
+            return fap.broadcast(output, of_root, **how), [output]
+        return fap.all_reduce(output, op, **how), [output]
+    if call.collective == "reduce":
+        output = _laid_out(given[0].clone(), call.strided) if at_root else given[0]
+        return fap.reduce(output, of_root, op, **how), [output] if at_root else []
+    if call.collective == "gather":
+        outputs = [empty(call.size(0)) for _ in range(world)] if at_root else []
+        return fap.gather(given[0], outputs or None, of_root, **how), outputs
+    if call.collective == "scatter":
+        output = empty(call.size(0))
+        return fap.scatter(output, given if at_root else None, of_root, **how), [output]
+    if call.collective == "all_gather":
+        output = empty(world * call.size(0))
+        return fap.all_gather(output, given[0], **how), [output]
+    if call.collective == "all_to_all":
+        output = given[0].new_empty(world * call.size(rank))
+        splits = [call.size(rank)] * world, [call.size(part) for part in range(world)]
+        return fap.all_to_all(output, torch.cat(given), *splits, **how), [output]
+    output = empty(call.size(rank))
+    even = len(set(call.sizes)) == 1
+    return fap.reduce_scatter(output, torch.cat(given) if even else given, op, **how), [output]
+
+
 def differing(calls: list[Call], checksums: Tensor) -> list[Call]:
     """Those of which all ranks should have the same bits and have not. checksums: [ranks, calls]."""
     return [
         call
         for call, column in zip(calls, checksums.t().tolist(), strict=True)
-        if call.collective != "reduce_scatter" and len({column[rank] for rank in call.ranks}) > 1
+        if call.collective in SAME_ON_ALL and len({column[rank] for rank in call.ranks}) > 1
     ]
 
 

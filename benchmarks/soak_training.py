@@ -1,8 +1,9 @@
-"""Long trainings with Megatron and DeepSpeed, the plugin on: what soak.py does in every rank.
+"""Long trainings with Megatron, DeepSpeed, DDP and FSDP2, the plugin on: what soak.py does in every rank.
 
 megatron: two small GPTs in turn, tensor parallel over pairs of ranks and data parallel over what is left. One has g and
 f and all-reduced gradients, the other sequence parallelism and the distributed optimizer with overlap: every quantized
-site that is not Transformer Engine's or an expert's. deepspeed: the transformer of examples/deepspeed, ZeRO 2.
+site that is not Transformer Engine's or an expert's. deepspeed: the transformer of examples/deepspeed, ZeRO 2, and with
+parameters gathered by differences. ddp, fsdp: that of examples/fsdp, a model for each preset.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.ranks import Say
 
 SAMPLES = 100
+PRESETS = ("int8", "int4", "thin")
+SEQUENCE, BATCH = 32, 4  # of the transformers
 COMPARED = 10  # times that the replicas are compared, and at the end
 #: What both train with.
 CONFIG: dict[str, Any] = {
@@ -48,6 +51,16 @@ def megatron(settings: dict[str, Any], say: Say) -> dict[str, Any]:
 def deepspeed(settings: dict[str, Any], say: Say) -> dict[str, Any]:
     """In every rank. settings: steps, seed, patience (seconds)."""
     return _guarded(_start_deepspeed, settings, say)
+
+
+def ddp(settings: dict[str, Any], say: Say) -> dict[str, Any]:
+    """In every rank. settings: steps, seed, patience (seconds)."""
+    return _guarded(_start_ddp, settings, say)
+
+
+def fsdp(settings: dict[str, Any], say: Say) -> dict[str, Any]:
+    """In every rank. settings: steps, seed, patience (seconds)."""
+    return _guarded(_start_fsdp, settings, say)
 
 
 def _guarded(
@@ -191,23 +204,109 @@ def _start_deepspeed(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
     deepspeed.utils.logging.logger.setLevel("ERROR")
     deepspeed.init_distributed("gloo")
-    arguments = argparse.Namespace(width=64, layers=1, sequence=32, batch=4, lr=1e-3, steps=settings["steps"])
-    model = build_model(arguments, settings["seed"])
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(arguments, 2, CONFIG)
-    )
-    text, _ = split(corpus(None), arguments.sequence)
-    rank = dist.get_rank()
+    arguments = argparse.Namespace(width=64, layers=1, sequence=SEQUENCE, batch=BATCH, lr=1e-3, steps=settings["steps"])
+    engines = {}
+    for name, config in {"ZeRO 2": CONFIG, "ZeRO 2, parameters": {**CONFIG, "param_bits": 4}}.items():
+        model = build_model(arguments, settings["seed"])
+        engines[name], *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=configuration(arguments, 2, config)
+        )
+    batch = _batches(settings["seed"])
 
     def step(number: int) -> dict[str, float]:
-        generator = torch.Generator().manual_seed((settings["seed"] * 1_000_003 + number) * 1000 + rank)
-        starts = torch.randint(len(text) - arguments.sequence, (arguments.batch,), generator=generator)
-        loss = engine(torch.stack([text[start : start + arguments.sequence + 1] for start in starts]))
-        engine.backward(loss)
-        engine.step()
-        return {"ZeRO 2": float(loss.detach())}
+        losses = {}
+        for name, engine in engines.items():
+            loss = engine(batch(number))
+            engine.backward(loss)
+            engine.step()
+            losses[name] = float(loss.detach())
+        return losses
 
     def drifted() -> list[str]:
-        return [] if _same(model.parameters(), _world()) else ["the parameters, over the ranks"]
+        return [name for name, engine in engines.items() if not _same(engine.module.parameters(), _world())]
 
     return step, drifted
+
+
+def _batches(seed: int) -> Callable[[int], torch.Tensor]:
+    """This rank's rows of a step, each with the byte after it."""
+    text, _ = split(corpus(None), SEQUENCE)
+
+    def batch(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * 1000 + dist.get_rank())
+        starts = torch.randint(len(text) - SEQUENCE, (BATCH,), generator=generator)
+        return torch.stack([text[start : start + SEQUENCE + 1] for start in starts])
+
+    return batch
+
+
+def _transformer(seed: int) -> Any:
+    from benchmarks.deepspeed_training import example
+
+    module = example("fsdp")
+    module.SEQUENCE, module.WIDTH = SEQUENCE, 64
+    torch.manual_seed(seed)
+    return module.Model()
+
+
+def _config(preset: str) -> fap.FlashConfig:
+    return fap.FlashConfig.from_dict({"preset": preset, "min_bytes": 0, "quality_interval": 100})
+
+
+def _of_torch(models: dict[str, torch.nn.Module], seed: int, drifted: Drifted) -> tuple[Step, Drifted]:
+    """AdamW on each of them in turn."""
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
+    batch = _batches(seed)
+
+    def step(number: int) -> dict[str, float]:
+        losses = {}
+        for name, model in models.items():
+            optimizers[name].zero_grad()
+            loss = model(batch(number))
+            loss.backward()
+            optimizers[name].step()
+            losses[name] = float(loss.detach())
+        return losses
+
+    return step, drifted
+
+
+def _start_ddp(settings: dict[str, Any]) -> tuple[Step, Drifted]:
+    models: dict[str, torch.nn.Module] = {}
+    for preset in PRESETS:
+        model = torch.nn.parallel.DistributedDataParallel(_transformer(settings["seed"]), bucket_cap_mb=0.05)
+        model.register_comm_hook(None, fap.ddp_hook(_config(preset)))
+        models[preset] = model
+
+    def drifted() -> list[str]:
+        return [name for name, model in models.items() if not _same(model.parameters(), _world())]
+
+    return _of_torch(models, settings["seed"], drifted)
+
+
+def _start_fsdp(settings: dict[str, Any]) -> tuple[Step, Drifted]:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    models: dict[str, torch.nn.Module] = {}
+    for preset in PRESETS:
+        model = models[preset] = _transformer(settings["seed"])
+        for module in (*model.layers.layers, model):
+            fully_shard(module)
+            module.set_custom_reduce_scatter(fap.FlashReduceScatter(_config(preset)))
+            module.set_custom_all_gather(fap.FlashAllGather(_config("int8")))
+
+    def drifted() -> list[str]:
+        """Of what the ranks gather."""
+        found = []
+        for name, model in models.items():
+            wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+            for module in wrapped:
+                module.unshard()
+            weights = [weight.detach().clone() for weight in model.parameters()]  # numpy would keep FSDP's own
+            if not _same(weights, _world()):
+                found.append(name)
+            for module in wrapped:
+                module.reshard()
+        return found
+
+    return _of_torch(models, settings["seed"], drifted)

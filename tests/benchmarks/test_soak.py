@@ -23,7 +23,7 @@ from tests.distributed import RankFailure, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 GetRanks = Callable[[int], Ranks]
-CALL = Call(0, 0, (0, 1), 0, "all_reduce", torch.float32, 0, False, (1000,), False, True, 3, 17)
+CALL = Call(0, 0, (0, 1), 0, "all_reduce", torch.float32, 0, False, (1000,), 0, False, True, 3, 17)
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,17 +31,18 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
-def test_a_few_hundred_collectives(tmp_path: Path) -> None:
-    few = ("--calls", "450", "--ranks", "3", "--largest", "4096", "--most-growth", "200")
+def test_a_thousand_collectives(tmp_path: Path) -> None:
+    few = ("--calls", "1200", "--ranks", "3", "--largest", "4096", "--most-growth", "200")
     done = soak("collectives", *few, "--json", str(tmp_path / "soak.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())
     counts = found["counts"]
-    assert found["calls"] == 450 == sum(counts[kind] for kind in ("all_reduce", "reduce_scatter", "all_gather"))
-    assert counts["quantized"] + counts["plain"] == 450
-    assert 0 < counts["plain"] < 100 < counts["asynchronous"] < 450
+    assert found["calls"] == 1200 == sum(counts[kind] for kind in soak_collectives.COLLECTIVES)
+    assert counts["quantized"] + counts["plain"] == 1200
+    assert all(counts[kind] > 40 for kind in soak_collectives.COLLECTIVES)
+    assert 0 < counts["plain"] < 200 < counts["asynchronous"] < 1200
     assert len(found["growth"]) == 3 and all(row["rss"]["before"] > 50 * MIB for row in found["growth"])
-    assert "450 of 450" in done.stdout and "no rank grew by more than 200 MiB" in done.stdout
+    assert "1200 of 1200" in done.stdout and "no rank grew by more than 200 MiB" in done.stdout
 
 
 def test_growth_beyond_the_bound_is_a_failure() -> None:
@@ -63,9 +64,9 @@ def lane(world: int) -> Lane:
     return Lane(0, [dist.group.WORLD], configs, settings, Watchdog(dist.get_rank(), 100))
 
 
-def makes_calls(spoil: bool) -> list[int]:
-    """All_reduces of which, if spoil, the result is too large at one place, by more than any width explains."""
-    real = fap.all_reduce
+def makes_calls(collective: str, spoil: str | None) -> list[int]:
+    """Calls; results of the function `spoil` are too large at one place, by more than any width explains."""
+    real = getattr(fap, spoil or "all_reduce")
 
     def spoilt(tensor: torch.Tensor, *arguments: object, **options: object) -> object:
         work = real(tensor, *arguments, **options)
@@ -74,23 +75,26 @@ def makes_calls(spoil: bool) -> list[int]:
         tensor[500] += 2 * float(tensor.abs().max())
         return work
 
-    calls = [replace(CALL, number=number, config=1 + number % 7, start=1000 * number) for number in range(6)]
+    same = replace(CALL, collective=collective)
+    calls = [replace(same, number=number, config=1 + number % 7, start=1000 * number) for number in range(6)]
     with pytest.MonkeyPatch.context() as patch:
         if spoil:
-            patch.setattr(soak_collectives.fap, "all_reduce", spoilt)
+            patch.setattr(soak_collectives.fap, spoil, spoilt)
         checksums: list[int] = lane(2).run(calls).tolist()
     return checksums
 
 
-def test_a_wrong_element_is_found(ranks: GetRanks) -> None:
-    first, second = ranks(2).run(makes_calls, False)
-    assert first == second and len(set(first)) == 6
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce", "irecv"])
+def test_a_wrong_element_is_found(ranks: GetRanks, collective: str) -> None:
+    kind = {"irecv": "send"}.get(collective, collective)
+    first, second = ranks(2).run(makes_calls, kind, None)
+    assert (first == second) == (collective == "all_reduce") and max(len(set(first)), len(set(second))) == 6
     # One rank sees it and the other waits for its calls, as long as the timeout says.
     with (
         Ranks(2, group_timeout=timedelta(seconds=2)) as own,
         pytest.raises(RankFailure, match="further from the exact result than guarantee 6 allows"),
     ):
-        own.run(makes_calls, True)
+        own.run(makes_calls, kind, collective)
 
 
 def test_different_bits_are_found() -> None:
@@ -130,3 +134,12 @@ def test_handshakes_of_a_few_groups(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "h.json").read_text())["rows"]
     assert [(row["ranks"], row["check_ranks"]) for row in rows] == [(2, True), (2, False)]
     assert all(row["first ms"] > 0 and row["later ms"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("what", ["ddp", "fsdp"])
+def test_some_steps(what: str, tmp_path: Path) -> None:
+    done = soak(what, "--steps", "12", "--most-growth", "200", "--json", str(tmp_path / "soak.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["loss"].keys() == {"int8", "int4", "thin"} and found["replicas compared"] == 12
+    assert all(calls > 0 for calls in found["quantized"].values()) and found["quantized"]
