@@ -156,7 +156,7 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
     draw = random.Random(f"{settings['seed']} {lane}")
     groups, largest = groups_of(lane, settings["world"]), settings["largest"]
     drawn = len(configs) - len(filling_configs())
-    filling = itertools.product(range(len(groups)), WITH_ALL, range(drawn, len(configs)), range(2 * IN_FLIGHT))
+    filling = itertools.product(range(len(groups)), COLLECTIVES, range(drawn, len(configs)), range(2 * IN_FLIGHT))
     for number in itertools.count():
         group, collective, config = draw.randrange(len(groups)), draw.choice(COLLECTIVES), draw.randrange(drawn)
         kind, dtype, asynchronous = draw.random(), draw.choice(DTYPES), draw.random() < 0.6
