@@ -5,7 +5,8 @@
 benchmarks.pretraining's GPT, TP 2 x DP 2: four hosts of one rank each, which share the machine's cores. Everything that
 a step sends goes over the links: sums of tensor parallelism forward and backward, gradients, parameters. Every variant
 is a model of its own and takes some steps at a time, in turn with the others; the first of them, in which what the
-ranks hold travels whole, is left out. A time is the median of the slowest rank's, "wire" what a step puts on the
+ranks hold travels whole, is left out. gloo's reduce-scatter is an all-reduce: full precision sends its gradients, in
+fp32, twice. A time is the median of the slowest rank's, "wire" what a step puts on the
 interface of a host.
 """
 

@@ -5,8 +5,8 @@
 Wide linear layers, each a `fully_shard` of its own, few rows, plain SGD, one rank and one core a host: nearly all of a
 step is communication. Torch's own: fp32; bf16 parameters with gradients reduced in fp32, and in bf16. Ours, with bf16
 parameters: gradients as configured, "parameters B": gathered at B bits too. Every variant is a model of its own; they
-take their steps in turn. A time is the median over the rounds of the slowest rank's, "wire" what a step puts on the
-interface of a host.
+take their steps in turn. gloo's reduce-scatter is an all-reduce, ours is none: torch's own sends gradients twice. A time
+is the median over the rounds of the slowest rank's, "wire" what a step puts on the interface of a host.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def in_rank(arguments: argparse.Namespace) -> None:
     models = {variant: build(variant, arguments) for variant in variants}
     optimizers = {variant: torch.optim.SGD(model.parameters(), lr=1e-3) for variant, model in models.items()}
     times = timed_steps.Times(variants)
+    sites: dict[str, dict[str, int]] = {}  # of a step
 
     def step(variant: str) -> None:
         models[variant](x).float().square().mean().backward()
@@ -77,8 +78,9 @@ def in_rank(arguments: argparse.Namespace) -> None:
     for round_ in range(arguments.rounds + WARM_UP_ROUNDS):
         turn = round_ % len(variants)
         for variant in variants[turn:] + variants[:turn]:
+            fap.reset_stats()
             times.take(variant, partial(step, variant), warm=round_ >= WARM_UP_ROUNDS)
-    sites = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
+            sites[variant] = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
     finish({**vars(times), "quantized": sites})
 
 

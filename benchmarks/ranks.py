@@ -37,16 +37,18 @@ def torchrun(
 ) -> Any:
     """Run a module on ranks of this machine, without the plugin's autoload. The result that it finished with.
 
-    Raises SystemExit with the end of the ranks' errors if they fail.
+    Raises SystemExit with the end of the ranks' errors if they fail or print no result.
     """
     with tempfile.TemporaryDirectory() as logs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc_per_node}"]
         command += ["--log-dir", logs, "-m", module, *arguments]
         variables = {**os.environ, "FLASH_ALLREDUCE_AUTOLOAD": "0", **(environment or {})}
         done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: exit status {done.returncode}\n{done.stderr[-4000:]}")
-    return result_of(done.stdout)
+    try:
+        done.check_returncode()
+        return result_of(done.stdout)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        raise SystemExit(f"{' '.join(arguments)}: {error}\n{done.stderr[-4000:]}") from None
 
 
 def on_the_wire() -> int:

@@ -1,6 +1,6 @@
 """An all-reduce over thousands of ranks, on paper: which way is the fastest, how small its messages become.
 
-    python -m benchmarks.scale                       8 to 16384 H100, 8 a node
+    python -m benchmarks.scale                       16 to 16384 H100, 8 a node
     python -m benchmarks.scale --ranks 1024 --mib 64 --bits 8
 
 Chunks, slabs, messages and bytes are what the code makes of such a call (policy.make_plan, collectives/flat.py and

@@ -30,7 +30,7 @@ SAMPLES = 100
 PRESETS = ("int8", "int4", "thin")
 SEQUENCE, BATCH = 32, 4  # of the transformers
 COMPARED = 10  # times that the replicas are compared, and at the end
-#: What both train with.
+#: What Megatron and DeepSpeed train with.
 CONFIG: dict[str, Any] = {
     "bits": 8,
     "min_bytes": 0,

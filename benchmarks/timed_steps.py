@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from benchmarks import netlab
 from benchmarks.ranks import on_the_wire, result_of
+from flash_allreduce_plugin.cli import machine
 
 
 class Times:
@@ -64,7 +64,7 @@ def compare(module: str, theirs: Sequence[str], base: str, arguments: argparse.N
         _show(tables[-1], base)
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
-        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept, "base": base}
+        about = {**machine.about(), "arguments": kept, "base": base}
         arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
 
 

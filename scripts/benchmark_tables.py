@@ -174,6 +174,7 @@ STEPS = (
         "FSDP2 step",
         (Command("python -m benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.timed_steps,
+        names_codec=True,
         needs=("root",),
     ),
     Table(

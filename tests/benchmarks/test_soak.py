@@ -39,7 +39,7 @@ def test_a_thousand_collectives(tmp_path: Path) -> None:
     counts = found["counts"]
     assert found["calls"] == 1200 == sum(counts[kind] for kind in soak_collectives.COLLECTIVES)
     assert counts["quantized"] + counts["plain"] == 1200
-    assert all(counts[kind] > 40 for kind in soak_collectives.COLLECTIVES)
+    assert all(counts[kind] > 60 for kind in soak_collectives.COLLECTIVES)
     assert 0 < counts["plain"] < 200 < counts["asynchronous"] < 1200
     assert len(found["growth"]) == 3 and all(row["rss"]["before"] > 50 * MIB for row in found["growth"])
     assert "1200 of 1200" in done.stdout and "no rank grew by more than 200 MiB" in done.stdout

@@ -23,6 +23,6 @@ def test_twenty_steps(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "soak.json").read_text())
     assert found["replicas compared"] == 10 and len(found["growth"]) == 2
-    assert found["quantized"] == {"deepspeed.stage2.gradients": 20} and not found["full precision"]
-    ((first, last),) = found["loss"].values()
-    assert last < first
+    gradients, gathers = "deepspeed.stage2.gradients", "deepspeed.stage2.parameters"
+    assert found["quantized"] == {gradients: 40, gathers: 19} and found["full precision"].keys() == {gathers}
+    assert len(found["loss"]) == 2 and all(last < first for first, last in found["loss"].values())
