@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy_report, bf16_ring
+from benchmarks import accuracy_report, bf16_ring, pretraining
 from flash_allreduce_plugin.cli.tune import command as tune
 from scripts import benchmark_texts as texts
 
@@ -53,6 +53,7 @@ CODEBOOK = '{"codebook": true}'
 _FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
+_QUICK_TUNING = "--steps 8 --pretraining 4 --validation 1 --seeds 1 --folder /tmp/quick"
 _QUICK_DEEPSPEED = "--steps 40 --seeds 1 --width 32 --layers 1"
 
 CODEC = Table(
@@ -221,12 +222,24 @@ TRAINING = (
         needs=("deepspeed",),
     ),
     Table(
-        "fine-tuning",
+        "pretraining",
         (
             Command(
-                "python -m benchmarks.fine_tuning",
-                "--steps 8 --pretraining 4 --validation 1 --seeds 1 --folder /tmp/quick",
+                """python -m benchmarks.pretraining --size 10m --noise --configs '{"preset": "int8", "param_bits": 8}'""",
+                "--size 1m --steps 2 --validation 1 --folder /tmp/quick-pretraining",
             ),
+        ),
+        texts.pretraining,
+        names_codec=True,
+        picture=("pretraining.png", pretraining.plot),
+        slow=True,
+        needs=("megatron", "matplotlib"),
+    ),
+    Table(
+        "fine-tuning",
+        tuple(
+            Command(f"python -m benchmarks.fine_tuning --engines {engine}", _QUICK_TUNING)
+            for engine in ("ddp", "zero2 --seeds 1")
         ),
         texts.fine_tuning,
         slow=True,

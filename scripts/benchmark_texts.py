@@ -258,10 +258,25 @@ def deepspeed_training(results: list[Any]) -> Rows:
     ]
 
 
+def pretraining(results: list[Any]) -> Rows:
+    """Of benchmarks.pretraining, a size a command: a row a size and variant."""
+    rows: Rows = [["parameters", "", "mean, %", "by seed, %"]]
+    for runs in results:
+        base = {run["seed"]: run["validation loss"] for run in runs if run["variant"] == "full precision"}
+        size = f"{runs[0]['parameters'] / 1e6:.1f} M"
+        for variant in dict.fromkeys(run["variant"] for run in runs):
+            if variant != "full precision":
+                mine = (run for run in runs if run["variant"] == variant)
+                each = [100 * (run["validation loss"] / base[run["seed"]] - 1) for run in mine]
+                by_seed = _signed(each) if len(each) > 1 else ""
+                rows.append([size, _section(variant), f"{statistics.fmean(each):+.3f}", by_seed])
+    return rows
+
+
 def fine_tuning(results: list[Any]) -> Rows:
-    """Of benchmarks.fine_tuning: a row an engine, method and variant."""
+    """Of benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
     rows: Rows = [["", "loss, mean %", "by seed, %", "right, %", "more than full precision"]]
-    for name, by_seed in results[0].items():
+    for name, by_seed in (item for result in results for item in result.items()):
         seeds = list(by_seed.values())
         for variant in seeds[0]:
             runs = [(seed[variant], seed["full precision"]) for seed in seeds if variant in seed]
