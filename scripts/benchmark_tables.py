@@ -49,6 +49,7 @@ def _sections(*sections: str) -> str:
 BENCH = "flash-allreduce bench"
 TRAIN = "python -m benchmarks.training --hidden 288 --layers 5 --steps 400"
 DEEPSPEED = "python -m benchmarks.deepspeed_training"
+EVERYTHING = """'{"preset": "int8", "param_bits": 8}'"""
 CODEBOOK = '{"codebook": true}'
 _FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
@@ -225,7 +226,7 @@ TRAINING = (
         "pretraining",
         (
             Command(
-                """python -m benchmarks.pretraining --size 10m --noise --configs '{"preset": "int8", "param_bits": 8}'""",
+                "python -m benchmarks.pretraining --size 10m --noise --configs " + EVERYTHING,
                 "--size 1m --steps 2 --validation 1 --folder /tmp/quick-pretraining",
             ),
         ),
