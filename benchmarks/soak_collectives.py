@@ -156,8 +156,8 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
     draw = random.Random(f"{settings['seed']} {lane}")
     groups, largest = groups_of(lane, settings["world"]), settings["largest"]
     drawn = len(configs) - len(filling_configs())
-    filling = itertools.product(range(len(groups)), COLLECTIVES, range(drawn, len(configs)), range(2 * IN_FLIGHT))
-    filling = itertools.islice(filling, settings["calls"] // LANES // 10)
+    every = itertools.product(range(len(groups)), COLLECTIVES, range(drawn, len(configs)), range(2 * IN_FLIGHT))
+    filling = itertools.islice(every, settings["calls"] // LANES // 10)
     for number in itertools.count():
         group, collective, config = draw.randrange(len(groups)), draw.choice(COLLECTIVES), draw.randrange(drawn)
         kind, dtype, asynchronous = draw.random(), draw.choice(DTYPES), draw.random() < 0.6
