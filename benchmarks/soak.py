@@ -59,7 +59,7 @@ class Progress:
 
 
 def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, float]]]:
-    """Of every rank: the growth of VmRSS (bytes), of blocks of Python's allocator, of buffers (bytes)."""
+    """Of every rank: the growth of all that soak_watch.sample tells of."""
     done, kinds = [sample["done"] for sample in samples], [kind for kind in samples[0] if kind != "done"]
     return [
         {kind: growth(done, [sample[kind][rank] for sample in samples], of) for kind in kinds}
@@ -103,11 +103,15 @@ def main() -> int:
     for key, value in result.items():
         if key != "samples":
             print(f"  {key}: {value}")
-    print(f"{'rank':>4}{'VmRSS MiB':>12}{'at the end':>12}{'growth':>9}{f'bytes a {unit}':>15}{f'blocks a {unit}':>16}")
+    print(
+        f"{'rank':>4}{'VmRSS MiB':>12}{'at the end':>12}{'growth':>9}{'in use, growth':>16}{f'bytes a {unit}':>15}"
+        f"{f'blocks a {unit}':>16}"
+    )
     for rank, row in enumerate(rows):
-        rss = row["rss"]
+        rss, in_use = row["rss"], row.get("malloc", {}).get("growth")
         mib = f"{rss['before'] / MIB:12.1f}{rss['end'] / MIB:12.1f}{rss['growth'] / MIB:9.2f}"
-        print(f"{rank:4}{mib}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
+        told = "unknown" if in_use is None else f"{in_use / MIB:.2f}"
+        print(f"{rank:4}{mib}{told:>16}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
     too_much = [rank for rank, row in enumerate(rows) if row["rss"]["growth"] > arguments.most_growth * MIB]
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "benchmarks.soak", *sys.argv[1:]])}

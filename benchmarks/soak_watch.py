@@ -22,23 +22,37 @@ MIB = 1 << 20
 _STATUS = Path("/proc/self/status")
 
 
-def occupied() -> tuple[int, int]:
-    """VmRSS of this process in bytes, and blocks of Python's own allocator.
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc 2.33 and later, malloc.h: over all its arenas, in bytes."""
 
-    Garbage is collected and what the C library holds in reserve is given back before: what is left is in use.
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def occupied() -> dict[str, int]:
+    """rss: VmRSS of this process in bytes. blocks: of Python's own allocator. malloc: bytes that somebody has asked
+    the C library for and not given back, where it tells (glibc 2.33); what grows in rss and not there is memory between
+    what is in use.
+
+    Garbage is collected, and whole pages that the C library holds in reserve are given back, before.
     """
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
-    if trim is not None:
-        trim(0)
+    library, found = ctypes.CDLL(None), {}
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+    if hasattr(library, "mallinfo2"):
+        library.mallinfo2.restype = _Mallinfo2
+        info = library.mallinfo2()
+        found["malloc"] = info.uordblks + info.hblkhd
     line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmRSS:"))
-    return int(line.split()[1]) << 10, sys.getallocatedblocks()
+    return {"rss": int(line.split()[1]) << 10, "blocks": sys.getallocatedblocks(), **found}
 
 
 def sample(done: int, group: dist.ProcessGroup, **more: int) -> dict[str, Any]:
-    """After `done` calls or steps: VmRSS, blocks of Python's allocator and `more` of every rank of the group."""
-    rss, blocks = occupied()
-    here = {"rss": rss, "blocks": blocks, **more}
+    """After `done` calls or steps: what is occupied, and `more`, of every rank of the group."""
+    here = {**occupied(), **more}
     everybodys = [torch.empty(len(here), dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(everybodys, torch.tensor(list(here.values())), group=group)
     return {"done": done, **dict(zip(here, torch.stack(everybodys).t().tolist(), strict=True))}

@@ -49,12 +49,12 @@ def _sections(*sections: str) -> str:
 BENCH = "flash-allreduce bench"
 TRAIN = "python -m benchmarks.training --hidden 288 --layers 5 --steps 400"
 DEEPSPEED = "python -m benchmarks.deepspeed_training"
-EVERYTHING = """'{"preset": "int8", "param_bits": 8}'"""
 CODEBOOK = '{"codebook": true}'
 _FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
 _QUICK_TUNING = "--steps 8 --pretraining 4 --validation 1 --seeds 1 --folder /tmp/quick"
+_QUICK_PRETRAINING = "--size 1m --steps 2 --validation 1 --folder /tmp/quick-pretraining"
 _QUICK_DEEPSPEED = "--steps 40 --seeds 1 --width 32 --layers 1"
 
 CODEC = Table(
@@ -225,10 +225,8 @@ TRAINING = (
     Table(
         "pretraining",
         (
-            Command(
-                "python -m benchmarks.pretraining --size 10m --noise --configs " + EVERYTHING,
-                "--size 1m --steps 2 --validation 1 --folder /tmp/quick-pretraining",
-            ),
+            Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 3", f"{_QUICK_PRETRAINING}-1"),
+            Command("python -m benchmarks.pretraining --size 20m --controls", f"{_QUICK_PRETRAINING}-2"),
         ),
         texts.pretraining,
         names_codec=True,
