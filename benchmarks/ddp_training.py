@@ -1,7 +1,8 @@
-"""Training with DistributedDataParallel: torch's communication hooks and ours against fp32, validation loss by seed.
+"""Training with torch's data parallelism: its own reductions and ours against full precision, validation loss by seed.
 
-    python -m benchmarks.ddp_training                          0.7 M parameters
+    python -m benchmarks.ddp_training                          DistributedDataParallel, 0.7 M parameters
     python -m benchmarks.ddp_training --configs '{"bits": 4, "min_bytes": 0}' --seeds 1
+    python -m benchmarks.ddp_training --fsdp                   FSDP2: the variants of benchmarks.fsdp_step
 
 The transformer of examples/ddp, two ranks, on Python's own sources, AdamW. Of one seed all variants see the same
 weights and batches, and the held-out batches are the same for all. On the first seed fp32 is also trained with noise on
@@ -9,6 +10,9 @@ every gradient, tiny and large: if the large one made no difference, the compari
 every bucket is quantized from the first step on. PowerSGD has all gradients in one bucket and begins after a tenth of
 the steps, as torch advises. A variant that raises, whose step does not return within --limit, or that leaves the ranks
 with different weights is a row that says so.
+
+With FSDP2 the comparison is with bf16 parameters whose gradients are reduced in fp32. There is no noise, which would
+have to be on the gradients before FSDP's own hooks; how far bf16 is from fp32 is a row of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import ddp_hooks
+from benchmarks import ddp_hooks, fsdp_step
 from benchmarks.ddp_hooks import FULL_PRECISION, NOISE, ONE_BUCKET, POWERSGD, QUANTIZATION
 from benchmarks.deepspeed_training import VALIDATION_BATCHES, WARM_UP_STEPS, add_noise, batch, example
 from flash_allreduce_plugin.cli import launch
@@ -36,6 +40,8 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 
 THEIRS = ["fp16_compress_hook", *(name + ONE_BUCKET for name in POWERSGD), *QUANTIZATION]
 OURS = [json.dumps({**json.loads(config), "min_bytes": 0}) for config in ddp_hooks.OURS]  # the buckets are small
+THEIRS_WITH_FSDP = [policy for policy in fsdp_step.POLICIES if policy != fsdp_step.BASE]
+OURS_WITH_FSDP = [variant.replace("}", ', "min_bytes": 0}') for variant in fsdp_step.OURS]
 
 
 def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,7 +54,10 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
         add_noise(model, float(variant.removeprefix(NOISE)), seed)
     powersgd_first_step = max(ddp_hooks.POWERSGD_FIRST_STEP, arguments.steps // 10)
     with ddp_hooks.watched(variant, arguments.limit):
-        ddp = ddp_hooks.wrapped(variant, model, powersgd_first_step)
+        if arguments.fsdp:
+            parallel = fsdp_step.sharded(variant, model, model.layers.layers)
+        else:
+            parallel = ddp_hooks.wrapped(variant, model, powersgd_first_step)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, betas=(0.9, 0.95))
     warm_up = min(WARM_UP_STEPS, arguments.steps // 4)
 
@@ -62,15 +71,16 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     losses = []
     for step in range(arguments.steps):
         with ddp_hooks.watched(variant, arguments.limit):
-            loss = ddp(batch(training, step, seed, arguments, dist.get_rank()))
+            loss = parallel(batch(training, step, seed, arguments, dist.get_rank()))
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
-    with ddp_hooks.watched(variant, arguments.limit):
-        ddp_hooks.check_same_weights(model)
+    if not arguments.fsdp:
+        with ddp_hooks.watched(variant, arguments.limit):
+            ddp_hooks.check_same_weights(model)
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
         held_out = [float(model(batch(validation, number, seed, arguments, dist.get_rank()))) for number in numbers]
@@ -109,19 +119,20 @@ def run(seed: int, variants: list[str], failed: dict[str, str], arguments: argpa
                 variant, why = failure
                 print(f"{variant}: {why}", flush=True)
                 failed[variant] = why
-    if FULL_PRECISION not in results:
-        raise SystemExit(f"{FULL_PRECISION} failed: {failed[FULL_PRECISION]}")
+    if variants[0] not in results:
+        raise SystemExit(f"{variants[0]} failed: {failed[variants[0]]}")
     return results
 
 
 def difference(result: dict[str, Any], variant: str) -> float:
-    """Per cent of fp32's validation loss."""
-    return 100 * float(result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
+    """Per cent of the first variant's validation loss."""
+    full = next(iter(result.values()))
+    return 100 * float(result[variant]["validation loss"] / full["validation loss"] - 1)
 
 
 def show(seeds: dict[int, dict[str, Any]], failed: dict[str, str]) -> None:
     first = next(iter(seeds.values()))
-    print(f"\n{first[FULL_PRECISION]['parameters'] / 1e6:.2f} M parameters")
+    print(f"\n{next(iter(first.values()))['parameters'] / 1e6:.2f} M parameters")
     for variant in first:
         each = {seed: difference(result, variant) for seed, result in seeds.items() if variant in result}
         by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
@@ -133,7 +144,8 @@ def show(seeds: dict[int, dict[str, Any]], failed: dict[str, str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configs", nargs="+", default=OURS, help="ours: a FlashConfig each, as JSON")
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead")
+    parser.add_argument("--configs", nargs="+", help="ours: a FlashConfig each, as JSON")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
     parser.add_argument("--steps", type=int, default=400)
@@ -151,11 +163,14 @@ def main() -> None:
     if arguments.rank is not None:
         return in_rank(arguments)
     os.environ["FLASH_ALLREDUCE_AUTOLOAD"] = "0"
+    theirs, ours = [FULL_PRECISION, *THEIRS], OURS
+    if arguments.fsdp:
+        theirs, ours = [fsdp_step.BASE, *THEIRS_WITH_FSDP], OURS_WITH_FSDP
     seeds: dict[int, Any] = {}
     failed: dict[str, str] = {}
     for index, seed in enumerate(arguments.seeds):
-        control = [NOISE + size for size in arguments.noise] if index == 0 else []
-        seeds[seed] = run(seed, [FULL_PRECISION, *THEIRS, *arguments.configs, *control], failed, arguments)
+        control = [NOISE + size for size in arguments.noise] if index == 0 and not arguments.fsdp else []
+        seeds[seed] = run(seed, [*theirs, *(arguments.configs or ours), *control], failed, arguments)
         if arguments.json:
             kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
             about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}

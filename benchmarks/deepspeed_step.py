@@ -8,6 +8,10 @@ time is the median over the rounds of the slowest rank's. "gradients" is a step'
 gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "nothing sent" is the step
 without them too. "INT4 + 2" has gradients in 4 bits and parameters in 2: differences at stages 1 and 2, values at
 stage 3. "wire" is what a step puts on the interfaces of a host, headers and all.
+
+ZeRO++ quantizes on GPUs alone. "ZeRO++, its bytes" sends what its gradients would be (qgZ: 4 bits, and a scale of fp32
+for each of max(rows, columns, ranks) groups of a matrix) and computes nothing for them; its parameters are ours in 8
+bits, of which qwZ has as many. Its loss cannot be measured here.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from flash_allreduce_plugin.deepspeed import engine as attachment
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
-PRESET = "preset "
+PRESET, ZERO_PLUS_PLUS = "preset ", "ZeRO++, its bytes"
+PIECES = 8  # in flight at once: one exchange of gloo's alone fills half of a link
 NOTHING_SENT = "nothing sent"  # nor parameters: at stages 1 and 2, what is left for no width to gain
 
 
@@ -50,6 +55,19 @@ class _NothingSent(Reduction):
         world, rank = dist.get_world_size(), dist.get_rank()
         sizes = [math.ceil(tensor.numel() / world) for tensor in tensors]
         return [t.reshape(-1)[rank * size : (rank + 1) * size] for t, size in zip(tensors, sizes, strict=True)]
+
+
+class _ZeroPlusPlus(_NothingSent):
+    """Sends as many bytes as qgZ, of nothing."""
+
+    def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        world = dist.get_world_size()
+        size = sum(math.ceil(tensor.numel() / 2) + 4 * max(*tensor.shape[:2], world) for tensor in tensors)
+        piece = torch.empty(math.ceil(size / world / PIECES) * world, dtype=torch.uint8)
+        handles = [dist.all_to_all_single(torch.empty_like(piece), piece, async_op=True) for _ in range(PIECES)]
+        for handle in handles:
+            handle.wait()
+        return super().reduce_scatter_coalesced(tensors, group)
 
 
 def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any:
@@ -73,8 +91,9 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
     elif variant.startswith(PRESET):
         config["flash_allreduce"] = {"preset": variant.removeprefix(PRESET)}
     elif variant != FULL_PRECISION:
-        config["flash_allreduce"] = {}
-    attachment.Reduction = _NothingSent if variant in (NOT_SENT, NOTHING_SENT) else Reduction  # type: ignore[misc]
+        config["flash_allreduce"] = {"param_bits": 8} if variant == ZERO_PLUS_PLUS else {}
+    reductions = {NOT_SENT: _NothingSent, NOTHING_SENT: _NothingSent, ZERO_PLUS_PLUS: _ZeroPlusPlus}
+    attachment.Reduction = reductions.get(variant, Reduction)  # type: ignore[misc]
     built, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=config)
     return built
 
@@ -98,6 +117,7 @@ def measure(arguments: argparse.Namespace) -> None:
         params = [] if stage == 0 else arguments.values if stage == 3 else arguments.differences
         unsent = [NOT_SENT, NOTHING_SENT] if stage in (1, 2) else [NOT_SENT]
         variants = [*unsent, FULL_PRECISION, *quantized, *presets, *(f"{quantized[-1]} + {bits}" for bits in params)]
+        variants += [ZERO_PLUS_PLUS] if stage == 3 else []
         engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         sent = {variant: 0 for variant in variants}
@@ -168,7 +188,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's")
+    parser.add_argument("--presets", nargs="*", default=["int4", "thin"], help="of the plugin's")
     parser.add_argument("--differences", type=int, nargs="*", default=[4, 2], help="of parameters, at stages 1 and 2")
     parser.add_argument("--values", type=int, nargs="*", default=[8], help="bits of parameters at stage 3")
     parser.add_argument("--width", type=int, default=2048)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -44,19 +45,23 @@ WARM_UP_ROUNDS = 2
 def build(variant: str, arguments: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(1)
     layers = [torch.nn.Linear(arguments.width, arguments.width) for _ in range(arguments.layers)]
-    model = torch.nn.Sequential(*layers)
+    return sharded(variant, torch.nn.Sequential(*layers), layers)
+
+
+def sharded(variant: str, model: torch.nn.Module, layers: Iterable[torch.nn.Module]) -> torch.nn.Module:
+    """The model, each of `layers` a `fully_shard` of its own: torch's by the name of a policy, or ours as JSON."""
     policy = POLICIES.get(variant, POLICIES[BASE])
-    for layer in layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    for module in (*layers, model):
+        fully_shard(module, mp_policy=policy)
     if variant.startswith("{"):
         fields, _, bits = variant.partition(PARAMETERS)
-        gradients = fap.FlashReduceScatter(fap.FlashConfig.from_dict(json.loads(fields)))
+        config = fap.FlashConfig.from_dict(json.loads(fields))
+        values = fap.FlashConfig(bits=int(bits), min_bytes=config.min_bytes) if bits else None
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(gradients)
-                if bits:
-                    module.set_custom_all_gather(fap.FlashAllGather(fap.FlashConfig(bits=int(bits))))
+                module.set_custom_reduce_scatter(fap.FlashReduceScatter(config))
+                if values is not None:
+                    module.set_custom_all_gather(fap.FlashAllGather(values))
     return model
 
 

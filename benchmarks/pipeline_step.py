@@ -6,14 +6,13 @@ A GPT in bf16 with Megatron's 1F1B schedule, one stage and one core a host. A fi
 step where sending costs nearly nothing, a second one, with a limit, what a byte adds to it; the link's rate for each
 share of communication follows. Then the variants take their steps in turn, so that a machine that drifts drifts for
 all of them. A time is the median over the rounds of the slower rank's; "share" is one minus the time without a limit
-over that of the bf16 step.
+over that of the bf16 step. "wire" is what a step puts on the interfaces of both hosts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
 import sys
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import netlab, pipeline_training
+from benchmarks.ranks import finish, on_the_wire, result_of
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.cli import machine
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, prepare_cpu
@@ -32,7 +32,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.telemetry import counters
 
 STAGES = 2
-FULL_PRECISION = "bf16"
+FULL_PRECISION, PRESET = "bf16", "preset "
 ASKED = {"INT8": 1.3}  # over bf16 where communication is half of its step
 
 
@@ -48,34 +48,39 @@ def measure(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     text = torch.randint(VOCABULARY, (1 << 16,), generator=torch.Generator().manual_seed(1))
     seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
+    wire: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
     sent: dict[str, float] = {}
     for round_ in range(arguments.rounds + 1):
         for variant in arguments.variants[round_ % len(seconds) :] + arguments.variants[: round_ % len(seconds)]:
-            widths = {} if variant == FULL_PRECISION else dict.fromkeys(_WIDTHS, int(variant.removeprefix("INT")))
             # In full precision too: it counts, and Megatron's own functions send.
-            megatron.enable(FlashConfig.from_dict({"min_bytes": 0, **widths}))
+            megatron.enable(_config(variant))
             counters.reset_stats()
             batches = pipeline_training.batches(text, 0, 1, arguments)
             dist.barrier()
+            before = on_the_wire()
             begin = time.perf_counter()
             optimizer.zero_grad()
             pipeline_training.run_step(model, batches, arguments, forward_only=False)
             optimizer.step()
             took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            nbytes = torch.tensor(float(_sent()), dtype=torch.float64)
+            nbytes = torch.tensor([_sent(), on_the_wire() - before], dtype=torch.float64)
             dist.all_reduce(nbytes)
             megatron.disable()
-            sent[variant] = float(nbytes)
+            sent[variant] = float(nbytes[0])
+            wire[variant].append(float(nbytes[1]))
             if round_:  # the first round allocates
                 seconds[variant].append(float(took))
-    if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "sent": sent}), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's may abort the process while the interpreter ends
+    finish({"seconds": seconds, "sent": sent, "wire": wire})
 
 
-_WIDTHS = ("pipeline_bits", "pipeline_backward_bits")
+def _config(variant: str) -> FlashConfig:
+    fields: dict[str, Any] = {"min_bytes": 0}
+    if variant.startswith(PRESET):
+        fields["preset"] = variant.removeprefix(PRESET)
+    elif variant != FULL_PRECISION:
+        fields |= dict.fromkeys(("pipeline_bits", "pipeline_backward_bits"), int(variant.removeprefix("INT")))
+    return FlashConfig.from_dict(fields)
 
 
 def _sent() -> int:
@@ -88,7 +93,7 @@ def run(rate: str, variants: list[str], rounds: int, arguments: argparse.Namespa
     command += ["--rank", "--variants", *variants]
     with netlab.hosts(STAGES, rate) as lab:
         out = lab.run(command, timeout=arguments.timeout)[0]
-    result: dict[str, Any] = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    result: dict[str, Any] = result_of(out)
     return result
 
 
@@ -103,6 +108,7 @@ def table(rate: str, free: float, result: dict[str, Any]) -> dict[str, Any]:
         variant: {
             "seconds": statistics.median(times),
             "megabytes sent": result["sent"][variant] / 1e6,
+            "wire, bytes": statistics.median(result["wire"][variant]),
             "x bf16": _median(result) / statistics.median(times),
             "x bf16 by round": [round(plain / took, 3) for plain, took in zip(full, times, strict=True)],
         }
@@ -113,17 +119,18 @@ def table(rate: str, free: float, result: dict[str, Any]) -> dict[str, Any]:
 
 def show(entry: dict[str, Any]) -> None:
     print(f"\nlink {entry['rate']}: communication is {entry['share']:.0%} of the bf16 step")
-    print(f"{'':8}{'ms':>8}{'MB sent':>9}{'x bf16':>8}  over the rounds")
+    print(f"{'':12}{'ms':>8}{'MB sent':>9}{'wire MB':>9}{'x bf16':>8}  over the rounds")
     for variant, row in entry["variants"].items():
         low, high = min(row["x bf16 by round"]), max(row["x bf16 by round"])
-        line = f"{variant:8}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['x bf16']:8.2f}"
-        print(f"{line}  {low:.2f} to {high:.2f}", flush=True)
+        line = f"{variant:12}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['wire, bytes'] / 1e6:9.2f}"
+        print(f"{line}{row['x bf16']:8.2f}  {low:.2f} to {high:.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.75])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's; thin is int4 here")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=256)
@@ -139,6 +146,7 @@ def main() -> None:
     if arguments.rank:
         return measure(arguments)
     variants = [FULL_PRECISION, *(f"INT{bits}" for bits in arguments.bits)]
+    variants += [PRESET + name for name in arguments.presets]
     unlimited = run("none", variants, arguments.rounds, arguments)
     free = _median(unlimited)
     tables = [table("none", free, unlimited)]

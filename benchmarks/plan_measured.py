@@ -186,7 +186,7 @@ def _deepspeed(results: dict[str, Any], cluster: Cluster) -> list[Row]:
         reduced = Traffic("gradients", None, collective, *size, owners=kept)
         gathered = Traffic("parameters", None, "all_gather", *size, differences=kept)
         for variant, row in table["variants"].items():
-            if variant == _NOT_SENT:
+            if variant != "bf16" and not variant.startswith("INT"):
                 continue
             bits, _, parameter_bits = variant.removeprefix("INT").partition(" + ")
             rest, measured = unsent[0 if parameter_bits else stage], float(row["step, seconds"])

@@ -6,7 +6,7 @@ A GPT of megatron-core in bf16, one rank and one core a host. A first run withou
 its tensor-parallel collectives; the link's rate for each share follows from that and from the bytes of a step. Then
 every variant takes its steps in turn, so that a machine that drifts drifts for all of them. A time is the
 median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
-collectives over that of the bf16 step.
+collectives over that of the bf16 step. "wire" is what a step puts on the interface of a host.
 
 "waits at once" (--overlap) is the same step with every input gradient's reduction waited for where it starts: what it
 takes longer is what the overlap with the weight gradient hides. With --layer the step is the forward and backward
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import platform
 import statistics
 import sys
@@ -32,6 +31,7 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from benchmarks import netlab
+from benchmarks.ranks import finish, on_the_wire, result_of
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.cli.demo.model import (
     VOCABULARY,
@@ -45,7 +45,7 @@ from flash_allreduce_plugin.megatron.scopes import LAYERS, MAPPINGS
 from flash_allreduce_plugin.patching import Patchset, Seam, rebound
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
-WAITS = ", waits at once"
+WAITS, PRESET = ", waits at once", "preset "
 
 
 class _Done:
@@ -99,7 +99,7 @@ def _waiting_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _active(variant: str) -> Iterator[None]:
-    """The variant in place: "bf16", "INT<bits>", either with WAITS, or "no collectives"."""
+    """The variant in place: "bf16", "INT<bits>", "preset <name>", each with WAITS or not, or "no collectives"."""
     name = variant.removesuffix(WAITS)
     with _waiting_at_once() if variant.endswith(WAITS) else contextlib.nullcontext():
         if name == NO_COLLECTIVES:
@@ -109,15 +109,21 @@ def _active(variant: str) -> Iterator[None]:
                 yield
             finally:
                 patchset.restore()
-        elif name.startswith("INT"):
-            bits = int(name.removeprefix("INT"))
-            fap.megatron.enable(fap.FlashConfig(bits=bits, backward_bits=bits))
+        elif name == FULL_PRECISION:
+            yield
+        else:
+            fap.megatron.enable(_config(name))
             try:
                 yield
             finally:
                 fap.megatron.disable()
-        else:
-            yield
+
+
+def _config(name: str) -> fap.FlashConfig:
+    if name.startswith(PRESET):
+        return fap.FlashConfig.from_dict({"preset": name.removeprefix(PRESET)})
+    bits = int(name.removeprefix("INT"))
+    return fap.FlashConfig(bits=bits, backward_bits=bits)
 
 
 def _training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], None]:
@@ -174,6 +180,7 @@ def measure(arguments: argparse.Namespace) -> None:
     size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
     step = _layer_step(size, world) if arguments.layer else _training_step(size, group)
     seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
+    wire: dict[str, list[int]] = {variant: [] for variant in arguments.variants}
     sent = {variant: 0 for variant in arguments.variants}
     full_precision_bytes = 0
     for round_ in range(arguments.rounds + 1):
@@ -181,22 +188,21 @@ def measure(arguments: argparse.Namespace) -> None:
             with _active(variant):
                 fap.reset_stats()
                 dist.barrier()
+                before = on_the_wire()
                 begin = time.perf_counter()
                 step()
                 took = torch.tensor(time.perf_counter() - begin)
             dist.all_reduce(took, dist.ReduceOp.MAX)
+            wire[variant].append(on_the_wire() - before)
             stats = fap.stats()
             sent[variant] = stats["bytes_sent"]
             full_precision_bytes = max(full_precision_bytes, stats["bytes_full_precision"])
             if round_:  # the first round allocates
                 seconds[variant].append(float(took))
     for variant in seconds:
-        if not variant.startswith("INT"):
+        if not variant.startswith(("INT", PRESET)):
             sent[variant] = 0 if variant == NO_COLLECTIVES else full_precision_bytes
-    if dist.get_rank() == 0:
-        print(json.dumps({"seconds": seconds, "sent": sent, "full precision": full_precision_bytes}), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+    finish({"seconds": seconds, "wire": wire, "sent": sent, "full precision": full_precision_bytes})
 
 
 def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +210,7 @@ def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[s
     command = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:], "--rank", "--variants", *variants]
     with netlab.hosts(arguments.hosts, rate) as lab:
         out = lab.run(command, timeout=arguments.timeout)[0]
-    result: dict[str, Any] = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+    result: dict[str, Any] = result_of(out)
     return result
 
 
@@ -218,6 +224,7 @@ def table(rate: str, result: dict[str, Any]) -> dict[str, Any]:
         rows[variant] = {
             "seconds": medians[variant],
             "megabytes sent": result["sent"][variant] / 1e6,
+            "wire, bytes": statistics.median(result["wire"][variant]),
             "x bf16": medians[FULL_PRECISION] / medians[variant],
             "x bf16 by round": [round(ratio, 3) for ratio in ratios],
         }
@@ -227,12 +234,12 @@ def table(rate: str, result: dict[str, Any]) -> dict[str, Any]:
 def show(tables: list[dict[str, Any]]) -> None:
     for entry in tables:
         print(f"\nlink {entry['rate']}: communication is {entry['share']:.0%} of the bf16 step")
-        print(f"{'':24}{'ms':>8}{'MB sent':>9}{'x bf16':>8}  over the rounds")
+        print(f"{'':24}{'ms':>8}{'MB sent':>9}{'wire MB':>9}{'x bf16':>8}  over the rounds")
         for variant, row in entry["variants"].items():
             low, high = min(row["x bf16 by round"]), max(row["x bf16 by round"])
             print(
-                f"{variant:24}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['x bf16']:8.2f}"
-                f"  {low:.2f} to {high:.2f}"
+                f"{variant:24}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['wire, bytes'] / 1e6:9.1f}"
+                f"{row['x bf16']:8.2f}  {low:.2f} to {high:.2f}"
             )
 
 
@@ -241,6 +248,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=[0.25, 0.5, 0.75, 0.9])
     parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
+    parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's; thin is int4 here")
     parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
     parser.add_argument("--layer", action="store_true", help="one column-parallel layer in place of a model")
     parser.add_argument("--hosts", type=int, default=2)
@@ -257,9 +265,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank:
         return measure(arguments)
-    variants = [NO_COLLECTIVES, FULL_PRECISION, *(f"INT{bits}" for bits in arguments.bits)]
+    quantized = [*(f"INT{bits}" for bits in arguments.bits), *(PRESET + name for name in arguments.presets)]
+    variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
     if arguments.overlap:
-        variants += [FULL_PRECISION + WAITS, *(f"INT{bits}{WAITS}" for bits in arguments.bits)]
+        variants += [name + WAITS for name in (FULL_PRECISION, *quantized)]
     free = run("none", variants, arguments)
     tables = [table("none", free)]
     show(tables)

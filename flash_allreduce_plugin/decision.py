@@ -42,7 +42,7 @@ from flash_allreduce_plugin.policy import (
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.telemetry import counters, run_log
 
-_PLANS = 4096  # of a group that are remembered
+_PLANS = 1024  # of a group that are remembered
 
 DISABLED = environment.DISABLE
 """The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""

@@ -27,7 +27,7 @@ from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
 
-_REMEMBERED = 4096  # calls of a group, by shape, dtype, site and configuration
+_REMEMBERED = 1024  # calls of a group, by shape, dtype, site and configuration
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")

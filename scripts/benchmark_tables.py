@@ -25,7 +25,8 @@ class Command:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: of what the commands wrote with --json, in their order. Tables with the same commands share a measurement.
+    """rows: of what the commands wrote with --json, in their order, and then, a list each, of what the tables named in
+    `beside` have of theirs. Tables with the same commands share a measurement.
 
     names_codec: the commands or the rows name every codec setting, so that the defaults do not matter. picture: a
     file's name and what draws it of the same, beside the document, when the table is measured. slow: hours; made only
@@ -34,7 +35,8 @@ class Table:
 
     name: str
     commands: tuple[Command, ...]
-    rows: Callable[[list[Any]], texts.Rows]
+    rows: Callable[..., texts.Rows]
+    beside: tuple[str, ...] = ()
     document: str = "benchmarks.md"
     names_codec: bool = False
     picture: tuple[str, Callable[[list[Any], Path], None]] | None = None
@@ -50,6 +52,8 @@ BENCH = "flash-allreduce bench"
 TRAIN = "python -m benchmarks.training --hidden 288 --layers 5 --steps 400"
 DEEPSPEED = "python -m benchmarks.deepspeed_training"
 CODEBOOK = '{"codebook": true}'
+#: A label for each command of the table "training".
+_TRAINING = texts.training("TP 2, ", "sequence parallel, ", "TP 4, ", "3.2 M, ", "3.2 M, codebook, ", "codebook, ")
 _FINE = '"codebook": true, "error_feedback": true'
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
@@ -140,13 +144,15 @@ STEPS = (
     Table(
         "step time",
         (Command("python -m benchmarks.step_time --shares 0.25 0.5 0.75 0.9", "--shares 0.5 --rounds 1 --layers 1"),),
-        texts.step_time,
+        texts.step_time(_TRAINING),
+        beside=("training",),
         needs=("root", "megatron"),
     ),
     Table(
         "pipeline step",
         (Command("python -m benchmarks.pipeline_step", "--shares 0.5 --rounds 1 --layers 2 --hidden 64"),),
         texts.pipeline_step,
+        beside=("pipeline training",),
         needs=("root", "megatron"),
     ),
     Table(
@@ -162,27 +168,34 @@ STEPS = (
     ),
     Table(
         "DeepSpeed step",
-        (Command("python -m benchmarks.deepspeed_step --rate 1gbit", "--width 128 --layers 1 --rounds 1"),),
+        tuple(
+            Command(f"python -m benchmarks.deepspeed_step --rate {rate}", "--width 128 --layers 1 --rounds 1")
+            for rate in ("1gbit", "200mbit --rounds 4")
+        ),
         texts.deepspeed_step,
+        beside=("DeepSpeed training", "low bits", "parameters"),
         needs=("root", "deepspeed"),
     ),
     Table(
         "DDP step",
         (Command("python -m benchmarks.ddp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.ddp_step,
+        beside=("DDP training",),
         needs=("root",),
     ),
     Table(
         "FSDP2 step",
         (Command("python -m benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
-        texts.timed_steps,
+        texts.timed_steps(texts.ddp_training),
+        beside=("FSDP2 training",),
         names_codec=True,
         needs=("root",),
     ),
     Table(
         "TP x DP step",
         (Command("python -m benchmarks.dist_opt_step", "--size 1m --turns 1 --steps 1 --rates 1gbit"),),
-        texts.timed_steps,
+        texts.timed_steps(texts.pretraining),
+        beside=("pretraining",),
         names_codec=True,
         needs=("root", "megatron"),
     ),
@@ -201,14 +214,7 @@ TRAINING = (
             ),
             Command(f"{TRAIN} --bits 6,4 --seeds 1234 --no-noise-control --options '{CODEBOOK}'", _QUICK_TRAINING),
         ),
-        texts.training(
-            "TP 2, ",
-            "sequence parallel, ",
-            "TP 4, ",
-            "3.2 M, ",
-            "3.2 M, codebook, ",
-            "codebook, ",
-        ),
+        _TRAINING,
         slow=True,
         needs=("megatron",),
     ),
@@ -224,10 +230,7 @@ TRAINING = (
     ),
     Table(
         "pretraining",
-        (
-            Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 3", f"{_QUICK_PRETRAINING}-1"),
-            Command("python -m benchmarks.pretraining --size 20m --controls", f"{_QUICK_PRETRAINING}-2"),
-        ),
+        (Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 --controls", _QUICK_PRETRAINING),),
         texts.pretraining,
         names_codec=True,
         picture=("pretraining.png", pretraining.plot),
@@ -252,6 +255,7 @@ TRAINING = (
                 + _sections(
                     '"bits": 8',
                     '"bits": 8, "param_bits": 4',
+                    '"bits": 4, "param_bits": 4',
                     '"preset": "int4", "param_bits": 4',
                     '"bits": 8, "param_bits": 2',
                 ),
@@ -318,6 +322,12 @@ TRAINING = (
         "DDP training",
         (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
         texts.ddp_training,
+    ),
+    Table(
+        "FSDP2 training",
+        (Command("python -m benchmarks.ddp_training --fsdp", "--steps 8 --seeds 1 --width 32"),),
+        texts.ddp_training,
+        names_codec=True,
     ),
 )
 

@@ -124,22 +124,48 @@ def sends(results: list[Any]) -> Rows:
     return table
 
 
-def step_time(results: list[Any]) -> Rows:
+def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
+    """Of benchmarks.step_time. of_training: the rows of benchmarks.training, of which the first with a width counts;
+    INT4 with the codebook is the preset.
+    """
+
+    def text(results: list[Any], trained: list[Any]) -> Rows:
+        losses: dict[str, str] = {}
+        for name, loss in _losses(of_training, trained).items():
+            setting, _, width = name.rpartition(", ")
+            losses.setdefault("preset int4" if (width, "codebook" in setting) == ("INT4", True) else width, loss)
+        return _by_share(results, "MB sent in a step and rank", losses)
+
+    return text
+
+
+def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
+    """Of benchmarks.pipeline_step. trained: of benchmarks.pipeline_training."""
+    losses = {}
+    for name, loss in _losses(pipeline_training, trained).items():
+        width, same, more = name.removeprefix("pipeline_bits ").partition(", pipeline_backward_bits ")
+        if same and more in (width, f"{width}, codebook"):
+            losses[f"INT{width}" if more == width else f"preset int{width}"] = loss
+    return _by_share(results, "MB sent in a step, both ranks", losses)
+
+
+def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
+    """A row a link, speed-ups by variant, then a row of bytes and one of losses."""
     tables = results[0]["tables"]
-    widths = [name for name in tables[0]["variants"] if name.startswith("INT")]
+    widths = [name for name in tables[0]["variants"] if name.startswith(("INT", "preset"))]
     rows: Rows = [["link, each way", "communication's share of the bf16 step", "bf16 ms", *widths]]
     for table in tables:
         variants = table["variants"]
         link = "no limit" if table["rate"] == "none" else f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s"
         ratios = [f"{variants[name]['x bf16']:.2f}" for name in widths]
         rows.append([link, _percent(table["share"]), _number(variants["bf16"]["seconds"], ".0f", 1e3), *ratios])
-    sent = [_number(tables[0]["variants"][name]["megabytes sent"], ".1f") for name in ("bf16", *widths)]
-    return [*rows, ["MB sent in a step and rank", "", *sent]]
+    bytes_ = [f"{_sent(tables[0]['variants'][name]) / 1e6:.1f}" for name in ("bf16", *widths)]
+    return [*rows, [sent, "", *bytes_], ["validation loss, %", "", "", *(losses.get(name, "") for name in widths)]]
 
 
-def pipeline_step(results: list[Any]) -> Rows:
-    *rows, (_, *sent) = step_time(results)
-    return [*rows, ["MB sent in a step, both ranks", *sent]]
+def _sent(row: dict[str, Any]) -> float:
+    """Bytes on the wire of a variant of step_time or pipeline_step; of results before it was measured, as counted."""
+    return float(row.get("wire, bytes", 1e6 * row["megabytes sent"]))
 
 
 def layer(results: list[Any]) -> Rows:
@@ -156,68 +182,103 @@ def layer(results: list[Any]) -> Rows:
     return rows
 
 
-def deepspeed_step(results: list[Any]) -> Rows:
-    """A row a stage: the bf16 step, how much faster the step and its gradients are at each width, and the step whose
-    parameters are quantized too.
+def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
+    """Of benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
+
+    Args:
+        trainings: of benchmarks.deepspeed_training, for the loss.
     """
-    tables = results[0]["tables"]
-    widths = [name for name in tables[0]["variants"] if name.startswith(("INT", "preset")) and "+" not in name]
-    least = [name for name in widths if name.startswith("INT")][-1]
-    heads = [text for name in widths for text in (f"{name}: step", "gradients")]
-    heads += [f"{least}, parameters too: step", "bytes on the wire / bf16's"]
-    rows: Rows = [["ZeRO stage", "bf16 step, ms", "of it gradients, ms", "nothing sent, ms", *heads]]
-    for table in tables:
-        variants = table["variants"]
-        nothing = variants.get("nothing sent", {}).get("step, seconds")
-        too = {name.partition(" + ")[2]: row for name, row in variants.items() if "+" in name}
-        cells = [_number(variants["bf16"][key], ".0f", 1e3) for key in ("step, seconds", "gradients, seconds")]
-        cells.append("" if nothing is None else f"{1e3 * nothing:.0f}")
-        cells += [f"{variants[name][key]:.2f}" for name in widths for key in ("x bf16, step", "x bf16, gradients")]
-        whole = variants["bf16"]["wire, bytes"]
-        cells.append(", ".join(f"{row['x bf16, step']:.2f} ({bits} bits)" for bits, row in too.items()))
-        cells.append(", ".join(f"{row['wire, bytes'] / whole:.3f}" for row in too.values()))
-        rows.append([table["stage"], *cells])
+    rates = [result["about"]["arguments"]["rate"] for result in results]
+    heads = [text for rate in rates for text in (f"{rate}: step, ms", "x bf16", "its gradients, x")]
+    rows: Rows = [["ZeRO stage", "", *heads, "MB on the wire", "loss, %"]]
+    losses = {key: loss for training in trainings for key, loss in _losses_by_stage(training).items()}
+    for tables in zip(*(result["tables"] for result in results), strict=True):
+        stage = tables[0]["stage"]
+        for variant, first in tables[0]["variants"].items():
+            name = _parameters_too(variant)
+            cells = [_of_a_step(table["variants"][variant], variant == "bf16") for table in tables]
+            loss = losses.get((str(stage), name), "")
+            rows.append([stage, name, *(text for each in cells for text in each), _wire(first), loss])
     return rows
 
 
-def ddp_step(results: list[Any]) -> Rows:
-    """Of benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run."""
+def _parameters_too(variant: str) -> str:
+    """Of deepspeed_step's "INT4 + 2"."""
+    name, plus, bits = variant.partition(" + ")
+    return f"{name}, param_bits {bits}" if plus else name
+
+
+def _of_a_step(row: dict[str, Any], base: bool) -> tuple[str, str, str]:
+    gradients = "" if base else _number(row["x bf16, gradients"])
+    return f"{1e3 * row['step, seconds']:.0f}", f"{row['x bf16, step']:.2f}", gradients
+
+
+def _wire(row: dict[str, Any]) -> str:
+    """MB of a row that counts the bytes on an interface."""
+    return _number(row.get("wire, bytes"), ".1f", 1e-6)
+
+
+def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
+    """Of benchmarks.deepspeed_training, by stage and section: the mean over seeds, of its small model."""
+    head, *rows = deepspeed_training(training)
+    cells = [(stage, row[0], str(cell)) for row in rows for stage, cell in zip(head[1:], row[1:], strict=True)]
+    return {(str(stage).removeprefix("stage "), str(name)): cell.partition(" ")[0] for stage, name, cell in cells}
+
+
+def _losses(training: Callable[[list[Any]], Rows], results: list[Any]) -> dict[str, str]:
+    """Of a training's first column of figures, by variant: the mean over seeds. Of one without results: nothing."""
+    return {str(row[0]): str(row[1]).partition(" ")[0] for row in training(results)[1:]} if results else {}
+
+
+def ddp_step(results: list[Any], training: list[Any]) -> Rows:
+    """Of benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run.
+
+    Args:
+        training: of benchmarks.ddp_training, for the loss.
+    """
+    losses = _losses(ddp_training, training)
     tables = results[0]["tables"]
     heads = [text for table in tables for text in (f"{table['rate']}: step, ms", "x fp32")]
-    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "does not run"]]
+    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "loss, %", "does not run"]]
     for variant in tables[0]["variants"]:
         found = [table["variants"][variant] for table in tables]
         times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x fp32"))) for row in found]
         ran = next((row for row in found if "cannot run" not in row), {})
-        wire = [_number(ran.get("wire, bytes"), ".1f", 1e-6), _number(ran.get("bits on the wire per element"))]
+        wire = [_wire(ran), _number(ran.get("bits on the wire per element")), losses.get(_section(variant), "")]
         why = next((row["cannot run"] for row in found if "cannot run" in row), "")
         rows.append([_section(variant), *(text for pair in times for text in pair), *wire, why])
     return rows
 
 
-def timed_steps(results: list[Any]) -> Rows:
-    """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes."""
-    tables, base = results[0]["tables"], results[0]["about"]["base"]
-    heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
-    rows: Rows = [["", *heads, "MB on the wire"]]
-    for variant, first in tables[0]["variants"].items():
-        fields, _, bits = variant.partition(", parameters ")
-        name = _section(fields) + (f", parameters {bits}" if bits else "")
-        found = [table["variants"][variant] for table in tables]
-        times = [text for row in found for text in (f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}")]
-        rows.append([name, *times, f"{first['wire, bytes'] / 1e6:.1f}"])
-    return rows
+def timed_steps(training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
+    """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes,
+    and the mean loss where the rows of a training have the variant.
+    """
+
+    def text(results: list[Any], trained: list[Any]) -> Rows:
+        tables, base = results[0]["tables"], results[0]["about"]["base"]
+        heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
+        rows: Rows = [["", *heads, "MB on the wire", "loss, %"]]
+        losses = _losses(training, trained)
+        for variant, first in tables[0]["variants"].items():
+            name = _variant(variant)
+            found = [table["variants"][variant] for table in tables]
+            times = [text for row in found for text in (f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}")]
+            rows.append([name, *times, _wire(first), losses.get(name, "")])
+        return rows
+
+    return text
 
 
 def ddp_training(results: list[Any]) -> Rows:
     """Of benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
     seeds = list(results[0]["seeds"].values())
     rows: Rows = [["", "mean, %", "worst, %", "by seed, %", "does not run"]]
-    for variant in seeds[0]:
-        if variant != "fp32":
-            each = [_difference(losses, variant, "fp32") for losses in seeds if variant in losses]
-            worst, by_seed = (f"{max(each):+.3f}", _signed(each)) if len(each) > 1 else ("", "")
-            rows.append([_section(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed, ""])
+    base, *variants = seeds[0]
+    for variant in variants:
+        each = [_difference(losses, variant, base) for losses in seeds if variant in losses]
+        worst, by_seed = (f"{max(each):+.3f}", _signed(each)) if len(each) > 1 else ("", "")
+        rows.append([_variant(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed, ""])
     return [*rows, *([variant, "", "", "", why] for variant, why in results[0]["cannot run"].items())]
 
 
@@ -259,18 +320,19 @@ def deepspeed_training(results: list[Any]) -> Rows:
 
 
 def pretraining(results: list[Any]) -> Rows:
-    """Of benchmarks.pretraining, a size a command: a row a size and variant."""
-    rows: Rows = [["parameters", "", "mean, %", "by seed, %"]]
-    for runs in results:
+    """Of benchmarks.pretraining, a size a command: a row a variant, a column a size: mean and each seed."""
+    sizes = [f"{runs[0]['parameters'] / 1e6:.1f} M" for runs in results]
+    cells: dict[str, dict[str, str]] = {}
+    for size, runs in zip(sizes, results, strict=True):
         base = {run["seed"]: run["validation loss"] for run in runs if run["variant"] == "full precision"}
-        size = f"{runs[0]['parameters'] / 1e6:.1f} M"
-        for variant in dict.fromkeys(run["variant"] for run in runs):
-            if variant != "full precision":
-                mine = (run for run in runs if run["variant"] == variant)
-                each = [100 * (run["validation loss"] / base[run["seed"]] - 1) for run in mine]
-                by_seed = _signed(each) if len(each) > 1 else ""
-                rows.append([size, _section(variant), f"{statistics.fmean(each):+.3f}", by_seed])
-    return rows
+        each: dict[str, list[float]] = {}
+        for run in runs:
+            each.setdefault(run["variant"], []).append(100 * (run["validation loss"] / base[run["seed"]] - 1))
+        for variant, values in each.items():
+            mean = f"{statistics.fmean(values):+.3f}"
+            cells.setdefault(variant, {})[size] = f"{mean} ({_signed(values)})" if len(values) > 1 else mean
+    rows = [[_section(name), *(row.get(size, "") for size in sizes)] for name, row in cells.items()]
+    return [["", *(f"{size}, %" for size in sizes)], *(row for row in rows if row[0] != "full precision")]
 
 
 def fine_tuning(results: list[Any]) -> Rows:
@@ -359,6 +421,12 @@ def _settings(variant: str) -> str:
         return variant
     given = {key: value for key, value in json.loads(variant).items() if key != "min_bytes"}
     return ", ".join(key if value is True else f"{key} {value}" for key, value in given.items())
+
+
+def _variant(name: str) -> str:
+    """A section, or of benchmarks.fsdp_step a section and the width of parameters."""
+    section, parameters, bits = name.partition(", parameters ")
+    return _section(section) + parameters + bits
 
 
 def _section(variant: str) -> str:

@@ -43,15 +43,17 @@ def markdown(rows: Rows) -> list[str]:
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
-def block(table: Table, entry: dict[str, Any] | None, results: Path) -> str:
-    """What stands between the markers. entry: of the index; None: the table has not been measured."""
+def block(table: Table, index: dict[str, Any], results: Path) -> str:
+    """What stands between the markers."""
+    entry = index.get(table.name)
     lines = ["```", *(command.line for command in table.commands), "```", ""]
     if entry is None:
         return "\n".join([*lines, "Not measured yet."])
-    loaded = [json.loads((results / file).read_text()) for file in entry["files"]]
+    beside = [index.get(name, {"files": []}) for name in table.beside]
+    loaded, *others = [[json.loads((results / file).read_text()) for file in of["files"]] for of in (entry, *beside)]
     about = f"{entry['date']}, {entry['machine']}, {entry['cores']} cores, {entry['instruction_set']}"
     codec = "" if table.names_codec else f", {entry['codec']}"
-    return "\n".join([*lines, f"{about}, torch {entry['torch']}{codec}:", "", *markdown(table.rows(loaded))])
+    return "\n".join([*lines, f"{about}, torch {entry['torch']}{codec}:", "", *markdown(table.rows(loaded, *others))])
 
 
 def rewrite(name: str, document: str, index: dict[str, Any], results: Path) -> str:
@@ -69,7 +71,7 @@ def rewrite(name: str, document: str, index: dict[str, Any], results: Path) -> s
         old, found, after = rest.partition(end)
         if not found or "<!-- table: " in old:
             raise ValueError(f"{name} has no {END} after the table {table.name}")
-        document = before + begin + block(table, index.get(table.name), results) + end + after
+        document = before + begin + block(table, index, results) + end + after
     return document
 
 

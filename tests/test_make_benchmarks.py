@@ -13,7 +13,15 @@ import pytest
 from benchmarks import plan_measured
 from flash_allreduce_plugin import FlashConfig
 from scripts.benchmark_tables import TABLES, Table
-from scripts.benchmark_texts import ddp_step, ddp_training, deepspeed_training, training
+from scripts.benchmark_texts import (
+    ddp_step,
+    ddp_training,
+    deepspeed_step,
+    deepspeed_training,
+    pipeline_step,
+    step_time,
+    training,
+)
 from scripts.make_benchmarks import DOCUMENTS, END, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
 
 pytest.importorskip("typer")
@@ -49,7 +57,7 @@ def test_every_result_makes_a_table() -> None:
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_a_table_has_its_commands_machine_date_and_codec(table: Table) -> None:
     entry = INDEX_OF_RESULTS[table.name]
-    lines = block(table, entry, RESULTS).splitlines()
+    lines = block(table, INDEX_OF_RESULTS, RESULTS).splitlines()
     count = len(table.commands)
     assert lines[1 : 1 + count] == [command.line for command in table.commands]
     about = lines[3 + count]
@@ -57,7 +65,7 @@ def test_a_table_has_its_commands_machine_date_and_codec(table: Table) -> None:
     assert ("groups of" in about) == (not table.names_codec)
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
-    assert block(table, None, RESULTS).endswith("Not measured yet.")
+    assert block(table, {}, RESULTS).endswith("Not measured yet.")
 
 
 def test_the_codec_of_a_measurement_is_the_default_of_its_day() -> None:
@@ -106,17 +114,53 @@ def test_a_variant_that_does_not_run_is_a_row_with_the_reason() -> None:
         {"rate": "1gbit", "variants": {'{"bits": 8}': ran, "hook": failed}},
         {"rate": "200mbit", "variants": {'{"bits": 8}': ran | {"x fp32": 3.0}, "hook": failed}},
     ]
-    assert ddp_step([{"tables": tables}])[1:] == [
-        ["INT8", "100", "2.00", "100", "3.00", "3.0", "8.25", ""],
-        ["hook", "", "", "", "", "", "", "did not return within 60 s"],
+    assert ddp_step([{"tables": tables}], [])[1:] == [
+        ["INT8", "100", "2.00", "100", "3.00", "3.0", "8.25", "", ""],
+        ["hook", "", "", "", "", "", "", "", "did not return within 60 s"],
     ]
     seeds = {
         seed: {"fp32": {"validation loss": 1.0}, '{"bits": 4, "min_bytes": 0}': {"validation loss": loss}}
         for seed, loss in (("1", 1.001), ("2", 1.003))
     }
-    assert ddp_training([{"seeds": seeds, "cannot run": {"hook": "IndexError"}}])[1:] == [
+    trained = [{"seeds": seeds, "cannot run": {"hook": "IndexError"}}]
+    assert ddp_training(trained)[1:] == [
         ["INT4", "+0.200", "+0.300", "+0.100, +0.300", ""],
         ["hook", "", "", "", "IndexError"],
+    ]
+    tables[0]["variants"] = tables[1]["variants"] = {'{"bits": 4}': ran}
+    assert ddp_step([{"tables": tables}], trained)[1][-2] == "+0.200"  # the loss is the training's
+
+
+def test_a_step_has_the_loss_of_its_training() -> None:
+    """Each training has names of its own for what a step calls INT4 or preset int4."""
+    row = {"seconds": 1.0, "x bf16": 1.0, "megabytes sent": 2.0, "wire, bytes": 3e6}
+    names = ("bf16", "INT8", "INT4", "preset int4")
+    tables = [{"rate": "none", "share": 0.1, "variants": dict.fromkeys(names, row)}]
+    runs = [
+        [{"variant": name, "mean difference %": loss, "difference %": {}} for name, loss in each]
+        for each in ((("full precision", 0.0), ("INT8", 0.1), ("INT4", 0.2)), (("INT8", 0.3), ("INT4", 0.4)))
+    ]
+    of_training = training("TP 2, ", "codebook, ")
+    sent, loss = step_time(of_training)([{"tables": tables}], runs)[-2:]
+    assert sent[-1] == "3.0" and loss == ["validation loss, %", "", "", "+0.100", "+0.200", "+0.400"]
+    widths = {"pipeline_bits": 4, "pipeline_backward_bits": 4}
+    variants = {"full precision": 1.0, json.dumps({**widths, "codebook": True}): 1.001, json.dumps(widths): 1.002}
+    seed = {
+        name: {"validation loss": loss, "bytes sent": 1, "bytes in full precision": 2}
+        for name, loss in variants.items()
+    }
+    assert pipeline_step([{"tables": tables}], [{"seeds": {"1": seed}}])[-1][3:] == ["", "+0.200", "+0.100"]
+    step = {"step, seconds": 0.1, "x bf16, step": 2.0, "x bf16, gradients": 3.0, "wire, bytes": 3e6}
+    found = {
+        "about": {"arguments": {"rate": "1gbit"}},
+        "tables": [{"stage": 2, "variants": {"bf16": step, "INT4 + 2": step}}],
+    }
+    sections = {"full precision": {"validation loss": 1.0, "parameters": 7e5}}
+    sections[json.dumps({"bits": 4, "param_bits": 2})] = {"validation loss": 1.003}
+    rows = deepspeed_step([found], [], [{"stages": {"2": {"1": sections}}}])
+    assert rows[1:] == [
+        [2, "bf16", "100", "2.00", "", "3.0", ""],
+        [2, "INT4, param_bits 2", "100", "2.00", "3.00", "3.0", "+0.300"],
     ]
 
 

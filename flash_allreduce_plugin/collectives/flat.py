@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter
 
 _REDUCE, _GATHER = 0, 1  # the halves
-_REMEMBERED = 4096  # sizes of calls
+_REMEMBERED = 1024  # sizes of calls
 
 
 def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
