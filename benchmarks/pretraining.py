@@ -199,7 +199,7 @@ def train(variant: str, seed: int, text: tuple[torch.Tensor, torch.Tensor], argu
         noise = Noise(run.model, float(variant.removeprefix(NOISE)), seed, replica)
     folder = arguments.folder / _name(variant, seed)
     load(run, folder)
-    for step in range(len(run.losses), arguments.steps):
+    for step in range(len(run.losses), arguments.until):
         begin = time.perf_counter()
         run.model.zero_grad_buffer()
         run.optimizer.zero_grad()
@@ -219,7 +219,7 @@ def train(variant: str, seed: int, text: tuple[torch.Tensor, torch.Tensor], argu
         dist.all_reduce(mean, group=group)
         run.losses.append(float(mean) / replicas)
         run.norms.append(float(norm))
-        if len(run.losses) % arguments.save == 0 and len(run.losses) < arguments.steps:
+        if len(run.losses) % arguments.save == 0 and len(run.losses) < arguments.until:
             save(run, folder)
             say(f"{variant}, seed {seed}, step {len(run.losses)}: loss {statistics.fmean(run.losses[-50:]):.4f}")
     sites = fap.stats()["sites"]
@@ -238,7 +238,7 @@ def train(variant: str, seed: int, text: tuple[torch.Tensor, torch.Tensor], argu
         "validation loss": float(held_out) / replicas / arguments.validation,
         "losses": run.losses,
         "norms": run.norms,
-        "seconds a step": run.seconds / arguments.steps,
+        "seconds a step": run.seconds / arguments.until,
         "quantized": {name: site["quantized"] for name, site in sites.items() if site["quantized"]},
     }
 
@@ -380,14 +380,11 @@ def plot(files: list[Any], picture: Path) -> None:
     for (losses, differences), runs in zip(axes, files, strict=True):
         seed = min(run["seed"] for run in runs)
         mine = {run["variant"]: smooth(run["losses"]) for run in runs if run["seed"] == seed}
-        for variant, curve in mine.items():
-            steps = range(25, 25 + len(curve))
-            losses.plot(steps, curve, label=variant, linewidth=1)
-            if variant != FULL_PRECISION:
-                base = mine[FULL_PRECISION]
-                differences.plot(steps, [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)], linewidth=1)
-            else:
-                differences.axhline(0, linewidth=1)
+        base = mine[FULL_PRECISION]
+        for number, (variant, curve) in enumerate(mine.items()):
+            steps, look = range(25, 25 + len(curve)), {"color": f"C{number}", "linewidth": 1}
+            losses.plot(steps, curve, label=variant, **look)
+            differences.plot(steps, [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)], **look)
         losses.set_title(f"{runs[0]['parameters'] / 1e6:.0f} M parameters: training loss, nats a byte")
         differences.set_title("difference to full precision, %")
         losses.set_yscale("log")
@@ -413,6 +410,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--until", type=int, help="end after this step of them, to compare how trainings begin")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
     parser.add_argument("--sequence", type=int, default=256)
@@ -426,6 +424,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    arguments.until = arguments.until or arguments.steps
     arguments.folder = arguments.folder or Path("runs") / f"pretraining-{arguments.size}"
     if "RANK" in os.environ:
         return in_rank(arguments)

@@ -225,9 +225,9 @@ def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
     return {(str(stage).removeprefix("stage "), str(name)): cell.partition(" ")[0] for stage, name, cell in cells}
 
 
-def _losses(training: Callable[[list[Any]], Rows], results: list[Any]) -> dict[str, str]:
+def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any]) -> dict[str, str]:
     """Of a training's first column of figures, by variant: the mean over seeds. Of one without results: nothing."""
-    return {str(row[0]): str(row[1]).partition(" ")[0] for row in training(results)[1:]} if results else {}
+    return {str(row[0]): str(row[1]).partition(" ")[0] for row in training(list(results))[1:]} if results else {}
 
 
 def ddp_step(results: list[Any], training: list[Any]) -> Rows:
@@ -250,12 +250,12 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
     return rows
 
 
-def timed_steps(training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
+def timed_steps(training: Callable[[list[Any]], Rows]) -> Callable[..., Rows]:
     """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes,
     and the mean loss where the rows of a training have the variant.
     """
 
-    def text(results: list[Any], trained: list[Any]) -> Rows:
+    def text(results: list[Any], trained: Sequence[Any] = ()) -> Rows:
         tables, base = results[0]["tables"], results[0]["about"]["base"]
         heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
         rows: Rows = [["", *heads, "MB on the wire", "loss, %"]]
