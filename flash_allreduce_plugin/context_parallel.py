@@ -37,7 +37,7 @@ FORWARD = Site("context_parallel.forward", Role.ATTENTION)
 BACKWARD = Site("context_parallel.backward", Role.ATTENTION_GRADIENT)
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SERVES = ("attention_bits", "backward_bits")
+_SERVES = ("attention_bits", "backward_bits", "backward_rounding")
 _LACKS = dict.fromkeys(("include", "exclude"), "which does not know modules")
 _OTHERS = dict.fromkeys(
     (

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -77,6 +78,7 @@ class Role(str, Enum):
     GRADIENT = "gradient"
     PARAMETER = "parameter"
     PARAMETER_BACKWARD = "parameter_backward"
+    PARAMETER_DIFFERENCE = "parameter_difference"  # to what every rank keeps
     EMBEDDING = "embedding"
     LAYER_NORM = "layer_norm"  # gradients of what tensor-parallel ranks have copies of, with sequence parallelism
     EXPERT = "expert"
@@ -89,7 +91,7 @@ class Role(str, Enum):
     PIPELINE_BACKWARD = "pipeline_backward"
 
 
-# Gradients of the backward pass with a width of their own: quantized only if backward_bits is not "full" either.
+# Gradients of activations with a width of their own: quantized only if backward_bits is not "full" either.
 _GRADIENTS = (
     Role.SEQUENCE_PARALLEL_GRADIENT,
     Role.EXPERT_GRADIENT,
@@ -207,6 +209,7 @@ def make_plan(
             return FullPrecision(EXCLUDED)
     if step is not None and step < config.warmup_steps:
         return FullPrecision(WARM_UP)
+    form = partial(_format, site.role, config)
     given = config.hierarchical
     if nodes is None or given == "off" or collective not in _TWO_LEVELS:
         inside, between, nodes = bits, bits, None
@@ -215,16 +218,35 @@ def make_plan(
     else:
         inside, between = given.intra_bits, width or given.inter_bits
     if nodes is not None and len(nodes) == 1:
-        return Plan(config.format(inside), config.format(inside), _chunk_bytes(config, world_size))
+        return Plan(form(inside), form(inside), _chunk_bytes(config, world_size))
     plan = Plan(
-        reduce=config.format(config.reduce_bits or between),
-        gather=config.format(config.gather_bits or between),
+        reduce=form(config.reduce_bits or between),
+        gather=form(config.gather_bits or between),
         chunk_bytes=_chunk_bytes(config, world_size),
         width=between if _adapts(collective, config) else None,
     )
     if nodes is None or len(nodes) == world_size:
         return plan
-    return replace(plan, inside=config.format(inside), nodes=nodes)
+    return replace(plan, inside=form(inside), nodes=nodes)
+
+
+def _format(role: Role, config: FlashConfig, bits: int) -> Format:
+    """The configured format, but for two kinds of tensors (docs/benchmarks.md, "Pretraining with everything on").
+
+    What backward_bits quantizes is rounded as backward_rounding says. Stochastic rounding knows no codebook and no
+    searched range, which only round to the nearest.
+
+    Differences of parameters have no codebook: it clips what is far from zero. What it clips of an Adam step, whose
+    elements are nearly alike, comes a step late.
+    """
+    form = config.format(bits)
+    if role is Role.PARAMETER_DIFFERENCE:
+        return replace(form, codebook=False)
+    if config.backward_rounding is not None and (role is Role.BACKWARD or role in _GRADIENTS):
+        stochastic = config.backward_rounding == "stochastic"
+        nearest = not stochastic
+        return replace(form, stochastic=stochastic, codebook=form.codebook and nearest, mse=form.mse and nearest)
+    return form
 
 
 def _chunk_bytes(config: FlashConfig, world_size: int) -> int:
@@ -270,6 +292,7 @@ def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
         Role.GRADIENT: (config.grad_bits, GRADIENT_FULL),
         Role.LAYER_NORM: (config.grad_bits, GRADIENT_FULL),
         Role.PARAMETER: (config.param_bits, PARAMETER_FULL),
+        Role.PARAMETER_DIFFERENCE: (config.param_bits, PARAMETER_FULL),
         Role.PARAMETER_BACKWARD: (config.param_backward_bits, PARAMETER_BACKWARD_FULL),
         Role.EXPERT: (config.expert_bits, EXPERT_FULL),
         Role.EXPERT_GRADIENT: (config.expert_bits, EXPERT_FULL),

@@ -116,6 +116,7 @@ ROLES = [
     (Role.GRADIENT, "grad_bits", policy.GRADIENT_FULL),
     (Role.PARAMETER, "param_bits", policy.PARAMETER_FULL),
     (Role.PARAMETER_BACKWARD, "param_backward_bits", policy.PARAMETER_BACKWARD_FULL),
+    (Role.PARAMETER_DIFFERENCE, "param_bits", policy.PARAMETER_FULL),
     (Role.EXPERT, "expert_bits", policy.EXPERT_FULL),
     (Role.EXPERT_GRADIENT, "expert_bits", policy.EXPERT_FULL),
     (Role.EXPERT_COMBINE, "expert_combine_bits", policy.EXPERT_COMBINE_FULL),
@@ -217,6 +218,32 @@ def test_parameters_of_the_backward_pass_have_the_width_of_the_forward_pass_if_n
 def test_gathered_and_exchanged_gradients_need_backward_bits_as_well(role: Role) -> None:
     config = FlashConfig(backward_bits="full", sequence_parallel_gather_bits=8, expert_bits=8, attention_bits=8)
     assert plan(site=Site("test", role), config=config) == FullPrecision(policy.BACKWARD_FULL)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_needs_backward_bits_may_be_rounded_in_another_way(role: Role) -> None:
+    widths = {key: 4 for _, key, _ in ROLES} | {"quantize_embedding": True, "quantize_layernorm": True}
+    nearest = FlashConfig.from_dict({**widths, "codebook": True, "range": "mse", "hadamard": True})
+    stochastic = nearest.model_copy(update={"backward_rounding": "stochastic"})
+    site = Site("test", role)
+    before, after = plan(site=site, config=nearest), plan(site=site, config=stochastic)
+    if plan(site=site, config=nearest.model_copy(update={"backward_bits": "full"})) == before:
+        assert after == before
+    else:
+        unbiased = Format(4, 128, hadamard=True, stochastic=True)
+        assert after == Plan(unbiased, unbiased, nearest.chunk_bytes)
+    every = FlashConfig.from_dict({**widths, "rounding": "stochastic"})
+    back = plan(site=site, config=every.model_copy(update={"backward_rounding": "nearest"}))
+    assert isinstance(before, Plan) and isinstance(back, Plan)
+    assert back.reduce.stochastic == (after == before)
+
+
+def test_differences_of_parameters_have_no_codebook() -> None:
+    config = FlashConfig(param_bits=4, codebook=True, range="mse")
+    of_values = plan(site=Site("test", Role.PARAMETER), config=config)
+    of_differences = plan(site=Site("test", Role.PARAMETER_DIFFERENCE), config=config)
+    assert isinstance(of_values, Plan) and of_values.gather == config.format(4)
+    assert of_differences == plan(config=FlashConfig(bits=4, range="mse"))
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,11 @@ class FlashConfig(_Frozen):
     rounding: Literal["nearest", "stochastic"] = _advanced(
         "nearest", '"nearest" or "stochastic"', "how a code is chosen between its two neighbours"
     )
+    backward_rounding: Literal["nearest", "stochastic"] | None = _advanced(
+        None,
+        '"nearest", "stochastic" or none',
+        "the same for what backward_bits quantizes, stochastic in plain groups; none: rounding",
+    )
     seed: Count = _advanced(0, _COUNT, "of the random numbers of stochastic rounding")
     spike_reserving: bool = _advanced(
         False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)"
@@ -290,6 +295,15 @@ class FlashConfig(_Frozen):
             )
         return value
 
+    @field_validator("backward_rounding", mode="after")
+    @classmethod
+    def _refuse_nothing_to_round(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("backward_bits") == "full":
+            raise PydanticCustomError(
+                "combination", 'has no effect: backward_bits is "full"; set it, or drop backward_rounding'
+            )
+        return value
+
     @field_validator("hierarchical", mode="after")
     @classmethod
     def _refuse_residuals_of_nodes(cls, value: Any, info: ValidationInfo) -> Any:
@@ -322,7 +336,7 @@ class FlashConfig(_Frozen):
         return value
 
     def format(self, bits: int | None = None) -> Format:
-        """How elements travel at `bits`, default `self.bits`."""
+        """How elements travel at `bits`, default `self.bits`. policy.py has the exceptions."""
         return Format(
             self.bits if bits is None else bits,
             self.group_size,

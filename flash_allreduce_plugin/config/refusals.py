@@ -13,6 +13,7 @@ from flash_allreduce_plugin.errors import ConfigError
 # Fields about collectives that only Megatron has.
 OF_MEGATRON = (
     "backward_bits",
+    "backward_rounding",
     "grad_bits",
     "sequence_parallel_gather_bits",
     "expert_bits",

@@ -28,7 +28,7 @@ _DIGEST = "weights."  # of a checkpoint's numbers: this and the number of a flat
 
 def parameters(stage: int) -> Site:
     """The site of an engine's gathers of parameters."""
-    return Site(f"deepspeed.stage{stage}.parameters", Role.PARAMETER)
+    return Site(f"deepspeed.stage{stage}.parameters", Role.PARAMETER_DIFFERENCE)
 
 
 class Parameters:

@@ -19,7 +19,7 @@ LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many paramet
 # of the latter.
 SENDS = ("pipeline_bits", "pipeline_backward_bits")
 EXCHANGES = ("attention_bits", "expert_bits", "expert_combine_bits")
-OF_EXCHANGES = ("backward_bits", "quantize_evaluation")
+OF_EXCHANGES = ("backward_bits", "backward_rounding", "quantize_evaluation")
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 

@@ -38,7 +38,7 @@ from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import counters
 
-PARAMETERS = Site("megatron.data_parallel.parameters", Role.PARAMETER)
+PARAMETERS = Site("megatron.data_parallel.parameters", Role.PARAMETER_DIFFERENCE)
 NO_MASTERS = "parameters without exact values beside them"
 """The reason of buckets in float32: the optimizer steps on the parameters themselves."""
 NOTHING_NEW = "all ranks hold the parameters already"

@@ -16,7 +16,7 @@ from flash_allreduce_plugin.policy import LOW_SQNR, Role, Site
 from flash_allreduce_plugin.telemetry import counters
 from tests.distributed import Ranks
 
-SITE = Site("weights", Role.PARAMETER)
+SITE = Site("weights", Role.PARAMETER_DIFFERENCE)
 CONFIG = fap.FlashConfig(param_bits=4, group_size=64, min_bytes=0, chunk_bytes=4096)
 STEP = 1e-3
 

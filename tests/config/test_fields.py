@@ -57,6 +57,7 @@ AVAILABLE = {
     "min_sqnr_db": st.none(),
     "range": st.sampled_from(["min-max", "mse"]),
     "rounding": st.just("nearest"),  # with "stochastic", range is not free
+    "backward_rounding": st.none(),  # with another, backward_bits is not free
     "seed": st.integers(0, 1 << 40),
     "spike_reserving": st.booleans(),
     "hadamard": st.booleans(),
@@ -81,6 +82,7 @@ WRONG: dict[str, list[Any]] = {
     "range": ["max", None, 1],
     "seed": ["1", True, 1.0, -1, None],
     "rounding": ["up", None, 1],
+    "backward_rounding": ["up", True, 1, "none"],
     "spike_reserving": [1, "true"],
     "hadamard": [0, "false"],
     "error_feedback": [None, 1],
@@ -230,6 +232,13 @@ def test_wrong_value_is_named(make: Any, key: str, value: Any) -> None:
     assert line.startswith(f"{key}=")
     assert repr(value)[:40] in line
     assert "is not valid; expected " in line
+
+
+def test_a_rounding_of_what_is_not_quantized_is_refused() -> None:
+    assert problems(FlashConfig, backward_rounding="stochastic") == [
+        "backward_rounding='stochastic' has no effect: backward_bits is \"full\"; set it, or drop backward_rounding."
+    ]
+    assert FlashConfig(backward_bits=4, backward_rounding="stochastic", codebook=True, range="mse")
 
 
 @settings(deadline=None)

@@ -44,6 +44,7 @@ SEAMS += [SP_G, SP_G_BACKWARD, SP_F_FORWARD, SP_F, SCATTER, GATHER, REGATHER, SP
 
 BOTH = FlashConfig(bits=8, backward_bits=8, min_bytes=0)
 FORWARD_ONLY = FlashConfig(bits=8, min_bytes=0)
+DRAWS = 40
 
 
 def start_megatron() -> Any:
@@ -129,6 +130,10 @@ def linear_runs(config: Any, group: Any, with_sequence_parallel: bool, frozen: b
     for name, choice in (("both", BOTH), ("forward only", FORWARD_ONLY)):
         megatron.enable(choice)
         seen[name] = counts(run)
+        megatron.disable()
+    for rounding in ("nearest", "stochastic"):
+        megatron.enable(BOTH.model_copy(update={"backward_bits": 4, "codebook": True, "backward_rounding": rounding}))
+        seen[rounding] = [run() for _ in range(DRAWS)]
         megatron.disable()
     return seen
 
@@ -379,6 +384,19 @@ def test_backward_bits_decide_the_input_gradient(runs, layer):
         full, fired = seen[layer]["forward only"]
         assert reductions(fired) == {site: (0, {policy.BACKWARD_FULL: 1})}
         assert same_bits(full, stock)
+
+
+@pytest.mark.parametrize("layer", ["linear", "frozen linear"])
+def test_backward_rounding_takes_the_bias_of_input_gradients_away(runs, layer):
+    """Rounded to the nearest, the same gradient errs in the same way at every step; at random it does not."""
+    for seen in runs[0]:
+        stock = seen[layer]["stock"][0]
+        nearest, *again = seen[layer]["nearest"]
+        assert all(same_bits(one, nearest) for one in again)
+        first, second, *_ = drawn = seen[layer]["stochastic"]
+        assert not same_bits(first, second)
+        assert relative_error(torch.stack(drawn).mean(0), stock) < 0.5 * relative_error(nearest, stock)
+        assert relative_error(first, stock) > relative_error(nearest, stock) > 0.02
 
 
 def test_the_weight_gradient_is_computed_while_the_collective_runs(runs):
