@@ -126,14 +126,14 @@ def sends(results: list[Any]) -> Rows:
 
 def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
     """Of benchmarks.step_time. of_training: the rows of benchmarks.training, of which the first with a width counts;
-    INT4 with the codebook is the preset.
+    INT6 with the codebook is the preset int4.
     """
 
     def text(results: list[Any], trained: list[Any]) -> Rows:
         losses: dict[str, str] = {}
         for name, loss in _losses(of_training, trained).items():
             setting, _, width = name.rpartition(", ")
-            losses.setdefault("preset int4" if (width, "codebook" in setting) == ("INT4", True) else width, loss)
+            losses.setdefault("preset int4" if (width, "codebook" in setting) == ("INT6", True) else width, loss)
         return _by_share(results, "MB sent in a step and rank", losses)
 
     return text

@@ -138,7 +138,7 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     tables = [{"rate": "none", "share": 0.1, "variants": dict.fromkeys(names, row)}]
     runs = [
         [{"variant": name, "mean difference %": loss, "difference %": {}} for name, loss in each]
-        for each in ((("full precision", 0.0), ("INT8", 0.1), ("INT4", 0.2)), (("INT8", 0.3), ("INT4", 0.4)))
+        for each in ((("full precision", 0.0), ("INT8", 0.1), ("INT4", 0.2)), (("INT8", 0.3), ("INT6", 0.4)))
     ]
     of_training = training("TP 2, ", "codebook, ")
     sent, loss = step_time(of_training)([{"tables": tables}], runs)[-2:]

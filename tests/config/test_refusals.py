@@ -54,12 +54,13 @@ def test_a_key_of_a_preset_is_left_out() -> None:
     assert without(config, ["grad_bits"]) is config, "it was given"
 
 
-def test_in_megatron_thin_keeps_activations_at_4_bits() -> None:
-    thin = for_megatron(FlashConfig(preset="thin"))
-    assert thin == FlashConfig(preset="thin", bits=4) and thin.preset == "thin" and thin.grad_bits == 2
-    assert for_megatron(thin) is thin
-    assert for_megatron(FlashConfig(preset="thin", bits=3)).bits == 3, "it was given"
-    for other in (FlashConfig(preset="int4"), FlashConfig(bits=3)):
+@pytest.mark.parametrize(("name", "gradients"), [("int4", 4), ("thin", 2)])
+def test_in_megatron_activations_have_more_bits_than_gradients(name: Any, gradients: int) -> None:
+    config = for_megatron(FlashConfig(preset=name))
+    assert config == FlashConfig(preset=name, bits=6) and config.preset == name and config.grad_bits == gradients
+    assert for_megatron(config) is config
+    assert for_megatron(FlashConfig(preset=name, bits=3)).bits == 3, "it was given"
+    for other in (FlashConfig(preset="int8"), FlashConfig(bits=3)):
         assert for_megatron(other) is other
 
 

@@ -85,7 +85,7 @@ def test_a_preset_and_what_is_said_beside_it(
     assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 128," in line
     assert "grad_bits=4, pipeline_bits=4, pipeline_backward_bits=4, codebook=true, error_feedback=true" in line
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "thin", rank=1))
-    assert enabled[1:] == [FlashConfig(preset="thin", bits=4)], "activations need more bits than gradients"
+    assert enabled[1:] == [FlashConfig(preset="thin", bits=6)], "activations need more bits than gradients"
     other = arguments.config_from(parse(*words, "--flash-allreduce-preset", "thin"))
     assert other == FlashConfig(preset="thin", bits=6, backward_bits=8)
 
@@ -95,7 +95,7 @@ def test_grad_bits_of_a_preset_are_left_out_where_gradients_pass_other_buffers(
     enabled: list[FlashConfig], name: str
 ) -> None:
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "int4", rank=1, **{name: True}))
-    assert enabled == [FlashConfig(preset="int4", grad_bits="full", error_feedback=False)]
+    assert enabled == [FlashConfig(preset="int4", bits=6, grad_bits="full", error_feedback=False)]
 
 
 def test_without_the_switch_nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
