@@ -136,8 +136,8 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
-bench: $(VENV)/.installed
-	$(BIN)/python -m scripts.make_benchmarks $(BENCH)
+bench: $(VENV)/.installed $(DEEPSPEED_SITE)
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m scripts.make_benchmarks $(BENCH)
 
 soak: $(VENV)/.installed $(DEEPSPEED_SITE)
 	mkdir -p $(SOAK_OUT)

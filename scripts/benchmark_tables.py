@@ -170,7 +170,7 @@ STEPS = (
         "DeepSpeed step",
         tuple(
             Command(f"python -m benchmarks.deepspeed_step --rate {rate}", "--width 128 --layers 1 --rounds 1")
-            for rate in ("1gbit",)
+            for rate in ("1gbit", "200mbit --rounds 4")
         ),
         texts.deepspeed_step,
         beside=("DeepSpeed training", "low bits", "parameters"),

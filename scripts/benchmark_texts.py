@@ -209,7 +209,8 @@ def _parameters_too(variant: str) -> str:
 
 
 def _of_a_step(row: dict[str, Any], base: bool) -> tuple[str, str, str]:
-    gradients = "" if base else _number(row["x bf16, gradients"])
+    ratio = row["x bf16, gradients"]
+    gradients = "" if base or (ratio or 0) < 0 else _number(ratio)  # below 0: parameters are quantized too
     return f"{1e3 * row['step, seconds']:.0f}", f"{row['x bf16, step']:.2f}", gradients
 
 

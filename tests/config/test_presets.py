@@ -36,9 +36,7 @@ def test_a_preset_is_the_fields_that_it_stands_for(name: Any) -> None:
 def test_given_keys_go_before_it_and_the_rest_stays() -> None:
     config = FlashConfig(preset="int4", bits=6, range="min-max")
     widths = {"backward_bits": 6, "grad_bits": 4, "pipeline_bits": 4, "pipeline_backward_bits": 4}
-    assert config == FlashConfig(
-        bits=6, **widths, backward_rounding="stochastic", codebook=True, error_feedback=True
-    )
+    assert config == FlashConfig(bits=6, **widths, backward_rounding="stochastic", codebook=True, error_feedback=True)
     assert config.given() == {"preset": "int4", "bits": 6, "range": "min-max"}
     assert FlashConfig(preset="int4", bits=8).bits == 8, "a default that is given is given"
     assert FlashConfig(preset=None) == FlashConfig()
@@ -83,7 +81,7 @@ def test_what_a_given_key_excludes_is_left_out_of_the_preset(given: dict[str, An
     config = FlashConfig(preset="int4", **given)
     assert config == FlashConfig(**{**PRESETS["int4"], **left, **given})
     for key, value in left.items():
-        with pytest.raises(fap.ConfigError, match="excludes|has no effect"):
+        with pytest.raises(fap.ConfigError, match=r"excludes|has no effect"):
             FlashConfig(preset="int4", **given, **{key: PRESETS["int4"][key]})
         assert getattr(config, key) == value
 
