@@ -187,6 +187,7 @@ STEPS = (
         "FSDP2 step",
         (Command("python -m benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.timed_steps(texts.ddp_training),
+        beside=("FSDP2 training",),
         names_codec=True,
         needs=("root",),
     ),
@@ -321,6 +322,12 @@ TRAINING = (
         "DDP training",
         (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
         texts.ddp_training,
+    ),
+    Table(
+        "FSDP2 training",
+        (Command("python -m benchmarks.ddp_training --fsdp --seeds 1 2", "--steps 8 --seeds 1 --width 32"),),
+        texts.ddp_training,
+        names_codec=True,
     ),
 )
 
