@@ -196,7 +196,8 @@ def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
         stage = tables[0]["stage"]
         for variant, first in tables[0]["variants"].items():
             name = _parameters_too(variant)
-            cells = [_of_a_step(table["variants"][variant], variant == "bf16") for table in tables]
+            alone = variant != "bf16" and name == variant and not variant.startswith("ZeRO++")  # gradients alone
+            cells = [_of_a_step(table["variants"][variant], alone) for table in tables]
             loss = losses.get((str(stage), name), "")
             rows.append([stage, name, *(text for each in cells for text in each), _wire(first), loss])
     return rows
@@ -208,9 +209,8 @@ def _parameters_too(variant: str) -> str:
     return f"{name}, param_bits {bits}" if plus else name
 
 
-def _of_a_step(row: dict[str, Any], base: bool) -> tuple[str, str, str]:
-    ratio = row["x bf16, gradients"]
-    gradients = "" if base or (ratio or 0) < 0 else _number(ratio)  # below 0: parameters are quantized too
+def _of_a_step(row: dict[str, Any], gradients_alone: bool) -> tuple[str, str, str]:
+    gradients = _number(row["x bf16, gradients"]) if gradients_alone else ""
     return f"{1e3 * row['step, seconds']:.0f}", f"{row['x bf16, step']:.2f}", gradients
 
 

@@ -153,14 +153,15 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     step = {"step, seconds": 0.1, "x bf16, step": 2.0, "x bf16, gradients": 3.0, "wire, bytes": 3e6}
     found = {
         "about": {"arguments": {"rate": "1gbit"}},
-        "tables": [{"stage": 2, "variants": {"bf16": step, "INT4 + 2": step}}],
+        "tables": [{"stage": 2, "variants": {"bf16": step, "INT4": step, "INT4 + 2": step}}],
     }
     sections = {"full precision": {"validation loss": 1.0, "parameters": 7e5}}
     sections[json.dumps({"bits": 4, "param_bits": 2})] = {"validation loss": 1.003}
     rows = deepspeed_step([found], [], [{"stages": {"2": {"1": sections}}}])
     assert rows[1:] == [
         [2, "bf16", "100", "2.00", "", "3.0", ""],
-        [2, "INT4, param_bits 2", "100", "2.00", "3.00", "3.0", "+0.300"],
+        [2, "INT4", "100", "2.00", "3.00", "3.0", ""],
+        [2, "INT4, param_bits 2", "100", "2.00", "", "3.0", "+0.300"],  # not its gradients alone
     ]
 
 
