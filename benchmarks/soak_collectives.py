@@ -35,7 +35,6 @@ LANES = 3
 CALLS_A_ROUND = 200  # of a lane
 CONFIGS = 96
 IN_FLIGHT = 5  # handles of a lane at once, at most
-TIMEOUT = timedelta(seconds=120)  # of a group; the watchdog comes before it
 WITH_ALL: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WITH_ONE_ROOT: tuple[Collective, ...] = ("broadcast", "reduce", "gather", "scatter")
 COLLECTIVES: tuple[Collective, ...] = (*WITH_ALL, *WITH_ONE_ROOT, "send")
@@ -395,6 +394,7 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     settings["world"] = world
     watchdog = soak_watch.Watchdog(rank, settings["patience"])
+    timeout = timedelta(seconds=2 * settings["patience"])  # the watchdog comes before it
     draw = random.Random(settings["seed"])
     configs = [*(draw_config(draw, i) for i in range(CONFIGS)), *filling_configs()]
     lanes, drawn, groups_made = [], [], 0
@@ -402,12 +402,12 @@ def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
     for number in range(LANES):
         members = []
         for ranks in groups_of(number, world):
-            made = dist.new_group(ranks, timeout=TIMEOUT)
+            made = dist.new_group(ranks, timeout=timeout)
             members.append(made if rank in ranks else None)
             groups_made += 1
         lanes.append(Lane(number, members, configs, settings, watchdog))
         drawn.append(itertools.islice(draw_calls(number, settings, configs), per_lane))
-    among_all = dist.new_group(timeout=TIMEOUT)
+    among_all = dist.new_group(timeout=timeout)
     threads = [ThreadPoolExecutor(1, thread_name_prefix=lane.name) for lane in lanes]
     done, samples, bits = 0, [], hashlib.sha256()
     while done < LANES * per_lane:
