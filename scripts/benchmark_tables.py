@@ -230,7 +230,7 @@ TRAINING = (
     ),
     Table(
         "pretraining",
-        (Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 --controls", _QUICK_PRETRAINING),),
+        (Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 3 --controls", _QUICK_PRETRAINING),),
         texts.pretraining,
         names_codec=True,
         picture=("pretraining.png", pretraining.plot),
