@@ -385,7 +385,7 @@ def plot(files: list[Any], picture: Path) -> None:
             steps, look = range(25, 25 + len(curve)), {"color": f"C{number}", "linewidth": 1}
             losses.plot(steps, curve, label=variant, **look)
             differences.plot(steps, [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)], **look)
-        losses.set_title(f"{runs[0]['parameters'] / 1e6:.0f} M parameters: training loss, nats a byte")
+        losses.set_title(f"{runs[0]['parameters'] / 1e6:.0f} M parameters, seed {seed}: loss, nats a token")
         differences.set_title("difference to full precision, %")
         losses.set_yscale("log")
         for one in (losses, differences):

@@ -230,7 +230,10 @@ TRAINING = (
     ),
     Table(
         "pretraining",
-        (Command("python -m benchmarks.pretraining --size 10m --seeds 1 2 3 --controls", _QUICK_PRETRAINING),),
+        tuple(
+            Command(f"python -m benchmarks.pretraining --size {size} --controls", _QUICK_PRETRAINING)
+            for size in ("10m --seeds 1 2 3", "20m")
+        ),
         texts.pretraining,
         names_codec=True,
         picture=("pretraining.png", pretraining.plot),
