@@ -231,8 +231,8 @@ TRAINING = (
     Table(
         "pretraining",
         tuple(
-            Command(f"python -m benchmarks.pretraining --size {size} --controls", _QUICK_PRETRAINING)
-            for size in ("10m --seeds 1 2 3", "20m")
+            Command(f"python -m benchmarks.pretraining --size {of}", _QUICK_PRETRAINING)
+            for of in ('10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
         ),
         texts.pretraining,
         names_codec=True,
