@@ -232,7 +232,7 @@ TRAINING = (
         "pretraining",
         tuple(
             Command(f"python -m benchmarks.pretraining --size {of}", _QUICK_PRETRAINING)
-            for of in ('10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
+            for of in ("1m --controls", '10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
         ),
         texts.pretraining,
         names_codec=True,
