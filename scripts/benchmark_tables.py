@@ -194,7 +194,7 @@ STEPS = (
     Table(
         "TP x DP step",
         (Command("python -m benchmarks.dist_opt_step", "--size 1m --turns 1 --steps 1 --rates 1gbit"),),
-        texts.timed_steps(texts.pretraining),
+        texts.timed_steps(texts.pretraining, "10.7 M, %"),  # the size of its model
         beside=("pretraining",),
         names_codec=True,
         needs=("root", "megatron"),
@@ -231,8 +231,8 @@ TRAINING = (
     Table(
         "pretraining",
         tuple(
-            Command(f"python -m benchmarks.pretraining --size {of}", _QUICK_PRETRAINING)
-            for of in ("1m --controls", '10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
+            Command(f"python -m benchmarks.pretraining --size {run}", _QUICK_PRETRAINING)
+            for run in ("1m --controls", '10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
         ),
         texts.pretraining,
         names_codec=True,

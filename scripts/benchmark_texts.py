@@ -226,9 +226,15 @@ def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
     return {(str(stage).removeprefix("stage "), str(name)): cell.partition(" ")[0] for stage, name, cell in cells}
 
 
-def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any]) -> dict[str, str]:
-    """Of a training's first column of figures, by variant: the mean over seeds. Of one without results: nothing."""
-    return {str(row[0]): str(row[1]).partition(" ")[0] for row in training(list(results))[1:]} if results else {}
+def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any], column: str = "") -> dict[str, str]:
+    """Of a training's column of that head, or its first of figures, by variant: the mean over seeds. Of one without
+    results or the column: nothing.
+    """
+    head, *rows = training(list(results)) if results else [[]]
+    if column and column not in head:
+        return {}
+    of = head.index(column) if column else 1
+    return {str(row[0]): str(row[of]).partition(" ")[0] for row in rows}
 
 
 def ddp_step(results: list[Any], training: list[Any]) -> Rows:
@@ -251,16 +257,16 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
     return rows
 
 
-def timed_steps(training: Callable[[list[Any]], Rows]) -> Callable[..., Rows]:
+def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Callable[..., Rows]:
     """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes,
-    and the mean loss where the rows of a training have the variant.
+    and the mean loss where the rows of a training have the variant, in its column of that head or its first.
     """
 
     def text(results: list[Any], trained: Sequence[Any] = ()) -> Rows:
         tables, base = results[0]["tables"], results[0]["about"]["base"]
         heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
         rows: Rows = [["", *heads, "MB on the wire", "loss, %"]]
-        losses = _losses(training, trained)
+        losses = _losses(training, trained, column)
         for variant, first in tables[0]["variants"].items():
             name = _variant(variant)
             found = [table["variants"][variant] for table in tables]

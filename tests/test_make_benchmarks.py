@@ -165,6 +165,23 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     ]
 
 
+def test_a_step_has_the_loss_of_a_model_of_its_size() -> None:
+    step, pretraining = (
+        next(table for table in TABLES if table.name == name) for name in ("TP x DP step", "pretraining")
+    )
+    measured, trained = (
+        [json.loads((RESULTS / file).read_text()) for file in INDEX_OF_RESULTS[table.name]["files"]]
+        for table in (step, pretraining)
+    )
+    size = measured[0]["about"]["arguments"]["size"]
+    same = next(i for i, command in enumerate(pretraining.commands) if f"--size {size} " in f"{command.line} ")
+    expected = {row[0]: str(row[1]).partition(" ")[0] for row in pretraining.rows([trained[same]])[1:]}
+    losses = {row[0]: row[-1] for row in step.rows(measured, trained)[1:] if row[-1]}
+    assert losses == {name: loss for name, loss in expected.items() if name in losses}
+    assert {"preset int8, param_bits 8", "preset int4, param_bits 4"} <= losses.keys()
+    assert all(row[-1] == "" for row in step.rows(measured, trained[:same])[1:]), "another size's"
+
+
 def test_made_again_with_small_sizes(tmp_path: Path) -> None:
     documents, results = tmp_path / "docs", tmp_path / "results"
     documents.mkdir()
