@@ -92,7 +92,8 @@ def tuned(results: list[Any]) -> Rows:
     for result in results:
         about, check, written = result["about"], result["check"], result["written"]
         on = "loopback" if about["link"] == "loopback" else about["link"]
-        cells = [f"{about['ranks']} ranks, {on}", _bytes(written["chunk_bytes"]), _bytes(written["min_bytes"])]
+        pays_from = _bytes(written["min_bytes"]) if written.get("enabled", True) else "off"
+        cells = [f"{about['ranks']} ranks, {on}", _bytes(written["chunk_bytes"]), pays_from]
         cells += [f"{row['ratio']:.2f}" for row in check if row["size"] in shown]
         slowest = max(check, key=lambda row: row["ratio"])
         cells += [f"{slowest['ratio']:.3f} ({_bytes(slowest['size'])})", f"{max(row['control'] for row in check):.3f}"]

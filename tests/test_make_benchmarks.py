@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from scripts.benchmark_texts import (
     pipeline_step,
     step_time,
     training,
+    tuned,
 )
 from scripts.make_benchmarks import DOCUMENTS, END, INDEX, RESULTS, ROOT, block, default_codec, missing, rewrite
 
@@ -180,6 +182,15 @@ def test_a_step_has_the_loss_of_a_model_of_its_size() -> None:
     assert losses == {name: loss for name, loss in expected.items() if name in losses}
     assert {"preset int8, param_bits 8", "preset int4, param_bits 4"} <= losses.keys()
     assert all(row[-1] == "" for row in step.rows(measured, trained[:same])[1:]), "another size's"
+
+
+def test_a_width_that_does_not_pay_is_off_in_the_table_of_tuning() -> None:
+    def result(**written: Any) -> dict[str, Any]:
+        check = [{"size": 1 << 20, "ratio": 1.0, "control": 1.0}]
+        written = {"chunk_bytes": 1 << 20, "min_bytes": 1 << 26, **written}
+        return {"about": {"link": "loopback", "ranks": 4}, "check": check, "written": written}
+
+    assert [row[2] for row in tuned([result(), result(enabled=False)])] == ["min_bytes", "64 MiB", "off"]
 
 
 def test_made_again_with_small_sizes(tmp_path: Path) -> None:
