@@ -232,7 +232,12 @@ TRAINING = (
         "pretraining",
         tuple(
             Command(f"python -m benchmarks.pretraining --size {run}", _QUICK_PRETRAINING)
-            for run in ("1m --controls", '10m --seeds 1 2 3 --controls "noise 0.079"', "20m --controls")
+            for run in (
+                "1m --controls",
+                "5m --controls",
+                '10m --seeds 1 2 3 --controls "noise 0.079"',
+                "20m --controls",
+            )
         ),
         texts.pretraining,
         names_codec=True,
