@@ -36,6 +36,7 @@ CONFIGS = [
     '{"pipeline_bits": 8, "pipeline_backward_bits": 8}',
     '{"pipeline_bits": 4, "pipeline_backward_bits": 4}',
     f'{{"pipeline_bits": 4, "pipeline_backward_bits": 4, {_FINE}}}',
+    '{"preset": "int4"}',
     f'{{"pipeline_bits": 4, "pipeline_backward_bits": 4, {_HADAMARD}}}',
     # As TAH-Quant trains: activations in 4 and 3 bits, rotated, in groups of a token's channels.
     f'{{"pipeline_bits": 4, "pipeline_backward_bits": 8, {_HADAMARD}}}',

@@ -142,11 +142,9 @@ def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], 
 
 def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
     """Of benchmarks.pipeline_step. trained: of benchmarks.pipeline_training."""
-    losses = {}
-    for name, loss in _losses(pipeline_training, trained).items():
-        width, same, more = name.removeprefix("pipeline_bits ").partition(", pipeline_backward_bits ")
-        if same and more in (width, f"{width}, codebook"):
-            losses[f"INT{width}" if more == width else f"preset int{width}"] = loss
+    losses = _losses(pipeline_training, trained)
+    for width in (8, 4):
+        losses[f"INT{width}"] = losses.get(f"pipeline_bits {width}, pipeline_backward_bits {width}", "")
     return _by_share(results, "MB sent in a step, both ranks", losses)
 
 
@@ -411,10 +409,11 @@ def scale(results: list[Any]) -> Rows:
 
 def pipeline_training(results: list[Any]) -> Rows:
     """Of benchmarks.pipeline_training: a row a variant."""
-    seeds = list(results[0]["seeds"].values())
     rows: Rows = [["", "mean, %", "by seed, %", "bytes sent / fp32's"]]
-    for variant, first in seeds[0].items():
-        if variant != "full precision":
+    for seeds in ([*result["seeds"].values()] for result in results):
+        for variant, first in seeds[0].items():
+            if variant == "full precision":
+                continue
             each = [_difference(losses, variant) for losses in seeds if variant in losses]
             by_seed = _signed(each) if len(each) > 1 else ""
             whole = first["bytes in full precision"]

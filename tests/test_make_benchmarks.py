@@ -146,7 +146,7 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     sent, loss = step_time(of_training)([{"tables": tables}], runs)[-2:]
     assert sent[-1] == "3.0" and loss == ["validation loss, %", "", "", "+0.100", "+0.200", "+0.400"]
     widths = {"pipeline_bits": 4, "pipeline_backward_bits": 4}
-    variants = {"full precision": 1.0, json.dumps({**widths, "codebook": True}): 1.001, json.dumps(widths): 1.002}
+    variants = {"full precision": 1.0, json.dumps({"preset": "int4"}): 1.001, json.dumps(widths): 1.002}
     seed = {
         name: {"validation loss": loss, "bytes sent": 1, "bytes in full precision": 2}
         for name, loss in variants.items()

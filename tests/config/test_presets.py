@@ -35,7 +35,7 @@ def test_a_preset_is_the_fields_that_it_stands_for(name: Any) -> None:
 
 def test_given_keys_go_before_it_and_the_rest_stays() -> None:
     config = FlashConfig(preset="int4", bits=6, range="min-max")
-    widths = {"backward_bits": 6, "grad_bits": 4, "pipeline_bits": 4, "pipeline_backward_bits": 4}
+    widths = {"backward_bits": 6, "grad_bits": 4, "pipeline_bits": 6, "pipeline_backward_bits": 6}
     assert config == FlashConfig(bits=6, **widths, backward_rounding="stochastic", codebook=True, error_feedback=True)
     assert config.given() == {"preset": "int4", "bits": 6, "range": "min-max"}
     assert FlashConfig(preset="int4", bits=8).bits == 8, "a default that is given is given"

@@ -83,7 +83,7 @@ def test_a_preset_and_what_is_said_beside_it(
     line, *_ = capsys.readouterr().out.splitlines()
     assert enabled == [FlashConfig(preset="int4", bits=6, backward_bits=8)]
     assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 128," in line
-    assert "grad_bits=4, pipeline_bits=4, pipeline_backward_bits=4, codebook=true, error_feedback=true" in line
+    assert "grad_bits=4, pipeline_bits=6, pipeline_backward_bits=6, codebook=true, error_feedback=true" in line
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "thin", rank=1))
     assert enabled[1:] == [FlashConfig(preset="thin", bits=6)], "activations need more bits than gradients"
     other = arguments.config_from(parse(*words, "--flash-allreduce-preset", "thin"))
