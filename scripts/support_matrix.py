@@ -134,7 +134,8 @@ def _install(cell: Cell, wheel: Path, environment: Environment, sites: dict[str,
     environment.install("--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
     if cell.framework:
         name = cell.framework.partition("==")[0]
-        more = {"DS_BUILD_OPS": "0"}
+        # DeepSpeed's setup.py asks bash for commands. It compiles nothing here, and ours is installed by now.
+        more = {"DS_BUILD_OPS": "0", "PATH": os.pathsep.join([str(environment.bin), os.environ["PATH"]])}
         beside = ("setuptools>=77", *BESIDE[name])
         environment.install(*beside)
         environment.install("--no-deps", "--no-build-isolation", cell.framework, env=more)
