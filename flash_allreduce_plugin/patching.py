@@ -340,12 +340,15 @@ _NEAR = 6  # wrappers between torch's function and ours
 
 
 def locals_of(*names: str) -> Mapping[str, Any] | None:
-    """Of the nearest function of one of these names that is running below ours; None if there is none."""
+    """Of the nearest function of one of these names that is running below ours, as they are now; None if there is none.
+
+    A copy: from Python 3.13 on (PEP 667) a frame has no dict of them.
+    """
     frame = sys._getframe(1)
     for _ in range(_NEAR):
         if frame.f_back is None:
             break
         frame = frame.f_back
         if frame.f_code.co_name in names:
-            return frame.f_locals
+            return dict(frame.f_locals)
     return None

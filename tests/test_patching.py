@@ -7,9 +7,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from typing import Any
 
 import pytest
 
+from flash_allreduce_plugin import patching
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Patchset, Seam, in_source, rebound
 
@@ -298,3 +300,20 @@ def test_a_seam_that_the_source_carries_is_checked_and_not_replaced(library):
     assert library.plain is marked
     with pytest.raises(PatchError, match="expected the parameters"):
         Patchset("test", [seam("plain", ("a",))]).apply()
+
+
+def test_variables_of_a_caller_are_a_dict_of_the_moment() -> None:
+    """On Python 3.13 a frame has a view of them, whose keys are a list, and on older ones a dict that changes."""
+
+    def ours() -> Any:
+        return patching.locals_of("of_torch")
+
+    def of_torch() -> list[Any]:
+        value = 1
+        found = [ours()]
+        value = 2
+        return [*found, ours(), value]
+
+    first, second, _ = of_torch()
+    assert (first["value"], second["value"]) == (1, 2)
+    assert first.keys() >= {"value"} and patching.locals_of("no such function") is None
