@@ -93,6 +93,7 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
     folder = results / about["date"]
     folder.mkdir(parents=True, exist_ok=True)
     files = []
+    seconds = 0.0
     for number, command in enumerate(table.commands, 1):
         file = folder / f"{table.name.replace(' ', '_').lower()}-{number}.json"
         name, *arguments = shlex.split(command.line)
@@ -102,10 +103,12 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
         begin = time.monotonic()
         file.unlink(missing_ok=True)
         run([*line, "--json", os.path.relpath(file, ROOT)], command.fine)
-        print(f"{table.name}: {time.monotonic() - begin:.0f} s", flush=True)
+        took = time.monotonic() - begin
+        seconds += took
+        print(f"{table.name}: {took:.0f} s", flush=True)
         files.append(str(file.relative_to(results)))
     kept = {key: about[key] for key in ("date", "machine", "cores", "instruction_set", "torch")}
-    return {**kept, "codec": default_codec(), "files": files}
+    return {**kept, "seconds": round(seconds), "codec": default_codec(), "files": files}
 
 
 def run(command: list[str], fine: Sequence[int] = (0,)) -> None:

@@ -210,6 +210,7 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     index = json.loads((results / INDEX).read_text())
     assert sorted(index) == ["codec", "handshake", *links]
+    assert all(0 < entry["seconds"] < 120 for entry in index.values())  # what `make bench` takes, in all
     text = (documents / "benchmarks.md").read_text()
     assert text == rewrite("benchmarks.md", text, index, results) != (DOCUMENTS / "benchmarks.md").read_text()
     assert f"{default_codec()}:" in text
