@@ -813,6 +813,8 @@ FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form,
   if (residual.wide) {
     const int at = form.group_of(lane) * form.group_size + place;
     read_neighbours<DType::kBFloat16>(residual.data + 2 * at, true, carried);
+    FLASH_UNROLL
+    for (int k = 0; k < kNeighbours; ++k) carried[k] += 0.0f;  // -0 is 0
     return;
   }
   const Form own = residual_form(form);

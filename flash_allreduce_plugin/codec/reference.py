@@ -487,7 +487,7 @@ def encode_feedback(
     if residual.dtype is torch.uint8:
         decode(residual.view(1, -1), carried, own)
     else:
-        carried.copy_(residual.view(1, -1)[:, :numel])
+        carried.copy_(residual.view(1, -1)[:, :numel]).add_(0.0)  # -0 is 0
     zero = input == 0
     x = torch.where(zero, -0.0, carried + input)
     arrives = torch.empty_like(x)

@@ -349,6 +349,12 @@ def test_feedback_of_any_bit_pattern_with_any_residual(
     check_feedback(warps, torch.stack([values, values.flip(0)]), residual, c, 4, momentum)
 
 
+def test_feedback_reads_minus_zero_as_zero(warps: Warps) -> None:
+    c, x = Format(4, 64, symmetric=True), torch.full((2, 256), -(2.0**-149))
+    x[:, ::64] = 1.0
+    check_feedback(warps, x, residual_like(torch.full((256,), -0.0), c, torch.bfloat16), c, 4)
+
+
 def test_feedback_of_rows_that_begin_anywhere(warps: Warps) -> None:
     for c, dtype, kind in itertools.product((Format(4, 128), Format(3, 64, spikes=True, mse=True)), DTYPES, KINDS):
         x = gaussian(2000).to(dtype)[1:]

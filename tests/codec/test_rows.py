@@ -31,6 +31,7 @@ from tests.codecs import (
     residuals,
     same_bits,
 )
+from tests.feedback import residual_like
 from tests.golden.make import DRAW, FOLDER, values_of
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
@@ -154,6 +155,14 @@ def test_feedback_of_hard_values() -> None:
                 _, again = both.encode_feedback(row.to(dtype).flip(1), left)
                 if again.dtype is torch.bfloat16:
                     assert again.isfinite().all()
+
+
+def test_feedback_reads_minus_zero_as_zero() -> None:
+    """What is lost of the smallest number is -0: with a residual of -0 that would stay."""
+    c, x = Format(4, 64, symmetric=True), torch.full((1, 256), -(2.0**-149))
+    x[:, ::64] = 1.0
+    _, after = Both(c).encode_feedback(x, residual_like(torch.full((256,), -0.0), c, torch.bfloat16))
+    assert not after[after == 0].signbit().any()
 
 
 @layouts
