@@ -2,7 +2,7 @@
 
         bits an   validation loss against full precision
         element   gradients, ZeRO stage 0 / 2 / 3               tensor parallelism
-int8    8.25      +0.002 / +0.001 / +0.002 %                    -0.017 %
+int8    8.25      +0.003 / +0.000 / +0.001 %                    -0.017 %
 int4    4.5       -0.010 / -0.008 / -0.007 %                    +0.004 %, at 6 bits, to the nearest
 thin    2.5       -0.029 / +0.051 / +0.058 %                    as int4
 
