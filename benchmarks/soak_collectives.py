@@ -385,15 +385,15 @@ def measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
     """In every rank. settings: calls, seed, largest (elements of a tensor), patience (seconds)."""
     torch.set_num_threads(1)
     try:
-        return _measure(settings, say)
+        with soak_watch.Watchdog(dist.get_rank(), settings["patience"]) as watchdog:
+            return _measure(settings, say, watchdog)
     except BaseException:
         soak_watch.end()
 
 
-def _measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
+def _measure(settings: dict[str, Any], say: Say, watchdog: soak_watch.Watchdog) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     settings["world"] = world
-    watchdog = soak_watch.Watchdog(rank, settings["patience"])
     timeout = timedelta(seconds=2 * settings["patience"])  # the watchdog comes before it
     draw = random.Random(settings["seed"])
     configs = [*(draw_config(draw, i) for i in range(CONFIGS)), *filling_configs()]

@@ -68,14 +68,18 @@ def _guarded(
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
-        return _train(*start(settings), settings, say)
+        step, drifted = start(settings)
+        with soak_watch.Watchdog(dist.get_rank(), settings["patience"]) as watchdog:
+            return _train(step, drifted, settings, say, watchdog)
     except BaseException:
         soak_watch.end()
 
 
-def _train(step: Step, drifted: Drifted, settings: dict[str, Any], say: Say) -> dict[str, Any]:
+def _train(
+    step: Step, drifted: Drifted, settings: dict[str, Any], say: Say, watchdog: soak_watch.Watchdog
+) -> dict[str, Any]:
     """step(i) takes a step and gives the loss of each model; drifted() names what is not the same on all its ranks."""
-    steps, watchdog = settings["steps"], soak_watch.Watchdog(dist.get_rank(), settings["patience"])
+    steps = settings["steps"]
     losses: dict[str, array[float]] = {}  # no Python objects, which would be counted as growth
     samples, compared = [], 0
     for i in range(steps):

@@ -74,14 +74,25 @@ def growth(done: list[int], occupied: list[int], of: int) -> dict[str, float]:
 
 
 class Watchdog:
-    """Ends this rank, with a message and every thread's stack, when `advance` was not called for `patience` seconds."""
+    """Ends this rank, with a message and every thread's stack, when `advance` was not called for `patience` seconds.
+
+    Use as a context manager: it watches inside of it, and a rank lives on after it.
+    """
 
     def __init__(self, rank: int, patience: float) -> None:
         self._rank = rank
         self._patience = patience
         self._seen = time.monotonic()
         self._doing: dict[str, Any] = {}
+        self._over = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        self._seen = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
 
     def advance(self, who: str, doing: Any) -> None:
         """who: a thread of the rank. doing: what it begins now; its repr is shown."""
@@ -90,7 +101,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while time.monotonic() - self._seen < self._patience:
-            time.sleep(min(1.0, self._patience / 10))
+            if self._over.wait(min(1.0, self._patience / 10)):
+                return
         faulthandler.dump_traceback(all_threads=True)
         doing = "".join(f"\n  {who}: {what!r}" for who, what in self._doing.items())
         print(

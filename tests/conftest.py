@@ -27,7 +27,7 @@ def _no_crowds() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """ranks(n): n running ranks, kept for the whole session and replaced when a case has killed them."""
+    """ranks(n): n running ranks, kept for the whole session and replaced when a case has failed."""
     pool = Pool()
     yield pool
     pool.close()

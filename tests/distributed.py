@@ -55,6 +55,7 @@ class Ranks:
         preload: tuple[str, ...] = (),
     ) -> None:
         self.world_size = world_size
+        self.closed = False
         context: Any = multiprocessing.get_context(method)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._connections: list[Connection] = []
@@ -118,6 +119,7 @@ class Ranks:
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
+        self.closed = True
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -134,16 +136,24 @@ class Ranks:
 
 
 class Pool:
-    """pool(n): n running ranks, kept for many tests and replaced when a case has killed them."""
+    """pool(n): n running ranks, kept for many tests and replaced when a case has failed.
+
+    Raises RankFailure when they have ended by themselves between two cases: an earlier test left something behind.
+    """
 
     def __init__(self) -> None:
         self._started: dict[int, Ranks] = {}
         POOLS.append(self)
 
     def __call__(self, world_size: int) -> Ranks:
-        if world_size not in self._started or not self._started[world_size].alive:
-            self._started[world_size] = Ranks(world_size)
-        return self._started[world_size]
+        ranks = self._started.get(world_size)
+        if ranks is None or ranks.closed:
+            self._started[world_size] = ranks = Ranks(world_size)
+        if not ranks.alive:
+            codes = [process.exitcode for process in ranks.processes]
+            ranks.close()
+            raise RankFailure(f"since an earlier test the {world_size} ranks have ended, with exit codes {codes}")
+        return ranks
 
     def close(self, *, crowded: bool = False) -> None:
         """End all ranks; crowded: those that have made so many groups that their threads take the machine."""

@@ -57,11 +57,11 @@ def test_growth_is_measured_after_the_warm_up() -> None:
     assert growth(done, [5 * count for count in done], 1000)["per call"] == 5
 
 
-def lane(world: int) -> Lane:
+def lane(world: int, watchdog: Watchdog) -> Lane:
     draw = random.Random(1)
     configs = [soak_collectives.draw_config(draw, i) for i in range(8)]
     settings = {"seed": 1, "largest": 4096, "world": world}
-    return Lane(0, [dist.group.WORLD], configs, settings, Watchdog(dist.get_rank(), 100))
+    return Lane(0, [dist.group.WORLD], configs, settings, watchdog)
 
 
 def makes_calls(collective: str, spoil: str | None) -> list[int]:
@@ -77,10 +77,10 @@ def makes_calls(collective: str, spoil: str | None) -> list[int]:
 
     same = replace(CALL, collective=collective)
     calls = [replace(same, number=number, config=1 + number % 7, start=1000 * number) for number in range(6)]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, Watchdog(dist.get_rank(), 100) as watchdog:
         if spoil:
             patch.setattr(soak_collectives.fap, spoil, spoilt)
-        checksums: list[int] = lane(2).run(calls).tolist()
+        checksums: list[int] = lane(2, watchdog).run(calls).tolist()
     return checksums
 
 
@@ -119,12 +119,21 @@ def test_replicas_are_compared_bit_for_bit(ranks: GetRanks) -> None:
 
 def test_the_watchdog_ends_a_rank_that_does_not_advance() -> None:
     script = (
-        "import time\nfrom benchmarks.soak_watch import Watchdog\ndog = Watchdog(3, 0.5)\n"
-        "dog.advance('lane 1', 'the last call')\ntime.sleep(60)\n"
+        "import time\nfrom benchmarks.soak_watch import Watchdog\nwith Watchdog(3, 0.5) as dog:\n"
+        "    dog.advance('lane 1', 'the last call')\n    time.sleep(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "rank 3: nothing has advanced for 0.5 s" in done.stderr and "lane 1: 'the last call'" in done.stderr
+
+
+def test_a_rank_lives_on_after_its_watchdog() -> None:
+    script = (
+        "import threading, time\nfrom benchmarks.soak_watch import Watchdog\nwith Watchdog(3, 0.5):\n    pass\n"
+        "time.sleep(2)\nassert threading.active_count() == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_handshakes_of_a_few_groups(tmp_path: Path) -> None:
