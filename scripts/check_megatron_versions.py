@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import inspect
 import re
 import sys
@@ -64,9 +65,14 @@ def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
     return lines
 
 
+@functools.lru_cache(maxsize=16)  # many seams are of one module
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def _problem(read: Read, seam: Seam) -> str | None:
     try:
-        tree = ast.parse(read(seam.module.replace(".", "/") + ".py"))
+        tree = _parsed(read(seam.module.replace(".", "/") + ".py"))
     except (KeyError, OSError):
         return "the module does not exist"
     except SyntaxError as error:

@@ -108,7 +108,9 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
     assert {"test_gpu_codec", "test_gpu_streams", "test_gpu_collectives", "cuda_codec", "cost_estimate"} <= names
 
 
-@pytest.mark.parametrize("name", ["train ddp, 8 bits", "train megatron, 8 bits"])
+@pytest.mark.parametrize(
+    "name", ["train ddp, 8 bits", pytest.param("train megatron, 8 bits", marks=pytest.mark.slow)]
+)
 def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
     """On CPUs, with gloo: the same commands, shortened."""
     found = {step.name: step for step in gpu_check.training_steps(2, tmp_path)}
@@ -116,7 +118,7 @@ def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
     if "megatron" in name:
         code, output = run_process(found["prepare megatron"].command, 120, environment)
         assert code == 0, output[-2000:]
-    shorter = ["--train-iters", "12", "--log-interval", "11"] if "megatron" in name else ["--steps", "100"]
+    shorter = ["--train-iters", "12", "--log-interval", "11"] if "megatron" in name else ["--steps", "60"]
     code, output = run_process([*found[name].command, *shorter], 240, {**environment, "OMP_NUM_THREADS": "1"})
     assert code == 0, output[-3000:]
     figures, wrong = found[name].read(output)

@@ -39,7 +39,10 @@ def test_held_out_text_is_not_trained_on() -> None:
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("engine", "method", "trained"), [("ddp", "lora", 50_184), ("zero2", "full", 645_000)])
+@pytest.mark.parametrize(
+    ("engine", "method", "trained"),
+    [("zero2", "lora", 50_184), pytest.param("ddp", "full", 645_000, marks=pytest.mark.slow)],
+)
 def test_two_steps(engine: str, method: str, trained: int, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     sizes = ["--steps=4", "--pretraining=2", "--validation=1", "--seeds=1", "--noise", f"--methods={method}"]
