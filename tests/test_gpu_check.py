@@ -118,7 +118,7 @@ def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
     if "megatron" in name:
         code, output = run_process(found["prepare megatron"].command, 120, environment)
         assert code == 0, output[-2000:]
-    shorter = ["--train-iters", "12", "--log-interval", "11"] if "megatron" in name else ["--steps", "60"]
+    shorter = ["--train-iters", "12", "--log-interval", "11"] if "megatron" in name else ["--steps", "100"]
     code, output = run_process([*found[name].command, *shorter], 240, {**environment, "OMP_NUM_THREADS": "1"})
     assert code == 0, output[-3000:]
     figures, wrong = found[name].read(output)
