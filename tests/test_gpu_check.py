@@ -108,9 +108,7 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
     assert {"test_gpu_codec", "test_gpu_streams", "test_gpu_collectives", "cuda_codec", "cost_estimate"} <= names
 
 
-@pytest.mark.parametrize(
-    "name", ["train ddp, 8 bits", pytest.param("train megatron, 8 bits", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["train ddp, 8 bits", pytest.param("train megatron, 8 bits", marks=pytest.mark.slow)])
 def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
     """On CPUs, with gloo: the same commands, shortened."""
     found = {step.name: step for step in gpu_check.training_steps(2, tmp_path)}
