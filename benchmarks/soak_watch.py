@@ -87,7 +87,6 @@ class Watchdog:
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:
-        self._seen = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
