@@ -26,11 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = (sys.executable, "-m", "flash_allreduce_plugin", "run")
 # A training that knows nothing of the plugin.
 TRAIN = """
+import gc
 import hashlib
 import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: the defaults of its functions would keep it
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
@@ -43,7 +45,9 @@ for step in range(4):
     model(torch.randn(8, 256)).square().mean().backward()
     optimizer.step()
 print(f"trained on rank {dist.get_rank()}", flush=True)
-dist.destroy_process_group()
+del model, optimizer
+gc.collect()
+dist.destroy_process_group()  # and its threads, which may abort an interpreter that ends (pytorch #190489)
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
