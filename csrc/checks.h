@@ -58,11 +58,9 @@ inline int64_t item_bytes(const Tensor& t) {
 // Torch holds a tensor to its memory where it makes it, not where the memory is taken away
 // (UntypedStorage.resize_).
 inline void check_memory(const Tensor& t, const char* name) {
+  if (t.numel() == 0) return;  // and its strides may be any
   int64_t there = 0, last = t.storage_offset();
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    if (t.size(d) == 0) return;
-    last += t.size(d) > 1 ? (t.size(d) - 1) * t.stride(d) : 0;
-  }
+  for (int64_t d = 0; d < t.dim(); ++d) last += t.size(d) > 1 ? (t.size(d) - 1) * t.stride(d) : 0;
   STD_TORCH_CHECK(aoti_torch_get_storage_size(t.get(), &there) == AOTI_TORCH_SUCCESS, name, " has no memory");
   const int64_t needed = (last + 1) * item_bytes(t);
   STD_TORCH_CHECK(needed <= there, name, " has ", there, " bytes of memory; its elements need ", needed);

@@ -298,10 +298,11 @@ def _pytest(tests: Sequence[str], folder: Path, environment: dict[str, str], tar
         "-p",
         "no:cacheprovider",
         "--timeout=3600",
+        "--capture=sys",  # what a sanitizer says before it ends the process is seen
         *tests,
     ]
     status = subprocess.run(command, cwd=folder, env=environment).returncode
-    print(f"{target}: {'no finding' if status == 0 else 'A FINDING'}", flush=True)
+    print(f"{target}: {'no finding' if status == 0 else f'A FINDING (exit code {status})'}", flush=True)
     return status == 0
 
 
