@@ -1,74 +1,82 @@
-// The arithmetic of one group, for host and device alike, without torch.
+// The arithmetic of one group, for host and device, without torch.
 //
 // Every step is one IEEE operation in float32, rounded to nearest even, so that a CPU and a GPU that follow
 // it agree to the bit. That holds only if the compiler does not fuse a multiplication with an addition:
-// build with -ffp-contract=off (C++) and -fmad=false (nvcc). flash_allreduce_plugin/reference.py is the same
-// text in PyTorch.
+// build with -ffp-contract=off (C++) and -fmad=false (nvcc). flash_allreduce_plugin/codec/reference.py is the
+// same text in PyTorch.
 //
-//   asymmetric   zero  = bf16 rounded down (min x)            codes 0 ... 2^b - 1
-//                scale = bf16 rounded up ((max x - zero) / (2^b - 1)), at least 2^-126
-//                code  = rint((x - zero) * (1 / scale))
-//                value = code * scale + zero
-//   symmetric    zero  = 0, half = 2^(b-1) - 1                codes 0 ... 2 * half
-//                scale = bf16 rounded up (max |x| / half), at least 2^-126
-//                code  = rint(x * (1 / scale)) + half
-//                value = (code - half) * scale
-//   compact      scale = the least of 3 bits of mantissa for which an offset serves, at least 2^-120
-//                zero  = offset * 2^b / 32 * scale, offset -31 ... 0, the one that puts the middle of the
-//                codes
-//                        nearest to the middle of the group
-//                code, value as asymmetric, codes 0 ... 2^b - 1
-//                An offset serves if no element lies more than 7/16 of a step outside of the codes' values
-//                (not at all with stochastic rounding). The least scale of 3 bits that is as large as the
-//                group asks for, or the next one, has one: offsets are so close that 1/23 more is enough, and
-//                the next is 1/15 larger.
+// Four layouts, b bits, g elements in a group:
 //
-//   codebook     a group is 8 parts; levels of a table at 2, 3 and 4 bits, computed at 5 and 6, equal steps
-//   at 7 and 8
-//                asked  = max |x| of a part / reach
-//                scale  = bf16 rounded up (the largest asked of the group), at least 2^-112
-//                step   = scale * a float of 3 bits of mantissa, 1.125 * 2^-8 to 1: rounded up (asked /
-//                scale), or, below 7 bits, the next one below y      = x * (1 / step), + shift in a
-//                group that holds a 0 code   = y * (1 - bend * |y|) + 2^(b-1), rounded down, from 0 to 2^b -
-//                1 value  = level of code * step Cells grow with the distance from 0, as those that are best
-//                for Gaussian values (S. Lloyd, "Least squares quantization in PCM", 1982; J. Max, 1960); the
-//                levels are the means of what lies in them. What lies beyond the last cell is clipped
-//                (docs/numerics.md). With mse the step of a part is that of five with the least sum of
-//                squared errors, in whole 1/32 of a step.
+//   asymmetric
+//     zero   = bf16 rounded down (min x)                              codes 0 ... 2^b - 1
+//     scale  = bf16 rounded up ((max x - zero) / (2^b - 1)), at least 2^-126
+//     code   = rint((x - zero) * (1 / scale))
+//     value  = code * scale + zero
 //
-// Rounding the metadata outwards keeps every element inside the range of the codes, so nothing is clipped:
-// (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint removes.
-// A group that holds a NaN or an Inf, or whose range float32 or bf16 cannot hold, travels as scale = NaN,
-// zero = 0, codes 0, and is read back as NaN throughout: an overflow is never hidden.
+//   symmetric
+//     half   = 2^(b-1) - 1, zero = 0                                  codes 0 ... 2 * half
+//     scale  = bf16 rounded up (max |x| / half), at least 2^-126
+//     code   = rint(x * (1 / scale)) + half
+//     value  = (code - half) * scale
 //
-// A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. Symmetric it always is,
-// and compact from 5 bits on, where an offset is a whole number of steps. Elsewhere such a group has a range
-// of its own, which begins k steps below 0, k whole:
-//   asymmetric and compact at 2, 3 and 4 bits
-//                scale = rounded up (the least for which, with one of the best two k, no element lies more
-//                than 7/16 of a step outside of the codes' values; not at all with stochastic rounding); not
-//                below the other groups' least
-//                zero  = -(k * scale), which float32 holds exactly: code k is k * scale - k * scale
-//   It travels as k and a scale whose sign is set; compact, as the offset that k steps are. A 0 rounds to k:
-//   in steps it is k * (1 + 2^-23) at most, up to 255 + 2^-15, and u below stays 2^-13 away from 1/2.
+//   compact
+//     scale  = the least with 3 bits of mantissa for which an offset fits, at least 2^-120
+//     zero   = offset * 2^b / 32 * scale, offset -31 ... 0: the offset that puts the middle of the codes
+//              nearest to the middle of the group
+//     code, value as asymmetric                                       codes 0 ... 2^b - 1
 //
-// Options, in the order in which encoding takes them:
-//   hadamard     the group, its signs changed after a fixed pattern, times the Hadamard matrix (entries +-1).
-//   Decoding
-//                multiplies the sum of the ranks by the same matrix, by 1 / g and by the signs. (TACO;
-//                SDP4Bit, arXiv 2410.15526.) A group's sum is encoded again as it is, rotated.
-//   spikes       the least and the greatest element, the first of equals, travel as bf16, rounded to nearest
-//   (stochastic:
-//                at random), and a third element stands in for them in what follows. (FlashCommunication V2,
-//                arXiv 2508.03760.)
-//   mse          other ranges are tried (see below), whose ends lie less than half a step inside of the
-//   group's
-//                own: every element still rounds to a code, so the error stays below half a step. The first
-//                with the least sum of squared errors serves, but in a group with a range of its own for its
-//                0. Errors are counted in odd 1/256 of a step: no order of adding changes the sum.
+//     An offset fits if no element lies more than 7/16 of a step outside of the codes' values (with
+//     stochastic rounding: if none lies outside). The least scale of 3 bits that is as large as the group
+//     asks for, or the next one, has such an offset: offsets are so close that 1/23 more is enough, and the
+//     next scale is 1/15 larger.
+//
+//   codebook, a group is 8 parts of g / 8 elements
+//     asked  = max |x| of a part / reach
+//     scale  = bf16 rounded up (the largest asked of the group), at least 2^-112
+//     step   = scale * f, f a float of 3 bits of mantissa between 1.125 * 2^-8 and 1: rounded up
+//              (asked / scale), or, below 7 bits, the next one below
+//     y      = x * (1 / step), + shift in a group that holds a 0
+//     code   = y * (1 - bend * |y|) + 2^(b-1), rounded down           codes 0 ... 2^b - 1
+//     value  = level of code * step
+//
+//     Levels: of a table at 2, 3 and 4 bits, computed at 5 and 6, equal steps at 7 and 8. Cells grow with the
+//     distance from 0, as those that are best for Gaussian values (S. Lloyd, "Least squares quantization in
+//     PCM", 1982; J. Max, 1960). A level is the mean of the values in its cell. Values beyond the last cell
+//     are clipped (docs/numerics.md). With mse the step of a part is the one of five with the least sum of
+//     squared errors, in whole 1/32 of a step.
+//
+// Metadata are rounded outwards, which keeps every element inside the range of the codes, so nothing is
+// clipped elsewhere: (max - zero) / scale exceeds 2^b - 1 by rounding errors of 2^-22 at most, which rint
+// removes. A group that holds a NaN or an Inf, or has a range that float32 or bf16 cannot hold, is sent as
+// scale = NaN, zero = 0, codes 0, and is decoded as NaN throughout: an overflow is never hidden.
+//
+// Exact zeros. A group that holds an exact 0 gets it back exactly: 0 is the value of a code there. That is so
+// in every symmetric group, and in compact ones from 5 bits on, where an offset is a whole number of steps.
+// Elsewhere such a group has a range of its own, which begins k steps below 0, k whole:
+//
+//   asymmetric, and compact at 2, 3 and 4 bits
+//     scale  = rounded up (the least for which, with one of the best two k, no element lies more than 7/16 of
+//              a step outside of the codes' values; with stochastic rounding, none outside), not below the
+//              least of other groups
+//     zero   = -(k * scale), which float32 holds exactly: code k is k * scale - k * scale
+//
+//   The metadata are k and a scale whose sign is set; compact, the offset that equals k steps. A 0 rounds to
+//   k: in steps it is k * (1 + 2^-23) at most, up to 255 + 2^-15, and u below stays 2^-13 away from 1/2.
+//
+// Options, in the order in which encoding applies them:
+//
+//   hadamard     The group, its signs changed after a fixed pattern, times the Hadamard matrix (entries
+//                +-1). Decoding multiplies the sum of the ranks by the same matrix, by 1 / g and by the
+//                signs. A group's sum is encoded again while rotated. (TACO; SDP4Bit, arXiv 2410.15526.)
+//   spikes       The least and the greatest element, the first of equals, are sent as bf16, rounded to
+//                nearest (stochastic: at random). A third element stands in for them in the steps that
+//                follow. (FlashCommunication V2, arXiv 2508.03760.)
+//   mse          Other ranges are tried (below), with ends less than half a step inside of the group's own:
+//                every element still rounds to a code, so the error stays below half a step. The first range
+//                with the least sum of squared errors is taken, except in a group with a range of its own for
+//                its 0. Errors are counted in odd 1/256 of a step: no order of adding changes the sum.
 //   stochastic   rint(t + u) with u uniform between -1/2 and 1/2, made from (key, group, element) alone. A
-//   spike:
-//                bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
+//                spike: bf16 rounded down (|x| + r 2^-16 of a step), r a whole number below 2^16.
 #pragma once
 
 #include <cstdint>

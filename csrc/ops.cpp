@@ -1,4 +1,4 @@
-// Operator schemas, nothing else. flash_allreduce_plugin/ops.py documents and wraps them.
+// Operator schemas, nothing else. flash_allreduce_plugin/codec/ops.py documents and wraps them.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(flash_allreduce, m) {

@@ -1,35 +1,37 @@
 // The byte layout of a payload: the one place where it is written down.
 // Host and device, no torch. docs/wire_format.md explains it in words.
 //
-// A payload is an array of records, one record a group of `group_size` consecutive elements, the last
+// A payload is an array of records, one record a group of g = `group_size` consecutive elements, the last
 // group padded with code 0. Records have one size, so the payload of a part that starts at a group
 // boundary is a slice of the payload of the whole, and payloads concatenate.
 //
 //   asymmetric   | scale bf16 | zero bf16 | spikes | plane | plane | plane |
 //   symmetric    | scale bf16 |             spikes | plane | plane | plane |
 //   compact      | both       |             spikes | plane | plane | plane |
-//                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that are
-//                  there
-//   codebook     | scale bf16 | parts, 8 x 6 bits | plane | plane | plane |
+//                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that exist
+//
+//   codebook     | scale bf16 | 8 parts, 6 bits each | plane | plane | plane |
 //                  2 bytes      6 bytes
 //
-//   asymmetric, with the sign of the scale set: the other 15 bits are the scale, and the zero point is not a
-//   bf16 but a whole number k: 0 is the value of code k (codec_math.h)
+// asymmetric, with the sign of the scale set: the other 15 bits are the scale. The zero point is not a bf16
+// but a whole number k: 0 is the value of code k (codec_math.h).
 //
-//   compact, scale and zero point in one word: a bf16 scale of 3 bits of mantissa, in whose sign and last
-//   bits the zero point travels, a multiple of 1/32 of the range of the codes (codec_math.h)
-//                | bit 4 of the multiple | exponent, 8 bits | mantissa, 3 bits | bits 3 to 0 of the multiple
-//                |
+// compact: scale and zero point share one word, a bf16 scale of 3 bits of mantissa. Its sign and its last
+// bits hold the zero point, a multiple of 1/32 of the range of the codes (codec_math.h):
 //
-//   codebook, with the sign of the scale set: the group holds an exact 0. A part is an eighth of the group;
-//   its 6 bits are the exponent and the mantissa of its scale against the group's (codec_math.h); those of
-//   the first part come first, in the lowest bits.
+//                | bit 4 of the multiple | exponent | mantissa | bits 3 to 0 of the multiple |
+//                  1 bit                   8 bits     3 bits     4 bits
 //
-//   spikes, only with spike reserving, the group's extremes and where they are:
+// codebook, with the sign of the scale set: the group holds an exact 0. A part is an eighth of the group. Its
+// 6 bits are the exponent and the mantissa of its scale relative to the group's (codec_math.h). The bits of
+// the first part come first, in the lowest bits.
+//
+// spikes, only with spike reserving, the group's extremes and their places:
+//
 //                | least bf16 | greatest bf16 | place of the least | place of the greatest |
 //                  2 bytes      2 bytes         1 byte each, 2 bytes in groups of more than 256
 //
-// The codes at those two places mean nothing. Rotation, range and rounding (codec_math.h) change what codes
+// The codes at those two places mean nothing. Rotation, range and rounding (codec_math.h) change which codes
 // are chosen, not where they are.
 //
 // A code of b bits is split into units of 8, 4, 2 and 1 bits, widest first, as the binary digits of b say:
@@ -38,8 +40,8 @@
 // plane, counted from the lowest bit of its first byte. (Bit splitting: FlashCommunication V2, arXiv
 // 2508.03760, section 3; the order inside a plane is ours.)
 //
-// 4 bits, g = 128:   | s s z z | 01 23 45 67 ... (64 bytes, element 2k in the low half of byte k) |
-// 5 bits, g = 32:    | s s z z | 4-bit plane, 16 bytes: bits 0-3 of each code | 1-bit plane, 4 bytes: bit 4 |
+//   4 bits, g = 128  | s s z z | 4-bit plane, 64 bytes: 01 23 45 ..., element 2k in the low half of byte k |
+//   5 bits, g = 32   | s s z z | 4-bit plane, 16 bytes: bits 0-3 of a code | 1-bit plane, 4 bytes: bit 4 |
 //
 // All numbers are little endian.
 #pragma once

@@ -6,9 +6,8 @@
 //              2. -> scale of the group, step of each part [the best of five], its inverse
 //              3. x again -> codes -> planes
 //            Rotated groups are floats in the first-level cache first.
-//   decode   planes -> codes -> levels, looked up in a register, times the step of the part -> summed over
-//   the
-//            ranks in registers -> stored [as floats, rotated back, stored]
+//   decode   planes -> codes -> levels, looked up in a register, times the step of the part
+//            -> summed over the ranks in registers -> stored [as floats, rotated back, stored]
 
 #include "codec_cpu.h"
 

@@ -3,8 +3,8 @@
 //
 //   encode   a batch of groups, as float, in the first-level cache:
 //              x -> [rotate] -> [take the spikes out] -> lo, hi -> [try ranges] -> codes [+ random] -> planes
-//   decode   a group at a time, as float: planes of each rank -> added, its spikes put in their places ->
-//   [rotate] -> stored
+//   decode   a group at a time, as float:
+//              planes of each rank -> added, its spikes put in their places -> [rotate] -> stored
 //
 // A rotation takes log2(g) steps of sums and differences: those between elements of one vector first, then
 // those between vectors, two steps at a time.

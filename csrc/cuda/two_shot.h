@@ -52,17 +52,16 @@
 // compare-and-swap by both sides; these words lie in our own allocation instead. Differences are taken modulo
 // 2^32: they may wrap.)
 //
-// Why two halves and no further meeting. Call n uses half n mod 2. Rank r writes that half again in call n
-// + 2. No peer still reads it then:
+// Why two halves and no further meeting. Call n uses half n mod 2. Rank r writes that half again in call
+// n + 2. No peer still reads it then:
 //
 //   1  rank r begins call n + 2 after its own call n + 1 has ended: kernels of a stream do not overlap;
 //   2  in call n + 1 its block 0 met block 0 of every peer: each peer had begun call n + 1;
 //   3  so each peer had ended call n, and with it its reads of half n mod 2.
 //
 // Block 0 meets in every call, because a call has at least one stripe. How the calls divide their halves does
-// not matter. Within a call, inbox and sums are apart, and a
-// block reads only what blocks of its own number wrote before they met. The tensor is read and written by the
-// same block.
+// not matter. Within a call, inbox and sums are apart, and a block reads only what blocks of its own number
+// wrote before they met. The tensor is read and written by the same block.
 //
 // A peer that does not come. A wait ends after the group's timeout. The block then reports the peer, marks
 // the workspace as failed and writes NaN to its pieces: nobody computes on with a half-reduced tensor
@@ -160,8 +159,7 @@ FLASH_HD bool await(Memory& memory, const TwoShot& call, int block, int peer, ui
 //   count(), set_count(n)           its meetings so far; those of the blocks that there are not too
 //   failed()                        whether a call has failed in this workspace
 //   each_item(n, f)                 a warp calls f(warp, item, image) for each item 0 ... n - 1, the same
-//   warp
-//                                   whenever n is the same
+//                                   warp whenever n is the same
 //                                   image: kMostPieceBytes of memory that the warp has to itself
 //   copy(image, to, bytes)          a warp copies 16 bytes at a time, for the whole warp to see
 //   copy_to_all(image, to, bytes)   the same, to a multicast address

@@ -91,7 +91,7 @@ class Draw:
     """Which random numbers round the groups of a call: the same for the same key and group, on every device.
 
     Args:
-        key: of the call, 64 bits, signed; see codec.draw_key.
+        key: of the call, 64 bits, signed; see rows.draw_key.
         first_group: the number, in the call, of the first group that is encoded.
         groups_a_row: by how much the number grows from one row to the next.
     """

@@ -1,4 +1,4 @@
-"""cli/ring.py: the ring is what it is compared as: its bits, its volume, its roundings, and their error."""
+"""benchmarks/ring.py: the ring is what it is compared as: its bits, its volume, its roundings, and their error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cli/bench_check.py in one process: every element is looked at once, the allowed error is the codec's, and no more."""
+"""cli/bench/check.py in one process: every element is looked at once, the allowed error is the codec's, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a payload: wire.py against the compiled library, and the promises about metadata."""
+"""Sizes of a payload: codec/format.py against the compiled library, and the promises about metadata."""
 
 from __future__ import annotations
 

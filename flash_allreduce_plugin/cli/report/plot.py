@@ -1,6 +1,6 @@
 """Curves of the report as inline SVG, for a page that is one file and looks well on paper and on a dark screen.
 
-Colours and fonts are the page's (report_page.py); everything here is geometry.
+page.py sets colours and fonts. This module computes the geometry.
 """
 
 from __future__ import annotations
