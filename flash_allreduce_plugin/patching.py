@@ -336,19 +336,15 @@ def _describe(thing: Any) -> str:
 # torch hands its hooks less than they need: no model, no parameters, no sign that a rank has run out of data. So a hook
 # reads the local variables of torch's function that calls it.
 
-_NEAR = 6  # wrappers between torch's function and ours
-
 
 def locals_of(*names: str) -> Mapping[str, Any] | None:
-    """Of the nearest function of one of these names that is running below ours, as they are now; None if there is none.
+    """Return those of the nearest caller of one of these names, direct or not, as they are now; None if there is none.
 
     A copy: from Python 3.13 on (PEP 667) a frame has no dict of them.
     """
-    frame = sys._getframe(1)
-    for _ in range(_NEAR):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
+    frame = sys._getframe(1).f_back
+    while frame is not None:
         if frame.f_code.co_name in names:
             return dict(frame.f_locals)
+        frame = frame.f_back
     return None

@@ -11,19 +11,19 @@ Beside tensor parallelism: parameters that the tensor-parallel ranks have copies
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from flash_allreduce_plugin import autosave, checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.ddp.owner import Owner, group_of
+from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import beside, counters, run_log
@@ -92,21 +92,19 @@ class Hook:
 
     @property
     def __name__(self) -> str:
-        """DDP asks for it in register_comm_hook: the one moment in which the hook sees the model that it belongs to,
-        whose process group is the model's, and which says how `join` divides.
-        """
+        """The name, which DDP asks for in register_comm_hook: there the model is a local variable."""
         asking = patching.locals_of("_check_comm_hook")
         if asking is not None:
-            self.reduction.model = weakref.ref(asking["self"])
+            self.reduction.owner.registered_with(asking["self"])
         return self.__qualname__
 
-    def __call__(self, state: dist.ProcessGroup | None, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
+    def __call__(self, state: Any, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
         """bucket: of torch's Python reducer a gradient and its parameter. shard: what only FSDP1 gives its hooks."""
         if self._other is not None:
             own_state, other = self._other
             return other(own_state, bucket)
         if isinstance(bucket, tuple):
-            return self.reduction.parameter(state, bucket[0])
+            return self.reduction.parameter(state, *bucket)
         if not isinstance(bucket, dist.GradBucket):
             raise TypeError(
                 f"ddp_hook was called with a {type(bucket).__name__}; expected a bucket of DistributedDataParallel's. "
@@ -145,10 +143,9 @@ class _Reduction:
     def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = (), attached: str | None = None) -> None:
         """attached: what fap.ddp.enable serves, in words; None for a hook that was registered by hand."""
         self.config = config
-        self.model: weakref.ref[DistributedDataParallel] | None = None
+        self.owner = Owner(replicated)
         self.active: _Active | None = None
         self.replicated = replicated
-        self.unseen = {id(parameter) for parameter in replicated if parameter.requires_grad}
         self.attached = attached is not None
         self.steps: _Steps | _OptimizerSteps = _Steps() if attached is None else _OptimizerSteps()
         self.first_steps = FirstSteps("ddp", attached_to=attached or "DistributedDataParallel")
@@ -156,17 +153,16 @@ class _Reduction:
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: list[tuple[Any, torch.Tensor, Future]] = []
 
-    def start(self, group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future:
+    def start(self, state: Any, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
-        model = None if self.model is None else self.model()
-        if group is None and model is not None:
-            group = model.process_group
+        model = self.owner.of(state, bucket.parameters())
+        group = model.process_group if (given := group_of(state)) is None else given
         exact = self.exact(bucket)
         if bucket.index() == 0:
             if self.attached:
                 autosave.before_reduction()
             self.started.clear()  # nothing of a backward pass that failed stays for the next
-            uneven = model is not None and model._join_config.enable and not model._divide_by_initial_world_size
+            uneven = model._join_config.enable and not model._divide_by_initial_world_size
             self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
         self.first_steps.at(self.steps.finished, self.config)
@@ -202,10 +198,6 @@ class _Reduction:
     def exact(self, bucket: dist.GradBucket) -> list[copies.Range]:
         """Where the bucket has gradients of parameters that other ranks have copies of."""
         parameters = bucket.parameters()
-        self.unseen.difference_update(map(id, parameters))
-        if bucket.is_last() and self.unseen:
-            shapes = [tuple(one.shape) for one in self.replicated if id(one) in self.unseen]
-            raise ValueError(f"replicated has parameters of shapes {shapes}, of which the model reduces no gradient.")
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
@@ -214,16 +206,21 @@ class _Reduction:
         gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
         return copies.within(gradients, bucket.buffer())
 
-    def parameter(self, group: dist.ProcessGroup | None, gradient: torch.Tensor) -> Future:
+    def parameter(self, state: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> Future:
         """Of torch's Python reducer (torch._dynamo.config.optimize_ddp), which compiles the backward pass: one gradient
         at a time, averaged in place; it takes no future, and knows no buckets and no passes. A gradient that is
-        reduced alone is the same on ranks that have copies of its parameter.
+        reduced alone, at a fixed width, is the same on ranks that have copies of its parameter.
         """
         if self.config.warmup_steps or self.config.error_feedback:
             raise ValueError(
                 "warmup_steps and error_feedback need DDP's buckets, and its Python reducer has none; leave them out, "
                 "or set torch._dynamo.config.optimize_ddp to True."
             )
+        model = self.owner.in_graph(state, parameter)
+        adapted = self.config.target_sqnr_db is not None or self.config.min_sqnr_db is not None
+        if adapted and (self.replicated or self.owner.has_dtensors):
+            raise ConfigError(copies.ADAPTIVE)
+        group = model.process_group if (given := group_of(state)) is None else given
         dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, self.config, site=SITE)
         return cast(Future, None)
 

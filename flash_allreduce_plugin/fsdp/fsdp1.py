@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, patching
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
@@ -44,7 +44,7 @@ def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
     the hybrid strategies. Counters: "fsdp1.gradients".
     Raises TypeError where config is no FlashConfig; ConfigError for `error_feedback` (that of a preset is left out),
     `include`, `exclude`, `warmup_steps` and the keys of Megatron's, and in the backward pass of a model with tensor
-    parallelism on a device mesh.
+    parallelism on a device mesh; PatchError where it is not FSDP1 that calls, or not as this version knows it.
     """
     return hook_of(refusals.serve(config, "fsdp1_hook", LACKS))
 
@@ -68,15 +68,19 @@ def hook_of(
     return flash_fsdp1_hook
 
 
-def _group(state: Any) -> dist.ProcessGroup | None:
+def _group(state: Any) -> dist.ProcessGroup:
     """The group of the model's gradients. state: a group, torch's DefaultState, or None."""
-    calls = patching.locals_of("_reduce_grad", "_reduce_grad_no_shard")
-    wrapped = None if calls is None else calls.get("state")
+    calls = patching.locals_of("_reduce_grad", "_reduce_grad_no_shard") or {}
+    wrapped = calls.get("state")
+    if wrapped is None:
+        raise PatchError(
+            "fsdp1_hook was not called by FullyShardedDataParallel as torch 2.11 to 2.13 have it, and does not see the "
+            "model's process group; register it with a FullyShardedDataParallel, alone or in a wrapper that calls it."
+        )
     if getattr(wrapped, "_fsdp_extension", None) is not None:
         raise ConfigError(
             "fsdp1_hook does not go together with tensor parallelism on a device mesh: copies of parameters would "
             "drift apart, and FSDP1 does not say where they are; take FSDP2 (fap.FlashReduceScatter)."
         )
-    if state is None:
-        return getattr(wrapped, "process_group", None)
-    return getattr(state, "process_group", state)
+    given = getattr(state, "process_group", state)
+    return wrapped.process_group if given is None else given

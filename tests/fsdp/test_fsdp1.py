@@ -21,7 +21,9 @@ WIDTH, STEPS, LAYERS = 97, 12, 3  # odd: FSDP1 pads
 EIGHT = fap.FlashConfig(bits=8, min_bytes=0)
 
 
-def train(config: fap.FlashConfig | None, strategy: str, options: dict[str, Any]) -> dict[str, Any]:
+def train(
+    config: fap.FlashConfig | None, strategy: str, options: dict[str, Any], wrapper: Any = lambda hook: hook
+) -> dict[str, Any]:
     """Train; config None: without a hook."""
     fap.reset_stats()
     torch.manual_seed(7)
@@ -34,7 +36,7 @@ def train(config: fap.FlashConfig | None, strategy: str, options: dict[str, Any]
         **options,
     )
     if config is not None:
-        wrapped.register_comm_hook(None, fap.fsdp1_hook(config))
+        wrapped.register_comm_hook(None, wrapper(fap.fsdp1_hook(config)))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.2)
     losses = []
     for step in range(STEPS):
@@ -78,10 +80,16 @@ def test_bf16_and_accumulation(ranks: Callable[[int], Ranks], strategy: str) -> 
     assert site["quantized"] == site["calls"] == STEPS * LAYERS
 
 
+def in_wrappers(hook: Any) -> Any:
+    for _ in range(9):
+        hook = partial(lambda inner, *arguments: inner(*arguments), hook)
+    return hook
+
+
 def subgroups() -> dict[str, Any]:
     """Two models side by side, each on two of four ranks: the hook finds the group."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return train(EIGHT, "NO_SHARD", {"process_group": groups[dist.get_rank() // 2]})
+    return train(EIGHT, "NO_SHARD", {"process_group": groups[dist.get_rank() // 2]}, in_wrappers)
 
 
 def test_the_group_is_the_models(ranks: Callable[[int], Ranks]) -> None:
@@ -89,6 +97,12 @@ def test_the_group_is_the_models(ranks: Callable[[int], Ranks]) -> None:
     assert torch.equal(outcomes[0]["weights"], outcomes[1]["weights"])
     assert torch.equal(outcomes[2]["weights"], outcomes[3]["weights"])
     assert not torch.equal(outcomes[0]["weights"], outcomes[2]["weights"])
+
+
+@pytest.mark.parametrize("state", [None, "group"])
+def test_a_hook_that_fsdp1_does_not_call_refuses_to_guess_the_group(state: Any) -> None:
+    with pytest.raises(fap.PatchError, match="fsdp1_hook was not called by FullyShardedDataParallel"):
+        fap.fsdp1_hook(EIGHT)(state, torch.zeros(4))
 
 
 def beside_tensor_parallelism() -> str:
