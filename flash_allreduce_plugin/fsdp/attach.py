@@ -132,7 +132,7 @@ class _Replicas(_Served, fsdp2.Gradients):
             self.config,
             site=fsdp2.REPLICAS,
             step=self._step(),
-            feedback=self._slot(),
+            feedback=self._slot(calls),
             exact=fsdp2.copies_in(calls, self.config),
             plain=lambda: dist.all_reduce(tensor, op=op, group=group),
         )

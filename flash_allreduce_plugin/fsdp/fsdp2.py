@@ -14,8 +14,10 @@ every tensor-parallel rank has a copy of; these are reduced exactly (copies.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,9 @@ class Gradients(_Configured):
         super().__init__(config)
         self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
         self._in_pass = False
+        # Modules, by their first parameter, numbered in the order in which they are first reduced.
+        self._modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._numbers = itertools.count()
         checkpoint.register("fsdp", self)
 
     def _begin(self) -> None:
@@ -101,7 +106,8 @@ class Gradients(_Configured):
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         pass
 
-    def _slot(self) -> Slot | None:
+    def _slot(self, calls: Mapping[str, Any]) -> Slot | None:
+        """Return the place of a module's residual. calls: variables of foreach_reduce."""
         if self.feedback is None:
             return None
         if not self._in_pass:
@@ -109,7 +115,10 @@ class Gradients(_Configured):
         self._in_pass = True
         # Asked again by every call: a backward pass that fails calls nobody back.
         torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
-        return self.feedback.slot()
+        first = calls["fsdp_params"][0]
+        if first not in self._modules:
+            self._modules[first] = next(self._numbers)
+        return self.feedback.slot(self._modules[first])
 
     def _pass_ended(self) -> None:
         self._in_pass = False
@@ -121,7 +130,8 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
     Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
 
     feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
-    every rank. In an object that several modules share they go by the order of the modules in the backward pass.
+    every rank. An object that several modules share, of one model or of several, keeps a residual for each, numbered
+    in the order in which it first reduced them.
     """
 
     def __call__(
@@ -148,7 +158,7 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
             async_op=async_op,
             site=GRADIENTS,
             step=self._step(),
-            feedback=self._slot(),
+            feedback=self._slot(calls),
             # FSDP puts rank after rank what it gets of one parameter after the other.
             exact=[(rank * numel + first, rank * numel + end) for rank in range(group.size()) for first, end in ranges],
         )
@@ -166,7 +176,7 @@ class FlashAllReduce(Gradients):
     gives, to the bit where NCCL averages, or the number of replicas or that of shards is a power of two.
 
     feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
-    every rank. In a hook that several modules share they go by the order of the modules in the backward pass.
+    every rank. A hook that several modules share keeps a residual for each, as FlashReduceScatter does.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: FlashConfig | None = None) -> None:
@@ -203,7 +213,7 @@ class FlashAllReduce(Gradients):
             self.group,
             self.config,
             site=REPLICAS,
-            feedback=self._slot(),
+            feedback=self._slot(calls),
             exact=copies_in(calls, self.config),
             plain=lambda: self._in_full_precision(reduce_output, calls["force_sum_reduction_for_comms"]),
         )

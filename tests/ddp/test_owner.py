@@ -105,10 +105,12 @@ def test_join_divides_inside_of_a_wrapper_as_it_is_told(ranks: Callable[[int], R
     assert ranks(2).run(joined, False)[1] == pytest.approx([4.0] * len(WRAPPERS), rel=1e-3)
 
 
-def test_copies_on_tensor_parallel_ranks_stay_the_same_inside_of_a_wrapper(ranks: Callable[[int], Ranks]) -> None:
+def test_copies_on_tensor_parallel_ranks_inside_of_a_wrapper(ranks: Callable[[int], Ranks]) -> None:
     for case, arguments in ((beside_tensor_parallelism, (True, {})), (as_dtensors, ({},))):
-        for outcome in ranks(4).run(case, *arguments, fp16_compress_wrapper):
+        alone = ranks(4).run(case, *arguments)
+        for outcome, expected in zip(ranks(4).run(case, *arguments, logged), alone, strict=True):
             assert outcome["apart"] == 0
+            assert outcome["sites"] == expected["sites"], "averaged over as many ranks"
             assert outcome["sites"]["ddp.gradients"]["full_precision"][copies.REASON] > 0
 
 

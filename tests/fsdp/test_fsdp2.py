@@ -113,6 +113,32 @@ def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Cal
         assert list(eight[rank]["sites"]) == ["fsdp.gradients"]
 
 
+def two_models(shared: bool) -> list[torch.Tensor]:
+    """Weights of two models that train in turns, with one FlashReduceScatter for both or one for each."""
+    config = fap.FlashConfig(bits=2, min_bytes=0, error_feedback=True)
+    ours = [fap.FlashReduceScatter(config)]
+    ours.append(ours[0] if shared else fap.FlashReduceScatter(config))
+    models, optimizers = [], []
+    for number, one in enumerate(ours):
+        torch.manual_seed(number)
+        model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.set_custom_reduce_scatter(one)
+        models.append(model)
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.2))
+    for step in range(4):
+        x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            (model(x) - x.flip(1)).square().mean().backward()
+            optimizer.step()
+    return [torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()]) for model in models]
+
+
+def test_models_that_share_an_object_have_residuals_of_their_own(ranks: Callable[[int], Ranks]) -> None:
+    for mine, expected in zip(*(ranks(2).run(two_models, shared) for shared in (True, False)), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
 def with_replicas(
     replicas: fap.FlashConfig | None,
     gradients: fap.FlashConfig | None = None,
