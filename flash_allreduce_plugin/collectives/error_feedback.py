@@ -73,6 +73,7 @@ class Residual:
 class Feedback:
     """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
 
+    Make one for each model: where two models use the same keys, each adds the error of the other to its gradients.
     A call finds its residual by a key, or by its place in the backward pass. A residual of a call of another layout
     (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" how many were
     dropped and why. Calls in full precision neither use nor change a residual.

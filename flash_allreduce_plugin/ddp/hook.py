@@ -43,15 +43,17 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
 
     config: FlashConfig.from_env() if None; think of `preset` or `bits`, `min_bytes` (of a bucket) and
-    `warmup_steps`. state is the model's process group, or None, which finds it.
+    `warmup_steps`. state: None, the process group to average over, or the model. With None the hook averages over the
+    model's group, inside of a wrapper (fp16_compress_wrapper, a function that logs) too: there the first step looks
+    for the model once (ddp/owner.py).
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
     stay the same (layer norms beside tensor parallelism): their gradients are reduced in full precision. DTensors are
     recognised (docs/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
     in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
     Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
-    `include`, `exclude` and the keys of Megatron's; in the first backward pass ValueError for a parameter that the
-    model has no gradient of.
+    `include`, `exclude` and the keys of Megatron's. register_comm_hook, or inside of a wrapper the first step, raises
+    ValueError if `replicated` has a parameter of another model, if the hook serves two models, or if it finds no model.
     """
     config = refusals.serve(config, "ddp_hook", LACKS)
     told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
@@ -155,9 +157,10 @@ class _Reduction:
 
     def start(self, state: Any, bucket: dist.GradBucket) -> Future:
         """bucket.buffer(), 1-D, holds the average when the future is done."""
-        model = self.owner.of(state, bucket.parameters())
+        parameters = bucket.parameters()
+        model = self.owner.of(state, parameters)
         group = model.process_group if (given := group_of(state)) is None else given
-        exact = self.exact(bucket)
+        exact = self.exact(bucket, parameters)
         if bucket.index() == 0:
             if self.attached:
                 autosave.before_reduction()
@@ -182,7 +185,7 @@ class _Reduction:
                 async_op=True,
                 site=SITE,
                 step=self.steps.finished,
-                feedback=self.slot(bucket),
+                feedback=self.slot(bucket.index(), parameters),
                 exact=exact,
                 plain=theirs,
             )
@@ -195,9 +198,8 @@ class _Reduction:
             self.steps.passed()
         return future
 
-    def exact(self, bucket: dist.GradBucket) -> list[copies.Range]:
-        """Where the bucket has gradients of parameters that other ranks have copies of."""
-        parameters = bucket.parameters()
+    def exact(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> list[copies.Range]:
+        """Return the ranges of the bucket that are gradients of parameters of which other ranks have copies."""
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
@@ -230,10 +232,10 @@ class _Reduction:
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
         self.steps.finished = int(numbers.get(checkpoint.STEP, self.steps.finished))
 
-    def slot(self, bucket: dist.GradBucket) -> Slot | None:
+    def slot(self, number: int, parameters: Sequence[torch.Tensor]) -> Slot | None:
+        """Return the place of the residual of one bucket."""
         if self.feedback is None:
             return None
-        number, parameters = bucket.index(), bucket.parameters()
         if number == 0:
             self.feedback.begin()
         # After the first backward pass DDP forms its buckets anew, maybe as large as before, in another order.

@@ -15,6 +15,7 @@ every tensor-parallel rank has a copy of; these are reduced exactly (copies.py).
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from flash_allreduce_plugin import checkpoint, checks, dispatch, patching
-from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives import copies, messages
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.policy import Site
@@ -202,7 +204,7 @@ class FlashAllReduce(Gradients):
         """
         _first_passes.at(self.config)
         calls = _reduction("FlashAllReduce")
-        self._check(calls)
+        self._check(calls, reduce_output.device)
         if reduce_output.is_cuda:
             # It is of the reduce-scatter's stream. Of its own all-reduce torch keeps the tensor until it is done; of a
             # hook's the next module's reduce-scatter might get the memory while this one is still on its way.
@@ -227,7 +229,7 @@ class FlashAllReduce(Gradients):
             dist.all_reduce(gradient, group=self.group)
             gradient.div_(self.group.size())
 
-    def _check(self, calls: Mapping[str, Any]) -> None:
+    def _check(self, calls: Mapping[str, Any], device: torch.device) -> None:
         if calls["all_reduce_group"] is not None:
             raise ValueError(
                 "FlashAllReduce is the hook of a module whose replicas torch reduces itself; shard it over one "
@@ -241,6 +243,19 @@ class FlashAllReduce(Gradients):
             raise ValueError(
                 f"the group of FlashAllReduce has ranks {sorted(both)} of one group of shards; expected this rank "
                 "alone, and those of other groups that have the same shard."
+            )
+        held = messages.gather(
+            struct.pack("<qq", shards.rank(), shards.size()),
+            Label("all_reduce", REPLICAS.name, self.group),
+            device,
+            "comparing the shards of the replicas",
+        )
+        if len(set(held)) > 1:
+            ranks = dist.get_process_group_ranks(self.group)
+            which = [struct.unpack("<qq", one)[0] for one in held]
+            raise ValueError(
+                f"the ranks {ranks} of FlashAllReduce's group hold the shards {which}; expected ranks of one shard, "
+                'for example mesh["replicate"].get_group().'
             )
         self._sharded_over = shards
 

@@ -302,6 +302,7 @@ def refused_groups() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replicas, shards = mesh.get_group("replicate"), mesh.get_group("shard")
     others = [dist.new_group([rank]) for rank in range(4)][(dist.get_rank() + 1) % 4]
+    crossed = [dist.new_group([0, 3]), dist.new_group([1, 2])][dist.get_rank() in (1, 2)]
 
     def in_backward(mesh: Any, group: dist.ProcessGroup) -> None:
         model = nn.Linear(8, 8)
@@ -318,6 +319,7 @@ def refused_groups() -> dict[str, str]:
         "a key": lambda: fap.FlashAllReduce(replicas, fap.FlashConfig(param_bits=4)),
         "by hand": lambda: fap.FlashAllReduce(replicas)(torch.zeros(4)),
         "shards": lambda: in_backward(mesh["shard"], shards),
+        "crossed": lambda: in_backward(mesh["shard"], crossed),
         "torch's own": lambda: in_backward(mesh, replicas),
     }
     messages = {}
@@ -341,6 +343,11 @@ def test_other_groups_than_the_replicas_are_refused(ranks: Callable[[int], Ranks
         assert messages["shards"] == (
             f"ValueError: the group of FlashAllReduce has ranks {both} of one group of shards; expected this rank "
             "alone, and those of other groups that have the same shard."
+        )
+        assert messages["crossed"] == (
+            f"ValueError: the ranks {[0, 3] if rank in (0, 3) else [1, 2]} of FlashAllReduce's group hold the shards "
+            f"{[0, 1] if rank in (0, 3) else [1, 0]}; expected ranks of one shard, for example "
+            'mesh["replicate"].get_group().'
         )
         assert messages["torch's own"] == (
             "ValueError: FlashAllReduce is the hook of a module whose replicas torch reduces itself; shard it over one "
