@@ -11,7 +11,8 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     encode_difference(master, held [1, numel], payload [1, bytes]) -> bool    on a CPU
     decode_add(payload [rows, bytes], held [rows, numel])                     on a CPU
 
-Each takes bits, group_size and options (format.Format.options) as well. Those that encode take the numbers of a format.Draw.
+Each takes bits, group_size and options (format.Format.options) as well. Those that encode take the numbers of a
+format.Draw.
 Rows may be strided, elements of a row may not. Dtypes float32, bfloat16, float16; payloads uint8.
 """
 
