@@ -22,6 +22,7 @@ from flash_allreduce_plugin.megatron import (
     checkpoints,
     data_parallel,
     expert_parallel,
+    grouped_queries,
     monitor,
     parameters,
     pipeline_parallel,
@@ -160,6 +161,7 @@ def report() -> Report:
 def seams() -> tuple[Seam, ...]:
     """Every place in Megatron that `enable` replaces; reads nothing of Megatron."""
     found = tensor_parallel.seams(current_config) + sequence_parallel.seams(current_config)
+    found += grouped_queries.seams(current_config)
     found += data_parallel.seams(current_config) + parameters.seams(current_config)
     found += shared_gradients.seams(current_config)
     return tuple(found + expert_parallel.seams() + _helpers())

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin import dispatch
 from flash_allreduce_plugin.collectives.transport import all_gather_single, reduce_scatter_single
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import scopes
+from flash_allreduce_plugin.megatron import process_groups, scopes
 from flash_allreduce_plugin.megatron.scopes import MAPPINGS, CurrentConfig, Scope, recalls, remembers
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
@@ -136,11 +136,8 @@ def _te_all_to_all_single(config: CurrentConfig) -> Function:
 
 
 def is_across(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` is Megatron's context-parallel group, of several ranks."""
-    from megatron.core import parallel_state
-
-    found = parallel_state.get_context_parallel_group(check_initialized=False)
-    return group is not None and group is found and group.size() > 1
+    """True if `group` is the context-parallel group of a model and has several ranks."""
+    return group is not None and group.size() > 1 and process_groups.is_context_parallel(group)
 
 
 def all_to_all(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -71,12 +71,12 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)
-        token, parameters = _slots.set(residuals.slots(self)), _parameters.set(self.params)
+        token, bucket_group = _slots.set(residuals.slots(self)), _reduced.set(self)
         try:
             body(self, *args, **kwargs)
         finally:
             _slots.reset(token)
-            _parameters.reset(parameters)
+            _reduced.reset(bucket_group)
 
     return start_grad_sync
 
@@ -137,8 +137,8 @@ residuals = Residuals()
 _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of_buckets", default=None)
 
 
-# Of the bucket group that is being started.
-_parameters: ContextVar[Iterable[torch.nn.Parameter]] = ContextVar("flash_allreduce_parameters_of_buckets", default=())
+# The bucket group that is being started.
+_reduced: ContextVar[Any] = ContextVar("flash_allreduce_bucket_group")
 
 # The handle of the call whose buckets are being started, None under torch.distributed's own manager.
 _starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
@@ -205,7 +205,7 @@ def _how(bucket: torch.Tensor, theirs: Plain) -> dict[str, Any]:
         "site": GRADIENTS,
         "step": scope.step,
         "feedback": _slot(),
-        "exact": replicated.ranges(_parameters.get(), bucket),
+        "exact": replicated.ranges(_reduced.get(), bucket),
         "plain": theirs,
         "full_precision": scope.full_precision,
     }

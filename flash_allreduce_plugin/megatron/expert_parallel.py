@@ -127,7 +127,8 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
 
     def move(*arguments: Any, **keywords: Any) -> Any:
         if not combines and not any(argument is _given.get() for argument in arguments):
-            return theirs[moved_by](*arguments, **keywords)
+            with scopes.routing():  # the group may be the tensor-parallel one: the tensor decides
+                return theirs[moved_by](*arguments, **keywords)
         with scopes.moving_hidden_states(site):
             return theirs[moved_by](*arguments, **keywords)
 

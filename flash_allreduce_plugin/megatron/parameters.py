@@ -161,8 +161,8 @@ class Buckets:
 
 
 buckets = Buckets()
-# Of the bucket group whose gathers are being started.
-_starting: ContextVar[Iterable[Any]] = ContextVar("flash_allreduce_buckets_of_parameters", default=())
+# The bucket group whose gathers are being started.
+_starting: ContextVar[Any] = ContextVar("flash_allreduce_gathered_bucket_group")
 
 
 def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
@@ -225,7 +225,7 @@ def _start_param_sync(original: Function, config: CurrentConfig) -> Function:
             original(self, *args, **kwargs)
             return
         _refuse(self.ddp_config)
-        token = _starting.set(self.buckets)
+        token = _starting.set(self)
         try:
             body(self, *args, **kwargs)
         finally:
@@ -246,11 +246,12 @@ def _all_gather(config: CurrentConfig) -> Function:
         how["full_precision"] = scopes.requested()
         master: Tensor | None = input
         if output.dtype in _ROUNDED:
-            bucket = next(one for one in _starting.get() if one.param_data is output)
+            bucket_group = _starting.get()
+            bucket = next(one for one in bucket_group.buckets if one.param_data is output)
             master, held = buckets.take(bucket, input)
             if master is not None:
                 how["held"] = held
-                how["exact"] = replicated.parameters(bucket.params, output, padding=config().hadamard)
+                how["exact"] = replicated.parameters(bucket_group, bucket, padding=config().hadamard)
             elif how["full_precision"] is None and _compares(config(), group):
                 how["full_precision"] = held.agree(output, Label("all_gather", PARAMETERS.name, group))
                 if how["full_precision"] is None:

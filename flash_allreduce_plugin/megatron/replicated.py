@@ -6,48 +6,43 @@ after the data-parallel ones: they end up the same without being reduced exactly
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.megatron import process_groups
 
 
-def ranges(parameters: Iterable[torch.nn.Parameter], bucket: torch.Tensor) -> list[copies.Range]:
-    """Where `bucket` [numel], or a shard of one, has gradients of replicated parameters, ascending."""
-    from megatron.core import parallel_state
+def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[copies.Range]:
+    """Where `bucket` [numel], or a shard of one, has gradients of replicated parameters, ascending.
 
-    if not parallel_state.model_parallel_is_initialized():
+    bucket_group: of megatron-core's DistributedDataParallel, with the bucket.
+    """
+    if process_groups.layout_of(bucket_group).tensor == 1:
         return []
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return []
-    gradients = (getattr(parameter, "main_grad", None) for parameter in parameters if _is_replicated(parameter))
+    replicated = filter(_is_replicated, bucket_group.params)
+    gradients = (getattr(parameter, "main_grad", None) for parameter in replicated)
     return copies.within((gradient for gradient in gradients if gradient is not None), bucket)
 
 
-def parameters(found: Iterable[torch.nn.Parameter], bucket: torch.Tensor, padding: bool = False) -> list[copies.Range]:
-    """Where `bucket` [numel] has parameters of which ranks have copies that share it with other numbers, ascending: on
+def parameters(bucket_group: Any, bucket: Any, padding: bool = False) -> list[copies.Range]:
+    """Where the parameters of a bucket [numel] are copies that share it with other numbers, ascending: on
     tensor-parallel ranks, those of experts for experts, and embeddings that pipeline stages share.
 
     padding: and where it has no parameter. Rotated groups would leave there what no checkpoint has.
     """
-    from megatron.core import parallel_state
-
-    found = list(found)
+    layout, weights = process_groups.layout_of(bucket_group), bucket.param_data
     ranges: list[copies.Range] = []
-    if parallel_state.model_parallel_is_initialized():
-        dense = parallel_state.get_tensor_model_parallel_world_size() > 1
-        expert = parallel_state.get_expert_tensor_parallel_world_size() > 1
-        stages = parallel_state.get_pipeline_model_parallel_world_size() > 1
-        for one in found:
-            whole = not getattr(one, "tensor_model_parallel", False)
-            split = dense if getattr(one, "allreduce", True) else expert
-            if (whole and split) or (stages and getattr(one, "shared_embedding", False)):
-                ranges += copies.within([one.detach()], bucket)
+    for one in bucket.params:
+        whole = not getattr(one, "tensor_model_parallel", False)
+        split = (layout.tensor if getattr(one, "allreduce", True) else layout.expert) > 1
+        if (whole and split) or (layout.stages > 1 and getattr(one, "shared_embedding", False)):
+            ranges += copies.within([one.detach()], weights)
     if padding:
-        used = copies.within((one.detach() for one in found), bucket)
+        used = copies.within((one.detach() for one in bucket.params), weights)
         ends = [0, *(end for _, end in used)]
-        starts = [*(start for start, _ in used), bucket.numel()]
+        starts = [*(start for start, _ in used), weights.numel()]
         ranges += [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
     return sorted(ranges)
 

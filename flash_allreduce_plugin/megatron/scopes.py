@@ -30,6 +30,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import ring_bytes
+from flash_allreduce_plugin.megatron import process_groups
 from flash_allreduce_plugin.patching import Function
 from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
 from flash_allreduce_plugin.policy import Collective, Role, Site, matches
@@ -38,6 +39,7 @@ from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
 ON_REQUEST = "full_precision()"
 OTHER_GROUP = "not the tensor-parallel group"
+ROUTING = "routing of tokens to experts"
 SWITCH = "--flash-allreduce"
 # megatron-core's modules in which several files have seams
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
@@ -69,6 +71,7 @@ _pass: ContextVar[Pass | None] = ContextVar("flash_allreduce_pass", default=None
 _running: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("flash_allreduce_running", default=())
 _in_embedding: ContextVar[bool] = ContextVar("flash_allreduce_in_embedding", default=False)
 _hidden_states: ContextVar[str | None] = ContextVar("flash_allreduce_hidden_states", default=None)
+_routing: ContextVar[bool] = ContextVar("flash_allreduce_routing", default=False)
 
 
 def flag(key: str) -> str:
@@ -165,7 +168,7 @@ def current() -> Scope:
     recalled = _recalled.get()
     if recalled is not None:
         return recalled
-    module, reason = None, requested()
+    module, reason = None, ROUTING if _routing.get() else requested()
     config = _state.config
     if config is not None and _state.module_hooks:
         running = _running.get()
@@ -233,6 +236,16 @@ def moving_hidden_states(site: str) -> Iterator[None]:
         _hidden_states.reset(token)
 
 
+@contextmanager
+def routing() -> Iterator[None]:
+    """Leave every call inside to Megatron: it moves routing maps, probabilities or counts of experts."""
+    token = _routing.set(True)
+    try:
+        yield
+    finally:
+        _routing.reset(token)
+
+
 def site_of(site: Site, scope: Scope) -> Site:
     """The site with its module. A forward reduction may be the embedding's: it reaches the same functions as the
     row-parallel layers.
@@ -244,14 +257,7 @@ def site_of(site: Site, scope: Scope) -> Site:
 
 def left_alone(group: dist.ProcessGroup | None, scope: Scope) -> str | None:
     """Why Megatron's own function serves a call, or None if this plugin does."""
-    return scope.full_precision if _is_tensor_parallel(group) else OTHER_GROUP
-
-
-def _is_tensor_parallel(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` is Megatron's tensor-parallel group; those of experts come by here too."""
-    from megatron.core import parallel_state
-
-    return group is not None and group is parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return scope.full_precision if process_groups.is_tensor_parallel(group) else OTHER_GROUP
 
 
 def record_original(
