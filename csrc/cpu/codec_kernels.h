@@ -843,17 +843,19 @@ void add(const float* x, uint8_t* held, int64_t n) {
 //   x, kept              -> encode_lost  -> payload; kept, the new residual, in place
 //   kept                 -> leave        -> residual
 //
-// An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is.
+// An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is. A rotated
+// zero does not arrive as zero: its error is carried over as that of any other element.
 
 // Whole groups of g. A residual of bf16, or of 8 bits, symmetric; false: of a scale so large that what is
 // kept may not be finite, which no encoding has left.
 template <DType kType, bool kWide>
-bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, float momentum, float* x,
-           float* kept) {
+bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, bool rotated,
+           float momentum, float* x, float* kept) {
   using E = Element<kType>;
   using R = Element<DType::kBFloat16>;
   constexpr int half = code_half(8, Layout::kSymmetric), front = kWide ? 0 : spikes_offset(kSymmetricCodes);
   const int64_t record = kWide ? R::kBytes * g : record_bytes(8, g, kSymmetricCodes);
+  const VecI zeros_wait = VecI{} - (rotated ? 0 : 1);
   bool safe = true;
   for (int64_t j = 0; j < groups; ++j, residual += record, gradient += g * E::kBytes, x += g, kept += g) {
     const Metadata m = kWide ? Metadata{} : read_metadata(residual, 8, Layout::kSymmetric);
@@ -873,7 +875,7 @@ bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
           carried = __builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero;
         }
         const VecF v = E::read(gradient + at * E::kBytes);
-        const VecI is_zero = v == 0.0f;
+        const VecI is_zero = (v == 0.0f) & zeros_wait;
         store(x + at, is_zero ? -VecF{} : carried + v);
         store(kept + at, is_zero ? carried : carried * momentum);
       }

@@ -48,13 +48,14 @@ class Feedback {
     const auto fill_up = [&](float* groups) {
       if (whole < count) std::fill(groups + n, groups + count * g, groups[whole * g]);
     };
-    bool safe = carry(gradient, residual, whole, g, momentum_, x, kept);
+    const bool rotated = (codec_.options & kHadamard) != 0;
+    bool safe = carry(gradient, residual, whole, g, rotated, momentum_, x, kept);
     if (whole < count) {
       const int64_t item = type == 0 ? 4 : 2;
       alignas(64) uint8_t last[4 * kMaxGroupSize] = {};
       std::memcpy(last, gradient + whole * g * item, static_cast<size_t>(there * item));
-      safe &=
-          carry(last, residual + whole * residual_record_, 1, g, momentum_, x + whole * g, kept + whole * g);
+      safe &= carry(last, residual + whole * residual_record_, 1, g, rotated, momentum_, x + whole * g,
+                    kept + whole * g);
     }
     fill_up(x);
     Codec of_part = codec_;

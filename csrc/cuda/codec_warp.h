@@ -849,7 +849,8 @@ FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
 }
 
 // The groups whose input the lanes hold; total: elements of the row from the first of them on. An exact zero
-// is encoded as zero and keeps its residual: x is -0 there, which no other sum is.
+// is encoded as zero and keeps its residual: x is -0 there, which no other sum is. A rotated zero does not
+// arrive as zero: its error is carried over as that of any other element.
 template <bool kOptions, class Warp>
 FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
                                    uint64_t key, uint64_t number, uint8_t* image) {
@@ -864,7 +865,8 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
       read_carried(residual, lane, form, i, carried);
       FLASH_UNROLL
       for (int k = 0; k < kNeighbours; ++k) {
-        own.x[i + k] = own.x[i + k] == 0.0f ? -0.0f : carried[k] + own.x[i + k];
+        const bool waits = !rotated && own.x[i + k] == 0.0f;
+        own.x[i + k] = waits ? -0.0f : carried[k] + own.x[i + k];
       }
     }
   });

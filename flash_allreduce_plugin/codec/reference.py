@@ -488,7 +488,7 @@ def encode_feedback(
         decode(residual.view(1, -1), carried, own)
     else:
         carried.copy_(residual.view(1, -1)[:, :numel]).add_(0.0)  # -0 is 0
-    zero = input == 0
+    zero = (input == 0) & (not codec.hadamard)  # a rotated zero does not arrive as zero
     x = torch.where(zero, -0.0, carried + input)
     arrives = torch.empty_like(x)
     encode(x, payload, codec, draw)

@@ -112,7 +112,8 @@ def encode_feedback(
 
         x = input + carried;  payload = encode(x);  residual = momentum carried + (1 - momentum) (x - decode(payload))
 
-    An exact zero is encoded as zero and keeps its residual. A group that is not finite leaves none.
+    An exact zero is encoded as zero and keeps its residual, but not if the codec rotates: zeros arrive with errors then.
+    A group that is not finite leaves none.
 
     residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
         [groups, group_size].

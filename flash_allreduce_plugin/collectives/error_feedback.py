@@ -6,7 +6,8 @@ F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy e
     x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
 
 An exact zero is sent as zero and keeps its residual: an embedding's row that no token touched stays untouched,
-and what it lost before comes back when it is used again.
+and what it lost before comes back when it is used again. With hadamard a zero arrives with an error, as every
+element of its group: the error is carried over as the others are. Kept apart, it would add up without bound.
 
 With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
 error and little of its noise. Either way the sum of what was lost stays bounded.

@@ -153,6 +153,29 @@ def test_the_average_converges_with_every_option(ranks: Callable[[int], Ranks], 
             assert with_feedback < 0.5 * without if "rounding" in fields else with_feedback < 0.1 * without
 
 
+def sums_of_what_was_lost(collective: str, momentum: float) -> tuple[list[float], list[float]]:
+    """A gradient with many zeros, rotated to 2 bits: the largest lost sum at zeros and elsewhere, every 50 steps."""
+    config, owner = configuration(bits=2, hadamard=True), fap.Feedback(momentum=momentum)
+    x = gradient(numel=1000)  # 7 groups and a ragged one
+    x[torch.arange(1000) % 3 != 0] = 0.0
+    exact = reduced(collective, x, fap.FlashConfig(enabled=False), None)
+    lost, zero, rest = torch.zeros_like(exact), [], []
+    for step in range(1, 201):
+        lost += exact - reduced(collective, x, config, owner.slot("x"))
+        if step % 50 == 0:
+            zero.append(float(lost[exact == 0].abs().max()))
+            rest.append(float(lost[exact != 0].abs().max()))
+    return zero, rest
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.8])
+def test_rotated_zeros_lose_no_more_than_other_elements(ranks: Callable[[int], Ranks], momentum: float) -> None:
+    for collective in ("all_reduce", "reduce_scatter"):
+        for zero, rest in ranks(2).run(sums_of_what_was_lost, collective, momentum):
+            assert max(zero) < 1.5 * max(rest), (collective, zero, rest)
+            assert max(zero) < 1.5 * zero[0], (collective, zero)  # no growth from step 50 to step 200
+
+
 def first_calls(collective: str, dtype: torch.dtype, fields: Case) -> list[torch.Tensor]:
     """Of the same gradient: without feedback, with nothing left behind, with what that call left."""
     config, owner = configuration(**fields), fap.Feedback()
