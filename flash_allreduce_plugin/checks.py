@@ -217,13 +217,26 @@ def check_tensor(tensor: Any, name: str) -> None:
 
 def check_written(tensor: Any, name: str) -> None:
     check_tensor(tensor, name)
-    if not tensor.is_contiguous() and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    if not tensor.is_contiguous() and _overlaps(tensor):
         raise ValueError(
             f"{name} has strides {tensor.stride()}, several elements at one place in memory, and cannot hold "
             "the result; clone() it first."
         )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """True if two elements lie at one place in memory, as in most results of expand and unfold."""
+    if tensor.numel() == 0:
+        return False
+    span, apart = 1, True  # span: from the first element of the dimensions so far to the last, both included
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        apart &= size == 1 or stride >= span
+        span += (size - 1) * stride
+    if apart or tensor.numel() > span:
+        return not apart
+    taken = torch.zeros(span, dtype=torch.bool)  # strides that interleave, which are rare: look at every element
+    taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
+    return int(taken.sum()) < tensor.numel()
 
 
 def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checks, groups, running, traced
+from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import copies, runs, transport
 from flash_allreduce_plugin.collectives.copies import Range
 from flash_allreduce_plugin.collectives.differences import HeldWeights
@@ -155,7 +156,7 @@ def reduce_scatter(
     plan = _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
         return running.plainly("reduce_scatter", site, call.group, plain, async_op)
-    shards = like.detach().contiguous().view(call.world_size, -1) if parts is None else list(map(_joined, parts))
+    shards = rows.flat(like).view(call.world_size, -1) if parts is None else list(map(_joined, parts))
     steps = running.reduce_scatter(call, plan, outputs, shards, plain)
     return running.start(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
 
@@ -213,7 +214,7 @@ def all_gather(
         call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
         checks.check_part(input, output, call.parts[call.state.rank], dtypes=held is None)
     if held is not None:
-        call.whole = lambda: held.agree(output.detach().view(-1), call.label)
+        call.whole = lambda: held.agree(output, call.label)
     plan = _decide(call, key, like)
     if held is not None:
         steps = running.gather_differences(call, plan, output, input, held, plain)
@@ -381,7 +382,7 @@ def _parts(input: Any) -> list[list[Tensor]]:
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """1-D and contiguous; of one contiguous tensor its own memory."""
-    flat = [piece.detach().contiguous().view(-1) for piece in pieces]
+    flat = list(map(rows.flat, pieces))
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checks, running, traced
+from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import runs, transport
 from flash_allreduce_plugin.collectives.broadcast import broadcast as broadcast_quantized
 from flash_allreduce_plugin.config import FlashConfig
@@ -205,7 +206,7 @@ def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         return
     assert call.root is not None
     tensor = tensor.detach()
-    whole, root = tensor.contiguous().view(-1), call.root
+    whole, root = rows.flat(tensor), call.root
     if plan is None:
         call.quality.watch([whole] if call.state.rank == root else [], 1.0)
         pending = transport.broadcast(whole, root, call.label, transport.PLAINLY)
@@ -225,7 +226,7 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
     if call.numel == 0:
         return
     tensor = tensor.detach()
-    whole, at_root = tensor.contiguous().view(-1), call.state.rank == call.root
+    whole, at_root = rows.flat(tensor), call.state.rank == call.root
     result = whole if at_root else whole[:0]
     if plan is None:
         op, factor = running.plain_op(call)
@@ -251,7 +252,7 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
 def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Tensor]) -> Iterator[None]:
     if call.numel == 0:
         return
-    own = tensor.detach().contiguous().view(-1)
+    own = rows.flat(tensor)
     whole = own.new_empty(len(own) * len(outputs))
     parts = list(whole.split(len(own))) if outputs else None
     if plan is None:
@@ -275,8 +276,8 @@ def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Ten
     if call.numel == 0:
         return
     tensor = tensor.detach()
-    own = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
-    flat = [one.detach().contiguous().view(-1) for one in inputs]
+    own = rows.flat(tensor) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+    flat = list(map(rows.flat, inputs))
     if plan is None:
         call.quality.watch(flat, 1.0)
         pending = transport.plainly(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import flat, runs, transport, two_level, two_shot
 from flash_allreduce_plugin.collectives.copies import Exactly
 from flash_allreduce_plugin.collectives.differences import Exact, HeldWeights
@@ -118,7 +119,7 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
 
 def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
-    whole = tensor.contiguous().view(-1)
+    whole = rows.flat(tensor)
     exactly = _exactly(call, [whole])
     _measure(call, whole)
     meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
@@ -145,7 +146,7 @@ def reduce_scatter(
         return
     outputs = [one.detach() for one in outputs]
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
-    shard = outputs[0].view(-1) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
+    shard = rows.flat(outputs[0]) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
     exactly = _exactly(call, [shards] if isinstance(shards, Tensor) else shards)
     if plan is None:
         call.quality.watch(shards, call.factor)
@@ -207,8 +208,8 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         return
     output = output.detach()
     in_place = output.is_contiguous()
-    whole = output.view(-1) if in_place else output.new_empty(output.numel())
-    own = input.detach().contiguous().view(-1)
+    whole = rows.flat(output) if in_place else output.new_empty(output.numel())
+    own = rows.flat(input)
     if plan is None:
         call.quality.watch([own], 1.0)
         if plain is not None:
@@ -245,7 +246,7 @@ def gather_differences(
     """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
     if call.numel == 0 and plain is None:
         return
-    weights, master = weights.detach().view(-1), master.detach().contiguous().view(-1)
+    weights, master = rows.flat(weights), rows.flat(master)
     mine = weights[call.start : call.start + len(master)]
     if plan is None:
         mine.copy_(master)
@@ -288,8 +289,8 @@ def all_to_all(
     """A rank that sends and gets nothing takes part as well: the others cannot know."""
     output = output.detach()
     in_place = output.is_contiguous()
-    whole = output.view(-1) if in_place else output.new_empty(output.numel())
-    own = input.detach().contiguous().view(-1)
+    whole = rows.flat(output) if in_place else output.new_empty(output.numel())
+    own = rows.flat(input)
     if plan is None:
         call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
         theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import checks, traced
+from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import point_to_point, transport
 from flash_allreduce_plugin.collectives.point_to_point import Ends, Message, header
 from flash_allreduce_plugin.collectives.work import Helper, StreamWork, Work
@@ -277,7 +278,7 @@ def _start(requests: Sequence[_Request]) -> Work:
 
 
 def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[None]]:
-    flats = [one.tensor.detach().contiguous().view(-1) for one in requests]
+    flats = [rows.flat(one.tensor) for one in requests]
     messages = list(map(_message, requests, flats))
     return messages, _steps(requests, flats, messages)
 

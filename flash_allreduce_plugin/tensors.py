@@ -44,7 +44,7 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0, *, out: Tensor | 
     _check_config(config)
     _check_dtype(tensor.dtype)
     format = config.format()
-    flat = tensor.detach().contiguous().view(1, -1)
+    flat = rows.flat(tensor).view(1, -1)
     payload = _output(out, (format.payload_bytes(flat.shape[1]),), torch.uint8, tensor.device)
     rows.encode(flat, payload.view(1, -1), format, Draw(rows.draw_key(config.seed, call)))
     return payload

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import checks
 from tests.distributed import Ranks
 from tests.test_dispatch import QUANTIZED, still_works
 
@@ -217,3 +220,52 @@ def views_after_remembered_calls() -> list[str]:
 def test_a_lazy_view_is_refused_where_its_like_is_remembered(ranks: GetRanks) -> None:
     for conjugate, negative in ranks(2).run(views_after_remembered_calls):
         assert "conjugate" in conjugate and "negative" in negative
+
+
+def overlapping() -> dict[str, str]:
+    """The errors of rank 0, which gives every public function a view that it cannot write; then both ranks go on."""
+    said: dict[str, str] = {}
+    if dist.get_rank() == 0:
+        memory = torch.ones(41)
+        x, view, sites = torch.ones(80), memory.unfold(0, 2, 1), (fap.isend, fap.irecv)
+        calls: dict[str, Callable[..., Any]] = {
+            "all_reduce": lambda **how: fap.all_reduce(view, **how),
+            "reduce_scatter": lambda **how: fap.reduce_scatter(view, torch.ones(160), **how),
+            "reduce_scatter of parts": lambda **how: fap.reduce_scatter([x[:3], view], [[x[:83]], [x]], **how),
+            "all_gather": lambda **how: fap.all_gather(view, x[:40], **how),
+            "all_gather of differences": lambda **how: fap.all_gather(view, x[:40], held=fap.HeldWeights(), **how),
+            "all_to_all": lambda **how: fap.all_to_all(view, x.view(40, 2), **how),
+            "recv": lambda **how: fap.recv(view, 1, **how),
+            "irecv": lambda **how: fap.irecv(view, 1, **how),
+            "batch": lambda **how: fap.batch_isend_irecv([fap.P2POp(op, view, 1) for op in sites], **how),
+            "broadcast": lambda **how: fap.broadcast(view, 1, **how),
+            "reduce": lambda **how: fap.reduce(view, 0, **how),
+            "scatter": lambda **how: fap.scatter(view, None, 1, **how),
+            "gather": lambda **how: fap.gather(x, [x.clone(), view], 0, **how),
+        }
+        for (name, call), config in itertools.product(calls.items(), (QUANTIZED, fap.FlashConfig())):
+            try:
+                call(config=config)
+                said[name] = "no error"
+            except ValueError as error:
+                said[name] = str(error)
+        assert torch.equal(memory, torch.ones(41))
+    assert still_works()
+    return said
+
+
+def test_guarantee_5_a_view_whose_elements_overlap_is_not_written(ranks: GetRanks) -> None:
+    said, _ = ranks(2).run(overlapping)
+    assert len(said) == 13
+    for name, sentence in said.items():
+        assert "has strides (1, 1), several elements at one place in memory, and cannot hold" in sentence, name
+
+
+def test_elements_that_overlap_are_found_whatever_the_strides() -> None:
+    draw, memory = random.Random(0), torch.zeros(400)
+    for _ in range(3000):
+        sizes = [draw.randint(0, 4) for _ in range(draw.randint(1, 4))]
+        strides = [draw.randint(0, 9) for _ in sizes]
+        places = [sum(i * s for i, s in zip(at, strides, strict=True)) for at in itertools.product(*map(range, sizes))]
+        found = checks._overlaps(memory.as_strided(sizes, strides))
+        assert found == (len(set(places)) < len(places)), (sizes, strides)

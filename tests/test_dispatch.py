@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,77 @@ def still_works() -> bool:
     fap.all_reduce(x, config=QUANTIZED)
     world = dist.get_world_size()
     return bool((x - world * (world + 1) / 2).abs().max() < 0.1)
+
+
+# ---- any stride ----
+
+
+def single(dtype: str, numel: int, quantized: bool) -> list[str]:
+    """Every public call with views of one element, or of none, whose strides say nothing; which of them were wrong."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = fap.FlashConfig(param_bits=8, min_bytes=0) if quantized else fap.FlashConfig(param_bits=8)
+    shapes = [((numel,), (5,)), ((numel, 1), (7, 3)), ((1, 1, numel), (9, 0, 4))]
+    wrong = []
+
+    def view(value: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        """Of a tensor that it must not leave."""
+        memory = torch.full((20,), -1, dtype=getattr(torch, dtype))
+        memory[3:4] = value
+        return memory.as_strided(shape, strides, 3)
+
+    def check(name: str, found: Tensor, value: int) -> None:
+        memory = found.new_empty(0).set_(found.untyped_storage(), 0, (20,))
+        if not (found == value).all() or [*memory[:3].tolist(), *memory[4:].tolist()] != [-1] * 19:
+            wrong.append(f"{name} {tuple(found.shape)} of strides {found.stride()}: {memory.tolist()}")
+
+    for where in shapes:
+        mine, other = view(rank + 1, *where), view(9, *where)
+        fap.all_reduce(mine, config=config)
+        check("all_reduce", mine, 3)
+        shares = torch.tensor([[1.0] * numel, [2.0] * numel]).to(mine.dtype)
+        fap.reduce_scatter(other, shares, config=config)
+        check("reduce_scatter", other, 2 * (rank + 1))
+        fap.reduce_scatter(other, [[view(r + 1, *where)] for r in range(world)], config=config)
+        check("reduce_scatter of parts", other, 2 * (rank + 1))
+        whole = torch.empty(world * numel, dtype=mine.dtype)
+        fap.all_gather(whole, view(rank + 1, *where), config=config)
+        assert whole.tolist() == [1, 2] * numel
+        part = view(5, *where) if rank == 0 else shares[:0].view(0)
+        fap.all_gather(other, part, config=config, output_split_sizes=[len(other), 0])
+        check("all_gather", other, 5)
+        if mine.is_floating_point():
+            held, master = fap.HeldWeights(), part.float() if rank == 0 else part
+            for step in range(3):
+                how = {"held": held, "site": fap.Site("weights", fap.Role.PARAMETER)}
+                fap.all_gather(other, master + step, config=config, output_split_sizes=[len(other), 0], **how)
+                check("all_gather of differences", other, 5 + step)
+        there, back = [0, 0], [0, 0]
+        there[1 - rank] = back[1 - rank] = len(mine)
+        fap.all_to_all(other, view(rank + 1, *where), back, there, config=config)
+        check("all_to_all", other, 2 - rank)
+        ends = (fap.send, fap.recv) if rank == 0 else (fap.recv, fap.send)
+        for end in ends:
+            at = {"dst": 1 - rank} if end is fap.send else {"src": 1 - rank}
+            end(view(rank + 1, *where) if end is fap.send else other, **at, config=config)
+        check("recv", other, 2 - rank)
+        fap.broadcast(mine := view(rank + 1, *where), 1, config=config)
+        check("broadcast", mine, 2)
+        fap.reduce(mine := view(rank + 1, *where), 0, config=config)
+        check("reduce", mine if rank == 0 else view(3, *where), 3)
+        listed = [view(r + 4, *where) for r in range(world)] if rank == 0 else None
+        fap.scatter(other, listed, 0, config=config)
+        check("scatter", other, rank + 4)
+        fap.gather(view(rank + 1, *where), listed, 0, config=config)
+        for r, one in enumerate(listed or ()):
+            check("gather", one, r + 1)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_guarantee_5_one_element_or_none_of_any_stride(ranks: GetRanks, dtype: str) -> None:
+    """torch calls them contiguous, and view(-1) keeps their strides."""
+    for numel, quantized in itertools.product((1, 0), (True, False)):
+        assert ranks(2).run(single, dtype, numel, quantized) == [[], []]
 
 
 # ---- full precision ----

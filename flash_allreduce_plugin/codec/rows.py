@@ -46,6 +46,16 @@ def _is_compiled(tensor: Tensor) -> bool:
     return not use_reference("cpu" if tensor.is_cpu else tensor.device.type)  # asked for with every launch
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements in one dimension of stride 1: the tensor's own memory if it is contiguous, else a copy.
+
+    Torch calls a tensor of one element, or of none, contiguous whatever its strides, and view(-1) keeps them. But
+    view(torch.uint8) needs a stride of 1.
+    """
+    whole = tensor.detach().contiguous().view(-1)
+    return whole if whole.stride(0) == 1 else whole.as_strided(whole.shape, (1,))
+
+
 def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
     """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own.
 
@@ -112,8 +122,8 @@ def encode_feedback(
 
         x = input + carried;  payload = encode(x);  residual = momentum carried + (1 - momentum) (x - decode(payload))
 
-    An exact zero is encoded as zero and keeps its residual, but not if the codec rotates: zeros arrive with errors then.
-    A group that is not finite leaves none.
+    An exact zero is encoded as zero and keeps its residual. Not if the codec rotates: zeros arrive with errors then. A
+    group that is not finite leaves none.
 
     residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
         [groups, group_size].

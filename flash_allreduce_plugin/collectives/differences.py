@@ -57,7 +57,7 @@ class HeldWeights:
     def agree(self, weights: Tensor, label: Label) -> str | None:
         """None if all ranks hold the same weights and nobody has changed them; else why whole values have to travel.
 
-        weights [numel]: contiguous. All ranks ask, and get the same answer.
+        All ranks ask, and get the same answer.
         Raises CollectiveError if a peer failed or the group's timeout passed.
         """
         self._asked = True
@@ -91,11 +91,11 @@ class HeldWeights:
 
 
 def digest_of(weights: Tensor) -> int:
-    """A sum over the bits of weights [numel], contiguous: 63 bits, the same for the same bits.
+    """A sum over the bits of the weights, in row-major order: 63 bits, the same for the same bits.
 
     Another value anywhere is another sum, and so are values that changed places, but among 512 neighbouring bytes.
     """
-    bits = weights.detach().view(torch.uint8)
+    bits = rows.flat(weights).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()
     whole = len(bits) // (8 * _ROW) * 8 * _ROW
