@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, MAX_BITS, MIN_BITS, MIN_CODEBOOK_GROUP_SIZE, Format
 from flash_allreduce_plugin.config import presets, strict_json
-from flash_allreduce_plugin.config.wording import nearest, parse, sentences, shown, variable
+from flash_allreduce_plugin.config.wording import nearest, parse, printable, sentences, shown, unknown_key, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 _WIDTH = f"a whole number from {MIN_BITS} to {MAX_BITS}"
@@ -233,11 +233,14 @@ class FlashConfig(_Frozen):
 
         `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
         """
-        lines, resolved = list(problems), presets.resolved(values)
+        lines, resolved, fields = list(problems), presets.resolved(values), type(self).model_fields
+        known = {key: value for key, value in resolved.items() if key in fields}
         try:
-            super().__init__(**resolved)
+            super().__init__(**known)
         except ValidationError as error:
-            lines += sentences(error, resolved, spelled, type(self).model_fields)
+            lines += sentences(error, known, spelled, fields)
+        # pydantic would not say which key it is, if the key is no text that UTF-8 can encode.
+        lines += [unknown_key(key, value, spelled, fields) for key, value in resolved.items() if key not in fields]
         if lines:
             raise ConfigError("\n".join(lines))
         self.model_fields_set.intersection_update(values)
@@ -364,15 +367,16 @@ class FlashConfig(_Frozen):
 
         Every problem names the file.
         """
+        source = printable(str(path))
         try:
             values = strict_json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+            raise ConfigError(f"{source}: cannot be read ({error.strerror}).") from error
         except strict_json.DuplicateKeyError as error:
-            raise ConfigError(f"{path}: {error}.") from error
+            raise ConfigError(f"{source}: {error}.") from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: expected one JSON object ({error}).") from error
-        return cls._from_mapping(values, source=f"{path}: ", base=base)
+            raise ConfigError(f"{source}: expected one JSON object ({error}).") from error
+        return cls._from_mapping(values, source=f"{source}: ", base=base)
 
     @classmethod
     def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
@@ -392,7 +396,7 @@ class FlashConfig(_Frozen):
                 continue
             if name not in keys:
                 closest = nearest(name.upper(), [*keys, *environment.VARIABLES])
-                unknown.append(f"{name}={shown(text)} is not a known variable; the nearest is {closest}.")
+                unknown.append(f"{printable(name)}={shown(text)} is not a known variable; the nearest is {closest}.")
             elif text.strip():
                 texts[keys[name]] = text
         file = os.environ.get(environment.CONFIG, "").strip()

@@ -16,7 +16,7 @@ from flash_allreduce_plugin.config import strict_json
 def sentences(
     error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str], fields: Mapping[str, FieldInfo]
 ) -> list[str]:
-    """One line for each key that `error` complains about, in the order of the fields."""
+    """One line for each field that `error` complains about, in the order of the fields."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
@@ -24,10 +24,7 @@ def sentences(
         if key in lines:
             continue
         given = f"{spelled(key)}={shown(values[key])}"
-        if problem["type"] == "extra_forbidden":
-            closest = nearest(key.lower().replace("-", "_"), fields)
-            lines[key] = f"{given} is not a known key; the nearest is {closest}."
-        elif problem["type"] == "combination":
+        if problem["type"] == "combination":
             lines[key] = f"{given} {problem['msg']}."
         else:
             extra = fields[key].json_schema_extra
@@ -36,12 +33,22 @@ def sentences(
     return list(lines.values())
 
 
+def unknown_key(key: str, value: Any, spelled: Callable[[str], str], fields: Mapping[str, FieldInfo]) -> str:
+    closest = nearest(key.lower().replace("-", "_"), fields)
+    return f"{spelled(printable(key))}={shown(value)} is not a known key; the nearest is {closest}."
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     return difflib.get_close_matches(name, list(valid), n=1, cutoff=0.0)[0]
 
 
 def variable(key: str) -> str:
     return environment.PREFIX + key.upper()
+
+
+def printable(text: str) -> str:
+    """Return the text in one line that any terminal prints: lone surrogates and control characters as escapes."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def shown(value: Any) -> str:

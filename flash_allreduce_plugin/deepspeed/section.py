@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.config.wording import shown, variable
+from flash_allreduce_plugin.config.wording import printable, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 SECTION = "flash_allreduce"
@@ -65,7 +65,7 @@ def nearly(raw: Mapping[str, Any]) -> list[str]:
     """A sentence for each top-level key that is spelled nearly as ours: DeepSpeed ignores unknown keys."""
     found = (key for key in raw if isinstance(key, str) and key != SECTION)
     return [
-        f'the configuration\'s key "{key}" is not read by anybody; is "{SECTION}" meant?'
+        f'the configuration\'s key "{printable(key)}" is not read by anybody; is "{SECTION}" meant?'
         for key in found
         if difflib.get_close_matches(re.sub("[^a-z]", "", key.lower()), [SECTION.replace("_", "")], cutoff=0.85)
     ]
@@ -81,7 +81,7 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
         raise ConfigError("\n".join(f"{FILE}={line}" for line in str(error).splitlines())) from None
     own = {key: value for key, value in config.given().items() if base.given().get(key) != value}
     found = refusals.refusals(own, "DeepSpeed", refusals.with_megatrons(LACKS, serves(config.given())))
-    lines += [f"{FILE}={path}: {line}" for line in found]
+    lines += [f"{FILE}={printable(path)}: {line}" for line in found]
     return config
 
 

@@ -23,6 +23,7 @@ from flash_allreduce_plugin import autoload, environment, megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
+from flash_allreduce_plugin.config.wording import printable
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron.refusals import (
     OTHER_BUFFERS,
@@ -127,7 +128,7 @@ def _ours_in(words: Iterable[str]) -> list[str]:
 
 def _unknown(word: str) -> str:
     nearest = difflib.get_close_matches(word.replace("_", "-"), _flags(), n=1, cutoff=0.0)[0]
-    return f"{word} is not a known flag; the nearest is {nearest}."
+    return f"{printable(word)} is not a known flag; the nearest is {nearest}."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -276,6 +276,22 @@ def test_unknown_keys_that_collide_with_python_names(key: str) -> None:
     assert line.startswith(f"{key}=4 is not a known key; the nearest is ")
 
 
+def test_keys_that_no_terminal_can_print_are_shown_as_escapes(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(r'{"bi\ud800ts": "\ud800", "a\nb": 1, "bits": 99}')
+    for source, make in (
+        ("", lambda: FlashConfig.from_dict({"bi\ud800ts": "\ud800", "a\nb": 1, "bits": 99})),
+        (f"{file}: ", lambda: FlashConfig.from_file(file)),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            make()
+        assert str(caught.value).splitlines() == [
+            rf"{source}bits=99 is not valid; expected a whole number from 2 to 8.",
+            rf"{source}bi\ud800ts='\ud800' is not a known key; the nearest is bits.",
+            rf"{source}a\nb=1 is not a known key; the nearest is enabled.",
+        ]
+
+
 def test_all_problems_in_one_error() -> None:
     lines = problems(FlashConfig, **{"bits": 9, "bit": 4, "min_sqnr_db": "20", "group_size": "128"})
     assert [re.match(r"\w+", line)[0] for line in lines] == ["bits", "group_size", "min_sqnr_db", "bit"]  # type: ignore[index]
