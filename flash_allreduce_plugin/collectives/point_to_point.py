@@ -8,8 +8,9 @@ when the call is made. Quantized, a piece is a chunk of whole groups; as it is, 
 
 The header is how ends that do not agree find out. Its 256 bytes are a digest of what has to be alike at both ends, and
 the same in words with the shape. The receiver compares digests and, where they differ, names both ends; it leaves the
-sentence in the group's store, where the sender finds it when its own wait has failed. The sizes of what is received are
-the receiver's own, whatever a header says.
+sentence in the group's store, where the sender finds it when its own wait has failed. Over messages that wait fails
+whatever the sizes are, because the digest is in the tag of every piece (transport.between_two). The sizes of what is
+received are the receiver's own, whatever a header says.
 
 Over messages (gloo) every message has a header. Elsewhere it would hold up the host for each of them: there the first
 message of a kind between two ranks has one, and later ones are the backend's affair.
@@ -105,6 +106,7 @@ class Message:
     ) -> None:
         self.label, self.peer, self.outgoing, self.headed, self.meter = label, peer, outgoing, headed, meter
         self._tensor, self._ends, self._tag, self._key = tensor, ends, tag, key
+        self._digest = header(ends)[:_DIGEST_BYTES]
         self._header: Tensor | None = None
         self._header_pending: Pending | None = None
         self._pieces_pending: list[Pending] = []
@@ -120,7 +122,7 @@ class Message:
                 self._header = torch.frombuffer(bytearray(header(self._ends)), dtype=torch.uint8).to(device)
             else:
                 self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-            self._header_pending = issue(self._piece(self._header, None, "the header"), self.label)
+            self._header_pending = issue(self._piece(self._header, "the header", None), self.label)
         if self.peer is not None:
             self._pieces_pending = [issue(piece, self.label) for piece in self._pieces(pool)]
 
@@ -172,7 +174,7 @@ class Message:
             return
         if not isinstance(plan, Plan):
             payload = self._tensor.view(torch.uint8)
-            yield self._piece(payload, len(payload), "the tensor")
+            yield self._piece(payload, "the tensor", self._digest)
             return
         wire = plan.gather
         groups = wire.groups(numel)
@@ -190,17 +192,17 @@ class Message:
                 rows.encode(row, encoded, wire, Draw(self._key, i * chunks.size))
                 if self.meter is not None:
                     self.meter.gathered(row, encoded, wire)
-            yield self._piece(payload, len(payload), f"chunk {i + 1} of {chunks.count}")
+            yield self._piece(payload, f"chunk {i + 1} of {chunks.count}", self._digest)
 
-    def _piece(self, part: Tensor, nbytes: int | None, what: str) -> Post:
-        """nbytes: what the two ends must agree about before they meet; None: of a header."""
+    def _piece(self, part: Tensor, what: str, digest: bytes | None) -> Post:
+        """digest: as transport.between_two."""
         where = "anybody" if self.peer is None else f"rank {self.peer}"
         doing = f"sending {what} to {where}" if self.outgoing else f"receiving {what} from {where}"
-        tag = transport.between_two(self._tag, nbytes) if self.label.by_messages(part.device) else self._tag
+        tag = transport.between_two(self._tag, digest) if self.label.by_messages(part.device) else self._tag
         return Post(part, self.outgoing, self.peer, tag, doing)
 
     def _compare(self, said: bytes) -> None:
-        if said[:_DIGEST_BYTES] == header(self._ends)[:_DIGEST_BYTES]:
+        if said[:_DIGEST_BYTES] == self._digest:
             return
         theirs = _printable(said[_DIGEST_BYTES:].rstrip(b"\0").decode("latin-1"))
         assert self.peer is not None

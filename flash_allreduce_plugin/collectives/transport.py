@@ -42,8 +42,8 @@ Sizes = list[int] | None
 _OURS, _SIGNATURES, _NUMBERS = 1 << 30, 1 << 18, 1 << 12
 # And of one from one rank to another, which gloo matches in the order in which they are posted:
 #
-#     bit 29: between two   bit 28: a header   bits 12-27: the caller's tag   bits 0-11: the message's size, spread
-_BETWEEN_TWO, _HEADER, _SIZES = 1 << 29, 1 << 28, 1 << 12
+#     bit 29: between two   bit 28: a header   bits 12-27: the caller's tag   bits 0-11: of the header's digest
+_BETWEEN_TWO, _HEADER, _DIGESTS = 1 << 29, 1 << 28, 1 << 12
 MOST_TAG = (1 << 16) - 1
 _numbers = itertools.count()
 
@@ -264,14 +264,15 @@ class Post(NamedTuple):
     doing: str
 
 
-def between_two(tag: int, nbytes: int | None) -> int:
-    """The tag on gloo of a piece of nbytes of a message with the caller's tag; None: of its header.
+def between_two(tag: int, digest: bytes | None) -> int:
+    """Return the tag on gloo of a piece of a message with the caller's tag.
 
-    Pieces of different sizes do not meet (see _sized), and a header meets a header.
+    digest: of all that both ends have to agree about, sizes among it: pieces of ends that do not agree do not meet, but
+    for one pair in 4096. None: the piece is the header, and a header meets every header.
     """
-    if nbytes is None:
-        return _BETWEEN_TWO | _HEADER | tag * _SIZES
-    return _BETWEEN_TWO | tag * _SIZES | (nbytes * 0x9E3779B1 >> 8) % _SIZES
+    if digest is None:
+        return _BETWEEN_TWO | _HEADER | tag * _DIGESTS
+    return _BETWEEN_TWO | tag * _DIGESTS | int.from_bytes(digest[:2], "little") % _DIGESTS
 
 
 def post(one: Post, label: Label) -> Pending:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.config import strict_json
+from flash_allreduce_plugin.config.wording import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def read(path: Path | None) -> dict[str, dict[str, Any]]:
     for key, value in values.items():
         if key not in owner:
             close = difflib.get_close_matches(key.lower(), owner, n=1, cutoff=0.0)[0]
-            raise ValueError(f"--layout {path}: {key} is not known; the nearest is {close}.")
+            raise ValueError(f"--layout {path}: {printable(key)} is not known; the nearest is {close}.")
         kind = KEYS[owner[key]][key][0]
         if not kind.fits(value):
             raise ValueError(f"--layout {path}: {key} is {_shown(value)}; expected {kind.expected}.")
