@@ -166,7 +166,7 @@ def decide(call: Call) -> Plan | FullPrecision:
             alike = (call.numel, call.parts) if call.root is None else (call.numel, call.root)
         call.label.sign(
             *(call.op_name, call.factor, call.dtype, *alike),
-            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, *call.exact),
+            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, call.site.layer, *call.exact),
         )
     _count(call, answer)
     if call.collective == "send":
@@ -240,7 +240,8 @@ def _count(call: Call, plan: Plan) -> None:
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
     config, known = call.config, call.state.plans
     warm = call.step is not None and call.step < config.warmup_steps
-    what = call.collective, call.numel, call.dtype, call.op_name, call.site, id(config), warm, width, call.device
+    site = call.site.role, call.site.module
+    what = call.collective, call.numel, call.dtype, call.op_name, *site, id(config), warm, width, call.device
     if (remembered := known.get(what)) is not None:
         return remembered[0]
     answer = make_plan(

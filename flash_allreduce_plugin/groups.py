@@ -76,6 +76,8 @@ class GroupState:
         self.plans: dict[tuple[Any, ...], tuple[Plan | FullPrecision, FlashConfig]] = {}
         #: of the last call: the log of the run knows it
         self.logged: FlashConfig | None = None
+        self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._layer_numbers = itertools.count()
         self._agreed: set[tuple[FlashConfig, bool]] = set()
         self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
 
@@ -105,6 +107,15 @@ class GroupState:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
+
+    def layer(self, module: object) -> int:
+        """Return the number of a layer in this group (Site.layer), by the order of the layers' first exchanges.
+
+        The order is the same on all ranks of the group, because they make its exchanges together.
+        """
+        if module not in self._layers:
+            self._layers[module] = next(self._layer_numbers)
+        return self._layers[module]
 
     def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
         """The width of a site, which starts at `bits`."""

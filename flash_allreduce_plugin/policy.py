@@ -105,11 +105,14 @@ class Site:
     """Where in a program a collective is called from: a stable name for the counters, and the role.
 
     module: the qualified name that include and exclude are compared with; None: they do not apply.
+    layer: a number that tells apart layers which share the site. On gloo, quantized calls of different layers do not
+        meet: ranks that mix up two layers get CollectiveError.
     """
 
     name: str
     role: Role = Role.ANY
     module: str | None = None
+    layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from flash_allreduce_plugin.policy import Role, Site
 
 Eager = Callable[..., Any]
 
-_CALL = "str group, str config, str site, str role, str? module, SymInt? step"
+_CALL = "str group, str config, str site, str role, str? module, int? layer, SymInt? step"
 _SCHEMAS = {
     "all_reduce": f"(Tensor tensor, str op, {_CALL}) -> Tensor",
     "reduce_scatter": f"(Tensor output, Tensor input, str op, {_CALL}) -> Tensor",
@@ -115,7 +115,7 @@ def _can_be_said(op: Any, group: Any, config: Any, async_op: bool, site: Any, st
 def _said(group: Any, config: Any, site: Any, step: Any) -> tuple[Any, ...]:
     group = dist.group.WORLD if group is None else group
     text = "" if config is None else config.text
-    return group.group_name, text, site.name, site.role.value, site.module, step
+    return group.group_name, text, site.name, site.role.value, site.module, site.layer, step
 
 
 def _put(tensor: Tensor, result: Tensor) -> None:
@@ -206,11 +206,13 @@ def serve_codec(encode: Eager, decode: Eager) -> None:
     serve("decode_payload", decode, decoded, fake_tensor)
 
 
-def _heard(group: str, config: str, site: str, role: str, module: str | None, step: int | None) -> dict[str, Any]:
+def _heard(
+    group: str, config: str, site: str, role: str, module: str | None, layer: int | None, step: int | None
+) -> dict[str, Any]:
     return {
         "group": dist.distributed_c10d._resolve_process_group(group),  # type: ignore[arg-type]
         "config": config_of(config),
-        "site": _site(site, role, module),
+        "site": _site(site, role, module, layer),
         "step": step,
     }
 
@@ -222,5 +224,5 @@ def config_of(text: str) -> FlashConfig | None:
 
 
 @lru_cache(4096)
-def _site(name: str, role: str, module: str | None) -> Site:
-    return Site(name, Role(role), module)
+def _site(name: str, role: str, module: str | None, layer: int | None) -> Site:
+    return Site(name, Role(role), module, layer)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, groups
 from flash_allreduce_plugin.deepspeed.reduction import Reduction, given_group
 from flash_allreduce_plugin.policy import EVALUATION, Site
 from flash_allreduce_plugin.traced import never_trace
@@ -24,12 +24,16 @@ from flash_allreduce_plugin.traced import never_trace
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """By which engine's configuration, at which site, and why exactly, if it is; backward: the site of the gradient."""
+    """By which engine's configuration, at which site, and why exactly, if it is; backward: the site of the gradient.
+
+    layer: the module whose exchange it is.
+    """
 
     reduction: Reduction
     full_precision: str | None
     site: Site
     backward: Site
+    layer: torch.nn.Module
 
     def of_gradient(self) -> Exchange:
         return replace(self, site=self.backward)
@@ -54,7 +58,7 @@ def of_module(module: torch.nn.Module, forward: Site, backward: Site) -> Exchang
     if reduction is None:
         return None
     evaluates = not module.training and not reduction.config.quantize_evaluation
-    return Exchange(reduction, EVALUATION if evaluates else None, forward, backward)
+    return Exchange(reduction, EVALUATION if evaluates else None, forward, backward, module)
 
 
 def all_to_all(
@@ -74,10 +78,11 @@ def all_to_all(
     if exchange is None:
         return theirs()
     reduction = exchange.reduction
+    group = given_group(group)
     return dispatch.all_to_all(
-        *(output, input, output_split_sizes, input_split_sizes, given_group(group), async_op),
+        *(output, input, output_split_sizes, input_split_sizes, group, async_op),
         config=reduction.config,
-        site=exchange.site,
+        site=replace(exchange.site, layer=groups.state_of(group).layer(exchange.layer)),
         step=reduction.finished_steps(),
         plain=theirs,
         full_precision=exchange.full_precision,

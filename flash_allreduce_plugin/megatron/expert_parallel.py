@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, groups
+from flash_allreduce_plugin.checks import group_of
 from flash_allreduce_plugin.collectives.transport import all_gather_single, reduce_scatter_single
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import attention, scopes
@@ -41,8 +42,9 @@ _THERE, _BACK = (Role.EXPERT, Role.EXPERT_GRADIENT), (Role.EXPERT_COMBINE, Role.
 
 _GATHER, _REDUCE_SCATTER = "gather_from_sequence_parallel_region", "reduce_scatter_to_sequence_parallel_region"
 
-# The hidden states that a dispatcher's method was given; they may pass as another tensor if their dtype changes.
-_given: ContextVar[torch.Tensor | None] = ContextVar("flash_allreduce_given", default=None)
+# The hidden states that a dispatcher's method was given, and the dispatcher; they may pass as another tensor if their
+# dtype changes.
+_given: ContextVar[tuple[torch.Tensor | None, object]] = ContextVar("flash_allreduce_given", default=(None, None))
 
 
 def seams() -> list[Seam]:
@@ -126,17 +128,18 @@ def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Fun
     combines = moved_by == _REDUCE_SCATTER  # moves nothing else, but casts first
 
     def move(*arguments: Any, **keywords: Any) -> Any:
-        if not combines and not any(argument is _given.get() for argument in arguments):
+        hidden_states, dispatcher = _given.get()
+        if not combines and not any(argument is hidden_states for argument in arguments):
             with scopes.routing():  # the group may be the tensor-parallel one: the tensor decides
                 return theirs[moved_by](*arguments, **keywords)
-        with scopes.moving_hidden_states(site):
+        with scopes.moving_hidden_states(site, dispatcher):
             return theirs[moved_by](*arguments, **keywords)
 
     body = rebound(original, moved_by, move)
 
     @functools.wraps(original)
     def method(self: Any, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        token = _given.set(hidden_states)
+        token = _given.set((hidden_states, self))
         try:
             return body(self, hidden_states, *arguments, **keywords)
         finally:
@@ -161,7 +164,7 @@ def gather(
             return all_gather_single(output, input, group=group)
         return dist.all_gather(list(torch.split(output, list(rows))), input, group=group)
 
-    how = {"output_split_sizes": rows, "plain": theirs, **_how(config, scope)}
+    how = {"output_split_sizes": rows, "plain": theirs, **_how(config, scope, group)}
     dispatch.all_gather(output, input, group, **how)
 
 
@@ -181,7 +184,7 @@ def reduce_scatter(
             return reduce_scatter_single(output, given, group=group)
         return dist.reduce_scatter(output, given, group=group)
 
-    dispatch.reduce_scatter(output, given, group=group, plain=theirs, **_how(config, scope))
+    dispatch.reduce_scatter(output, given, group=group, plain=theirs, **_how(config, scope, group))
 
 
 def _all_to_all_single(config: CurrentConfig) -> Function:
@@ -202,15 +205,16 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
             return attention.all_to_all(*given, config=config(), scope=scope, plain=theirs)
         if scope.hidden_states is None:
             return theirs()
-        return dispatch.all_to_all(*given, plain=theirs, **_how(config(), scope))
+        return dispatch.all_to_all(*given, plain=theirs, **_how(config(), scope, group))
 
     return all_to_all_single
 
 
-def _how(config: FlashConfig, scope: Scope) -> dict[str, Any]:
+def _how(config: FlashConfig, scope: Scope, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """What every call that moves hidden states or their gradient is told."""
     assert scope.hidden_states is not None
     forward, backward = _BACK if scope.hidden_states in _COMBINES else _THERE
     role = backward if scopes.running_pass() == "backward" else forward
-    site = Site(scope.hidden_states, role, scope.module)
+    layer = None if scope.dispatcher is None else groups.state_of(group_of(group)).layer(scope.dispatcher)
+    site = Site(scope.hidden_states, role, scope.module, layer)
     return {"config": config, "site": site, "step": scope.step, "full_precision": scope.full_precision}

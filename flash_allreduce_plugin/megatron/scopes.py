@@ -56,7 +56,7 @@ class Scope:
     """module: qualified name, "" outside of any; None where nobody asked for names.
     step: finished training steps. full_precision: the reason, if this call must not be quantized.
     embedding: inside VocabParallelEmbedding.forward. hidden_states: the seam by which a dispatcher of experts is
-    moving hidden states now, if it is.
+    moving hidden states now, if it is. dispatcher: that object.
     """
 
     module: str | None
@@ -64,13 +64,16 @@ class Scope:
     full_precision: str | None
     embedding: bool
     hidden_states: str | None
+    dispatcher: object = None
 
 
 _recalled: ContextVar[Scope | None] = ContextVar("flash_allreduce_recalled", default=None)
 _pass: ContextVar[Pass | None] = ContextVar("flash_allreduce_pass", default=None)
 _running: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("flash_allreduce_running", default=())
 _in_embedding: ContextVar[bool] = ContextVar("flash_allreduce_in_embedding", default=False)
-_hidden_states: ContextVar[str | None] = ContextVar("flash_allreduce_hidden_states", default=None)
+_hidden_states: ContextVar[tuple[str | None, object]] = ContextVar(
+    "flash_allreduce_hidden_states", default=(None, None)
+)
 _routing: ContextVar[bool] = ContextVar("flash_allreduce_routing", default=False)
 
 
@@ -178,7 +181,7 @@ def current() -> Scope:
             module = _state.names.get(running[-1], "") if running else ""
             if _state.unmatched:
                 _state.seen.add(module)
-    return Scope(module, _state.step, reason, _in_embedding.get(), _hidden_states.get())
+    return Scope(module, _state.step, reason, _in_embedding.get(), *_hidden_states.get())
 
 
 def running_pass() -> Pass | None:
@@ -228,8 +231,8 @@ def inside_embedding() -> Iterator[None]:
 
 
 @contextmanager
-def moving_hidden_states(site: str) -> Iterator[None]:
-    token = _hidden_states.set(site)
+def moving_hidden_states(site: str, dispatcher: object = None) -> Iterator[None]:
+    token = _hidden_states.set((site, dispatcher))
     try:
         yield
     finally:

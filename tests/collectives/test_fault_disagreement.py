@@ -47,6 +47,10 @@ def other_call(what: str) -> list[tuple[str, Any]]:
     if what == "order":
         calls = [("all_reduce", ((whole(30_000),), {**here, "site": fap.Site(f"layer {i}")})) for i in (1, 2)]
         return calls[::-1] if other else calls
+    if what == "order of layers of one site":  # each would get the other's tokens
+        sites = [fap.Site("layers", layer=layer) for layer in (0, 1)]
+        calls = [("all_to_all", ((whole(30_000), whole(30_000)), {**here, "site": layer})) for layer in sites]
+        return calls[::-1] if other else calls
     if what == "order of collectives of one size":
         calls = [("all_reduce", ((whole(60_000),), here)), ("all_gather", ((whole(60_000), whole(30_000)), here))]
         return calls[::-1] if other else calls
@@ -87,7 +91,7 @@ def disagreeing(what: str) -> list[tuple[str, float, bool]]:
     return found
 
 
-QUICK = ("size", "size, as many groups", "order")
+QUICK = ("size", "size, as many groups", "order", "order of layers of one site")
 KINDS = (
     *QUICK,
     *("dtype", "operator", "collective", "order of collectives of one size", "parts", "levels"),

@@ -16,6 +16,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.deepspeed import engine as engines_of
 from flash_allreduce_plugin.deepspeed import experts, section
 from tests.distributed import Ranks
+from tests.signatures import signatures
 
 WIDTH, TOKENS = 64, 24
 SITES = [site.name for site in experts.SITES]
@@ -63,11 +64,11 @@ def rounded() -> Iterator[None]:
         comm.all_to_all_single = theirs
 
 
-def built(flash: Any, options: dict[str, Any], ep_size: int = 2, k: int = 1) -> Any:
+def built(flash: Any, options: dict[str, Any], ep_size: int = 2, k: int = 1, net: nn.Module | None = None) -> Any:
     deepspeed()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-    net = Model(ep_size, k)
+    net = Model(ep_size, k) if net is None else net
     groups = split_params_into_different_moe_groups_for_optimizer({"params": list(net.parameters()), "name": "all"})
     optimizer = torch.optim.SGD(groups, lr=0.5)
     return package().initialize(model=net, optimizer=optimizer, config=configuration(options, flash))[0]
@@ -187,6 +188,33 @@ def test_only_the_engine_with_the_section_is_served_and_nothing_stays(engines: C
             assert found["sites"][site]["quantized"] == 1
         for site in BACKWARD:
             assert found["sites"][site]["full_precision"] == {"warm-up": 1} and found["sites"][site]["quantized"] == 1
+
+
+class TwoLayers(Model):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.others = Model(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.others(super().forward(x)))  # type: ignore[no-any-return]
+
+
+def signatures_of_layers(site: str) -> list[int]:
+    deepspeed()
+    made = built(EIGHT, {}, net=TwoLayers())
+    with signatures(site) as found:
+        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+        made.backward(made(x).square().mean())
+        made.step()
+    made.destroy()
+    return found
+
+
+@pytest.mark.parametrize("site", [experts.COMBINE.name, experts.DISPATCH_BACKWARD.name])
+def test_what_one_layer_sends_never_reaches_another_layer(engines: Callable[[int], Ranks], site: str) -> None:
+    here, there = engines(2).run(signatures_of_layers, site)
+    first, second, again = here
+    assert first == again != second and here == there
 
 
 def guarded() -> dict[str, Any]:

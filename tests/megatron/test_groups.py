@@ -25,6 +25,7 @@ from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import data_parallel, expert_parallel, pipeline_parallel, tensor_parallel
 from flash_allreduce_plugin.telemetry import counters
+from tests.signatures import signatures
 
 WORLD, LAYERS, HIDDEN, SEQUENCE, BATCH = 4, 2, 32, 16, 2
 CONFIG = FlashConfig(bits=8, backward_bits=8, sequence_parallel_gather_bits=8, min_bytes=0)
@@ -277,6 +278,12 @@ def moe(
     counters.reset_stats()
     seen: dict[str, Any] = {"quantized": run(), "sites": sites(), "bytes": bytes_of_experts()}
     seen["widths"] = {name: site["bits"] for name, site in counters.stats()["sites"].items() if ".expert." in name}
+    other = build_module(get_moe_module_spec(use_te=False, num_experts=4), config=config)
+    other.set_layer_number(2)
+    site = expert_parallel.GATHER_COMBINE if dispatcher == "allgather" else expert_parallel.EXCHANGE_COMBINE
+    with signatures(site) as seen["signatures"], CpuForCuda():
+        for one in (layer, other, layer):
+            one(x.clone().requires_grad_())[0].sum().backward()
     megatron.enable(CONFIG.model_copy(update={"expert_bits": "full"}))
     counters.reset_stats()
     run()
@@ -397,6 +404,8 @@ def test_hidden_states_of_experts_are_quantized_forward_and_backward(dispatcher)
         assert of_experts(seen["sites"]) == {site: (2, {}) for site in EXPERT_SITES[dispatcher]}
         assert seen["same routing"] and seen["uneven"]
         assert seen["bytes"] == seen["bytes in full precision"]
+        first, other, again = (seen["signatures"][i : i + 2] for i in (0, 2, 4))
+        assert first == again and not set(first) & set(other)  # what one layer sends never reaches another layer
         assert not torch.equal(seen["quantized"][1][0], seen["stock"][1][0])
         assert close(seen)
 
