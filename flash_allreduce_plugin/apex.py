@@ -44,7 +44,7 @@ _LACKS = {
 _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-_first_steps = FirstSteps("apex", attached_to="apex.parallel")
+_first_steps: WeakKeyDictionary[Any, FirstSteps] = WeakKeyDictionary()
 _feedback: WeakKeyDictionary[Any, Feedback] = WeakKeyDictionary()
 
 
@@ -75,6 +75,7 @@ def disable() -> None:
     beside.detach(_patchset)
     _config = None
     _begun.clear()
+    _first_steps.clear()
     _feedback.clear()
 
 
@@ -107,9 +108,10 @@ def _of_buckets(original: Function) -> Function:
     def allreduce_bucket(self: Any, bucket: list[Tensor], bucket_idx: int, force_default_stream: bool) -> Tensor:
         # apex reduces its buckets in order: the first one begins a backward pass.
         step, slot = _step(self, begins=bucket_idx == 0), _slot(self, begins=bucket_idx == 0)
+        site = _steps_of(self).of(GRADIENTS)
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-            dispatch.all_reduce(tensor, op, group, _config, site=GRADIENTS, step=step, feedback=slot)
+            dispatch.all_reduce(tensor, op, group, _config, site=site, step=step, feedback=slot)
 
         reduced: Tensor = rebound(original, _ALL_REDUCE, all_reduce)(self, bucket, bucket_idx, force_default_stream)
         return reduced
@@ -128,10 +130,11 @@ def _of_reducer(original: Function) -> Function:
     @functools.wraps(original)
     def reduce(self: Any) -> None:
         step, begins = _step(self, begins=True), iter((True,))
+        site = _steps_of(self).of(REDUCER)
 
         def all_reduce_mean(tensor: Tensor) -> None:
             slot = _slot(self, begins=next(begins, False))
-            dispatch.all_reduce(tensor, config=_config, site=REDUCER, step=step, feedback=slot)
+            dispatch.all_reduce(tensor, config=_config, site=site, step=step, feedback=slot)
             tensor /= dist.get_world_size()
 
         rebound(original, _ALL_REDUCE, all_reduce_mean)(self)
@@ -142,9 +145,18 @@ def _of_reducer(original: Function) -> Function:
 def _step(reducing: Any, *, begins: bool) -> int:
     """How many reductions `reducing` has begun before this one; `begins`: this call begins it."""
     _begun[reducing] = max(1, _begun.get(reducing, 0) + begins)
-    if _config is not None:
-        _first_steps.at(_begun[reducing] - 1, _config)
+    _steps_of(reducing).at(_begun[reducing] - 1)
     return _begun[reducing] - 1
+
+
+def _steps_of(reducing: Any) -> FirstSteps:
+    """Whose notices are about the reductions of `reducing`; the first one prints what is attached."""
+    assert _config is not None, "a seam is in place only between enable and disable"
+    found = _first_steps.get(reducing)
+    if found is None:
+        found = FirstSteps(_config, attached_to=None if _first_steps else "apex.parallel")
+        _first_steps[reducing] = found
+    return found
 
 
 def _slot(reducing: Any, *, begins: bool) -> Slot | None:

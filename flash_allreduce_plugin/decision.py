@@ -30,6 +30,7 @@ from flash_allreduce_plugin.groups import GroupState
 from flash_allreduce_plugin.policy import (
     EMPTY,
     LOW_SQNR,
+    ONE_RANK,
     SMALL,
     SUMS,
     WARM_UP,
@@ -145,7 +146,8 @@ def decide(call: Call) -> Plan | FullPrecision:
         groups.agree(call.label, config, disabled, call.device)
     answer: Plan | FullPrecision
     if disabled or call.full_precision is not None:
-        answer = FullPrecision(DISABLED if disabled else str(call.full_precision))
+        given = ONE_RANK if call.world_size == 1 else str(call.full_precision)
+        answer = FullPrecision(DISABLED if disabled else given)
     else:
         answer = _planned(call)
         if isinstance(answer, Plan) and not call.alone:

@@ -18,7 +18,7 @@ are asked one by one (collectives/runs.py). The two ends of a send decide alike 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
@@ -31,6 +31,7 @@ from flash_allreduce_plugin.topology import Nodes
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.telemetry.counters import Tally
 
 WithAll = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all"]
 WithOneRoot = Literal["broadcast", "reduce", "gather", "scatter"]
@@ -107,12 +108,14 @@ class Site:
     module: the qualified name that include and exclude are compared with; None: they do not apply.
     layer: a number that tells apart layers which share the site. On gloo, quantized calls of different layers do not
         meet: ranks that mix up two layers get CollectiveError.
+    tally: counts the calls of one engine or model, in addition to the counters of the process; None: nothing does.
     """
 
     name: str
     role: Role = Role.ANY
     module: str | None = None
     layer: int | None = None
+    tally: Tally | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ def make_plan(
             return FullPrecision(EMPTY)
         if numel * dtype.itemsize < config.min_bytes:
             return FullPrecision(SMALL)
-    configured = _bits(site.role, config)
+    configured = bits_of(site.role, config)
     if isinstance(configured, FullPrecision):
         return configured
     bits = width or configured
@@ -275,8 +278,8 @@ def _adapts(collective: Collective, config: FlashConfig) -> bool:
     return (config.reduce_bits if collective in SUMS else config.gather_bits) is None
 
 
-def _bits(role: Role, config: FlashConfig) -> int | FullPrecision:
-    """The width that a role is quantized to, or why it is not."""
+def bits_of(role: Role, config: FlashConfig) -> int | FullPrecision:
+    """Return the width of a role, or the reason for full precision."""
     if role is Role.PARAMETER_BACKWARD and config.param_backward_bits is None:
         role = Role.PARAMETER
     if role is Role.EMBEDDING and not config.quantize_embedding:

@@ -150,7 +150,7 @@ class _Reduction:
         self.replicated = replicated
         self.attached = attached is not None
         self.steps: _Steps | _OptimizerSteps = _Steps() if attached is None else _OptimizerSteps()
-        self.first_steps = FirstSteps("ddp", attached_to=attached or "DistributedDataParallel")
+        self.first_steps = FirstSteps(config, attached_to=attached or "DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
         self.started: list[tuple[Any, torch.Tensor, Future]] = []
@@ -168,14 +168,15 @@ class _Reduction:
             uneven = model._join_config.enable and not model._divide_by_initial_world_size
             self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
-        self.first_steps.at(self.steps.finished, self.config)
+        self.first_steps.at(self.steps.finished)
+        site = self.first_steps.of(SITE)
 
         def theirs() -> Any:  # as DDP's reducer without a hook, which divides before it sums
             buffer.mul_(1 / dist.get_world_size(group))
             return dist.all_reduce(buffer, group=group, async_op=True)
 
         if buffer.is_sparse:
-            work = _sparse(buffer, group)
+            work = _sparse(buffer, group, site)
         else:
             work = dispatch.all_reduce(
                 buffer,
@@ -183,7 +184,7 @@ class _Reduction:
                 group,
                 self.config,
                 async_op=True,
-                site=SITE,
+                site=site,
                 step=self.steps.finished,
                 feedback=self.slot(bucket.index(), parameters),
                 exact=exact,
@@ -268,12 +269,12 @@ def _finish(work: Any, buffer: torch.Tensor, future: Future, factor: torch.Tenso
     future.set_result(buffer)
 
 
-def _sparse(gradient: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+def _sparse(gradient: torch.Tensor, group: dist.ProcessGroup | None, site: Site) -> Any:
     """A sparse gradient, alone in its bucket, is averaged as DDP does without a hook, and counted."""
     world = dist.get_world_size(group)
     gradient.div_(world)
     rows = gradient._indices().nbytes + gradient._values().nbytes  # not coalesced
-    counters.record_full_precision(SITE, SPARSE, rows * (world - 1), message=0)
+    counters.record_full_precision(site, SPARSE, rows * (world - 1), message=0)
     return dist.all_reduce(gradient, group=group, async_op=True)
 
 

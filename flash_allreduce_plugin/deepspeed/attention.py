@@ -41,15 +41,21 @@ def wanted(config: FlashConfig) -> bool:
 
 
 def is_there(engine: Any) -> bool:
-    """Whether the model attends across ranks.
+    """True if the model attends across ranks."""
+    return bool(groups(engine))
+
+
+def groups(engine: Any) -> list[dist.ProcessGroup]:
+    """The groups of several ranks over which the attention of a model exchanges.
 
     The attention that DeepSpeed gives transformers is in none of a model's modules: ranks that share a sequence tell.
     """
     from deepspeed.sequence.layer import DistributedAttention
 
-    found = [one for one in engine.module.modules() if isinstance(one, DistributedAttention)]
-    shared = "transformers" in sys.modules and engine.sequence_parallel_size > 1
-    return shared or any(dist.get_world_size(one.spg) > 1 for one in found)
+    found = [one.spg for one in engine.module.modules() if isinstance(one, DistributedAttention)]
+    if "transformers" in sys.modules and engine.sequence_parallel_size > 1:
+        found.append(engine.seq_parallel_group)
+    return [group for group in found if dist.get_world_size(group) > 1]
 
 
 # ---- seams

@@ -24,7 +24,7 @@ import torch
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, pipeline, section
-from flash_allreduce_plugin.deepspeed.gathering import Gathering
+from flash_allreduce_plugin.deepspeed.gathering import PARAMETERS, Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
@@ -102,23 +102,26 @@ def seams() -> list[Seam]:
 
 
 def sites_in_place() -> set[str]:
-    """The sites of the living engines that are served."""
-    reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in _engines]
+    """The sites of the living engines that are served: those that an engine can call."""
+    engines = list(_engines)
+    reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in engines]
     sites = {gradients(reduction.stage).name for reduction in reductions}
-    sites |= {parameters(reduction.stage).name for reduction in reductions if reduction.parameters is not None}
-    for engine in _engines:
+    for engine, reduction in zip(engines, reductions, strict=True):
         if (own := getattr(engine, _BOUND)[1]) is not None:
             sites |= own.sites()
-    if any(attention.wanted(reduction.config) for reduction in reductions):
-        sites |= {attention.FORWARD.name, attention.BACKWARD.name}
-    if any(experts.wanted(reduction.config) for reduction in reductions):
-        sites |= {site.name for site in experts.SITES}
-    for reduction in reductions:
-        if pipeline.widths(reduction.config):
+        elif gathering.counts(engine, reduction.config):
+            sites.add(PARAMETERS.name)
+        if reduction.stage < 3 and hasattr(engine.optimizer, "update_lp_params"):
+            sites.add(parameters(reduction.stage).name)
+        if attention.is_there(engine):
+            sites |= {attention.FORWARD.name, attention.BACKWARD.name}
+        if experts.is_there(engine):
+            sites |= {site.name for site in experts.SITES}
+        if pipeline.has_stages(engine):
             sites |= {site.name for site in pipeline.COVERS}
         if reduction.has_tied_weights():
             sites.add(TIED.name)
-    return sites | {EXPERTS.name for engine in _engines if getattr(engine, "has_moe_layers", False)}
+    return sites | {EXPERTS.name for engine in engines if getattr(engine, "has_moe_layers", False)}
 
 
 def bind(engine: Any, config: FlashConfig) -> None:
@@ -136,10 +139,23 @@ def bind(engine: Any, config: FlashConfig) -> None:
         for patchset in _of_layers(config):
             patchset.apply()
             exchanges.own(engine, reduction)
+        _count_exchanges(engine, reduction)
         _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
         raise
+
+
+def _count_exchanges(engine: Any, reduction: Reduction) -> None:
+    """Count the exchanges of the model's layers that stay DeepSpeed's own: a field would quantize them."""
+    ways = {
+        attention: ((attention.FORWARD,), (attention.BACKWARD,)),
+        experts: ((experts.DISPATCH, experts.COMBINE), (experts.COMBINE_BACKWARD, experts.DISPATCH_BACKWARD)),
+    }
+    for layers, sites in ways.items():
+        if not layers.wanted(reduction.config):
+            for group in layers.groups(engine):
+                beside.exchanges_of(group, exchanges.counted(reduction, *sites))
 
 
 def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: list[_Bound]) -> None:
@@ -149,9 +165,9 @@ def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: lis
 
     owners = [engine, getattr(engine, "optimizer", None), getattr(engine, "monitor", None)]
     seams = places(reduction)
-    if own is not None:
+    if own is not None or gathering.counts(engine, reduction.config):
         owners.append(gathering.coordinator_of(engine))
-        seams += gathering.of_engine(own)
+        seams += gathering.of_engine(reduction if own is None else own)
     for place in seams:
         class_name, name = place.attribute.split(".")
         owner = getattr(importlib.import_module(place.module), class_name)
@@ -193,6 +209,7 @@ def release(engine: Any) -> None:
     """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
     reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
+    reduction.released = True
     exchanges.disown(reduction)
     if own is not None:
         own.close()

@@ -7,8 +7,10 @@ process; they behave as before for the models of everybody else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin import dispatch, groups
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed.reduction import Reduction, given_group
 from flash_allreduce_plugin.policy import EVALUATION, Site
 from flash_allreduce_plugin.traced import never_trace
@@ -82,11 +85,28 @@ def all_to_all(
     return dispatch.all_to_all(
         *(output, input, output_split_sizes, input_split_sizes, group, async_op),
         config=reduction.config,
-        site=replace(exchange.site, layer=groups.state_of(group).layer(exchange.layer)),
+        site=replace(reduction.site(exchange.site), layer=groups.state_of(group).layer(exchange.layer)),
         step=reduction.finished_steps(),
         plain=theirs,
         full_precision=exchange.full_precision,
     )
+
+
+def counted(
+    reduction: Reduction, forward: Sequence[Site], backward: Sequence[Site]
+) -> Callable[[], tuple[Site, FlashConfig] | None]:
+    """Give the site of each all-to-all that stays DeepSpeed's own, for beside.exchanges_of; None once it is released.
+
+    A layer makes one exchange at each of the sites, in their order.
+    """
+    alive, ways = weakref.ref(reduction), (cycle(forward), cycle(backward))
+
+    def served() -> tuple[Site, FlashConfig] | None:
+        found = alive()
+        site = next(ways[torch._C._current_graph_task_id() != -1])  # -1 outside of a backward pass
+        return None if found is None or found.released else (found.site(site), found.config)
+
+    return served
 
 
 def evenly(exchange: Exchange | None, group: dist.ProcessGroup, input: Tensor) -> Tensor:

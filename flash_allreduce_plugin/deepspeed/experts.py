@@ -39,10 +39,15 @@ def wanted(config: FlashConfig) -> bool:
 
 
 def is_there(engine: Any) -> bool:
-    """Whether the model has experts on several ranks."""
+    """True if the model has experts on several ranks."""
+    return bool(groups(engine))
+
+
+def groups(engine: Any) -> list[dist.ProcessGroup]:
+    """The groups of several ranks over which the layers of a model exchange tokens."""
     from deepspeed.moe.sharded_moe import MOELayer
 
-    return any(isinstance(one, MOELayer) and one.ep_size > 1 for one in engine.module.modules())
+    return [one.ep_group for one in engine.module.modules() if isinstance(one, MOELayer) and one.ep_size > 1]
 
 
 def of_process() -> list[Seam]:

@@ -33,7 +33,7 @@ from flash_allreduce_plugin.patching import Function, Seam
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters, notices
-from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.telemetry.beside import counted_at, ours
 
 PARAMETERS = Site("deepspeed.stage3.parameters", Role.PARAMETER)
 # With param_backward_bits: what is measured at a site, and follows for it, is of one width.
@@ -64,6 +64,14 @@ def wanted(engine: Any, config: FlashConfig) -> bool:
     """Whether an engine gathers parameters that the configuration quantizes."""
     full = config.param_bits == "full" and config.param_backward_bits in (None, "full")
     return int(engine.zero_optimization_stage()) == 3 and not full
+
+
+def counts(engine: Any, config: FlashConfig) -> bool:
+    """True if an engine gathers parameters in full precision that the configuration could quantize."""
+    zero = engine._config.zero_config
+    offload = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    possible = int(engine.zero_optimization_stage()) == 3 and not zero.use_all_reduce_for_fetch_params and not offload
+    return possible and not wanted(engine, config)
 
 
 def coordinator_of(engine: Any) -> Any:
@@ -124,7 +132,7 @@ class Gathering:
             group,
             self.config,
             async_op=True,
-            site=how.site,
+            site=self._reduction.site(how.site),
             step=self._reduction.finished_steps(),
             plain=theirs,
             full_precision=how.full_precision,
@@ -139,7 +147,7 @@ class Gathering:
             shard, world = parameter.ds_tensor, dist.get_world_size(parameter.ds_process_group)
             sent = ring_bytes("all_gather", shard.numel() * shard.element_size() * world, world)
             reason = PERSISTENT if parameter.ds_persist else OUTSIDE
-            counters.record_full_precision(PARAMETERS, reason, sent)
+            counters.record_full_precision(self._reduction.site(PARAMETERS), reason, sent)
 
     def close(self) -> None:
         """The engine is left alone from now on: drop the rounded values that it still holds and is not using."""
@@ -183,15 +191,22 @@ def clear_padding(parameter: Any) -> None:
 # ---- seams
 
 
-def of_engine(gathering: Gathering | None) -> list[Seam]:
-    """What is replaced on an engine's coordinator; None serves to check that it is as expected."""
+def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
+    """The seam on an engine's coordinator; None serves to check that the function is as expected.
+
+    A Reduction: of an engine whose gathers are counted, and stay in full precision.
+    """
+    if not isinstance(gathering, Reduction):
+        replacement: Function = functools.partial(_in_a_pass, gathering=gathering)
+    else:
+        replacement = functools.partial(_counted, site=gathering.site(PARAMETERS), config=gathering.config)
     return [
         Seam(
             "deepspeed.stage3.pass",
             _COORDINATOR,
             "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_",
             ("self", "params", "forward", "quantize"),
-            lambda original: _in_a_pass(original, gathering),
+            replacement,
             "tells which gathers are of a forward or a backward pass",
         )
     ]
@@ -217,6 +232,15 @@ def of_process() -> list[Seam]:
             "gives everybody but the two passes exact parameters, and counts them",
         ),
     ]
+
+
+def _counted(original: Function, site: Site, config: FlashConfig) -> Function:
+    @functools.wraps(original)
+    def __all_gather_params_(self: Any, params: Any, forward: bool, quantize: bool = False) -> None:
+        with counted_at(site, config):
+            original(self, params, forward, quantize)
+
+    return __all_gather_params_
 
 
 def _in_a_pass(original: Function, gathering: Gathering | None) -> Function:

@@ -22,6 +22,7 @@ from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.patching import Function
 from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.telemetry.beside import counted_at
 
 _DIGEST = "weights."  # of a checkpoint's numbers: this and the number of a flat tensor
 
@@ -37,7 +38,7 @@ class Parameters:
     def __init__(
         self,
         config: FlashConfig,
-        stage: int,
+        site: Site,
         step: Callable[[], int],
         tensor_parallel: bool,
         tied: Sequence[Tensor] = (),
@@ -45,7 +46,7 @@ class Parameters:
         """step: gives the finished steps. tensor_parallel: some parameters are split over other ranks. tied: those that
         other stages of a pipeline have too.
         """
-        self._config, self._site, self._step, self._tensor_parallel = config, parameters(stage), step, tensor_parallel
+        self._config, self._site, self._step, self._tensor_parallel = config, site, step, tensor_parallel
         self._tied = tied
         self._held: dict[int, HeldWeights] = {}  # by the number of the flat tensor
         self._masters: Sequence[Tensor] = ()
@@ -122,6 +123,17 @@ class Parameters:
             return whole or any(one is weight for weight in self._tied)
 
         return copies.within((one.data for one in self._groups[number] if has_copies(one)), weights)
+
+
+def counted(original: Function, site: Site, config: FlashConfig) -> Function:
+    """`original`, DeepSpeed's all_gather_dp_groups, whose gathers count at `site`: param_bits would quantize them."""
+
+    @functools.wraps(original)
+    def all_gather_dp_groups(*args: Any, **kwargs: Any) -> None:
+        with counted_at(site, config):
+            original(*args, **kwargs)
+
+    return all_gather_dp_groups
 
 
 def _theirs(weights: Tensor, group: dist.ProcessGroup, start_alignment_factor: int, allgather_bucket_size: int) -> None:

@@ -19,7 +19,9 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed.reduction import TIED, Reduction
 from flash_allreduce_plugin.deepspeed.section import SENDS
 from flash_allreduce_plugin.patching import Function, Seam, rebound
-from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.policy import DISABLED, PIPELINE_BACKWARD_FULL, PIPELINE_FULL, Role, Site
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import counted_at
 
 FORWARD = Site("deepspeed.pipeline.forward", Role.PIPELINE)
 BACKWARD = Site("deepspeed.pipeline.backward", Role.PIPELINE_BACKWARD)
@@ -78,8 +80,7 @@ def places(reduction: Reduction | None) -> list[Seam]:
         lambda original: rebound(original, "dist.all_reduce", all_reduce),
         TIED_COVERS[1],
     )
-    sends = [seam(name) for name in _FUNCTIONS] if reduction is None or widths(reduction.config) else []
-    return [*sends, tied]
+    return [*map(seam, _FUNCTIONS), tied]
 
 
 def instructions(engine: Any) -> dict[Any, Function]:
@@ -106,14 +107,32 @@ class _Batch:
 _running: ContextVar[_Batch] = ContextVar("flash_allreduce_tensors_of_a_stage")
 
 
+def _counted(original: Function, site: Site, config: FlashConfig, *, sends_it: bool) -> Function:
+    """DeepSpeed's own sends, or receives, which count at `site`: a width would quantize them."""
+    reason = PIPELINE_FULL if site.role is Role.PIPELINE else PIPELINE_BACKWARD_FULL
+
+    @functools.wraps(original)
+    def exchange(self: Any, buffer_id: int) -> None:
+        if not sends_it:
+            counters.record_full_precision(site, reason if config.enabled else DISABLED, 0)
+        with counted_at(site, config):
+            original(self, buffer_id)
+
+    return exchange
+
+
 def _served(original: Function, name: str, reduction: Reduction | None) -> Function:
     path, site = _FUNCTIONS[name]
+    if reduction is not None:
+        site = reduction.site(site)
+        if not widths(reduction.config):
+            return _counted(original, site, reduction.config, sends_it=path == "p2p.send")
 
     def one(tensor: Tensor, stage: int) -> None:
         assert reduction is not None
         running = _running.get()
         engine = running.engine
-        mask = running.next_is_a_mask() and site is FORWARD  # which has no gradient
+        mask = running.next_is_a_mask() and site.role is Role.PIPELINE  # which has no gradient
         how: dict[str, Any] = {"config": reduction.config, "site": site, "step": reduction.finished_steps()}
         how["full_precision"] = MASK if mask else None
         peer = engine.grid.stage_to_global(stage_id=stage)

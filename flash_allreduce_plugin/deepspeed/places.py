@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from flash_allreduce_plugin.deepspeed import attention, experts, pipeline
 from flash_allreduce_plugin.deepspeed.gathering import BACKWARD, PARAMETERS
-from flash_allreduce_plugin.deepspeed.parameters import parameters
+from flash_allreduce_plugin.deepspeed.parameters import counted, parameters
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, TIED, Reduction, Slices, gradients, owned
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.patching import Function, Seam, rebound
@@ -158,8 +158,6 @@ def _of_stage_3(reduction: Reduction | None) -> list[Seam]:
 
 def _of_parameters(reduction: Reduction | None) -> list[Seam]:
     """Gathers of parameters that every rank keeps."""
-    if reduction is not None and reduction.parameters is None:
-        return []
     zero = ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", "bit16_groups")
     bf16 = ("bf16_partitioned_groups", "fp32_groups_flat_partition", "bf16_groups")
     return [
@@ -192,9 +190,13 @@ def _of_parameters(reduction: Reduction | None) -> list[Seam]:
 
 def _gathered(original: Function, reduction: Reduction | None, attributes: tuple[str, str, str]) -> Function:
     """attributes: see Parameters.apart."""
-    served = None if reduction is None else reduction.parameters
-    body = rebound(original, "all_gather_dp_groups", None if served is None else served.gather)
-    return body if served is None else served.apart(body, *attributes)
+    name = "all_gather_dp_groups"
+    if reduction is None:
+        return rebound(original, name, None)
+    if reduction.parameters is None:
+        theirs = original.__globals__[name]
+        return rebound(original, name, counted(theirs, reduction.site(parameters(reduction.stage)), reduction.config))
+    return reduction.parameters.apart(rebound(original, name, reduction.parameters.gather), *attributes)
 
 
 def _of_the_run(reduction: Reduction | None) -> list[Seam]:

@@ -22,7 +22,7 @@ from flash_allreduce_plugin.collectives.error_feedback import LOADED, Feedback, 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
-from flash_allreduce_plugin.deepspeed.parameters import Parameters
+from flash_allreduce_plugin.deepspeed.parameters import Parameters, parameters
 from flash_allreduce_plugin.deepspeed.section import SECTION
 from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.running import Plain
@@ -73,16 +73,20 @@ class Reduction:
         self._engine = engine
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
         self._tied = replicated.tied(engine)
+        self.released = False  # the engine has its own functions again
+        self._first_steps = FirstSteps(config, lambda key: f'"{key}" in the section "{SECTION}"')
         #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
         self.parameters: Parameters | None = None
         if config.param_bits != "full" and self.stage < 3:
-            self.parameters = Parameters(
-                config, self.stage, self.finished_steps, self._tensor_parallel, replicated.tied(engine)
-            )
-        self._first_steps = FirstSteps("deepspeed", lambda key: f'"{key}" in the section "{SECTION}"')
+            site = self.site(parameters(self.stage))
+            self.parameters = Parameters(config, site, self.finished_steps, self._tensor_parallel, self._tied)
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
+
+    def site(self, site: Site) -> Site:
+        """Return the site whose calls count for this engine."""
+        return self._first_steps.of(site)
 
     def has_tied_weights(self) -> bool:
         return bool(self._tied)
@@ -123,7 +127,7 @@ class Reduction:
 
             comm.all_reduce(tensor, group=group)
 
-        dispatch.all_reduce(tensor, group=group, plain=theirs, **{**self._how(group), "site": TIED})
+        dispatch.all_reduce(tensor, group=group, plain=theirs, **{**self._how(group), "site": self.site(TIED)})
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
         """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
@@ -211,7 +215,7 @@ class Reduction:
     def _how(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """What every collective of the engine is called with."""
         step = self.finished_steps()
-        self._first_steps.at(step, self.config)
+        self._first_steps.at(step)
         return {"config": self.config, "site": self._site(group), "step": step, "feedback": self._slot()}
 
     def _slot(self) -> Slot | None:
@@ -260,7 +264,7 @@ class Reduction:
 
     def _site(self, group: dist.ProcessGroup) -> Site:
         experts = getattr(self._engine, "expert_data_parallel_group", None) or {}
-        return EXPERTS if any(group is one for one in experts.values()) else gradients(self.stage)
+        return self.site(EXPERTS if any(group is one for one in experts.values()) else gradients(self.stage))
 
     def finished_steps(self) -> int:
         """Optimizer steps that were made; one that the loss scaler skipped is none."""

@@ -27,9 +27,10 @@ from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.fsdp import fsdp1, fsdp2
 from flash_allreduce_plugin.patching import Function, Patchset, Seam
+from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import notices
-from flash_allreduce_plugin.telemetry.notices import FirstPasses
+from flash_allreduce_plugin.telemetry.beside import counted_at
 
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 MODULE = "torch.distributed.fsdp._fully_shard._fully_shard"
@@ -42,11 +43,13 @@ SITES = {
     fsdp2.PARAMETERS.name: (f"{GROUP}.FSDPParamGroup", "the all-gather of FSDP2's parameters, with param_bits"),
     fsdp1.SITE.name: (f"{FSDP1}.FullyShardedDataParallel", "the gradients of FSDP1"),
 }
+_PARAMETERS = Site(fsdp2.PARAMETERS.name, Role.PARAMETER)  # while param_bits is "full"
 # Of fsdp2.LACKS what the attached classes have.
 _SERVED = ("warmup_steps", "param_bits")
 LACKS = {key: why for key, why in fsdp2.LACKS.items() if key not in _SERVED}
 
 _found: WeakKeyDictionary[FSDPParamGroup, tuple[Any, Any]] = WeakKeyDictionary()  # what we put ours in the place of
+_exact: WeakKeyDictionary[FSDPParamGroup, FlashConfig] = WeakKeyDictionary()  # param_bits would quantize their gathers
 _said: WeakSet[Any] = WeakSet()  # what the groups of one model have in common, of models with a line
 _roots: WeakSet[FullyShardedDataParallel] = WeakSet()
 
@@ -58,6 +61,7 @@ def disable() -> None:
     for root in list(_roots):
         _take_hook(root)
     _found.clear()
+    _exact.clear()
 
 
 def _patchset() -> Patchset:
@@ -67,6 +71,7 @@ def _patchset() -> Patchset:
         ("group", GROUP, f"{group}.__init__", ("self", "params", "modules", "mesh_info", ...), _with_ours, "FSDP2"),
         ("reduce_scatter", MODULE, f"{module}.set_custom_reduce_scatter", ("self", "comm"), _noticing, theirs),
         ("all_gather", MODULE, f"{module}.set_custom_all_gather", ("self", "comm"), _noticing, theirs),
+        ("parameters", GROUP, f"{group}.unshard", ("self", "async_op"), _counting, "counts gathers of parameters"),
         ("replicas", GROUP, "foreach_reduce", ("fsdp_params", ...), _with_replicas, "the replicas' all-reduce"),
         ("root", RUNTIME, "_share_state_and_init_handle_attrs", ("root_state", "root_module"), _with_hook, "FSDP1"),
         ("hook", FSDP1, f"{fsdp1_class}.register_comm_hook", ("self", "state", "hook"), _giving_way, theirs),
@@ -84,13 +89,11 @@ attachment = Attachment("FSDP", _patchset, LACKS)
 # ---- FSDP2 ----
 
 
-_passes = FirstPasses("fsdp", None)
-
-
 class _Served:
     """Beside a class of fsdp2.py: an object for one group of parameters, which counts the optimizer's steps."""
 
     _lacks: Mapping[str, str] = LACKS
+    _attached_to: str | None = None
     config: FlashConfig
 
     def __init__(self, config: FlashConfig, group: FSDPParamGroup) -> None:
@@ -100,7 +103,7 @@ class _Served:
     def _step(self) -> int:
         return optimizer_steps.finished
 
-    def _begin(self) -> None:
+    def _begin(self, site: Site) -> Site:
         autosave.before_reduction()
         group = self._of()
         if group is not None and group.comm_ctx not in _said:
@@ -109,7 +112,7 @@ class _Served:
             few = None if self.config.param_bits == "full" else notices.few_bits("param_bits", self.config.param_bits)
             if few is not None:
                 attachment.note(few)
-        _passes.at(self.config)
+        return super()._begin(site)  # type: ignore[misc]
 
 
 class _ReduceScatter(_Served, fsdp2.FlashReduceScatter):
@@ -124,13 +127,13 @@ class _Replicas(_Served, fsdp2.Gradients):
     """The all-reduce between replicas, as torch's foreach_reduce calls it."""
 
     def __call__(self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, calls: Mapping[str, Any]) -> None:
-        self._begin()
+        site = self._begin(fsdp2.REPLICAS)
         dispatch.all_reduce(
             tensor,
             op,
             group,
             self.config,
-            site=fsdp2.REPLICAS,
+            site=site,
             step=self._step(),
             feedback=self._slot(calls),
             exact=fsdp2.copies_in(calls, self.config),
@@ -146,8 +149,8 @@ class _AllGather(_Served, fsdp2.FlashAllGather):
         super().__init__(config.model_copy(update=changed), group)
         self._exactly = copies.REASON if has_copies else None
 
-    def _begin(self) -> None:
-        pass  # the line is the gradients'
+    def _begin(self, site: Site) -> Site:
+        return fsdp2.FlashAllGather._begin(self, site)  # the line is the gradients'
 
 
 def _with_ours(original: Function) -> Function:
@@ -166,10 +169,26 @@ def _with_ours(original: Function) -> Function:
         autosave.watch(lambda: _sharded(alive()), _size(self, "shard") * _size(self, "replicate"))
         _found[self] = (self._reduce_scatter_comm, self._all_gather_comm)
         self._reduce_scatter_comm = _ReduceScatter(config, self)
-        if config.param_bits != "full" and isinstance(self.mesh_info, FSDPMeshInfo):
+        if isinstance(self.mesh_info, FSDPMeshInfo) and config.param_bits != "full":
             self._all_gather_comm = _AllGather(config, self, has_copies)
+        elif isinstance(self.mesh_info, FSDPMeshInfo) and not has_copies:
+            _exact[self] = config
 
     return __init__
+
+
+def _counting(original: Function) -> Function:
+    @functools.wraps(original)
+    def unshard(self: FSDPParamGroup, *arguments: Any, **keywords: Any) -> None:
+        ours = _found.get(self)
+        if ours is None or self not in _exact or self._all_gather_comm is not ours[1]:
+            return original(self, *arguments, **keywords)
+        config = _exact[self]
+        site = fsdp2.first_passes(config, None).of(_PARAMETERS)
+        with counted_at(site, config):
+            original(self, *arguments, **keywords)
+
+    return unshard
 
 
 def _line(group: FSDPParamGroup, config: FlashConfig) -> str:

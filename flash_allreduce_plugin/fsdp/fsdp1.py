@@ -54,16 +54,17 @@ def hook_of(
 ) -> Hook:
     """fsdp1_hook of a configuration that is served. step: finished training steps, for warmup_steps."""
     run_log.start(config)
-    passes = FirstPasses("fsdp1", attached_to)
+    passes = FirstPasses(config, attached_to)
     beside.attach(passes)
 
     def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
         group = _group(state)
         passes.at(config)
+        site = passes.of(SITE)
         if shard is None:
-            dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=SITE, step=step())
+            dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=site, step=step())
         else:
-            dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=SITE, step=step())
+            dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=site, step=step())
 
     return flash_fsdp1_hook
 

@@ -55,13 +55,25 @@ _READ = {
     "all_reduce_group",
     "force_sum_reduction_for_comms",
 }
-_first_passes = FirstPasses("fsdp", "FSDP2")
+# Of each model, by what its groups of parameters have in common.
+_first_passes: WeakKeyDictionary[Any, FirstPasses] = WeakKeyDictionary()
+
+
+def first_passes(config: FlashConfig, attached_to: str | None) -> FirstPasses:
+    """Return those of the model that FSDP2 reduces gradients or gathers parameters of now."""
+    calls = patching.locals_of("post_backward", "unshard") or {}
+    model = getattr(calls.get("self"), "comm_ctx", FirstPasses)
+    found = _first_passes.get(model)
+    if found is None:
+        found = _first_passes[model] = FirstPasses(config, attached_to)
+    return found
 
 
 class _Configured:
     """What every class here begins with."""
 
     _lacks: Mapping[str, str] = LACKS
+    _attached_to: str | None = "FSDP2"  # None: that has been said
 
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: FlashConfig.from_env() if None.
@@ -98,9 +110,11 @@ class Gradients(_Configured):
         self._numbers = itertools.count()
         checkpoint.register("fsdp", self)
 
-    def _begin(self) -> None:
-        """A gradient is about to be reduced."""
-        _first_passes.at(self.config)
+    def _begin(self, site: Site) -> Site:
+        """A gradient is about to be reduced; returns the site that counts for its model."""
+        passes = first_passes(self.config, self._attached_to)
+        passes.at(self.config)
+        return passes.of(site)
 
     def numbers(self) -> dict[str, float]:
         return {}
@@ -148,7 +162,7 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
 
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
         """
-        self._begin()
+        site = self._begin(GRADIENTS)
         calls = _reduction("FlashReduceScatter")
         numel, ranges = output_tensor.numel(), copies_in(calls, self.config)
         return dispatch.reduce_scatter(
@@ -158,7 +172,7 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
             group,
             self.config,
             async_op=async_op,
-            site=GRADIENTS,
+            site=site,
             step=self._step(),
             feedback=self._slot(calls),
             # FSDP puts rank after rank what it gets of one parameter after the other.
@@ -202,7 +216,7 @@ class FlashAllReduce(Gradients):
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it; ValueError where torch
         reduces over replicas itself, or where the group has ranks of other shards.
         """
-        _first_passes.at(self.config)
+        site = self._begin(REPLICAS)
         calls = _reduction("FlashAllReduce")
         self._check(calls, reduce_output.device)
         if reduce_output.is_cuda:
@@ -214,7 +228,7 @@ class FlashAllReduce(Gradients):
             dist.ReduceOp.AVG,
             self.group,
             self.config,
-            site=REPLICAS,
+            site=site,
             feedback=self._slot(calls),
             exact=copies_in(calls, self.config),
             plain=lambda: self._in_full_precision(reduce_output, calls["force_sum_reduction_for_comms"]),
@@ -295,10 +309,12 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
     _said = False
     _exactly: str | None = None  # why a group goes in full precision
 
-    def _begin(self) -> None:
-        if not FlashAllGather._said:
+    def _begin(self, site: Site) -> Site:
+        """Parameters are about to be gathered; returns the site that counts for their model."""
+        if self._attached_to is not None and not FlashAllGather._said:
             FlashAllGather._said = True
-            notices.say(notices.attached("FSDP2", f"parameters in {self.config.bits} bits", self.config))
+            notices.say(notices.attached(self._attached_to, f"parameters in {self.config.bits} bits", self.config))
+        return first_passes(self.config, self._attached_to).of(site)
 
     def __call__(
         self,
@@ -308,14 +324,14 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
         async_op: bool = False,
     ) -> None:
         """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
-        self._begin()
+        site = self._begin(PARAMETERS)
         # FSDP waits only on handles of torch's own type.
         dispatch.all_gather(
             output_tensor,
             input_tensor,
             group,
             self.config,
-            site=PARAMETERS,
+            site=site,
             step=self._step(),
             full_precision=self._exactly,
         )

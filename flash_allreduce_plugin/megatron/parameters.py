@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from flash_allreduce_plugin.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.beside import counted_at
 
 PARAMETERS = Site("megatron.data_parallel.parameters", Role.PARAMETER_DIFFERENCE)
 NO_MASTERS = "parameters without exact values beside them"
@@ -161,6 +162,7 @@ class Buckets:
 
 
 buckets = Buckets()
+_unserved: WeakSet[Any] = WeakSet()  # buckets of optimizers that param_bits is refused for
 # The bucket group whose gathers are being started.
 _starting: ContextVar[Any] = ContextVar("flash_allreduce_gathered_bucket_group")
 
@@ -169,6 +171,7 @@ def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
     @functools.wraps(original)
     def _copy_main_params_to_model_params(self: Any) -> None:
         if config().param_bits == "full" or self.is_stub_optimizer:
+            _notice_unserved(self)
             original(self)
             return
         _refuse(self.ddp_config, self.config)
@@ -179,6 +182,16 @@ def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
             buckets.stepped(bucket, found)
 
     return _copy_main_params_to_model_params
+
+
+def _notice_unserved(optimizer: Any) -> None:
+    """Remember the buckets that param_bits is refused for."""
+    if refusals.of_parameters((optimizer.ddp_config, optimizer.config), refusals.field, "param_bits"):
+        _unserved.update(bucket for buffer in optimizer.buffers or () for bucket in buffer.buckets)
+
+
+def _could_be_quantized(bucket: Any) -> bool:
+    return bucket.param_data.dtype in _ROUNDED and bucket not in _unserved
 
 
 def _pieces(optimizer: Any) -> dict[Any, list[_Piece]]:
@@ -222,7 +235,9 @@ def _start_param_sync(original: Function, config: CurrentConfig) -> Function:
     @functools.wraps(original)
     def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         if config().param_bits == "full":
-            original(self, *args, **kwargs)
+            served = all(map(_could_be_quantized, self.buckets))
+            with counted_at(PARAMETERS, config()) if served else nullcontext():
+                original(self, *args, **kwargs)
             return
         _refuse(self.ddp_config)
         token = _starting.set(self)

@@ -33,7 +33,7 @@ from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.megatron import process_groups
 from flash_allreduce_plugin.patching import Function
 from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
-from flash_allreduce_plugin.policy import Collective, Role, Site, matches
+from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site, matches
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 
@@ -96,7 +96,7 @@ class _State:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.unmatched: list[tuple[str, str]] = []  # (field, pattern) that no module of a collective has matched yet
         self.seen: set[str] = set()
-        self.first_steps = FirstSteps("megatron", flag)
+        self.first_steps: FirstSteps | None = None
 
 
 _state = _State()
@@ -104,6 +104,9 @@ _state = _State()
 
 def start(config: FlashConfig) -> None:
     """Count steps, and follow the running modules if `config` needs them. Again: the count goes on."""
+    if _state.first_steps is None:
+        _state.first_steps = FirstSteps(config, flag, framework="megatron", known=(OTHER_GROUP,))
+    _state.first_steps.config = config
     if _state.optimizer_hook is None:
         _state.optimizer_hook = torch_optimizer.register_optimizer_step_post_hook(_optimizer_stepped)
     by_name = bool(config.include or config.exclude)
@@ -126,7 +129,7 @@ def stop() -> None:
     if _state.optimizer_hook is not None:
         _state.optimizer_hook.remove()
     _unhook()
-    _state.optimizer_hook = _state.config = None
+    _state.optimizer_hook = _state.config = _state.first_steps = None
     _state.step, _state.collectives = 0, False
 
 
@@ -270,7 +273,7 @@ def record_original(
     world_size = dist.get_world_size(group)
     whole = tensor.numel() * tensor.element_size() * (world_size if collective == "all_gather" else 1)
     sent = ring_bytes(collective, whole, world_size)
-    counters.record_full_precision(site, reason, sent, message=whole)
+    counters.record_full_precision(site, ONE_RANK if world_size == 1 else reason, sent, message=whole)
 
 
 def _enter(module: torch.nn.Module, _arguments: Any) -> None:
@@ -294,8 +297,8 @@ def _optimizer_stepped(_optimizer: Any, _arguments: Any, _keywords: Any) -> None
         return  # another part of the same step: chained optimizers, or one that is not Megatron's business
     _state.collectives = False
     _state.step += 1
-    if _state.config is not None:
-        _state.first_steps.at(_state.step, _state.config)
+    if _state.first_steps is not None:
+        _state.first_steps.at(_state.step)
     if not _state.unmatched:
         return
     for field, pattern in _state.unmatched:

@@ -5,6 +5,8 @@ are replaced on the class, and put back when the last integration goes. What the
 them as well, inside `ours`, and is counted where it is decided. Not seen is what calls ProcessGroup from C++: DDP's own
 reducer and its broadcasts of buffers, functional collectives and with them DTensor, compiled regions.
 
+Traffic that a field would quantize, if it was set, is counted at its site (`counted_at`, `exchanges_of`).
+
 Bytes are those that a rank sends, on a ring where a collective has one, as telemetry counts them: 2 (n - 1) / n of an
 all-reduce, (n - 1) / n of the whole of an all-gather, a reduce-scatter or an all-to-all; of a broadcast what its root
 has, of a reduction to one rank what the others have.
@@ -16,17 +18,23 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import environment
+from flash_allreduce_plugin import environment, policy
 from flash_allreduce_plugin.telemetry import counters
 
+if TYPE_CHECKING:
+    from flash_allreduce_plugin.config import FlashConfig
+    from flash_allreduce_plugin.policy import Site
+
 Volume = Callable[[Any, dist.ProcessGroup, int], int]
+Served = tuple["Site", "FlashConfig"]  # where a call is counted, and the configuration that would quantize it
 
 
 class _Ours(threading.local):
@@ -42,6 +50,35 @@ class _Ours(threading.local):
 
 
 ours = _Ours()
+
+
+class _Served(threading.local):
+    """Where the calls of a thread are counted while it is inside `counted_at`."""
+
+    at: Served | None = None
+
+
+_served = _Served()
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Callable[[], Served | None]] = WeakKeyDictionary()
+
+
+@contextmanager
+def counted_at(site: Site, config: FlashConfig) -> Iterator[None]:
+    """Inside, all that torch.distributed sends is counted at `site`, which `config` keeps in full precision."""
+    before, _served.at = _served.at, (site, config)
+    try:
+        yield
+    finally:
+        _served.at = before
+
+
+def exchanges_of(group: dist.ProcessGroup, served: Callable[[], Served | None]) -> None:
+    """Count all-to-alls over `group` where `served` says at each of them; None: they are not ours.
+
+    For exchanges of layers, which autograd repeats in the backward pass, outside of any function of the framework's.
+    """
+    _exchanges[group] = served
+
 
 _lock = threading.RLock()  # the end of an owner may come in the middle of anything
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -98,13 +135,33 @@ def _counting(original: Callable[..., Any], name: str, volume: Volume) -> Callab
         try:
             world, what = known.get(self) or known.setdefault(self, _described(name, self))
             if world > 1:
-                counters.record_beside(what, volume([*args, *kwargs.values()] if kwargs else args, self, world))
+                bytes_ = volume([*args, *kwargs.values()] if kwargs else args, self, world)
+                served = _served.at
+                if served is None and name == "all_to_all" and self in _exchanges:
+                    served = _exchanges[self]()
+                if served is None:
+                    counters.record_beside(what, bytes_)
+                else:
+                    _record(*served, name, bytes_, world)
         except Exception:  # of arguments that torch will refuse: the training is not to fail here
             pass
         with ours:  # else twice, if somebody's wrapper lies between two of ours
             return original(self, *args, **kwargs)
 
     return method
+
+
+def _record(site: Site, config: FlashConfig, name: str, bytes_: int, world: int) -> None:
+    """Count a call at a site that policy.make_plan was not asked about, with the reason that it would have given."""
+    whole = bytes_ if name == "send" else bytes_ * world // (world - 1)
+    answer = policy.bits_of(site.role, config)
+    if not config.enabled:
+        reason = policy.DISABLED
+    elif name != "all_to_all" and whole < config.min_bytes:
+        reason = policy.SMALL
+    else:
+        reason = answer.reason if isinstance(answer, policy.FullPrecision) else counters.NOT_OURS
+    counters.record_full_precision(site, reason, bytes_, message=whole)
 
 
 def _described(name: str, group: dist.ProcessGroup) -> tuple[int, str]:

@@ -13,12 +13,13 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from flash_allreduce_plugin.policy import Site
+    from flash_allreduce_plugin.policy import Role, Site
 
 _log = logging.getLogger("flash_allreduce_plugin")
 
@@ -84,6 +85,49 @@ class Counters:
         )
 
 
+_OFTEN = 1000  # calls
+
+
+@dataclass(slots=True)
+class Kept:
+    """The calls of a site in full precision for one reason. largest: bytes of the largest message, if known."""
+
+    role: Role
+    calls: int = 0
+    largest: int | None = None
+
+
+class Tally:
+    """The calls of one attachment (an engine, a model, or all sites of a framework), which its notices are about."""
+
+    def __init__(self, often: Callable[[], None]) -> None:
+        """often: called after 1000 calls, and again whenever their number has doubled."""
+        self.often = often
+        self.quantized: Counter[str] = Counter()
+        self.kept: dict[str, dict[str, Kept]] = {}  # by site and reason
+        self._calls, self._next = 0, _OFTEN
+
+    def record(self, site: Site, reason: str | None, message: int | None = None) -> bool:
+        """Count a call; reason None: quantized. True if `often` is due."""
+        if reason is None:
+            self.quantized[site.name] += 1
+        else:
+            kept = self.kept.setdefault(site.name, {}).setdefault(reason, Kept(site.role))
+            kept.calls += 1
+            if message is not None:
+                kept.largest = max(message, kept.largest or 0)
+        self._calls += 1
+        if self._calls < self._next:
+            return False
+        self._next *= 2
+        return True
+
+    def clear(self) -> None:
+        with _lock:
+            self.quantized.clear()
+            self.kept.clear()
+
+
 _lock = threading.Lock()
 # A child that is forked while another thread counts must find it free.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
@@ -91,7 +135,7 @@ _sites: dict[str, Counters] = {}
 _forgotten: dict[str, Counters] = {}  # by reset_stats
 _beside: dict[str, Counters] = {}  # the same two of what torch.distributed sends beside us
 _beside_forgotten: dict[str, Counters] = {}
-_largest: dict[tuple[str, str], int] = {}  # message in full precision, by site and reason; outlives reset_stats
+_watched: WeakValueDictionary[str, Tally] = WeakValueDictionary()  # by the first part of a site's name
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
 
 
@@ -100,6 +144,18 @@ def _counters(site: Site) -> Counters:
     if counters is None:
         counters = _sites[site.name] = Counters()
     return counters
+
+
+def watch(framework: str, tally: Tally) -> None:
+    """Count the calls of every site of a framework that has no tally of its own, as long as `tally` lives."""
+    with _lock:
+        _watched[framework] = tally
+
+
+def _tally(site: Site) -> Tally | None:
+    if site.tally is not None or not _watched:
+        return site.tally
+    return _watched.get(site.name.partition(".")[0])
 
 
 def record_quantized(
@@ -121,6 +177,10 @@ def record_quantized(
         counters.bytes_full_precision += bytes_full_precision
         counters.bytes_between_nodes += bytes_between_nodes
         counters.bytes_plain += bytes_plain
+        tally = _tally(site)
+        often = tally is not None and tally.record(site, None)
+    if tally is not None and often:
+        tally.often()
 
 
 def record_full_precision(
@@ -129,11 +189,9 @@ def record_full_precision(
     """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
 
     instead_of: what would have been sent in its place without us, where that is not `bytes`. message: bytes of the
-    whole tensor, what min_bytes is compared with; remembered for `largest`.
+    whole tensor, which min_bytes is compared with.
     """
     with _lock:
-        if message is not None:
-            _largest[site.name, reason] = max(message, _largest.get((site.name, reason), 0))
         counters = _counters(site)
         counters.full_precision[reason] += 1
         counters.bytes_sent += bytes
@@ -141,13 +199,12 @@ def record_full_precision(
         counters.bytes_plain += bytes
         first = (site.name, reason) not in _logged
         _logged.add((site.name, reason))
+        tally = _tally(site)
+        often = tally is not None and tally.record(site, reason, message)
     if first:
         _log.info("%s goes in full precision: %s", site.name, reason)
-
-
-def largest(site: str, reason: str) -> int | None:
-    """Bytes of the largest message of a site that went in full precision for `reason`, where they are known."""
-    return _largest.get((site, reason))
+    if tally is not None and often:
+        tally.often()
 
 
 def record_beside(what: str, bytes: int) -> None:

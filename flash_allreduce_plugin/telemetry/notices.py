@@ -1,18 +1,22 @@
-"""The lines that rank 0 prints: what is attached and, after the first steps, which site has quantized nothing and why.
+"""The lines that rank 0 prints: what is attached and, after the first steps, which sites send in full precision.
 
-An integration has a `FirstSteps` and tells it the step at its calls; no communication.
+An integration has a `FirstSteps` for each attachment, calls at the sites that it returns, and tells it the step; no
+communication.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import replace
 
 import torch
 
 from flash_allreduce_plugin import environment, policy
+from flash_allreduce_plugin.codec.format import MAX_BITS
 from flash_allreduce_plugin.config import FlashConfig, presets
 from flash_allreduce_plugin.config.refusals import OF_MEGATRON
+from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 Where = Callable[[str], str]
@@ -24,8 +28,10 @@ _MEASURED = (
     "0.7 M parameters, 400 steps, one seed)"
 )
 _STEPS = 3  # the last of which is not over: the first are not like those that follow (DDP rebuilds its buckets)
-# These have been said, or pass.
-_KNOWN = (policy.DISABLED, policy.WARM_UP, policy.LOW_SQNR, policy.EMPTY, environment.DISABLE)
+# The line about what is attached names these, or they pass, or there was nothing to send.
+_KNOWN = {policy.DISABLED, policy.WARM_UP, policy.LOW_SQNR, policy.EMPTY, policy.ONE_RANK, environment.DISABLE}
+# Of a site that quantizes, some calls may be so without a notice.
+_IN_PART = (policy.SMALL, policy.EVALUATION)
 # The field that a reason is about.
 _FIELDS = {
     policy.SMALL: "min_bytes",
@@ -41,6 +47,7 @@ _FIELDS = {
     policy.PIPELINE_BACKWARD_FULL: "pipeline_backward_bits",
     policy.EMBEDDING: "quantize_embedding",
     policy.LAYER_NORM: "quantize_layernorm",
+    policy.EVALUATION: "quantize_evaluation",
 }
 
 
@@ -88,37 +95,83 @@ def few_bits(key: str, bits: int) -> str | None:
 
 
 class FirstSteps:
-    """The first steps of an integration: says once what is attached, and once which sites have quantized nothing."""
+    """The first steps of an attachment: an engine, a model, or all that a framework of this process sends.
 
-    def __init__(self, prefix: str, where: Where | None = None, attached_to: str | None = None) -> None:
-        """prefix: of its sites' names. where: how its users set a field. attached_to: None: that has been said."""
-        self._prefix, self._where, self._attached_to = prefix, where or in_python, attached_to
-        self._steps, self._last = 0, -1
+    It prints once what is attached, and once which of its sites send in full precision, with the fields to set: when
+    the third step begins. A process that only infers makes no steps: there the sites are looked at after 1000 calls,
+    2000, and so on.
+    """
+
+    def __init__(
+        self,
+        config: FlashConfig,
+        where: Where | None = None,
+        attached_to: str | None = None,
+        framework: str | None = None,
+        known: Iterable[str] = (),
+    ) -> None:
+        """where: how its users set a field. attached_to: None: that has been said.
+
+        framework: the first part of the names of sites whose calls all count here; None: only those at sites that `of`
+        returned count. known: reasons that no field changes.
+        """
+        self.config = config
         self.over = False
+        self._where, self._attached_to, self._known = where or in_python, attached_to, _KNOWN.union(known)
+        self._steps, self._last = 0, -1
+        self._tally = counters.Tally(self._look)
+        self._sites: dict[Site, Site] = {}
+        self._named: set[tuple[str, str]] = set()
+        if framework is not None:
+            counters.watch(framework, self._tally)
 
-    def at(self, step: int, config: FlashConfig) -> None:
+    def of(self, site: Site) -> Site:
+        """Return the site whose calls count here: always the same object, which dispatch remembers calls by."""
+        if self.over:
+            return site
+        own = self._sites.get(site)
+        if own is None:
+            own = self._sites[site] = replace(site, tally=self._tally)
+        return own
+
+    def at(self, step: int) -> None:
         """A call, or the end of a step. step: finished steps, the same throughout one."""
         if self.over or step == self._last:
             return
         self._last, self._steps = step, self._steps + 1
         if self._steps == 1 and self._attached_to is not None:
-            say(attached(self._attached_to, f"gradients in {config.bits} bits", config))
-        if self._steps >= _STEPS and step > config.warmup_steps:
+            say(attached(self._attached_to, f"gradients in {self.config.bits} bits", self.config))
+        if self._steps >= _STEPS and step > self.config.warmup_steps:
             self.over = True
-            for line in without_quantized(self._prefix, config, self._where):
+            self._say()
+            self._tally.clear()
+
+    def _look(self) -> None:
+        """Many calls were made in few steps: name the reasons that a field changes; others may pass."""
+        if not self.over:
+            self._say(passing=False)
+
+    def _say(self, *, passing: bool = True) -> None:
+        for key, line in in_full_precision(self._tally, self.config, self._where, self._known, passing).items():
+            if key not in self._named:
+                self._named.add(key)
                 say(line)
 
 
 class FirstPasses:
-    """FirstSteps where nobody counts the steps: those are the backward passes in which `at` is called."""
+    """FirstSteps where nothing counts the steps: those are the backward passes in which `at` is called."""
 
-    def __init__(self, prefix: str, attached_to: str | None) -> None:
-        self._steps = FirstSteps(prefix, attached_to=attached_to)
+    def __init__(self, config: FlashConfig, attached_to: str | None = None) -> None:
+        self._steps = FirstSteps(config, attached_to=attached_to)
         self._finished, self._running = 0, False
+
+    def of(self, site: Site) -> Site:
+        return self._steps.of(site)
 
     def at(self, config: FlashConfig) -> None:
         """A gradient is about to be reduced."""
-        self._steps.at(self._finished, config)
+        self._steps.config = config
+        self._steps.at(self._finished)
         self._running = True
         if not self._steps.over:
             try:
@@ -131,14 +184,28 @@ class FirstPasses:
         self._running = False
 
 
-def without_quantized(prefix: str, config: FlashConfig, where: Where) -> list[str]:
-    """A sentence for each site below `prefix` that was called and has quantized nothing."""
-    lines = []
-    for site, counted in counters.totals().items():
-        reasons = [reason for reason in counted.full_precision if reason not in _KNOWN]
-        if site.startswith(f"{prefix}.") and not counted.quantized and reasons:
-            why = "; ".join(_why(site, reason, config, where) for reason in reasons)
-            lines.append(f"{site} has quantized none of its {counted.calls} calls: {why}")
+def in_full_precision(
+    tally: counters.Tally, config: FlashConfig, where: Where, known: Container[str] = _KNOWN, passing: bool = True
+) -> dict[tuple[str, str], str]:
+    """Return a sentence for each site that has quantized nothing, or that a field keeps in full precision in part.
+
+    By site and reasons. passing: False leaves out the reasons that no field changes.
+    """
+    lines = {}
+    for site, found in list(tally.kept.items()):
+        quantized = tally.quantized[site]
+        calls = quantized + sum(kept.calls for kept in found.values())
+        reasons = {
+            reason: kept
+            for reason, kept in found.items()
+            if reason not in known
+            and (passing or reason in _FIELDS)
+            and (not quantized or (reason in _FIELDS and reason not in _IN_PART))
+        }
+        if reasons:
+            why = "; ".join(_why(reason, kept, config, where) for reason, kept in reasons.items())
+            many = "none" if not quantized else str(quantized)
+            lines[site, ", ".join(reasons)] = f"{site} has quantized {many} of its {calls} calls: {why}"
     return lines
 
 
@@ -146,16 +213,26 @@ def in_python(key: str) -> str:
     return f"FlashConfig({key}=...) or {environment.PREFIX}{key.upper()}"
 
 
-def _why(site: str, reason: str, config: FlashConfig, where: Where) -> str:
-    if reason == policy.ONE_RANK:
-        return f"{reason}, there is nothing to reduce"
+def _why(reason: str, kept: counters.Kept, config: FlashConfig, where: Where) -> str:
     if reason not in _FIELDS:
         return reason
-    key, about = _FIELDS[reason], ""
-    if reason == policy.SMALL:
-        largest = counters.largest(site, reason)
-        about = "" if largest is None else f"largest {size(largest)}, min_bytes {size(config.min_bytes)}; "
-    return f"{reason} ({about}set {where(key)})"
+    about = ""
+    if reason == policy.SMALL and kept.largest is not None:
+        about = f"largest {size(kept.largest)}, min_bytes {size(config.min_bytes)}; "
+    return f"{reason} ({about}set {' and '.join(map(where, _to_set(reason, kept, config)))})"
+
+
+def _to_set(reason: str, kept: counters.Kept, config: FlashConfig) -> list[str]:
+    """Return every field to set before a call that was kept for `reason` is quantized: a gradient may need two."""
+    keys = [_FIELDS[reason]]
+    while True:
+        if keys[-1] != "min_bytes":
+            config = config.model_copy(update={keys[-1]: keys[-1].startswith("quantize_") or MAX_BITS})
+        answer = policy.bits_of(kept.role, config)
+        if not isinstance(answer, policy.FullPrecision) or _FIELDS[answer.reason] in keys:
+            break
+        keys.append(_FIELDS[answer.reason])
+    return keys
 
 
 def size(count: int) -> str:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import policy
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import counters, notices
 from tests.distributed import run_ranks
 
@@ -139,10 +139,7 @@ def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
 
 def test_one_rank_has_nothing_to_reduce() -> None:
     (lines,) = run_ranks(1, ddp, fap.FlashConfig(min_bytes=0))
-    assert lines[0].endswith("; there is one rank and nothing to reduce")
-    assert lines[1] == (
-        "flash all-reduce: ddp.gradients has quantized none of its 2 calls: one-rank group, there is nothing to reduce"
-    )
+    assert len(lines) == 1 and lines[0].endswith("; there is one rank and nothing to reduce")
 
 
 def test_the_warm_up_is_waited_for() -> None:
@@ -150,21 +147,92 @@ def test_the_warm_up_is_waited_for() -> None:
     assert len(first) == 1 and "warmup_steps=3" in first[0]
 
 
-def test_every_reason_has_a_way_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "_largest", {})
-    counters.reset_stats()
-    reasons = [policy.BACKWARD_FULL, policy.GRADIENT_FULL, policy.EMBEDDING, "dtype int64", policy.WARM_UP]
-    for number, reason in enumerate(reasons):
-        counters.record_full_precision(Site(f"t14.{number}"), reason, 1)
-    counters.record_quantized(Site("t14.quantized"), 1, 2)
-    counters.record_full_precision(Site("t14.quantized"), policy.SMALL, 1)
-    lines = notices.without_quantized("t14", fap.FlashConfig(), lambda key: f"--{key}")
-    assert lines == [
+def tally_of(*calls: tuple[str, Role, str | None]) -> counters.Tally:
+    """Of calls (site, role, reason for full precision or None)."""
+    tally = counters.Tally(lambda: None)
+    for name, role, reason in calls:
+        site = Site(name, role, tally=tally)
+        if reason is None:
+            counters.record_quantized(site, 1, 2)
+        else:
+            counters.record_full_precision(site, reason, 1, message=4096)
+    return tally
+
+
+def test_every_reason_has_a_way_out_of_it() -> None:
+    tally = tally_of(
+        ("t14.0", Role.BACKWARD, policy.BACKWARD_FULL),
+        ("t14.1", Role.GRADIENT, policy.GRADIENT_FULL),
+        ("t14.2", Role.EMBEDDING, policy.EMBEDDING),
+        ("t14.3", Role.ANY, "dtype int64"),
+        ("t14.4", Role.ANY, policy.WARM_UP),
+        ("t14.5", Role.ANY, policy.ONE_RANK),
+        ("t14.6", Role.FORWARD, policy.EVALUATION),
+        ("t14.quantized", Role.ANY, None),
+        ("t14.quantized", Role.ANY, policy.SMALL),
+    )
+    lines = notices.in_full_precision(tally, fap.FlashConfig(), lambda key: f"--{key}")
+    assert list(lines.values()) == [
         "t14.0 has quantized none of its 1 calls: backward_bits is full (set --backward_bits)",
         "t14.1 has quantized none of its 1 calls: grad_bits is full (set --grad_bits)",
         "t14.2 has quantized none of its 1 calls: embedding (set --quantize_embedding)",
         "t14.3 has quantized none of its 1 calls: dtype int64",
+        "t14.6 has quantized none of its 1 calls: evaluation (set --quantize_evaluation)",
     ]
+    lines = notices.in_full_precision(tally, fap.FlashConfig(), lambda key: f"--{key}", passing=False)
+    assert not any("dtype" in line for line in lines.values()) and len(lines) == 4
+
+
+def test_every_field_that_keeps_a_call_is_named() -> None:
+    """Default fields: a gradient of an exchange needs two; a small message of a role in full precision too."""
+    tally = tally_of(
+        ("t39.0", Role.SEQUENCE_PARALLEL_GRADIENT, policy.BACKWARD_FULL),
+        ("t39.1", Role.EXPERT_COMBINE_GRADIENT, policy.BACKWARD_FULL),
+        ("t39.2", Role.LAYER_NORM, policy.LAYER_NORM),
+        ("t39.3", Role.PARAMETER_DIFFERENCE, policy.SMALL),
+        ("t39.4", Role.EXPERT, None),
+        ("t39.4", Role.EXPERT_GRADIENT, policy.BACKWARD_FULL),
+    )
+    config = fap.FlashConfig(min_bytes=8192)
+    lines = list(notices.in_full_precision(tally, config, lambda key: f"--{key}").values())
+    assert lines == [
+        "t39.0 has quantized none of its 1 calls: backward_bits is full (set --backward_bits and "
+        "--sequence_parallel_gather_bits)",
+        "t39.1 has quantized none of its 1 calls: backward_bits is full (set --backward_bits and --expert_bits)",
+        "t39.2 has quantized none of its 1 calls: layer norm (set --quantize_layernorm and --grad_bits)",
+        "t39.3 has quantized none of its 1 calls: message below min_bytes (largest 4 KiB, min_bytes 8 KiB; set "
+        "--min_bytes and --param_bits)",
+        "t39.4 has quantized 1 of its 2 calls: backward_bits is full (set --backward_bits and --expert_bits)",
+    ]
+
+
+def test_two_attachments_do_not_hear_of_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Interleaved calls at one site: the first quantizes, the second does not."""
+    loud, silent = (notices.FirstSteps(fap.FlashConfig()) for _ in range(2))
+    site = Site("t39.gradients")
+    for step in range(STEPS):
+        for steps, reason in ((loud, None), (silent, "dtype int64")):
+            steps.at(step)
+            own = steps.of(site)
+            if reason is None:
+                counters.record_quantized(own, 1, 2)
+            else:
+                counters.record_full_precision(own, reason, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        "flash all-reduce: t39.gradients has quantized none of its 2 calls: dtype int64"
+    ]
+
+
+def test_without_steps_many_calls_are_looked_at_and_a_reason_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = notices.FirstSteps(fap.FlashConfig(min_bytes=8192), framework="t40")
+    for _ in range(4500):
+        counters.record_full_precision(Site("t40.forward"), policy.SMALL, 1, message=4096)
+    counters.record_full_precision(Site("t41.forward"), policy.SMALL, 1, message=4096)
+    assert capsys.readouterr().out.splitlines() == [
+        "flash all-reduce: t40.forward has quantized none of its 1000 calls: message below min_bytes (largest 4 KiB, "
+        "min_bytes 8 KiB; set FlashConfig(min_bytes=...) or FLASH_ALLREDUCE_MIN_BYTES)"
+    ]
+    assert not steps.over
 
 
 @pytest.mark.parametrize(("count", "said"), [(8, "8 bytes"), (65536, "64 KiB"), (1 << 20, "1 MiB"), (1536, "1.5 KiB")])
