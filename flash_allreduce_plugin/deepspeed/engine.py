@@ -24,7 +24,7 @@ import torch
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, pipeline, section
-from flash_allreduce_plugin.deepspeed.gathering import PARAMETERS, Gathering
+from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
 from flash_allreduce_plugin.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
@@ -102,22 +102,19 @@ def seams() -> list[Seam]:
 
 
 def sites_in_place() -> set[str]:
-    """The sites of the living engines that are served: those that an engine can call."""
+    """The sites of the living engines at which a call may be quantized."""
     engines = list(_engines)
     reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in engines]
     sites = {gradients(reduction.stage).name for reduction in reductions}
+    sites |= {parameters(reduction.stage).name for reduction in reductions if reduction.parameters is not None}
     for engine, reduction in zip(engines, reductions, strict=True):
         if (own := getattr(engine, _BOUND)[1]) is not None:
             sites |= own.sites()
-        elif gathering.counts(engine, reduction.config):
-            sites.add(PARAMETERS.name)
-        if reduction.stage < 3 and hasattr(engine.optimizer, "update_lp_params"):
-            sites.add(parameters(reduction.stage).name)
-        if attention.is_there(engine):
+        if attention.wanted(reduction.config) and attention.is_there(engine):
             sites |= {attention.FORWARD.name, attention.BACKWARD.name}
-        if experts.is_there(engine):
+        if experts.wanted(reduction.config) and experts.is_there(engine):
             sites |= {site.name for site in experts.SITES}
-        if pipeline.has_stages(engine):
+        if pipeline.widths(reduction.config) and pipeline.has_stages(engine):
             sites |= {site.name for site in pipeline.COVERS}
         if reduction.has_tied_weights():
             sites.add(TIED.name)

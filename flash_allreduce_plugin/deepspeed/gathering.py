@@ -68,10 +68,11 @@ def wanted(engine: Any, config: FlashConfig) -> bool:
 
 def counts(engine: Any, config: FlashConfig) -> bool:
     """True if an engine gathers parameters in full precision that the configuration could quantize."""
-    zero = engine._config.zero_config
-    offload = zero.offload_param is not None and zero.offload_param.device == "nvme"
-    possible = int(engine.zero_optimization_stage()) == 3 and not zero.use_all_reduce_for_fetch_params and not offload
-    return possible and not wanted(engine, config)
+    if int(engine.zero_optimization_stage()) != 3 or wanted(engine, config):
+        return False
+    zero = engine._config.zero_config  # what section.refuse_gathers refuses
+    from_disk = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    return not zero.use_all_reduce_for_fetch_params and not from_disk
 
 
 def coordinator_of(engine: Any) -> Any:

@@ -125,13 +125,14 @@ class Parameters:
         return copies.within((one.data for one in self._groups[number] if has_copies(one)), weights)
 
 
-def counted(original: Function, site: Site, config: FlashConfig) -> Function:
-    """`original`, DeepSpeed's all_gather_dp_groups, whose gathers count at `site`: param_bits would quantize them."""
+def counted(site: Site, config: FlashConfig) -> Function:
+    """DeepSpeed's all_gather_dp_groups, whose gathers count at `site`: param_bits would quantize them."""
 
-    @functools.wraps(original)
     def all_gather_dp_groups(*args: Any, **kwargs: Any) -> None:
+        from deepspeed.runtime import utils
+
         with counted_at(site, config):
-            original(*args, **kwargs)
+            utils.all_gather_dp_groups(*args, **kwargs)
 
     return all_gather_dp_groups
 

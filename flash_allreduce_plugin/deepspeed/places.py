@@ -194,8 +194,7 @@ def _gathered(original: Function, reduction: Reduction | None, attributes: tuple
     if reduction is None:
         return rebound(original, name, None)
     if reduction.parameters is None:
-        theirs = original.__globals__[name]
-        return rebound(original, name, counted(theirs, reduction.site(parameters(reduction.stage)), reduction.config))
+        return rebound(original, name, counted(reduction.site(parameters(reduction.stage)), reduction.config))
     return reduction.parameters.apart(rebound(original, name, reduction.parameters.gather), *attributes)
 
 

@@ -38,6 +38,7 @@ from flash_allreduce_plugin.megatron.refusals import (
 from flash_allreduce_plugin.megatron.scopes import SWITCH, flag
 from flash_allreduce_plugin.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import counters, notices
+from flash_allreduce_plugin.telemetry.report import sends
 
 FILE = "--flash-allreduce-config"
 _ABOUT = (
@@ -321,15 +322,15 @@ def _too_small(args: Any, config: FlashConfig) -> list[str]:
 
 
 def summary() -> str:
-    """Per seam that was called: calls, quantized, what fell back and why, bytes; then the seams never called, and what
-    was sent beside us: the first line is about all of it.
+    """Per site: calls, quantized calls, reasons for full precision, bytes; then the sites that sent nothing, and other
+    traffic of torch.distributed. The first line is about all of it.
     """
     stats = counters.stats()
     sites = stats["sites"]
     sent = full = sum(one["bytes_sent"] for one in stats["beside"].values())
     lines, silent = [], []
     for seam, entry in megatron.report().items():
-        if not entry["calls"]:
+        if not sends(entry):
             silent.append(seam)
             continue
         site = sites[seam]
@@ -341,7 +342,7 @@ def summary() -> str:
             + (f"; in full precision: {reasons}" if reasons else "")
         )
     if silent:
-        lines.append(f"  never called: {', '.join(silent)}")
+        lines.append(f"  nothing sent: {', '.join(silent)}")
     lines += [f"  {line}" for line in counters.beside_us()]
     saved = f"{_megabytes(full - sent)} saved of {_megabytes(full)}"
     if full:

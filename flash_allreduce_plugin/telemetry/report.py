@@ -5,27 +5,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from flash_allreduce_plugin.policy import EMPTY, ONE_RANK
 from flash_allreduce_plugin.telemetry import counters
 
 
 class Report(dict[str, dict[str, Any]]):
     """Per site: `target`, `covers`, `in_place`, `calls`, `quantized`, `full_precision` {reason: count}.
 
-    Prints as a table, below the lines in `models`, and below it all that this process sent beside us.
+    Prints the lines in `models`, the sites that were called, the names of the others, and all that this process sent
+    in other calls of torch.distributed.
     """
 
     models: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = list(self.models)
+        idle: list[str] = []
+        absent: list[str] = []
         for site, entry in self.items():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
-            state = "" if entry["in_place"] else " (not in place)"
-            lines.append(f"{site}{state}: {entry['calls']} calls, {entry['quantized']} quantized")
-            if reasons:
+            if not sends(entry):
+                (idle if entry["in_place"] else absent).append(site)
+                continue
+            lines.append(f"{site}: {entry['calls']} calls, {entry['quantized']} quantized")
+            if entry["full_precision"]:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in entry["full_precision"].items())
                 lines[-1] += f", in full precision: {reasons}"
             lines.append(f"    {entry['covers']} [{entry['target']}]")
+        for state, sites in (("in place, nothing sent", idle), ("not in place", absent)):
+            if sites:
+                lines.append(f"{state}: {', '.join(sites)}")
         return "\n".join(lines + counters.beside_us())
+
+
+def sends(entry: Mapping[str, Any]) -> bool:
+    """True if a site was called where there was anything to send; entry: of a Report."""
+    return bool(entry["quantized"] or set(entry["full_precision"]) - {ONE_RANK, EMPTY})
 
 
 def of_sites(attached: Mapping[str, Mapping[str, Any]], models: Iterable[str] = ()) -> Report:

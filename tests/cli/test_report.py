@@ -25,7 +25,8 @@ from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.cli.report.log import read, total
 from flash_allreduce_plugin.cli.report.page import _POINTS
 from flash_allreduce_plugin.cli.report.plot import ticks
-from flash_allreduce_plugin.cli.report.text import amount, duration, percent
+from flash_allreduce_plugin.cli.report.text import NOTHING_TO_SEND, amount, duration, percent
+from flash_allreduce_plugin.policy import EMPTY, ONE_RANK
 
 ROOT = Path(fap.__file__).parents[1]
 G, EMBEDDING, HOSTILE = "megatron.g.forward", "megatron.embedding.forward", 'a<script>alert("1")</script>&[red]b'
@@ -99,6 +100,17 @@ def rows(output: str) -> dict[str, list[str]]:
     """Cells of the printed table by the first one."""
     found = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
     return {cells[0]: cells[1:] for cells in found}
+
+
+def test_sites_with_nothing_to_send_are_one_line(log: Log, tmp_path: Path) -> None:
+    assert {ONE_RANK, EMPTY} == NOTHING_TO_SEND
+    alone = {**in_full(4, "one-rank group"), "bytes_sent": 0, "bytes_full_precision": 0}
+    lines = [HEADER, interval(1.0, 10, "end", **{G: quantized(1), EMBEDDING: alone})]
+    page = tmp_path / "x.html"
+    done = report(log(lines), "--html", page)
+    assert done.exit_code == 0, done.output
+    assert f"Nothing to send: {EMBEDDING}." in done.output and EMBEDDING not in rows(done.output)
+    assert page.read_text().count(EMBEDDING) == 1 and "one-rank group" not in page.read_text()
 
 
 def test_what_was_sent_beside_us_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_two_configurations_in_one_process(engines: Callable[[int], Ranks]) -> N
         entry = seen["report"]["deepspeed.stage1.gradients"]
         assert entry["in_place"] and entry["calls"] == 2
         assert "deepspeed.stage1.gradients: 2 calls, 2 quantized" in str(seen["report"])
-        assert "deepspeed.stage2.gradients (not in place): 0 calls" in str(seen["report"])
+        assert "deepspeed.stage2.gradients" in str(seen["report"]).split("not in place: ")[1]
 
 
 def different() -> str:
@@ -75,7 +75,8 @@ def off_again(stage: int) -> None:
     assert vars(with_section)["_flash_allreduce"][0].config.bits == 4  # a section goes before what enable was given
     fap.reset_stats()
     step(built, 0)
-    assert fap.stats()["quantized"] == fap.stats()["calls"] == 1
+    assert fap.stats()["quantized"] == 1
+    assert set(fap.stats()["full_precision"]) == ({"param_bits is full"} if stage else set())
 
     fap.deepspeed.disable()
     assert package.DeepSpeedEngine.__init__ is theirs
@@ -116,6 +117,8 @@ def an_engine_that_is_gone() -> None:
 
     class Engine:
         global_steps = skipped_steps = 0
+        module = nn.Module()
+        sequence_parallel_size = 1
 
         def zero_optimization_stage(self) -> int:
             return 2
@@ -207,8 +210,9 @@ def test_the_pipeline_engine(engines: Callable[[int], Ranks], dtype: dict[str, A
     plain, eight = (engines(2).run(pipeline, flash, dtype) for flash in (None, EIGHT))
     for rank in range(2):
         assert eight[rank]["kind"] == "PipelineEngine" and plain[rank]["calls"] == 0
-        assert eight[rank]["quantized"] == eight[rank]["calls"] == 3  # once a step
-        assert list(eight[rank]["sites"]) == ["deepspeed.stage0.gradients"]
+        assert eight[rank]["quantized"] == 3  # once a step
+        gathered = {"deepspeed.stage0.parameters"} if dtype else set()  # by BF16_Optimizer
+        assert set(eight[rank]["sites"]) == {"deepspeed.stage0.gradients"} | gathered
         error = (eight[rank]["moved"] - plain[rank]["moved"]).norm() / plain[rank]["moved"].norm()
         assert 0 < error < (0.1 if dtype else 0.01), error
         assert torch.equal(eight[rank]["moved"], eight[0]["moved"])
@@ -260,7 +264,7 @@ def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int]
     for rank in range(4):
         assert torch.equal(off[rank]["weights"], plain[rank]["weights"])
         assert off[rank]["full_precision"] == {"disabled by configuration": eight[rank]["calls"]}
-        sites = eight[rank]["sites"]
+        sites = {name: site for name, site in eight[rank]["sites"].items() if site["quantized"]}
         assert set(sites) == {f"deepspeed.stage{zero['stage']}.gradients", "deepspeed.experts"}
         for site in sites.values():
             assert site["quantized"] == site["calls"] > 0

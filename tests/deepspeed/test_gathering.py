@@ -316,25 +316,25 @@ def two_engines() -> dict[str, Any]:
     ours, alone = engine(zero3(**NO_REUSE), VALUES), engine(zero3(**NO_REUSE), EIGHT)
     theirs = exact(alone)
     step(ours, 0)
-    counted = fap.stats()["sites"][SITE]["calls"]
+    counted = fap.stats()["sites"][SITE]["quantized"]
     with seen(alone) as found:
         alone(batch(alone, 0))
     with deepspeed().zero.GatheredParameters(list(alone.module.parameters())[:1]):
         pass
-    counted = fap.stats()["sites"][SITE]["calls"] - counted
+    counted = fap.stats()["sites"][SITE]["quantized"] - counted
     in_place = fap.deepspeed.report()[SITE]["in_place"]
     for one in (ours, alone):
         one.destroy()
     return {
         "errors": errors(found["forward"], [one for one in theirs if one.dim() == 2]),
-        "calls": counted,
+        "quantized": counted,
         "in": in_place,
     }
 
 
 def test_another_engines_parameters_are_not_ours(engines: Callable[[int], Ranks]) -> None:
     for outcome in engines(2).run(two_engines):
-        assert outcome["errors"] == [0, 0, 0] and outcome["calls"] == 0 and outcome["in"]
+        assert outcome["errors"] == [0, 0, 0] and outcome["quantized"] == 0 and outcome["in"]
 
 
 def test_warm_up_and_min_bytes(engines: Callable[[int], Ranks]) -> None:
@@ -378,10 +378,11 @@ def undone() -> dict[str, Any]:
     built.eval()
     built(batch(built, 9))
     result["on"] = all(replaced().values()) and name in vars(coordinator)
-    result["full"] = name in vars(gathering.coordinator_of(full))
+    result["full"] = fap.stats()["sites"][SITE]["full_precision"].get("param_bits is full", 0)
     whole = [one for one in exact(built) if one.dim() == 2]
     fap.deepspeed.disable()
     result["off"] = any(replaced().values()) or name in vars(coordinator)
+    result["off"] = result["off"] or name in vars(gathering.coordinator_of(full))
     fap.reset_stats()
     with seen(built) as found:
         built(batch(built, 9))

@@ -294,8 +294,9 @@ def test_as_megatron_deepspeed_calls_it(
         assert eight["kind"] == ("PipelineEngine" if form == "pipeline" else "DeepSpeedEngine")
         assert plain["said"] == [] and plain["calls"] == 0
         assert len(eight["said"]) == (rank == 0)
-        assert list(eight["sites"]) == [f"deepspeed.stage{stage}.gradients"]
-        assert eight["quantized"] == eight["calls"] >= 2
+        quantized = {name: one for name, one in eight["sites"].items() if one["quantized"]}
+        assert list(quantized) == [f"deepspeed.stage{stage}.gradients"]
+        assert eight["quantized"] == quantized[f"deepspeed.stage{stage}.gradients"]["calls"] >= 2
         error = (eight["moved"] - plain["moved"]).norm() / plain["moved"].norm()
         assert 0 < error < 0.01, error
         [mine] = [ranks for ranks in averaged if rank in ranks]
@@ -376,16 +377,18 @@ def test_silence_is_broken_once_and_what_is_sent_beside_us_is_counted(engines: C
     options = {"zero_optimization": {"stage": 1}, "flash-allreduce": {"bits": 2}}
     outcomes = engines(2).run(printed, options, {"bits": 8, "min_bytes": 1 << 30}, 5)
     assert outcomes[1][0] == []
-    near, attached, small = outcomes[0][0]
+    near, attached, small, parameters = outcomes[0][0]
     assert '"flash-allreduce" is not read by anybody' in near
     assert "ZeRO stage 1: gradients in 8 bits" in attached
     assert "deepspeed.stage1.gradients has quantized none of its" in small
     assert 'min_bytes 1024 MiB; set "min_bytes" in the section "flash_allreduce")' in small
+    assert "deepspeed.stage1.parameters has quantized none of its" in parameters
+    assert '"min_bytes" in the section "flash_allreduce" and "param_bits" in the section' in parameters
     for _, report, stats in outcomes:
-        gathered = [name for name in stats["beside"] if name.startswith("all_gather, ")]
-        assert gathered and stats["beside"][gathered[0]]["bytes_sent"] > 0
-        assert not any(name.startswith("reduce") for name in stats["beside"]), "that is the gradients, which are ours"
-        assert f"not ours: {gathered[0]}" in report and "0.0 % were quantized" in report
+        assert stats["sites"]["deepspeed.stage1.parameters"]["bytes_sent"] > 0, "a field would quantize them"
+        assert not any(name.startswith(("reduce", "all_gather")) for name in stats["beside"])
+        assert any(name.startswith("all_reduce, ") for name in stats["beside"]), "such as norms, which no field serves"
+        assert "0.0 % were quantized" in report and "% not ours" in report
 
 
 def test_switched_off_is_not_said_to_be_in_8_bits(engines: Callable[[int], Ranks]) -> None:

@@ -295,7 +295,7 @@ def test_the_summary_counts_calls_reasons_and_bytes() -> None:
     assert (
         "  megatron.embedding.forward: 1 calls, 0 quantized, 0.50 MB of 0.50 MB sent; in full precision: 1 embedding"
     ) in lines
-    assert lines[-1].startswith("  never called: ") and "megatron.linear.dgrad" in lines[-1]
+    assert lines[-1].startswith("  nothing sent: ") and "megatron.linear.dgrad" in lines[-1]
 
 
 def test_the_summary_of_a_run_without_calls() -> None:

@@ -347,7 +347,9 @@ def test_differences_travel_and_every_rank_holds_the_same_bits(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reasons"), [("full", set()), ("small", {policy.SMALL}), ("off", {policy.DISABLED})], ids=str
+    ("name", "reasons"),
+    [("full", {policy.PARAMETER_FULL}), ("small", {policy.SMALL}), ("off", {policy.DISABLED})],
+    ids=str,
 )
 def test_full_precision_is_bitwise_megatrons_own(ranks, name, reasons):
     for _, found, stock in runs_of(ranks, name):
@@ -477,7 +479,6 @@ def bytes_of_steps(bits: int | str) -> dict[str, float]:
         stats = counters.stats()
     beside = sum(one["bytes_sent"] for one in stats["beside"].values())
     sites = {name: (site["bytes_sent"], site["bytes_full_precision"]) for name, site in stats["sites"].items()}
-    # Without param_bits the gathers are not ours.
     return {"sent": stats["bytes_sent"] + beside, "whole": stats["bytes_full_precision"] + beside, "sites": sites}
 
 

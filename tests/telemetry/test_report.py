@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import ONE_RANK, Site
 from flash_allreduce_plugin.telemetry import report
 from flash_allreduce_plugin.telemetry.counters import (
     record_beside,
@@ -38,11 +38,23 @@ def test_sites_are_there_with_and_without_calls() -> None:
         ("b", {**attached["b"], "calls": 0, "quantized": 0, "full_precision": {}}),
         ("a", {**attached["a"], "calls": 2, "quantized": 1, "full_precision": {"warm-up": 1}}),
     ]
-    assert str(found).splitlines()[:4] == [
-        "b (not in place): 0 calls, 0 quantized",
-        "    the gather [module.g]",
+    assert str(found).splitlines() == [
         "a: 2 calls, 1 quantized, in full precision: 1 warm-up",
         "    the sum [module.f]",
+        "not in place: b",
+    ]
+
+
+def test_what_sent_nothing_is_named_in_one_line() -> None:
+    names = ("absent", "idle", "a", "alone", "idle 2")
+    attached = {name: {"target": "m.f", "covers": "the sum", "in_place": name != "absent"} for name in names}
+    record_full_precision(A, "warm-up", 7)
+    record_full_precision(Site("alone"), ONE_RANK, 0)
+    assert str(report.of_sites(attached)).splitlines() == [
+        "a: 1 calls, 0 quantized, in full precision: 1 warm-up",
+        "    the sum [m.f]",
+        "in place, nothing sent: idle, alone, idle 2",
+        "not in place: absent",
     ]
 
 

@@ -22,6 +22,7 @@ from flash_allreduce_plugin.cli.report.text import (
     duration,
     guard,
     notes,
+    nothing_sent,
     percent,
     saved,
     shares,
@@ -64,7 +65,8 @@ def show(console: Console, log: Log) -> None:
     console.print(escape(headline(log)), highlight=False)
     for note in notes(log):
         console.print(escape(note), highlight=False)
-    sites = log.sites
+    silent = nothing_sent(log)
+    sites = {name: counters for name, counters in log.sites.items() if name not in silent}
     if not sites and not log.beside:
         return
     table = Table()

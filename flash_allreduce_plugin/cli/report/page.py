@@ -9,9 +9,20 @@ from datetime import datetime, timezone
 from html import escape
 from typing import Any
 
-from flash_allreduce_plugin.cli.report.log import Interval, Log, added_up, total
+from flash_allreduce_plugin.cli.report.log import Interval, Log, Sites, added_up, total
 from flash_allreduce_plugin.cli.report.plot import Across, curve
-from flash_allreduce_plugin.cli.report.text import amount, bits, decibels, duration, notes, percent, saved, shares, sqnr
+from flash_allreduce_plugin.cli.report.text import (
+    amount,
+    bits,
+    decibels,
+    duration,
+    notes,
+    nothing_sent,
+    percent,
+    saved,
+    shares,
+    sqnr,
+)
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.telemetry.counters import NOT_OURS, Counters
 
@@ -70,7 +81,7 @@ def page(logs: Sequence[Log]) -> str:
 
 
 def _log(log: Log, anchor: str) -> str:
-    header, sites = log.starts[0].header, log.sites
+    header, sites = log.starts[0].header, _sites(log)
     began = datetime.fromtimestamp(header["time"], timezone.utc)
     parts = [
         f'<section id="{anchor}"><h2>{escape(str(log.path))}</h2>',
@@ -89,9 +100,16 @@ def _log(log: Log, anchor: str) -> str:
     return "".join([*parts, _configuration(log), _versions(header), "</section>"])
 
 
+def _sites(log: Log) -> Sites:
+    """Those that had anything to send; `notes` names the others."""
+    silent = nothing_sent(log)
+    return {name: counters for name, counters in log.sites.items() if name not in silent}
+
+
 def _tiles(log: Log) -> str:
-    counters = total(log.sites)
-    errors = [error for site in log.sites.values() if (error := decibels(site)) is not None and math.isfinite(error)]
+    sites = _sites(log)
+    counters = total(sites)
+    errors = [error for site in sites.values() if (error := decibels(site)) is not None and math.isfinite(error)]
     tiles = {
         "of the bytes saved": saved(log.all),
         "sent by this rank": amount(log.all.bytes_sent),
@@ -105,7 +123,7 @@ def _tiles(log: Log) -> str:
 
 
 def _table(log: Log) -> str:
-    sites = log.sites
+    sites = _sites(log)
     between_nodes = any(counters.bytes_between_nodes for counters in sites.values())
     names = ["site", "calls", "quantized", "sent", "of", *["between nodes"] * between_nodes, "saved", "SQNR dB", "bits"]
 
@@ -131,7 +149,7 @@ def _full_precision(log: Log) -> str:
     """Bars: calls in full precision by reason and site, and residuals that were dropped."""
     found = [
         (count, reason, name)
-        for name, counters in log.sites.items()
+        for name, counters in _sites(log).items()
         for reason, count in counters.full_precision.items()
     ]
     text = _bars(found, "calls") if found else '<p class="quiet">None: every call was quantized.</p>'

@@ -8,6 +8,9 @@ from flash_allreduce_plugin.cli.report.log import Log
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.counters import Counters, sqnr_db
 
+# policy.ONE_RANK and policy.EMPTY: a report needs no torch, which that module imports.
+NOTHING_TO_SEND = frozenset(("one-rank group", "empty message"))
+
 
 def amount(count: float) -> str:
     """Bytes, in powers of 1000."""
@@ -34,6 +37,15 @@ def shares(log: Log) -> str:
     """Of all that the rank sent: quantized, in full precision, not ours."""
     text = counters.shares(log.sites.values(), log.beside.values())
     return text[0].upper() + text[1:] + "."
+
+
+def nothing_sent(log: Log) -> list[str]:
+    """The sites whose calls had nothing to send."""
+    return [
+        name
+        for name, one in log.sites.items()
+        if one.calls and not one.quantized and NOTHING_TO_SEND.issuperset(one.full_precision)
+    ]
 
 
 def decibels(counters: Counters) -> float | None:
@@ -80,4 +92,6 @@ def notes(log: Log) -> list[str]:
         lines.append("The last line is missing: the run goes on, or was killed; up to a minute of it is not in here.")
     if not log.sites:
         lines.append("No call was counted.")
+    if silent := nothing_sent(log):
+        lines.append(f"Nothing to send: {', '.join(silent)}.")
     return lines
