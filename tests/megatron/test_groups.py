@@ -217,14 +217,8 @@ def data() -> dict[str, Any]:
     return twice(run)
 
 
-def moe(
-    dispatcher: str,
-    expert_tensor_parallel: int,
-    bits: int | str,
-    backward_bits: int | str,
-    combine_bits: int | str | None = None,
-) -> dict[str, Any]:
-    """A MoE layer of four experts with sequence parallelism, on inputs that route unevenly."""
+def moe_layer(dispatcher: str, expert_tensor_parallel: int) -> torch.nn.Module:
+    """A MoE layer of four experts with sequence parallelism, which routes unevenly."""
     start(
         tensor_model_parallel_size=2,
         expert_model_parallel_size=WORLD // expert_tensor_parallel,
@@ -261,6 +255,17 @@ def moe(
     with torch.no_grad():  # equal experts would leave the router a gradient of nothing but rounding
         for parameter in layer.experts.parameters():
             parameter.mul_(3 + parallel_state.get_expert_model_parallel_rank())
+    return layer
+
+
+def moe(
+    dispatcher: str,
+    expert_tensor_parallel: int,
+    bits: int | str,
+    backward_bits: int | str,
+    combine_bits: int | str | None = None,
+) -> dict[str, Any]:
+    layer = moe_layer(dispatcher, expert_tensor_parallel)
     routed = []
     layer.router.register_forward_hook(lambda _module, _input, output: routed.append(output))
     x = torch.randn(8, BATCH, HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
