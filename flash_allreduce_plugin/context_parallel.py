@@ -31,6 +31,7 @@ from flash_allreduce_plugin.patching import Function, Patchset, Seam, names_used
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
+from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 FORWARD = Site("context_parallel.forward", Role.ATTENTION)
@@ -54,6 +55,7 @@ _COVERS = {
 }
 
 _config: FlashConfig | None = None
+_first_steps: FirstSteps | None = None
 _site: ContextVar[Site] = ContextVar("flash_allreduce_context_parallel", default=FORWARD)
 _HANDLE = "_flash_allreduce_handle"  # of a tensor that is on its way
 
@@ -66,7 +68,7 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if attention_bits
     is "full"; PatchError, changing nothing, if this torch's functions are not as this version knows them.
     """
-    global _config
+    global _config, _first_steps
     config = refusals.serve(config, "context_parallel", _LACKS if config is None else {**_OTHERS, **_LACKS}, _SERVES)
     if config.attention_bits == "full":
         raise ConfigError('attention_bits is "full": context_parallel would quantize nothing; set attention_bits.')
@@ -76,7 +78,8 @@ def enable(config: FlashConfig | None = None) -> None:
         optimizer_steps.start()
         beside.attach(_patchset())
     run_log.start(config, lambda: optimizer_steps.finished)
-    _config = config
+    _first_steps = _first_steps or FirstSteps(config, framework="context_parallel")
+    _config = _first_steps.config = config
     back = "exactly" if config.backward_bits == "full" else "too"
     gives = f"keys and values in {config.attention_bits} bits (their gradients {back})"
     notices.say(notices.attached("torch's context parallelism", gives, config, said=_SERVES))
@@ -99,12 +102,12 @@ def disable() -> None:
 
     Raises PatchError, changing nothing, if somebody has replaced one of them since.
     """
-    global _config
+    global _config, _first_steps
     if _patchset().applied:
         _patchset().restore()
         beside.detach(_patchset())
         optimizer_steps.stop()
-    _config = None
+    _config = _first_steps = None
 
 
 def is_enabled() -> bool:
@@ -274,5 +277,6 @@ def _in_a_graph(tensor: Tensor) -> bool:
 
 
 def _how(site: Site) -> dict[str, Any]:
-    assert _config is not None, "a seam is in place only between enable and disable"
+    assert _config is not None and _first_steps is not None, "a seam is in place only between enable and disable"
+    _first_steps.at(optimizer_steps.finished)
     return {"config": _config, "site": site, "step": optimizer_steps.finished}

@@ -28,6 +28,7 @@ from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import beside, counters, notices, run_log
 from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 FORWARD = Site("pipelining.forward", Role.PIPELINE)
@@ -55,6 +56,7 @@ _METHODS = {
 _SITE = "_flash_allreduce_site"  # of a P2POp
 
 _config: FlashConfig | None = None
+_first_steps: FirstSteps | None = None
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -65,7 +67,7 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if both widths
     are "full"; PatchError, changing nothing, if this torch's functions are not as this version knows them.
     """
-    global _config
+    global _config, _first_steps
     config = refusals.serve(
         config, "pipelining", _LACKS if config is None else {**_OTHERS, **_LACKS}, (*_SERVES, "quantize_evaluation")
     )
@@ -79,7 +81,8 @@ def enable(config: FlashConfig | None = None) -> None:
         optimizer_steps.start()
         beside.attach(_patchset())
     run_log.start(config, lambda: optimizer_steps.finished)
-    _config = config
+    _first_steps = _first_steps or FirstSteps(config, framework="pipelining")
+    _config = _first_steps.config = config
     widths = (config.pipeline_bits, config.pipeline_backward_bits)
     there, back = ("exactly" if bits == "full" else f"in {bits} bits" for bits in widths)
     gives = f"activations {there}, their gradients {back}"
@@ -104,12 +107,12 @@ def disable() -> None:
 
     Raises PatchError, changing nothing, if somebody has replaced one of them since.
     """
-    global _config
+    global _config, _first_steps
     if _patchset().applied:
         _patchset().restore()
         beside.detach(_patchset())
         optimizer_steps.stop()
-    _config = None
+    _config = _first_steps = None
 
 
 def is_enabled() -> bool:
@@ -179,7 +182,8 @@ def _started(original: Function) -> Function:
     def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
         if not p2p_ops or not all(hasattr(one, _SITE) for one in p2p_ops):
             return list(original(p2p_ops, desc))
-        assert _config is not None, "a seam is in place only between enable and disable"
+        assert _config is not None and _first_steps is not None, "a seam is in place only between enable and disable"
+        _first_steps.at(optimizer_steps.finished)
         _agree(p2p_ops[0], _config)
         reason = _plain(_config)
         if reason is not None:

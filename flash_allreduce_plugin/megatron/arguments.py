@@ -27,6 +27,7 @@ from flash_allreduce_plugin.config.wording import printable
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.megatron.refusals import (
     OTHER_BUFFERS,
+    OTHER_GRADIENTS,
     of_attention,
     of_experts,
     of_fields,
@@ -203,15 +204,17 @@ def start(args: Any) -> None:
     config = config_from(args)
     if config is None:
         return
-    config = for_megatron(config)
-    if _without_buffers(args):
-        config = without(config, ("grad_bits", "error_feedback"))  # a preset's
+    config, left_out = for_megatron(config), []
+    if options := _without_buffers(args):
+        asked, config = config, without(config, ("grad_bits", "error_feedback"))  # a preset's
+        if asked.grad_bits != config.grad_bits:
+            left_out = [f"{_option(name)}: {OTHER_GRADIENTS}." for name in options]
     refuse_incompatible(args, config)
     megatron.enable(config)
     global started
     started = True
     if getattr(args, "rank", 0) == 0:
-        for line in (start_line(config), *doubts(args, config)):
+        for line in (start_line(config), *left_out, *doubts(args, config)):
             print(f"flash all-reduce: {line}", flush=True)
         atexit.unregister(_print_summary)  # Megatron-LM may restart in this process
         atexit.register(_print_summary)

@@ -22,6 +22,10 @@ Spelling = Callable[..., str]
 
 # The options with which gradients and parameters pass other buffers than those of Megatron's DistributedDataParallel.
 OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+OTHER_GRADIENTS = (
+    "the gradients do not pass through Megatron's own data-parallel buffers, and stay in full precision whatever the "
+    "preset says"
+)
 IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
 GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
 _NO_EXPERTS = "has no effect: there is no expert parallelism here; leave it out."

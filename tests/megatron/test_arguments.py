@@ -248,6 +248,22 @@ def test_parameters_that_cannot_be_served_are_refused(
     assert enabled == [FlashConfig(), FlashConfig(param_bits=4)]
 
 
+@pytest.mark.parametrize("option", ["use_torch_fsdp2", "use_megatron_fsdp"])
+def test_a_presets_width_of_gradients_that_cannot_be_served_is_named(
+    enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    given = {"tensor_model_parallel_size": 2, "transformer_impl": "local", option: True}
+    arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "int8", rank=0, **given))
+    start, line = capsys.readouterr().out.splitlines()
+    assert line == (
+        f"flash all-reduce: --{option.replace('_', '-')}: the gradients do not pass through Megatron's own "
+        "data-parallel buffers, and stay in full precision whatever the preset says."
+    )
+    assert "int8" in start and enabled[0].grad_bits == "full"
+    arguments.start(parse("--flash-allreduce", rank=0, **given))
+    assert len(capsys.readouterr().out.splitlines()) == 1, "without a preset no width of gradients was asked for"
+
+
 def test_rank_0_says_what_is_attached(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "6")
     arguments.start(parse(*words, rank=1))
