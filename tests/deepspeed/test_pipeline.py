@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,6 +207,23 @@ def test_tuples_with_numbers_and_masks(pipelines: Callable[[int], Ranks], mask: 
         assert eight[rank][BACKWARD] == (backward, {})
         assert eight[rank]["losses"] == pytest.approx(plain[rank]["losses"], rel=5e-3)
         assert eight[rank]["losses"] != plain[rank]["losses"]
+
+
+def noticed() -> tuple[list[str], int]:
+    """The lines about sites with the default widths, and the bytes of sends that are not ours."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        train({"bits": 8, "min_bytes": 0}, None, steps=4)
+    sends = [one["bytes_sent"] for name, one in fap.stats()["beside"].items() if name.startswith("send")]
+    return [line for line in text.getvalue().splitlines() if "has quantized" in line], sum(sends)
+
+
+def test_sends_in_full_precision_are_named_with_their_fields(pipelines: Callable[[int], Ranks]) -> None:
+    (first, others), (second, _) = pipelines(2).run(noticed)
+    for line, site, key in zip(first, (FORWARD, BACKWARD), ("pipeline_bits", "pipeline_backward_bits"), strict=True):
+        assert line.startswith(f"flash all-reduce: {site} has quantized none of its ")
+        assert line.endswith(f'{key} is full (set "{key}" in the section "flash_allreduce")')
+    assert second == [] and others <= 4, "a zero, by which PipelineEngine's constructor opens the connections"
 
 
 def refused(flash: dict[str, Any]) -> str:

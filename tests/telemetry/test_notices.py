@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,71 @@ def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
         "flash all-reduce: attached to DistributedDataParallel, but switched off (enabled is false): every call goes "
         "in full precision"
     ]
+
+
+def two_ddp_models() -> list[str]:
+    """Interleaved: the first quantizes, the buckets of the second are too small."""
+    models = [DistributedDataParallel(nn.Linear(64, 128, bias=False)) for _ in range(2)]
+    for model, min_bytes in zip(models, (0, 1 << 20), strict=True):
+        model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(min_bytes=min_bytes)))
+    return printed_by(models)
+
+
+def two_fsdp_models() -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    models: list[nn.Module] = [nn.Sequential(nn.Linear(64, 128, bias=False)) for _ in range(2)]
+    for model, min_bytes in zip(models, (0, 1 << 20), strict=True):
+        fully_shard(model)
+        model.set_custom_reduce_scatter(fap.FlashReduceScatter(fap.FlashConfig(min_bytes=min_bytes)))  # type: ignore[operator]
+    return printed_by(models)
+
+
+def two_fsdp1_models() -> list[str]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    models = [FullyShardedDataParallel(nn.Linear(64, 128), device_id=torch.device("cpu")) for _ in range(2)]
+    for model, min_bytes in zip(models, (0, 1 << 20), strict=True):
+        model.register_comm_hook(None, fap.fsdp1_hook(fap.FlashConfig(min_bytes=min_bytes)))
+    return printed_by(models)
+
+
+def two_apex_reducers() -> list[str]:
+    """One configuration: the second model is too small for it."""
+    sys.path.insert(0, str(ROOT / "tests" / "apex_stub"))
+    from apex.parallel import Reducer
+
+    fap.apex.enable(fap.FlashConfig(min_bytes=1 << 14))
+    models = [nn.Linear(64, size, bias=False) for size in (128, 16)]
+    reducers = [Reducer(model) for model in models]
+    return printed_by(models, *(reducer.reduce for reducer in reducers))
+
+
+def printed_by(models: Sequence[nn.Module], *after: Callable[[], Any]) -> list[str]:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(STEPS):
+            for number, model in enumerate(models):
+                model(torch.ones(2, 64)).sum().backward()
+                if after:
+                    after[number]()
+    return [line.removeprefix("flash all-reduce: ") for line in text.getvalue().splitlines() if "calls" in line]
+
+
+@pytest.mark.parametrize(
+    ("train", "site", "largest"),
+    [
+        (two_ddp_models, "ddp.gradients", "32 KiB"),
+        (two_fsdp_models, "fsdp.gradients", "32 KiB"),
+        (two_fsdp1_models, "fsdp1.gradients", "32.5 KiB"),
+        (two_apex_reducers, "apex.reducer", "4 KiB"),
+    ],
+)
+def test_the_second_model_is_told_its_own_numbers(train: Callable[[], list[str]], site: str, largest: str) -> None:
+    first, second = run_ranks(2, train)
+    said = SMALL.format(largest) if site != "apex.reducer" else SMALL.format(largest).replace("1 MiB", "16 KiB")
+    assert first == [f"{site} has quantized none of its 2 calls: {said}"]
+    assert second == []
 
 
 def test_one_rank_has_nothing_to_reduce() -> None:
