@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if both widths
     are "full"; PatchError, changing nothing, if this torch's functions are not as this version knows them.
     """
-    global _config, _first_steps
+    global _config
     config = refusals.serve(
         config, "pipelining", _LACKS if config is None else {**_OTHERS, **_LACKS}, (*_SERVES, "quantize_evaluation")
     )
@@ -75,29 +76,39 @@ def enable(config: FlashConfig | None = None) -> None:
         raise ConfigError(
             'pipeline_bits and pipeline_backward_bits are "full": pipelining would quantize nothing; set one of them.'
         )
-    fresh = not _patchset().applied
-    _patchset().apply()
-    if fresh:
-        optimizer_steps.start()
+    _notice(config)
+    if _config is None:
         beside.attach(_patchset())
     run_log.start(config, lambda: optimizer_steps.finished)
-    _first_steps = _first_steps or FirstSteps(config, framework="pipelining")
-    _config = _first_steps.config = config
+    _config = config
     widths = (config.pipeline_bits, config.pipeline_backward_bits)
     there, back = ("exactly" if bits == "full" else f"in {bits} bits" for bits in widths)
     gives = f"activations {there}, their gradients {back}"
     notices.say(notices.attached("torch's pipelining", gives, config, said=_SERVES))
 
 
+def _notice(config: FlashConfig) -> None:
+    """Put the seams in place, and count the steps for the notice. Raises PatchError, changing nothing."""
+    global _first_steps
+    if not _patchset().applied:
+        _patchset().apply()
+        optimizer_steps.start()
+    _first_steps = _first_steps or FirstSteps(config, framework="pipelining")
+    _first_steps.config = config
+
+
 def by_environment() -> None:
     """As `enable`, by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions: a configuration that
-    cannot be served ends it. Among `all`, one without these widths is none.
+    cannot be served ends it. Among `all`, sends of one without these widths are counted, and stay torch's own.
     """
     named = os.environ.get(environment.ATTACH, "")
     try:
         config = FlashConfig.from_env()
         if {config.pipeline_bits, config.pipeline_backward_bits} != {"full"} or "pipelining" in named:
             enable(None)
+        elif config.enabled and not environment.is_on(environment.DISABLE):
+            with suppress(PatchError):  # a torch that differs: nothing was asked for
+                _notice(config)
     except (ConfigError, PatchError) as error:
         refuse(error)
 
@@ -182,11 +193,12 @@ def _started(original: Function) -> Function:
     def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
         if not p2p_ops or not all(hasattr(one, _SITE) for one in p2p_ops):
             return list(original(p2p_ops, desc))
-        assert _config is not None and _first_steps is not None, "a seam is in place only between enable and disable"
+        assert _first_steps is not None, "a seam is in place only between enable and disable"
         _first_steps.at(optimizer_steps.finished)
-        _agree(p2p_ops[0], _config)
+        if _config is not None:
+            _agree(p2p_ops[0], _config)
         reason = _plain(_config)
-        if reason is not None:
+        if _config is None or reason is not None:
             _count(p2p_ops, reason)
             with ours:
                 return list(original(p2p_ops, desc))
@@ -212,15 +224,18 @@ def _agree(operation: dist.P2POp, config: FlashConfig) -> None:
     groups.agree(Label("send", FORWARD.name, group), config, disabled, operation.tensor.device)
 
 
-def _plain(config: FlashConfig) -> str | None:
-    """Why torch's own function is to send, the same on all ranks; None: a send of this package does."""
+def _plain(config: FlashConfig | None) -> str | None:
+    """Why torch's own function is to send, the same on all ranks; None: a width decides."""
     if environment.is_on(environment.DISABLE):
         return environment.DISABLE
-    return None if config.enabled else policy.DISABLED
+    return None if config is None or config.enabled else policy.DISABLED
 
 
-def _count(operations: list[dist.P2POp], reason: str) -> None:
+def _count(operations: list[dist.P2POp], why: str | None) -> None:
+    """why: None: the width of each operation is "full"."""
+    widths = {FORWARD: policy.PIPELINE_FULL, BACKWARD: policy.PIPELINE_BACKWARD_FULL}
     for one in operations:
+        reason = why or widths[getattr(one, _SITE)]
         nbytes = one.tensor.numel() * one.tensor.element_size()
         sent = nbytes if one.op is dist.isend else 0
         counters.record_full_precision(getattr(one, _SITE), reason, sent, message=nbytes)

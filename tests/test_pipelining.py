@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -274,6 +276,35 @@ def test_undoing_restores_every_function() -> None:
     assert schedules._batch_p2p is not before[1]
     pipelining.disable()
     assert (dict(vars(stage._PipelineStageBase)), schedules._batch_p2p) == before
+
+
+def counted_alone() -> dict[str, Any]:
+    """FLASH_ALLREDUCE_ATTACH=all without widths: four steps of each stage's optimizer."""
+    os.environ[environment.ATTACH] = "all"
+    fap.reset_stats()
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        pipelining.by_environment()
+        schedule, blocks = schedule_of("1F1B", torch.float32)
+        optimizer = torch.optim.SGD([p for one in blocks for p in one.parameters()], lr=0.1)
+        x = torch.randn(MICRO_BATCHES * ROWS, WIDTH)
+        for _ in range(4):
+            schedule.step(*((x,) if dist.get_rank() == 0 else ()), **({"target": x} if dist.get_rank() else {}))
+            optimizer.step()
+    seen = {"lines": text.getvalue().splitlines(), "on": pipelining.is_enabled(), "quantized": fap.stats()["quantized"]}
+    pipelining.disable()
+    return seen
+
+
+def test_among_all_sends_without_a_width_are_named_with_their_fields() -> None:
+    first, second = run_ranks(2, counted_alone)
+    assert [line.partition("calls: ")[2] for line in first["lines"]] == [
+        f"{key} is full (set FlashConfig({key}=...) or FLASH_ALLREDUCE_{key.upper()})"
+        for key in ("pipeline_bits", "pipeline_backward_bits")
+    ]
+    for seen in (first, second):
+        assert not seen["on"] and seen["quantized"] == 0
+    assert second["lines"] == []
 
 
 @pytest.mark.parametrize(
