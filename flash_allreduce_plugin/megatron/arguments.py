@@ -25,6 +25,7 @@ from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import for_megatron, without
 from flash_allreduce_plugin.config.wording import printable
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.megatron import scopes
 from flash_allreduce_plugin.megatron.refusals import (
     OTHER_BUFFERS,
     OTHER_GRADIENTS,
@@ -210,6 +211,7 @@ def start(args: Any) -> None:
         if asked.grad_bits != config.grad_bits:
             left_out = [f"{_option(name)}: {OTHER_GRADIENTS}." for name in options]
     refuse_incompatible(args, config)
+    scopes.name_flags(bool(getattr(args, _destination(SWITCH), False)))  # else the environment asks for it
     megatron.enable(config)
     global started
     started = True

@@ -35,7 +35,7 @@ from flash_allreduce_plugin.patching import Function
 from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
 from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site, matches
 from flash_allreduce_plugin.telemetry import counters
-from flash_allreduce_plugin.telemetry.notices import FirstSteps
+from flash_allreduce_plugin.telemetry.notices import FirstSteps, in_python
 
 ON_REQUEST = "full_precision()"
 OTHER_GROUP = "not the tensor-parallel group"
@@ -96,16 +96,22 @@ class _State:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.unmatched: list[tuple[str, str]] = []  # (field, pattern) that no module of a collective has matched yet
         self.seen: set[str] = set()
+        self.where = in_python  # how the program sets a field, for notices
         self.first_steps: FirstSteps | None = None
 
 
 _state = _State()
 
 
+def name_flags(by_flags: bool) -> None:
+    """Before `start`: True if notices are to name the launch flags of fields."""
+    _state.where = flag if by_flags else in_python
+
+
 def start(config: FlashConfig) -> None:
     """Count steps, and follow the running modules if `config` needs them. Again: the count goes on."""
     if _state.first_steps is None:
-        _state.first_steps = FirstSteps(config, flag, framework="megatron", known=(OTHER_GROUP,))
+        _state.first_steps = FirstSteps(config, _state.where, framework="megatron", known=(OTHER_GROUP,))
     _state.first_steps.config = config
     if _state.optimizer_hook is None:
         _state.optimizer_hook = torch_optimizer.register_optimizer_step_post_hook(_optimizer_stepped)

@@ -14,7 +14,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -103,16 +103,16 @@ class Tally:
     def __init__(self, often: Callable[[], None]) -> None:
         """often: called after 1000 calls, and again whenever their number has doubled."""
         self.often = often
-        self.quantized: Counter[str] = Counter()
-        self.kept: dict[str, dict[str, Kept]] = {}  # by site and reason
+        self._quantized: Counter[str] = Counter()
+        self._kept: dict[str, dict[str, Kept]] = {}  # by site and reason
         self._calls, self._next = 0, _OFTEN
 
     def record(self, site: Site, reason: str | None, message: int | None = None) -> bool:
         """Count a call; reason None: quantized. True if `often` is due."""
         if reason is None:
-            self.quantized[site.name] += 1
+            self._quantized[site.name] += 1
         else:
-            kept = self.kept.setdefault(site.name, {}).setdefault(reason, Kept(site.role))
+            kept = self._kept.setdefault(site.name, {}).setdefault(reason, Kept(site.role))
             kept.calls += 1
             if message is not None:
                 kept.largest = max(message, kept.largest or 0)
@@ -122,10 +122,18 @@ class Tally:
         self._next *= 2
         return True
 
+    def kept(self) -> dict[str, tuple[int, dict[str, Kept]]]:
+        """For each site with calls in full precision: its quantized calls, and the others by reason. A copy."""
+        with _lock:
+            return {
+                site: (self._quantized[site], {reason: replace(one) for reason, one in found.items()})
+                for site, found in self._kept.items()
+            }
+
     def clear(self) -> None:
         with _lock:
-            self.quantized.clear()
-            self.kept.clear()
+            self._quantized.clear()
+            self._kept.clear()
 
 
 _lock = threading.Lock()

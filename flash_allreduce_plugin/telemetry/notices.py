@@ -192,8 +192,7 @@ def in_full_precision(
     By site and reasons. passing: False leaves out the reasons that no field changes.
     """
     lines = {}
-    for site, found in list(tally.kept.items()):
-        quantized = tally.quantized[site]
+    for site, (quantized, found) in tally.kept().items():
         calls = quantized + sum(kept.calls for kept in found.values())
         reasons = {
             reason: kept

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, deepspeed, engine, release, skip_if_nothing_is_reduced, step, weights
+from deepspeed_training import EIGHT, deepspeed, engine, release, skip_if_nothing_is_reduced, stats, step, weights
 
 import flash_allreduce_plugin as fap
 from tests.distributed import Ranks
@@ -51,7 +51,7 @@ def overflowing(
                 "finite": bool(torch.isfinite(after).all()),
                 "moved": not torch.equal(before, after),
                 "weights": after,
-                **{key: fap.stats()[key] for key in ("calls", "quantized")},
+                **{key: stats()[key] for key in ("calls", "quantized")},
             }
         )
     built.destroy()

@@ -76,7 +76,10 @@ def learned(output: str) -> float:
 
 def counts(output: str, seam: str) -> tuple[int, int]:
     """(calls, quantized) in the report."""
-    [found] = re.findall(rf"^megatron\.{re.escape(seam)}: (\d+) calls, (\d+) quantized", output, flags=re.MULTILINE)
+    site = re.escape(f"megatron.{seam}")
+    if re.search(rf"^in place, nothing sent: (.*, )?{site}(,|$)", output, flags=re.MULTILINE):
+        return 0, 0
+    [found] = re.findall(rf"^{site}: (\d+) calls, (\d+) quantized", output, flags=re.MULTILINE)
     return int(found[0]), int(found[1])
 
 

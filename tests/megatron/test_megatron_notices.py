@@ -22,6 +22,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.notices import in_python
 from tests.megatron import test_groups
 
 STEPS = 4
@@ -53,10 +54,10 @@ def test_the_default_fields_of_tensor_and_data_parallelism() -> None:
     assert all(other["lines"] == [] for other in others)
     named = {line.partition(" ")[0]: line.partition("calls: ")[2] for line in first["lines"]}
     assert named == {
-        "megatron.embedding.forward": "embedding (set --flash-allreduce-quantize-embedding)",
-        "megatron.linear.dgrad": "backward_bits is full (set --flash-allreduce-backward-bits)",
-        "megatron.data_parallel.gradients": "grad_bits is full (set --flash-allreduce-grad-bits)",
-        "megatron.data_parallel.parameters": "param_bits is full (set --flash-allreduce-param-bits)",
+        "megatron.embedding.forward": f"embedding (set {in_python('quantize_embedding')})",
+        "megatron.linear.dgrad": f"backward_bits is full (set {in_python('backward_bits')})",
+        "megatron.data_parallel.gradients": f"grad_bits is full (set {in_python('grad_bits')})",
+        "megatron.data_parallel.parameters": f"param_bits is full (set {in_python('param_bits')})",
     }
     assert not any(name.startswith(("all_gather, DATA", "reduce_scatter")) for name in first["beside"])
     assert first["report"].splitlines()[0].startswith("megatron.g.forward: ")
@@ -93,7 +94,7 @@ def test_an_exchange_of_experts_is_named_with_all_its_fields() -> None:
     named = {line.partition(" calls: ")[0]: line.partition(" calls: ")[2] for line in first["lines"]}
     for way in ("dispatch", "combine"):
         said = named[f"megatron.expert.all_to_all.{way} has quantized 3 of its 6"]
-        assert said == "backward_bits is full (set --flash-allreduce-backward-bits)"
+        assert said == f"backward_bits is full (set {in_python('backward_bits')})"
 
 
 def alone() -> dict[str, Any]:
@@ -138,10 +139,10 @@ def inference(fields: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_process_that_only_infers_gets_the_notice() -> None:
     first, second = run_ranks(2, inference, {"bits": 8, "min_bytes": 1 << 20}, timeout=200, preload=MEGATRON)
-    small = "message below min_bytes (largest 4 KiB, min_bytes 1 MiB; set --flash-allreduce-min-bytes"
+    small = f"message below min_bytes (largest 4 KiB, min_bytes 1 MiB; set {in_python('min_bytes')}"
     assert first["lines"] == [
         f"megatron.embedding.forward has quantized none of its 200 calls: {small} and "
-        "--flash-allreduce-quantize-embedding)",
+        f"{in_python('quantize_embedding')})",
         f"megatron.g.forward has quantized none of its 800 calls: {small})",
     ]
     assert second["lines"] == []
