@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import deepspeed, engine, model, release, step, weights
+from deepspeed_training import deepspeed, engine, model, release, stats, step, weights
 from test_overflow import FP16, skip_defects_of_older_releases
 
 import flash_allreduce_plugin as fap
@@ -78,7 +78,7 @@ def resumed(
     fap.reset_stats()
     for number in range(SAVED, LAST):
         step(built, number)
-    seen |= {"weights": weights(built), "stats": fap.stats()}
+    seen |= {"weights": weights(built), "stats": stats()}
     built.destroy()
     return seen
 

@@ -161,13 +161,13 @@ def _kill(pid: int) -> None:
 
 
 def _counted(log: Path) -> dict[str, Counter[str]]:
-    """The sums of a log's numbers."""
+    """The sums of a log's numbers, without gathers of parameters that no width quantizes."""
     sites: dict[str, Counter[str]] = {}
     for line in log.read_text().splitlines() if log.exists() else []:
         for name, counts in json.loads(line).get("sites", {}).items():
             numbers = {key: counts[key] for key in ("calls", "quantized", "bytes_sent", "bytes_full_precision")}
             sites.setdefault(name, Counter()).update(numbers)
-    return sites
+    return {name: counts for name, counts in sites.items() if name != "fsdp.parameters" or counts["quantized"]}
 
 
 # fmt: off
