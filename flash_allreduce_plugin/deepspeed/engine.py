@@ -17,6 +17,7 @@ import importlib.metadata
 import inspect
 import types
 import weakref
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -286,10 +287,15 @@ def _with_section(original: Function) -> Function:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        deepspeed = signature.bind(self, *args, **kwargs).arguments.get("config_class")
+        given = signature.bind(self, *args, **kwargs).arguments
+        deepspeed, useless = given.get("config_class"), {}
         try:
             config = _config_for(deepspeed)
             if config is not None:
+                trained = _is_trained(given, deepspeed)
+                useless = section.useless_gathers(deepspeed, config)
+                if trained:
+                    _refuse_useless(config, useless)
                 verify()
                 for patchset in _of_layers(config):
                     patchset.verify()
@@ -300,7 +306,16 @@ def _with_section(original: Function) -> Function:
             raise
         original(self, *args, **kwargs)
         if config is not None:
-            _refuse_useless(self, config)
+            useless.update(_useless(self, config))
+            if trained:
+                _refuse_useless(config, useless)
+            elif useless:
+                config, keys = section.leave_out(config, useless)
+                name, stage = type(self).__name__, int(self.zero_optimization_stage())
+                notices.say(
+                    f"{name}, ZeRO stage {stage}, was given nothing to train (an optimizer, or model_parameters for "
+                    f"the JSON's optimizer). It leaves out {keys}."
+                )
             bind(self, config)
             for line in (start_line(self, config), *gathering.doubts(self, config)):
                 notices.say(line)
@@ -308,36 +323,43 @@ def _with_section(original: Function) -> Function:
     return __init__
 
 
-def _refuse_useless(engine: Any, config: FlashConfig) -> None:
-    """DeepSpeedConfigError for widths that this engine has no use for: what they are of is not sent here."""
+def _is_trained(given: Mapping[str, Any], deepspeed: Any) -> bool:
+    """True if an engine is built to train: it is given an optimizer, or the parameters for the configuration's.
+
+    A reference model is given neither, though a copy of the policy's JSON may name an optimizer (TRL).
+    """
+    parameters = given.get("model_parameters") is not None
+    return given.get("optimizer") is not None or (parameters and deepspeed.optimizer_name is not None)
+
+
+def _refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    widths = {} if pipeline.has_stages(engine) else pipeline.widths(config)
-    lines = [
-        f"{section.SECTION}.{key}={bits} has no effect: there is no pipeline here; leave it out."
-        for key, bits in widths.items()
-        if key in config.given()  # not by a preset
-    ]
+    try:
+        section.refuse_useless(config, useless)
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error)) from error
+
+
+def _useless(engine: Any, config: FlashConfig) -> dict[str, str]:
+    """Given widths that a finished engine has no use for: key -> reason, after "no effect"."""
+    found = {}
+    if not pipeline.has_stages(engine):
+        widths = [key for key in pipeline.widths(config) if key in config.given()]  # not by a preset
+        found.update(dict.fromkeys(widths, ": there is no pipeline here"))
     if attention.wanted(config) and not attention.is_there(engine):
-        lines.append(
-            f"{section.SECTION}.attention_bits={config.attention_bits} has no effect: no attention of this model spans "
-            "several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF); leave it out."
+        found["attention_bits"] = (
+            ": no attention of this model spans several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF)"
         )
     if experts.wanted(config) and not experts.is_there(engine):
-        key = "expert_bits" if config.expert_bits != "full" else "expert_combine_bits"
-        lines.append(
-            f"{section.SECTION}.{key}={getattr(config, key)} has no effect: no experts of this model lie on several "
-            "ranks (deepspeed.moe.layer.MoE with ep_size 2 or more); leave it out."
-        )
-    if lines:
-        raise DeepSpeedConfigError("\n".join(lines))
-    stage = int(engine.zero_optimization_stage())
-    if config.param_bits == "full" or stage == 3 or hasattr(engine.optimizer, "update_lp_params"):
-        return
-    raise DeepSpeedConfigError(
-        f"{section.SECTION}.param_bits has no effect with {type(engine.optimizer).__name__} at "
-        f"zero_optimization.stage {stage}, which gathers no parameters; leave it out."
-    )
+        widths = [key for key in ("expert_bits", "expert_combine_bits") if getattr(config, key) not in (None, "full")]
+        why = ": no experts of this model lie on several ranks (deepspeed.moe.layer.MoE with ep_size 2 or more)"
+        found.update(dict.fromkeys(widths, why))
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    gathers = hasattr(optimizer, "update_lp_params") and getattr(optimizer, "using_real_optimizer", True)
+    if config.param_bits != "full" and stage < 3 and not gathers:
+        found["param_bits"] = f" {_with(optimizer)} at zero_optimization.stage {stage}, which gathers no parameters"
+    return found
 
 
 def _config_for(deepspeed: Any) -> FlashConfig | None:
@@ -364,11 +386,11 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
 
 def start_line(engine: Any, config: FlashConfig) -> str:
     """One line: what is attached, with which bits, and every other setting that is not at its default."""
-    optimizer = type(getattr(engine, "optimizer", None)).__name__
-    to = f"{type(engine).__name__} with {optimizer}, ZeRO stage {int(engine.zero_optimization_stage())}"
+    stage = int(engine.zero_optimization_stage())
+    to = f"{type(engine).__name__} {_with(getattr(engine, 'optimizer', None))}, ZeRO stage {stage}"
     gives = f"gradients in {config.bits} bits"
     if config.param_bits != "full":
-        what = "parameters" if int(engine.zero_optimization_stage()) == 3 else "differences of parameters"
+        what = "parameters" if stage == 3 else "differences of parameters"
         gives += f", {what} in {config.param_bits}"
     if attention.wanted(config):
         back = "exactly" if config.backward_bits == "full" else "too"
@@ -378,3 +400,7 @@ def start_line(engine: Any, config: FlashConfig) -> str:
         combine = config.expert_bits if config.expert_combine_bits is None else config.expert_combine_bits
         gives += f", tokens to experts in {config.expert_bits}, back in {combine} (their gradients {back})"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))
+
+
+def _with(optimizer: Any) -> str:
+    return "without an optimizer" if optimizer is None else f"with {type(optimizer).__name__}"

@@ -115,18 +115,17 @@ def refuse_incompatible(deepspeed: Any) -> None:
 
 
 def refuse_gathers(deepspeed: Any, config: FlashConfig) -> None:
-    """ConfigError, one line each, for what quantized gathers of parameters cannot go together with."""
+    """ConfigError, one line each, for settings of DeepSpeed's that exclude quantized gathers of parameters."""
     zero = deepspeed.zero_config
-    stage = int(zero.stage)
-    lines = [] if config.param_bits == "full" or stage == 3 else _of_differences(deepspeed)
-    if stage != 3 and config.param_backward_bits is not None:
+    lines = []
+    if config.param_bits != "full" and zero.stage < 3 and getattr(zero, "zenflow", None) is not None:
         lines.append(
-            f"{SECTION}.param_backward_bits={shown(config.param_backward_bits)} has no effect at ZeRO stage {stage}, "
-            "which gathers no parameters for the backward pass; leave it out."
+            f"zero_optimization.zenflow and {SECTION}.param_bits exclude each other: ZenFlow updates parameters in a "
+            "step of its own; drop one of the two."
         )
     quantized = config.param_bits != "full" or config.param_backward_bits not in (None, "full")
     key = f"{SECTION}.{'param_bits' if config.param_bits != 'full' else 'param_backward_bits'}"
-    if stage == 3 and quantized:
+    if zero.stage == 3 and quantized:
         if zero.use_all_reduce_for_fetch_params:
             lines.append(
                 f"zero_optimization.stage3_use_all_reduce_for_fetch_params and {key} exclude each other: parameters "
@@ -141,16 +140,37 @@ def refuse_gathers(deepspeed: Any, config: FlashConfig) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _of_differences(deepspeed: Any) -> list[str]:
-    """What does not go together with param_bits at stages 0 to 2."""
-    zero, key = deepspeed.zero_config, f"{SECTION}.param_bits"
-    lines = []
+def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:
+    """The widths of gathers that an engine of this DeepSpeedConfig does not make: key -> reason, after "no effect"."""
+    stage, found = int(deepspeed.zero_config.stage), {}
     bf16 = getattr(deepspeed, "bfloat16_config", None)  # BF16_Optimizer gathers at stage 0 too
-    if zero.stage == 0 and bf16 is not None and not bf16.enabled:
-        lines.append(f"{key} has no effect at zero_optimization.stage 0, which gathers no parameters; leave it out.")
-    if getattr(zero, "zenflow", None) is not None:
-        lines.append(
-            f"zero_optimization.zenflow and {key} exclude each other: ZenFlow updates parameters in a step of its own; "
-            "drop one of the two."
+    if config.param_bits != "full" and stage == 0 and bf16 is not None and not bf16.enabled:
+        found["param_bits"] = " at zero_optimization.stage 0, which gathers no parameters"
+    if config.param_backward_bits is not None and stage != 3:
+        found["param_backward_bits"] = f" at ZeRO stage {stage}, which gathers no parameters for the backward pass"
+    return found
+
+
+def refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
+    """ConfigError, one line each, for keys without an effect; useless: key -> reason."""
+    if useless:
+        raise ConfigError(
+            "\n".join(
+                f"{SECTION}.{key}={shown(getattr(config, key))} has no effect{why}; leave it out."
+                for key, why in useless.items()
+            )
         )
-    return lines
+
+
+def leave_out(config: FlashConfig, useless: Mapping[str, str]) -> tuple[FlashConfig, str]:
+    """`config` with the useless keys at their defaults, and "key=value (reason)" of each.
+
+    With the last key of EXCHANGES its companions are left out too.
+    """
+    defaults, reasons = FlashConfig(), {key: why.strip(" :") for key, why in useless.items()}
+    remaining = [key for key in EXCHANGES if key not in useless and getattr(config, key) not in (None, "full")]
+    if not remaining and not reasons.keys().isdisjoint(EXCHANGES):
+        given = [key for key in OF_EXCHANGES if key in config.given()]
+        reasons.update({key: "no exchange is left" for key in given if getattr(config, key) != getattr(defaults, key)})
+    said = [f"{key}={shown(getattr(config, key))} ({why})" for key, why in reasons.items()]
+    return config.model_copy(update={key: getattr(defaults, key) for key in reasons}), ", ".join(said)

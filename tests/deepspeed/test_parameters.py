@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
+import io
 import sys
 from typing import Any
 
@@ -40,7 +43,7 @@ def run(engines: Any, way: str, case: Any, *args: Any) -> list[Any]:
     try:
         found: list[Any] = engines(2).run(case, *args)
     except RankFailure as failure:
-        if way != "BF16_Optimizer" or "param_bits has no effect with FP16_UnfusedOptimizer" not in str(failure):
+        if way != "BF16_Optimizer" or "param_bits=4 has no effect with FP16_UnfusedOptimizer" not in str(failure):
             raise
         pytest.skip(f"DeepSpeed {'.'.join(map(str, training.release()))} builds FP16_UnfusedOptimizer here")
     return found
@@ -276,8 +279,8 @@ def refused(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "param_bits has no effect at zero_optimization.stage 0"),
-        (BF16, "param_bits has no effect"),
+        ({}, "param_bits=4 has no effect at zero_optimization.stage 0"),
+        (BF16, "param_bits=4 has no effect with "),
         (
             {**BF16, "zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
             "zero_optimization.zenflow and flash_allreduce.param_bits exclude each other",
@@ -303,3 +306,58 @@ def undone() -> bool:
 
 def test_disable_gives_the_gather_back(engines: Any) -> None:
     assert engines(2).run(undone) == [True] * 2
+
+
+def reference(stage: int, extra: dict[str, Any], flash: dict[str, Any]) -> tuple[list[str], bool, dict[str, Any]]:
+    """TRL's prepare_deepspeed: a model alone, and a copy of the policy's JSON, at stage 0 unless it is 3.
+
+    Our lines, whether the model computes exactly, and the counters.
+    """
+    config = copy.deepcopy(training.configuration({"zero_optimization": {"stage": stage}, **extra}, flash))
+    if stage != 3:
+        config["zero_optimization"]["stage"] = 0
+    net, text = training.model(), io.StringIO()
+    theirs, deepspeed = copy.deepcopy(net), training.deepspeed()
+    with contextlib.redirect_stdout(text):
+        built, *_ = deepspeed.initialize(model=net, config=config)
+    built.eval()
+    fap.reset_stats()
+    with torch.no_grad():
+        x = training.batch(built, 0)
+        exact = torch.equal(built(x), theirs.to(x.dtype)(x))
+    sites = fap.stats()["sites"]
+    built.destroy()
+    return [line for line in text.getvalue().splitlines() if line.startswith("flash")], exact, sites
+
+
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
+GATHERS_NOTHING = "at zero_optimization.stage 0, which gathers no parameters)."
+
+
+@pytest.mark.parametrize(
+    ("extra", "optimizer"),
+    [({}, "without an optimizer"), (ADAM, "with AdamW"), (BF16, "with BF16_Optimizer"), ({**BF16, **ADAM}, "with ")],
+    ids=["alone", "optimizer", "bf16", "both"],
+)
+def test_a_reference_model_of_the_policys_json(engines: Any, extra: dict[str, Any], optimizer: str) -> None:
+    (lines, exact, sites), (others, *_) = engines(2).run(reference, 2, extra, FOUR)
+    assert others == [] and exact and not sites
+    left_out, attached = lines
+    assert left_out.startswith("flash all-reduce: DeepSpeedEngine, ZeRO stage 0, was given nothing to train (an opt")
+    assert f"It leaves out param_bits=4 ({optimizer}" in left_out and left_out.endswith(GATHERS_NOTHING)
+    assert f"attached to DeepSpeedEngine {optimizer}" in attached and "parameters" not in attached
+
+
+def test_a_reference_model_at_stage_3_gathers_as_the_policy_does(engines: Any) -> None:
+    (lines, exact, sites), _ = engines(2).run(reference, 3, {}, {**FOUR, "param_bits": 8})
+    assert "ZeRO stage 3: gradients in 8 bits, parameters in 8" in lines[0] and len(lines) == 1
+    assert not exact and sites["deepspeed.stage3.parameters"]["quantized"] == 3
+
+
+def test_a_reference_model_leaves_every_width_out_that_it_has_no_use_for(engines: Any) -> None:
+    widths = {"param_backward_bits": 4, "pipeline_bits": 8, "pipeline_backward_bits": 6, "attention_bits": 8}
+    widths |= {"expert_bits": 8, "expert_combine_bits": 4, "backward_bits": 8}
+    (lines, exact, _), _ = engines(2).run(reference, 2, {}, {**FOUR, **widths})
+    assert exact and len(lines) == 2
+    assert all(f"{key}={bits} (" in lines[0] for key, bits in widths.items()), lines[0]
+    assert lines[1].endswith("ZeRO stage 0: gradients in 8 bits, groups of 64, buckets from 0 bytes")
