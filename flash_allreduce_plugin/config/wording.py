@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -29,13 +29,31 @@ def sentences(
         else:
             extra = fields[key].json_schema_extra
             assert isinstance(extra, dict)
-            lines[key] = f"{given} is not valid; expected {extra['expected']}."
+            lines[key] = f"{given} is not valid; expected {extra['expected']}{_meant(values[key], fields[key])}."
     return list(lines.values())
 
 
 def unknown_key(key: str, value: Any, spelled: Callable[[str], str], fields: Mapping[str, FieldInfo]) -> str:
     closest = nearest(key.lower().replace("-", "_"), fields)
     return f"{spelled(printable(key))}={shown(value)} is not a known key; the nearest is {closest}."
+
+
+def _meant(value: Any, field: FieldInfo) -> str:
+    """The name that is spelled nearly as `value`, of those that the field takes, as the end of a sentence; or ""."""
+    return near(value, _names(field.annotation)) if isinstance(value, str) else ""
+
+
+def near(given: str, names: Iterable[str]) -> str:
+    """The end of a sentence with the one of these names that is spelled nearly as `given`; "" if none is."""
+    found = difflib.get_close_matches(given.strip().lower(), list(names), n=1)
+    return f'; the nearest is "{found[0]}"' if found else ""
+
+
+def _names(annotation: Any) -> list[str]:
+    """The strings among the values of an annotation's Literals."""
+    if isinstance(annotation, str):
+        return [annotation]
+    return [name for part in get_args(annotation) for name in _names(part)]
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

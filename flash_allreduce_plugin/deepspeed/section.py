@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.config import FlashConfig, refusals, wording
+from flash_allreduce_plugin.config.presets import PRESETS
 from flash_allreduce_plugin.config.wording import printable, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
@@ -32,11 +34,13 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     """
     if SECTION not in raw:
         return None
-    section = {"preset": raw[SECTION]} if isinstance(raw[SECTION], str) else raw[SECTION]
+    section = {"preset": raw[SECTION]} if raw[SECTION] in tuple(PRESETS) else raw[SECTION]
     if not isinstance(section, Mapping):
+        near = wording.near(section, PRESETS) if isinstance(section, str) else ""
         raise ConfigError(
-            f'{SECTION} is {section!r}; expected keys and values, as in "{SECTION}": {{"bits": 4}}, or the name of a '
-            f'preset, as in "{SECTION}": "int4".'
+            f'{SECTION} is {json.dumps(section, default=repr)}; expected keys and values, as in "{SECTION}": '
+            f'{{"bits": 4}}, or the name of a preset: {", ".join(map(json.dumps, PRESETS))}{near}. '
+            f'To switch it off, write "{SECTION}": {{"enabled": false}}, or leave the section out.'
         )
     config, base = None, FlashConfig.from_env()
     fields = {key: value for key, value in section.items() if key != FILE}

@@ -113,3 +113,23 @@ def test_the_page_has_every_preset_with_its_fields() -> None:
         fields |= shared if "*fine*" in stated else {}
         assert fields == PRESETS[name]
         assert FlashConfig(preset=name).format().bits_per_element == float(bits)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [("preset", "INT4", "int4"), ("preset", "int-8", "int8"), ("rounding", "Nearest", "nearest")],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(
+    key: str, value: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "flash.json"
+    file.write_text(json.dumps({key: value}))
+    monkeypatch.setenv(f"FLASH_ALLREDUCE_{key.upper()}", value)
+    for read in (lambda: FlashConfig(**{key: value}), lambda: FlashConfig.from_file(file), FlashConfig.from_env):
+        with pytest.raises(
+            fap.ConfigError, match=rf"(?i){key}={value!r} is not valid; .*; the nearest is \"{meant}\"\.$"
+        ):
+            read()
+    with pytest.raises(fap.ConfigError) as refused:
+        FlashConfig.from_dict({"preset": "off"})
+    assert "nearest" not in str(refused.value)

@@ -56,9 +56,8 @@ REFUSED: list[tuple[dict[str, Any], Any, list[str]]] = [
         ["flash_allreduce.bits='auto' is not valid", "\nflash_allreduce.group_size=100 is not valid"],
     ),
     ({}, {"grad_bits": 4}, ["flash_allreduce.grad_bits=4 has no effect in DeepSpeed"]),
-    ({}, "int5", ["flash_allreduce.preset='int5' is not valid; expected "]),
     ({}, 4, ["flash_allreduce is 4; expected keys and values"]),
-    ({}, None, ["flash_allreduce is None; expected keys and values"]),
+    ({}, None, ["flash_allreduce is null; expected keys and values"]),
     (
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         {"bits": 4},
@@ -148,8 +147,21 @@ def test_a_preset_in_the_section_or_instead_of_it(tmp_path: Path, monkeypatch: p
     both = {"config": str(tmp_path / "flash.json"), "preset": "int4"}
     expected = fap.FlashConfig(preset="int4", range="min-max", group_size=64)
     assert section.parse({"flash_allreduce": both}) == expected
-    with pytest.raises(fap.ConfigError, match=r"^flash_allreduce\.preset='int5' is not valid; expected"):
-        section.parse({"flash_allreduce": "int5"})
+
+
+@pytest.mark.parametrize("written", ["off", True, False, None, 4, ["int4"], "INT4", "int-8", "Thin "], ids=str)
+def test_a_section_that_is_none_names_the_switch_and_the_nearest_preset(written: Any) -> None:
+    meant = {"INT4": "int4", "int-8": "int8", "Thin ": "thin"}.get(str(written))
+    with pytest.raises(fap.ConfigError) as refused:
+        section.parse({"flash_allreduce": written})
+    near = f'; the nearest is "{meant}"' if meant else ""
+    assert str(refused.value) == (
+        f'flash_allreduce is {json.dumps(written)}; expected keys and values, as in "flash_allreduce": {{"bits": 4}}, '
+        f'or the name of a preset: "int8", "int4", "thin"{near}. To switch it off, write "flash_allreduce": '
+        '{"enabled": false}, or leave the section out.'
+    )
+    with pytest.raises(fap.ConfigError, match=r"^flash_allreduce\.preset='INT4' is not valid; .*nearest is \"int4\""):
+        section.parse({"flash_allreduce": {"preset": "INT4"}})
 
 
 def from_file(folder: str) -> list[str]:

@@ -225,9 +225,7 @@ def moe_layer(dispatcher: str, expert_tensor_parallel: int) -> torch.nn.Module:
         expert_tensor_parallel_size=expert_tensor_parallel,
     )
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
-    from megatron.core.transformer.spec_utils import build_module
 
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None))
     torch.cuda.current_stream = torch.cuda.Stream = lambda *_: stream
@@ -250,11 +248,19 @@ def moe_layer(dispatcher: str, expert_tensor_parallel: int) -> torch.nn.Module:
         add_bias_linear=False,
     )
     torch.manual_seed(1)
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=4), config=config)
-    layer.set_layer_number(1)
+    layer = mixture(config, 1)
     with torch.no_grad():  # equal experts would leave the router a gradient of nothing but rounding
         for parameter in layer.experts.parameters():
             parameter.mul_(3 + parallel_state.get_expert_model_parallel_rank())
+    return layer
+
+
+def mixture(config: Any, number: int) -> torch.nn.Module:
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    layer = build_module(get_moe_module_spec(use_te=False, num_experts=4), config=config)
+    layer.set_layer_number(number)
     return layer
 
 
@@ -283,8 +289,7 @@ def moe(
     counters.reset_stats()
     seen: dict[str, Any] = {"quantized": run(), "sites": sites(), "bytes": bytes_of_experts()}
     seen["widths"] = {name: site["bits"] for name, site in counters.stats()["sites"].items() if ".expert." in name}
-    other = build_module(get_moe_module_spec(use_te=False, num_experts=4), config=config)
-    other.set_layer_number(2)
+    other = mixture(layer.config, 2)
     site = expert_parallel.GATHER_COMBINE if dispatcher == "allgather" else expert_parallel.EXCHANGE_COMBINE
     with signatures(site) as seen["signatures"], CpuForCuda():
         for one in (layer, other, layer):
