@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, pipeline, section
+from flash_allreduce_plugin.deepspeed import attention, exchanges, experts, gathering, inference, pipeline, section
 from flash_allreduce_plugin.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.deepspeed.parameters import parameters
 from flash_allreduce_plugin.deepspeed.places import places
@@ -54,6 +54,8 @@ def attach(config: FlashConfig | None = None) -> None:
     """
     global _attached, _for_all
     _patchset().apply()
+    if config is not None:
+        _of_inference().apply()
     _attached = True
     _for_all = config if config is not None else _for_all
 
@@ -72,7 +74,7 @@ def detach() -> None:
     global _attached, _for_all
     for engine in list(_engines):
         _refuse_replaced(engine)
-    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts()
+    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts(), _of_inference()
     for patchset in patchsets:
         patchset.refuse_replaced()
     for patchset in patchsets:
@@ -250,6 +252,12 @@ def _of_attention() -> Patchset:
 @functools.cache
 def _of_experts() -> Patchset:
     return Patchset("deepspeed", experts.of_process(), _supported())
+
+
+@functools.cache
+def _of_inference() -> Patchset:
+    """Not among `seams`: replaced where a program calls `enable`, whatever DeepSpeed's own source carries."""
+    return Patchset("deepspeed", [inference.seam()], _supported())
 
 
 def _of_layers(config: FlashConfig) -> list[Patchset]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -285,3 +287,29 @@ def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
         assert eight["full_precision"] == {"sparse gradient": 2}
         assert eight["quantized"] == 2
         torch.testing.assert_close(eight["weights"], plain["weights"], atol=5e-3, rtol=0)
+
+
+def inference(tensor_parallel: int) -> list[str]:
+    """Our lines where engines are served, and where they are no longer."""
+    package, text = deepspeed(), io.StringIO()
+    theirs = package.InferenceEngine.__init__
+    # A policy of a class that the model does not have: to split layers DeepSpeed imports transformers.
+    options = {"tensor_parallel": {"tp_size": tensor_parallel}, "injection_policy": {nn.Bilinear: ("0",)}}
+    with contextlib.redirect_stdout(text):
+        package.init_inference(nn.Sequential(nn.Linear(4, 4)), dtype=torch.float32, **options)
+        fap.deepspeed.enable(fap.FlashConfig(bits=8))
+        assert package.InferenceEngine.__init__ is not theirs
+        package.init_inference(nn.Sequential(nn.Linear(4, 4)), dtype=torch.float32, **options)
+        fap.deepspeed.disable()
+    assert package.InferenceEngine.__init__ is theirs
+    deepspeed()
+    return [line for line in text.getvalue().splitlines() if line.startswith("flash")]
+
+
+def test_inference_that_is_not_served_is_said_once(engines: Callable[[int], Ranks]) -> None:
+    first, second = engines(2).run(inference, 2)
+    assert second == [] and first == [
+        "flash all-reduce: deepspeed.init_inference is not served: the exchanges of its 2 tensor-parallel ranks stay "
+        "in full precision. fap.deepspeed.enable serves engines of deepspeed.initialize."
+    ]
+    assert engines(2).run(inference, 1) == [[], []], "nothing is sent"
