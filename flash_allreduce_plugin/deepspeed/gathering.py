@@ -19,16 +19,20 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin import dispatch, environment
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import Hierarchy
+from flash_allreduce_plugin.config.wording import shown
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
 from flash_allreduce_plugin.deepspeed.reduction import Reduction
+from flash_allreduce_plugin.deepspeed.section import SECTION
+from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.patching import Function, Seam
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.running import Plain
@@ -150,6 +154,23 @@ class Gathering:
             reason = PERSISTENT if parameter.ds_persist else OUTSIDE
             counters.record_full_precision(self._reduction.site(PARAMETERS), reason, sent)
 
+    def refuse_recomputation(self) -> None:
+        """ConfigError where the backward pass has a width of its own and computes activations a second time.
+
+        What this gathers for the backward pass, or prefetches, is what the recomputation finds: other weights than the
+        forward pass had.
+        """
+        config = self.config
+        others = config.gather_bits is not None or isinstance(config.hierarchical, Hierarchy)  # go before both
+        off = not config.enabled or environment.is_on(environment.DISABLE)
+        if off or others or config.param_backward_bits in (None, config.param_bits):
+            return
+        raise ConfigError(
+            f"{SECTION}.param_backward_bits={shown(config.param_backward_bits)} and activation checkpointing exclude "
+            "each other: activations would be computed a second time with other weights than those of the forward "
+            f"pass, at param_bits={shown(config.param_bits)}; leave param_backward_bits out."
+        )
+
     def close(self) -> None:
         """The engine is left alone from now on: drop the rounded values that it still holds and is not using."""
         for parameter in self._module.parameters():
@@ -209,7 +230,15 @@ def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
             ("self", "params", "forward", "quantize"),
             replacement,
             "tells which gathers are of a forward or a backward pass",
-        )
+        ),
+        Seam(
+            "deepspeed.stage3.fetch",
+            _COORDINATOR,
+            "PartitionedParameterCoordinator.fetch_sub_module",
+            (("args", "kwargs"), ("self", "current_submodule", "forward")),
+            lambda original: _watched(original, gathering),
+            "notices a forward pass inside a backward pass: activation checkpointing",
+        ),
     ]
 
 
@@ -259,6 +288,17 @@ def _in_a_pass(original: Function, gathering: Gathering | None) -> Function:
                 original(self, batch, forward, quantize)
 
     return __all_gather_params_
+
+
+def _watched(original: Function, gathering: Gathering | None) -> Function:
+    @functools.wraps(original)
+    def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
+        assert gathering is not None
+        if forward and torch._C._current_graph_task_id() != -1:
+            gathering.refuse_recomputation()
+        original(self, current_submodule, forward)
+
+    return fetch_sub_module
 
 
 @contextmanager

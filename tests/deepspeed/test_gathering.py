@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_training import EIGHT, batch, deepspeed, engine, model, release, step, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.deepspeed import gathering, section
@@ -308,6 +309,59 @@ def frozen() -> dict[str, Any]:
 def test_frozen_parameters_are_gathered_like_the_others(engines: Callable[[int], Ranks]) -> None:
     for outcome in engines(2).run(frozen):
         assert all(0 < error < 0.01 for error in outcome["errors"])
+
+
+class Recomputed(nn.Module):
+    """Two checkpointed layers, the first frozen; `seen` has what both runs of each compute in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(48, 128), nn.Linear(128, 48)) for _ in range(2))
+        self.layers[0].requires_grad_(False)
+        self.seen: list[list[torch.Tensor]] = [[], []]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(self.run, layer, number, x.requires_grad_(), use_reentrant=False)
+        return x
+
+    def run(self, layer: Any, number: int, x: torch.Tensor) -> torch.Tensor:
+        first, second = layer
+        between = first(x)
+        self.seen[number].append(between.detach().clone())
+        return second(torch.tanh(between))  # type: ignore[no-any-return]
+
+
+def recomputed(widths: dict[str, Any]) -> list[bool] | str:
+    """Whether the two runs of each layer are equal bits in every step, or the refusal."""
+    net = Recomputed()
+    built = engine(zero3(stage3_prefetch_bucket_size=0), {**EIGHT, **widths}, net, lr=0.01)
+    equal = []
+    try:
+        for number in range(3):
+            step(built, number)
+            equal += [torch.equal(*pair) for pair in net.seen]
+            net.seen = [[], []]
+    except fap.ConfigError as refused:
+        return str(refused)
+    finally:
+        built.destroy()
+    return equal
+
+
+def test_recomputed_activations_see_the_same_weights_or_the_widths_are_refused(
+    engines: Callable[[int], Ranks],
+) -> None:
+    for widths in ({"param_bits": 8}, {"param_bits": 4, "param_backward_bits": 4}, {"param_backward_bits": "full"}):
+        assert engines(2).run(recomputed, widths) == [[True] * 6] * 2
+    for forward, backward in ((8, 4), ("full", 4), (8, "full")):
+        for message in engines(2).run(recomputed, {"param_bits": forward, "param_backward_bits": backward}):
+            assert message == (
+                f"flash_allreduce.param_backward_bits={backward!r} and activation checkpointing exclude each other: "
+                "activations would be computed a second time with other weights than those of the forward pass, at "
+                f"param_bits={forward!r}; leave param_backward_bits out."
+            )
 
 
 def two_engines() -> dict[str, Any]:
