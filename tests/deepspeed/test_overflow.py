@@ -104,3 +104,48 @@ def test_a_step_that_is_skipped_does_not_count_as_warm_up(engines: Callable[[int
         assert [step["quantized"] for step in seen] == [0, 0, 0] and seen[2]["skipped"] == 1
     for seen in engines(2).run(overflowing, {"stage": 2}, 1, math.nan, 0, {**EIGHT, "warmup_steps": 1}):
         assert [step["quantized"] for step in seen] == [0, 1, 2]
+
+
+def spoiled_in_bf16(stage: int, flash: dict[str, Any]) -> dict[str, Any]:
+    """Four steps, in the third of which rank 1's gradient has one Inf, beside the same without that step."""
+    options = {"bf16": {"enabled": True, "check_grad_overflow": True}, "zero_optimization": {"stage": stage}}
+    spoiled, missing = engine(options, flash), engine(options, flash)
+    now = {"step": 0}
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        if now["step"] == 2 and dist.get_rank() == 1:
+            gradient = gradient.clone()
+            gradient.view(-1)[5] = math.inf
+        return gradient
+
+    list(spoiled.module.parameters())[2].register_hook(spoil)
+    found: dict[str, Any] = {"moved": []}
+    for number in range(5):
+        now["step"], before = number, weights(spoiled)
+        step(spoiled, number)
+        found["moved"].append(not torch.equal(weights(spoiled), before))
+        if number != 2:
+            step(missing, number)
+    residuals = fap.deepspeed.feedback(spoiled)
+    held = [] if residuals is None else list(residuals.state_dict()["residuals"].values())
+    found |= {"skipped": spoiled.skipped_steps, "spoiled": weights(spoiled), "missing": weights(missing)}
+    found["residuals"] = [bool(torch.isfinite(one["before"]).all()) for one in held]
+    spoiled.destroy()
+    missing.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_infinity_in_bf16_skips_the_step_on_every_rank(engines: Callable[[int], Ranks], stage: int) -> None:
+    if release() < (0, 19, 8):
+        pytest.skip("DeepSpeed before 0.19.8 does not look for it in bf16 at every stage")
+    for flash in ({"bits": 4, "min_bytes": 0}, {"preset": "int4", "error_feedback_bits": 16, "min_bytes": 0}):
+        outcomes = engines(2).run(spoiled_in_bf16, stage, flash)
+        for seen in outcomes:
+            assert seen["skipped"] == 1 and seen["moved"] == [True, True, False, True, True]
+            assert torch.equal(seen["spoiled"], outcomes[0]["spoiled"])
+            if "bits" in flash:
+                assert torch.equal(seen["spoiled"], seen["missing"]), "later steps are as if it were missing"
+            else:  # which has lost its residuals
+                torch.testing.assert_close(seen["spoiled"], seen["missing"], atol=0.02, rtol=0.02)
+                assert seen["residuals"] and all(seen["residuals"])
