@@ -23,18 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, environment
+from flash_allreduce_plugin import dispatch, environment, groups
 from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import Hierarchy
 from flash_allreduce_plugin.config.wording import shown
 from flash_allreduce_plugin.decision import ring_bytes
 from flash_allreduce_plugin.deepspeed import replicated
-from flash_allreduce_plugin.deepspeed.reduction import Reduction
+from flash_allreduce_plugin.deepspeed.reduction import Reduction, given_group
 from flash_allreduce_plugin.deepspeed.section import SECTION
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.patching import Function, Seam
-from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.policy import SMALL, Role, Site
 from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.beside import counted_at, ours
@@ -116,21 +117,32 @@ class Gathering:
         return {PARAMETERS.name} | ({BACKWARD.name} if self.config.param_backward_bits is not None else set())
 
     def batches(self, parameters: Iterable[Any], forward: bool) -> Iterator[tuple[list[Any], _Pass]]:
-        """Those of the parameters that have to be gathered, in at most three batches, and how each of them goes."""
-        missing = [one for one in parameters if one.ds_status.name == "NOT_AVAILABLE"]
+        """Those of the parameters that have to be gathered, in batches, and how each batch is gathered.
+
+        A parameter is rounded alike in every batch: recomputed activations and resumed runs need that, and DeepSpeed
+        prefetches other batches from one pass to the next. So min_bytes is compared with each parameter, and one whose
+        shards end within a quantization group is a batch of its own.
+        """
         site = PARAMETERS if forward or self.config.param_backward_bits is None else BACKWARD
-        batches: dict[str | None, list[Any]] = {PERSISTENT: [], copies.REASON: [], None: []}
-        for one in missing:
-            batches[PERSISTENT if one.ds_persist else self._is_copy(one)].append(one)
-        for reason, batch in batches.items():
-            if batch:
-                self._own(batch)
-                if reason is None:
-                    self._rounded.update(one.ds_id for one in batch)
-                yield batch, _Pass(self, site, reason)
+        batches: dict[tuple[str | None, int | None], list[Any]] = {}
+        missing = [one for one in parameters if one.ds_status.name == "NOT_AVAILABLE"]
+        for one in sorted(missing, key=lambda one: one.ds_id):  # the same order on every rank
+            shard, group = shard_and_group(one)
+            small = self.config.enabled and shard.nbytes * dist.get_world_size(group) < self.config.min_bytes
+            reason = PERSISTENT if one.ds_persist else self._is_copy(one) or (SMALL if small else None)
+            alone = reason is None and shard.numel() % self.config.group_size != 0
+            batches.setdefault((reason, one.ds_id if alone else None), []).append(one)
+        for (reason, _), batch in batches.items():
+            self._own(batch)
+            if reason is None:
+                self._rounded.update(one.ds_id for one in batch)
+            yield batch, _Pass(self, site, reason)
 
     def all_gather(self, output: Tensor, input: Tensor, group: Any, how: _Pass, theirs: Plain) -> Any:
         """Gather `input` of every rank into `output`, 1-D; a handle whose wait() DeepSpeed calls."""
+        if how.full_precision == SMALL:  # or not, on a rank with another min_bytes
+            label = Label("all_gather", how.site.name, given_group(group))
+            groups.agree(label, self.config, environment.is_on(environment.DISABLE), output.device)
         return dispatch.all_gather(
             output,
             input,
@@ -197,14 +209,19 @@ class Gathering:
         _owners.update({one.ds_id: self for one in parameters if hasattr(one, "ds_id")})
 
 
+def shard_and_group(parameter: Any) -> tuple[Tensor, Any]:
+    """The shard that is gathered next, and the ranks that have one: those of a node with hpZ's secondary shards."""
+    if parameter.ds_secondary_tensor is not None:
+        return parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group
+    return parameter.ds_tensor, parameter.ds_process_group
+
+
 def clear_padding(parameter: Any) -> None:
     """Zeros behind the last element, in the shard that is gathered next.
 
     Of the last ranks' shards DeepSpeed leaves there what was in memory; a NaN of it would spoil a group.
     """
-    shard, group = parameter.ds_tensor, parameter.ds_process_group
-    if parameter.ds_secondary_tensor is not None:
-        shard, group = parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group
+    shard, group = shard_and_group(parameter)
     held = parameter.ds_numel - dist.get_rank(group) * shard.numel()
     if held < shard.numel() and shard.is_floating_point():
         shard[max(held, 0) :].zero_()
