@@ -71,6 +71,7 @@ class Call:
         rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
         drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
         whole: of weights that travel by differences: asks all ranks whether their whole values have to, and why.
+        which: names the tensors, the same on all ranks: on gloo, messages of calls of other tensors do not meet.
     """
 
     collective: Collective
@@ -93,6 +94,7 @@ class Call:
     rule: Rule | None = None
     drawn_as: int | None = None
     whole: Callable[[], str | None] | None = None
+    which: object = None
     label: Label = field(init=False)
     alone: bool = field(init=False)
     state: GroupState = field(init=False)
@@ -168,7 +170,15 @@ def decide(call: Call) -> Plan | FullPrecision:
             alike = (call.numel, call.parts) if call.root is None else (call.numel, call.root)
         call.label.sign(
             *(call.op_name, call.factor, call.dtype, *alike),
-            *(answer.reduce, answer.gather, answer.inside, answer.chunk_bytes, call.site.layer, *call.exact),
+            *(
+                answer.reduce,
+                answer.gather,
+                answer.inside,
+                answer.chunk_bytes,
+                call.site.layer,
+                *call.exact,
+                call.which,
+            ),
         )
     _count(call, answer)
     if call.collective == "send":

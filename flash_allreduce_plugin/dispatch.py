@@ -175,6 +175,7 @@ def all_gather(
     output_split_sizes: Sequence[int] | None = None,
     held: HeldWeights | None = None,
     exact: Sequence[Range] = (),
+    which: object = None,
 ) -> Any:
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
@@ -185,6 +186,7 @@ def all_gather(
     in output's dtype, is what this rank's part is to be: the differences travel (collectives/differences.py). One
     HeldWeights for each output. Whole values travel at first, and where somebody has changed output since: counted.
     exact: then, ascending ranges (first, end) of output's elements whose values travel as they are.
+    which: names the tensors, with a repr that is the same on all ranks. On gloo, calls of other tensors do not meet.
     """
     if torch.compiler.is_dynamo_compiling():
         more: dict[str, Any] = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
@@ -205,7 +207,7 @@ def all_gather(
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
     call = call_of("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
-    call.theirs, call.full_precision = plain is not None, full_precision
+    call.theirs, call.full_precision, call.which = plain is not None, full_precision, which
     checks.check_held(held, output, input, exact)
     like = input if held is None else output
     if output_split_sizes is None:

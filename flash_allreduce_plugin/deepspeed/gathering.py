@@ -53,11 +53,12 @@ _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Of which engine parameters are gathered, where, and why exactly, if they are."""
+    """Of which engine parameters are gathered, where, why exactly, if they are, and DeepSpeed's numbers of them."""
 
     gathering: Gathering
     site: Site
     full_precision: str | None
+    numbers: tuple[int, ...]
 
 
 _pass: ContextVar[_Pass | None] = ContextVar("flash_allreduce_pass_that_gathers", default=None)
@@ -136,7 +137,7 @@ class Gathering:
             self._own(batch)
             if reason is None:
                 self._rounded.update(one.ds_id for one in batch)
-            yield batch, _Pass(self, site, reason)
+            yield batch, _Pass(self, site, reason, tuple(one.ds_id for one in batch))
 
     def all_gather(self, output: Tensor, input: Tensor, group: Any, how: _Pass, theirs: Plain) -> Any:
         """Gather `input` of every rank into `output`, 1-D; a handle whose wait() DeepSpeed calls."""
@@ -153,6 +154,7 @@ class Gathering:
             step=self._reduction.finished_steps(),
             plain=theirs,
             full_precision=how.full_precision,
+            which=how.numbers,
         )
 
     def exactly(self, parameter: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_training import EIGHT, configuration, deepspeed, engine, model, step
+from torch import nn
 from torch.distributed import distributed_c10d
 
 import flash_allreduce_plugin as fap
@@ -56,6 +57,57 @@ def test_a_rank_raises_in_the_backward_pass(stage: int) -> None:
     assert there[0] == "ArithmeticError: this rank alone", there
     assert here[0].startswith("CollectiveError: ") and f"'deepspeed.stage{stage}.gradients', rank 0 of 2" in here[0]
     assert here[1] < TIMEOUT.total_seconds() + 5
+
+
+class Repeated(nn.Module):
+    """Layers of one size, the second of which is called so many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.times = nn.ModuleList(nn.Linear(48, 48) for _ in range(3)), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        x = first(x)
+        for _ in range(self.times):
+            x = torch.tanh(second(x))
+        return third(x)  # type: ignore[no-any-return]
+
+
+def calls_a_layer_more_often() -> tuple[str, float, float]:
+    """Rank 1 does; the error, how far weights that a layer was given are from its own, and the seconds."""
+    torch.set_num_threads(1)
+    distributed_c10d.default_pg_timeout = TIMEOUT
+    net, own = Repeated(), Repeated()
+    nothing_stays = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    built = engine({"zero_optimization": {"stage": 3, **nothing_stays}}, {**EIGHT, "param_bits": 8}, net, lr=1e-3)
+    far = [0.0]
+    for layer, exact in zip(net.layers, own.layers, strict=True):
+        layer.register_forward_pre_hook(
+            lambda layer, _, exact=exact: far.append(float((layer.weight - exact.weight).abs().max()))
+        )
+    step(built, 0)
+    net.times = 1 + 2 * dist.get_rank()
+    start, message = time.monotonic(), "no error"
+    try:
+        step(built, 1)
+    except (fap.CollectiveError, RuntimeError) as error:
+        message = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))
+    return message, max(far), seconds
+
+
+def test_a_rank_that_calls_a_layer_more_often_never_gets_the_weights_of_another() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    with Ranks(2, TIMEOUT) as ranks:
+        outcomes = ranks.run(calls_a_layer_more_often)
+    for message, far, seconds in outcomes:
+        assert message.startswith("CollectiveError: all_gather at site 'deepspeed.stage3.parameters', rank "), message
+        assert far < 0.02, "the layers' weights differ by 0.28"
+        assert seconds < TIMEOUT.total_seconds() + 5
 
 
 def not_served() -> Any:

@@ -251,7 +251,8 @@ def experts(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any
     for number in range(2):
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
         x = torch.randn(16, 32, generator=generator)
-        built.backward((built(x) - x.flip(1)).square().mean())
+        target = x.flip(1) if dist.get_rank() else x.roll(5, 1)  # a part that is not reduced has another direction
+        built.backward((built(x) - target).square().mean())
         built.step()
     return {"weights": weights(built), "moved": weights(built) - before, **fap.stats()}
 
@@ -300,7 +301,8 @@ def by_muon(zero: dict[str, Any]) -> dict[str, Any]:
         fap.reset_stats()
         before = weights(built)
         x = batch(built, 0, rows=256)  # of full rank: nothing else is amplified
-        built.backward((built(x) - x.flip(1)).square().mean())
+        target = x.flip(1) if dist.get_rank() else x.roll(5, 1)  # a part that is not reduced has another direction
+        built.backward((built(x) - target).square().mean())
         built.step()
         moved[name] = weights(built) - before
         built.destroy()
@@ -316,7 +318,7 @@ def test_a_matrix_of_muon_with_two_owners(engines: Callable[[int], Ranks], stage
         assert seen["quantized"] == seen["calls"] == 1
         assert torch.equal(seen["eight"], outcomes[0]["eight"])
         error = (seen["eight"] - seen["plain"]).norm() / seen["plain"].norm()
-        assert 0 < error < 0.15, error  # small singular values are scaled up, with their error
+        assert 0 < error < 0.25, error  # Muon scales small singular values up, with their error; not reduced: 0.54
 
 
 def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
