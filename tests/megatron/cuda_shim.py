@@ -38,7 +38,10 @@ class CudaIsCpu(TorchFunctionMode):
             kwargs["pin_memory"] = False
         if function is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str | torch.device):
             args = (args[0], on_cpu(args[1]), *args[2:])
-        return function(*args, **kwargs)
+        answer = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(answer, str):  # Megatron-LM looks for "torch.cuda.HalfTensor"
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
 
 
 class Inert:
@@ -54,29 +57,34 @@ class Properties:
     major, minor, total_memory, name, multi_processor_count = 0, 0, 1 << 34, "cpu", 1
 
 
+def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return the CPU generator's state as that of "cuda": tensor-parallel ranks then draw different numbers."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
 def stub_torch() -> None:
     cuda: Any = torch.cuda
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
-    own_type = torch.Tensor.type
-
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = own_type(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
-
-    torch.Tensor.type = type_
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 8
     cuda.current_device = lambda: CPU
-    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "empty_cache", "_lazy_init"):
+    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init", "ipc_collect"):
         setattr(cuda, name, lambda *args, **kwargs: None)
-    for name in ("reset_peak_memory_stats", "set_per_process_memory_fraction", "ipc_collect", "set_rng_state"):
+    for name in ("reset_peak_memory_stats", "set_per_process_memory_fraction"):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.memory_stats = lambda *args, **kwargs: collections.defaultdict(int)
     cuda.get_device_capability = lambda *args, **kwargs: (0, 0)
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    for name in ("manual_seed", "manual_seed_all"):
+        setattr(cuda, name, lambda seed: torch.default_generator.manual_seed(int(seed)) and None)
+    cuda.get_rng_state = get_rng_state
+    cuda.set_rng_state = set_rng_state
     cuda.get_device_properties = lambda *args, **kwargs: Properties()
     cuda.get_device_name = lambda *args, **kwargs: "cpu"
     cuda.Stream = cuda.Event = Inert
@@ -101,8 +109,7 @@ def stub_fused_kernels() -> None:
 
 def stub_rng() -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
-    random._set_cuda_rng_state = lambda *args, **kwargs: None
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._get_cuda_rng_state, random._set_cuda_rng_state = get_rng_state, set_rng_state
 
 
 if "RANK" in os.environ:  # a rank, not torchrun itself

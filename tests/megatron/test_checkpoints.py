@@ -29,7 +29,7 @@ from flash_allreduce_plugin import checkpoint, megatron
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.megatron import checkpoints, scopes
 from flash_allreduce_plugin.telemetry import counters
-from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, ROOT, TORCHRUN, run, why_not
+from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, PRECISIONS, ROOT, TORCHRUN, run, why_not
 
 SAVED, LAST = 3, 6
 CONFIG = FlashConfig(
@@ -233,8 +233,9 @@ def test_without_a_training_package_there_are_no_seams() -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["torch", "torch_dist"])
-def test_megatron_lm_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
+def test_megatron_lm_resumes_bit_for_bit(tmp_path: Path, kind: str, precision: str) -> None:
     if kind == "torch_dist":
         pytest.importorskip("psutil", reason="psutil is not installed: Megatron hangs at torch_dist")
     site = tmp_path / "site"
@@ -244,7 +245,7 @@ def test_megatron_lm_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
     script = str(Path(CHECKOUT, "pretrain_gpt.py").resolve())
     flags = ["--flash-allreduce", "--flash-allreduce-rounding", "stochastic", "--flash-allreduce-bits", "4"]
     flags += ["--flash-allreduce-backward-bits", "4", "--flash-allreduce-warmup-steps", "2"]
-    flags += ["--ckpt-format", kind, "--no-save-rng", "--no-load-rng"]
+    flags += ["--ckpt-format", kind, *PRECISIONS[precision]]
     losses = []
     for first, last in ((0, 6), (3, 6)):
         words = ["--train-iters", str(last), "--save", str(tmp_path / "saved"), "--save-interval", "3"]

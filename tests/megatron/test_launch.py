@@ -21,10 +21,10 @@ pytest.importorskip("megatron.core")
 
 ROOT = Path(__file__).parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
-# Hidden states of 256 x 2 x 256 fp32 are 512 KiB, which min_bytes keeps in full precision by default.
+# Hidden states of 256 x 2 x 256 are 512 KiB in fp32 and 256 KiB in bf16: by default too small to be quantized.
 FLAGS = (
     *("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "8"),
-    *("--flash-allreduce-min-bytes", "524288"),
+    *("--flash-allreduce-min-bytes", "262144"),
 )
 ITERATIONS = 50
 LAYERS = 2
@@ -33,11 +33,12 @@ ARGUMENTS = f"""
 --max-position-embeddings 256 --micro-batch-size 2 --global-batch-size 2 --train-iters {ITERATIONS} --lr 1e-3
 --min-lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 255
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
---no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --use-cpu-initialization --distributed-backend gloo
+--no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --distributed-backend gloo
 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --eval-interval 1000 --log-interval 1
 --attention-backend unfused --position-embedding-type rope --no-check-for-nan-in-loss-and-grad --num-workers 0
 --clip-grad 0
 """.split()
+PRECISIONS = {"fp32": (), "bf16": ("--bf16",)}
 
 STUB = {
     "megatron/training/__init__.py": """
@@ -201,13 +202,14 @@ def why_not() -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_megatron_lm_trains_with_flags_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_megatron_lm_trains_with_flags_only(tmp_path: Path, precision: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
     shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
     script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = run(tmp_path, *TORCHRUN, str(script), *ARGUMENTS, *FLAGS, timeout=500, **environment)
+    done = run(tmp_path, *TORCHRUN, str(script), *ARGUMENTS, *PRECISIONS[precision], *FLAGS, timeout=500, **environment)
     assert done.returncode == 0, done.stdout[-8000:]
     told = [
         line for line in done.stdout.splitlines() if "lm loss" in line or line.startswith(("flash all", "  megatron."))
@@ -237,8 +239,9 @@ PIPELINES = {
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", PIPELINES)
-def test_megatron_lm_trains_over_stages_with_flags_only(tmp_path: Path, layout: str) -> None:
+def test_megatron_lm_trains_over_stages_with_flags_only(tmp_path: Path, layout: str, precision: str) -> None:
     ranks, options = PIPELINES[layout]
     site = tmp_path / "site"
     site.mkdir()
@@ -246,7 +249,8 @@ def test_megatron_lm_trains_over_stages_with_flags_only(tmp_path: Path, layout: 
     script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     iterations, batches = 12, 4
-    words = [*ARGUMENTS, *options.split(), "--global-batch-size", str(2 * batches), "--train-iters", str(iterations)]
+    words = [*ARGUMENTS, *PRECISIONS[precision], *options.split()]
+    words += ["--global-batch-size", str(2 * batches), "--train-iters", str(iterations)]
     flags = [*FLAGS, "--flash-allreduce-pipeline-bits", "8", "--flash-allreduce-pipeline-backward-bits", "8"]
     launch = [*TORCHRUN[:-1], str(ranks), str(script), *words]
     done = run(tmp_path, *launch, *flags, timeout=500, **environment)

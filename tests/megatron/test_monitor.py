@@ -25,7 +25,7 @@ from flash_allreduce_plugin.megatron import monitor, scopes
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters, run_log
 from tests.distributed import MEGATRON, run_ranks
-from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, FLAGS, ROOT, TORCHRUN, run, why_not
+from tests.megatron.test_launch import ARGUMENTS, CHECKOUT, FLAGS, PRECISIONS, ROOT, TORCHRUN, run, why_not
 
 SITE = Site("megatron.g.forward")
 OLDER = "loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, iteration, loss_scale"
@@ -156,7 +156,8 @@ def why_no_event_files() -> str:
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(bool(why_no_event_files()), reason=why_no_event_files())
-def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path, precision: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
     shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
@@ -165,7 +166,8 @@ def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path) -> None:
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment["FLASH_ALLREDUCE_LOG"] = str(tmp_path / "run.jsonl")
     script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
-    done = run(tmp_path, *TORCHRUN, str(script), *ARGUMENTS, *FLAGS, *words, timeout=500, **environment)
+    words = [*ARGUMENTS, *PRECISIONS[precision], *FLAGS, *words]
+    done = run(tmp_path, *TORCHRUN, str(script), *words, timeout=500, **environment)
     assert done.returncode == 0, done.stdout[-8000:]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -176,7 +178,9 @@ def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path) -> None:
     events.Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag.startswith("flash_allreduce/")]
     print("\n".join(f"{tag}: {[(e.step, round(e.value, 3)) for e in events.Scalars(tag)]}" for tag in tags))
-    for name, low, high in (("bytes_saved", 0.7, 0.8), ("sqnr_db", 30, 60), ("bits", 8, 8), ("quantized_share", 1, 1)):
+    saved = 1 - (1 + 4 / 128) / (2 if precision == "bf16" else 4)  # a code an element, a step and a zero a group
+    saving = ("bytes_saved", saved - 0.01, saved + 0.01)
+    for name, low, high in (saving, ("sqnr_db", 30, 60), ("bits", 8, 8), ("quantized_share", 1, 1)):
         found = events.Scalars(f"flash_allreduce/{SITE.name}/{name}")
         assert [event.step for event in found] == [2, 4, 6]
         assert all(low <= event.value <= high for event in found)
