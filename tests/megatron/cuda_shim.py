@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,40 @@ class Properties:
     major, minor, total_memory, name, multi_processor_count = 0, 0, 1 << 34, "cpu", 1
 
 
-def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return the CPU generator's state as that of "cuda": tensor-parallel ranks then draw different numbers."""
-    return torch.get_rng_state()
+class Generator:
+    """The random numbers of "cuda": Megatron's forks draw from them, everything else draws from the CPU's."""
 
+    here = torch.Generator()
 
-def set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.set_rng_state(state)
+    @classmethod
+    def manual_seed(cls, seed: int) -> None:
+        cls.here.manual_seed(int(seed))
+
+    @classmethod
+    def get_state(cls, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return cls.here.get_state()
+
+    @classmethod
+    def set_state(cls, state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        cls.here.set_state(state)
+
+    @classmethod
+    @contextlib.contextmanager
+    def is_default(cls) -> Iterator[None]:
+        """Let operators draw from this generator: exchange its state with the CPU's until the end."""
+        default, own = torch.default_generator, cls.here
+        if own is default:  # a fork within a fork
+            yield
+            return
+        cpu = default.get_state()
+        default.set_state(own.get_state())
+        cls.here = default
+        try:
+            yield
+        finally:
+            own.set_state(default.get_state())
+            default.set_state(cpu)
+            cls.here = own
 
 
 def stub_torch() -> None:
@@ -81,10 +109,8 @@ def stub_torch() -> None:
         setattr(cuda, name, lambda *args, **kwargs: 0)
     cuda.memory_stats = lambda *args, **kwargs: collections.defaultdict(int)
     cuda.get_device_capability = lambda *args, **kwargs: (0, 0)
-    for name in ("manual_seed", "manual_seed_all"):
-        setattr(cuda, name, lambda seed: torch.default_generator.manual_seed(int(seed)) and None)
-    cuda.get_rng_state = get_rng_state
-    cuda.set_rng_state = set_rng_state
+    cuda.manual_seed = cuda.manual_seed_all = Generator.manual_seed
+    cuda.get_rng_state, cuda.set_rng_state = Generator.get_state, Generator.set_state
     cuda.get_device_properties = lambda *args, **kwargs: Properties()
     cuda.get_device_name = lambda *args, **kwargs: "cpu"
     cuda.Stream = cuda.Event = Inert
@@ -109,7 +135,15 @@ def stub_fused_kernels() -> None:
 
 def stub_rng() -> None:
     random: Any = sys.modules["megatron.core.tensor_parallel.random"]
-    random._get_cuda_rng_state, random._set_cuda_rng_state = get_rng_state, set_rng_state
+    random._get_cuda_rng_state, random._set_cuda_rng_state = Generator.get_state, Generator.set_state
+    own = random.CudaRNGStatesTracker.fork
+
+    @contextlib.contextmanager
+    def fork(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with Generator.is_default(), own(self, *args, **kwargs):
+            yield
+
+    random.CudaRNGStatesTracker.fork = fork
 
 
 if "RANK" in os.environ:  # a rank, not torchrun itself
