@@ -26,6 +26,7 @@ from flash_allreduce_plugin.patching import Seam
 from scripts import check_megatron_versions as sources
 from scripts.releases import Read, Unavailable, check, final, pip
 
+HIDING = re.compile(r"@(instrument_w_nvtx|compiler\.(lazy_)?disable)$", re.MULTILINE)
 FIRST, BELOW = (0, 17, 6), (0, 20)
 
 
@@ -47,8 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def problems(read: Read, seams: list[Seam]) -> list[str]:
     """One line for each function that does not fit the sources."""
-    # Without the decorator that hides what it decorates.
-    return sources.problems(lambda path: read(path).replace("@instrument_w_nvtx\n", "\n"), spelled(seams))
+    # Without the decorators that hide what they decorate.
+    return sources.problems(lambda path: HIDING.sub("", read(path)), spelled(seams))
 
 
 def spelled(seams: list[Seam]) -> list[Seam]:
