@@ -239,8 +239,10 @@ def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
     """
     if not isinstance(gathering, Reduction):
         replacement: Function = functools.partial(_in_a_pass, gathering=gathering)
+        watched: Function = functools.partial(_watched, gathering=gathering)
     else:
         replacement = functools.partial(_counted, site=gathering.site(PARAMETERS), config=gathering.config)
+        watched = _unwatched
     return [
         Seam(
             "deepspeed.stage3.pass",
@@ -255,7 +257,7 @@ def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
             _COORDINATOR,
             "PartitionedParameterCoordinator.fetch_sub_module",
             (("args", "kwargs"), ("self", "current_submodule", "forward")),
-            lambda original: _watched(original, gathering),
+            watched,
             "notices a forward pass inside a backward pass: activation checkpointing",
         ),
     ]
@@ -318,6 +320,11 @@ def _watched(original: Function, gathering: Gathering | None) -> Function:
         original(self, current_submodule, forward)
 
     return fetch_sub_module
+
+
+def _unwatched(original: Function) -> Function:
+    """Return the function itself: parameters in full precision are the same in every pass."""
+    return original
 
 
 @contextmanager
