@@ -84,7 +84,7 @@ def _kinds_of(group: dist.ProcessGroup) -> Iterator[Kind]:
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     parallel = tuple(getattr(layers, name) for name in _LAYERS if hasattr(layers, name))
     for module in _alive("torch.nn", "Module"):
-        collection = _attribute(module, "pg_collection", None)
+        collection = _attribute(module, "pg_collection", None) or _attribute(module, "model_comm_pgs", None)  # in 0.13
         dense = isinstance(module, parallel) and not _attribute(module, "is_expert", False)
         if getattr(collection, "tp", None) is group or (dense and _attribute(module, "tp_group", None) is group):
             yield "tensor"
