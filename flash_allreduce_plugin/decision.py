@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import torch.distributed as dist
 
 from flash_allreduce_plugin import environment, groups
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import flat, point_to_point, transport, two_level
+from flash_allreduce_plugin.collectives import copies, flat, point_to_point, transport, two_level
 from flash_allreduce_plugin.collectives.chunks import aligned, queued_chunk_bytes
-from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.copies import Copy, Range
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.runs import Rule
 from flash_allreduce_plugin.collectives.transport import Label
@@ -44,6 +45,7 @@ from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 _PLANS = 1024  # of a group that are remembered
+_COPY = 1  # tells the random numbers of copies from others
 
 DISABLED = environment.DISABLE
 """The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""
@@ -62,7 +64,9 @@ class Call:
         alone: of a send or its receiving end: no other rank knows of it, so that the ranks agree on nothing.
         op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
         step: finished training steps, for warmup_steps; None: no warm-up.
-        exact: ascending ranges (first, end) of elements that are summed in full precision beside the call.
+        exact: ascending ranges (first, end) of elements that are copies: summed in full precision beside the call.
+        copies: those of them that are whole gradients (collectives/copies.py).
+        copy: the number of the copy that the call reduces alone; None: the call reduces something else.
         feedback: where the residual of this call lies; None: no error feedback.
         instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
         theirs: in full precision the framework's own collective serves the call.
@@ -87,6 +91,8 @@ class Call:
     parts: list[int] | None = None
     root: int | None = None
     exact: Sequence[Range] = ()
+    copies: Sequence[Copy] = ()
+    copy: int | None = None
     feedback: Slot | None = None
     instead_of: int | None = None
     theirs: bool = False
@@ -186,9 +192,56 @@ def decide(call: Call) -> Plan | FullPrecision:
         call.key = rows.draw_key(config.seed, sender, state.sends.total())
         state.sends[call.site.name] += 1
     elif answer.reduce.stochastic and not call.alone:
-        call.key = rows.draw_key(config.seed, state.draws)
-        state.draws += 1
+        if call.copy is None:
+            call.key = rows.draw_key(config.seed, state.draws)
+            state.draws += 1
+        else:  # the same where other ranks have the copy: nothing else that the group reduces counts
+            name = f"copy {call.copy}"
+            call.key = rows.draw_key(config.seed, call.numel, state.calls[name], _COPY)
+            state.calls[name] += 1
     return answer
+
+
+def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
+    """The calls that a call falls into, and the elements of each: large copies, and the rest. Empty: it stays whole.
+
+    What becomes of a copy depends on the copy and the configuration: it is the same on all ranks that have the copy.
+    """
+    config = call.config
+    if call.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
+        return []
+    if config.target_sqnr_db is not None or config.min_sqnr_db is not None:
+        return []
+    found: list[tuple[Sequence[Range], Call]] = []
+    left = total = instead_of_bytes(call)
+    for copy in call.copies:
+        if copy.numel * call.itemsize < config.min_bytes:
+            continue
+        alone = _part_of(call, copy.pieces, call.collective if copy.cut_alike else "all_reduce")
+        alone.instead_of, alone.copy = total * copy.numel // call.numel, copy.number
+        alone.feedback = None if call.feedback is None else call.feedback.of_copy(copy.number)
+        if isinstance(_planned(alone), Plan):
+            found.append((copy.pieces, alone))
+            left -= alone.instead_of
+    if not found:
+        return []
+    rest = copies.between(sorted(chain.from_iterable(ranges for ranges, _ in found)), call.numel)
+    if rest:
+        other = _part_of(call, rest, call.collective)
+        other.exact = copies.ranges_of(copies.moved(call.exact, rest))
+        other.instead_of, other.feedback = left, call.feedback
+        found.append((rest, other))
+    return found
+
+
+def _part_of(call: Call, ranges: Sequence[Range], collective: Collective) -> Call:
+    """A call for some elements of `call`."""
+    facts = (call.dtype, call.device, call.group, call.config, call.site, call.op, call.op_name, call.step)
+    part = Call(collective, copies.numel_of(ranges), *facts)
+    if collective == "reduce_scatter":
+        sizes = call.parts or [call.numel // call.world_size] * call.world_size
+        part.parts = [copies.numel_of(each) for each in copies.split(ranges, sizes)]
+    return part
 
 
 def lasts(answer: FullPrecision) -> bool:
@@ -215,6 +268,11 @@ def full_precision_bytes(call: Call) -> int:
     return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
 
 
+def instead_of_bytes(call: Call) -> int:
+    """What a rank would send without us."""
+    return full_precision_bytes(call) if call.instead_of is None else call.instead_of
+
+
 def _to_others(call: Call, sizes: list[int]) -> int:
     """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
     own = sizes[call.state.rank]
@@ -237,7 +295,7 @@ def _header_bytes(call: Call) -> int:
 
 def _count(call: Call, plan: Plan) -> None:
     """A call that goes as planned. Of an all_to_all this rank's runs may all be too short to be quantized."""
-    bits, plain = plan.bits(call.collective), full_precision_bytes(call) if call.instead_of is None else call.instead_of
+    bits, plain = plan.bits(call.collective), instead_of_bytes(call)
     if call.rule is None or call.parts is None:
         sent, between_nodes = _sent_bytes(call, plan)
         counters.record_quantized(call.site, sent, plain, between_nodes, bits)

@@ -17,14 +17,14 @@ from torch import Tensor
 from flash_allreduce_plugin import checks, groups, running, traced
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import copies, runs, transport
-from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives.copies import Copied, Copy, Range
 from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.decision import Call, decide, full_precision_bytes, lasts
+from flash_allreduce_plugin.decision import Call, apart, decide, full_precision_bytes, lasts
 from flash_allreduce_plugin.policy import LOW_SQNR, Collective, Plan, Site
-from flash_allreduce_plugin.running import Plain
+from flash_allreduce_plugin.running import Apart, Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.beside import ours
 
@@ -46,7 +46,7 @@ def all_reduce(
     site: Site = _ALL_REDUCE,
     step: int | None = None,
     feedback: Slot | None = None,
-    exact: Sequence[Range] = (),
+    exact: Copied = (),
     plain: Plain | None = None,
     full_precision: str | None = None,
 ) -> Any:
@@ -61,8 +61,9 @@ def all_reduce(
         site: what the counters call this place in the program, the same on all ranks.
         step: finished training steps, for warmup_steps; None: no warm-up.
         feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
-        exact: ascending ranges (first, end) of elements that are summed in full precision, by a small collective beside
-            the quantized one: gradients of parameters that other ranks have copies of (collectives/copies.py).
+        exact: gradients of parameters that other ranks have copies of (collectives/copies.py): ascending ranges (first,
+            end) of elements, summed in full precision by a small all-reduce of their own, and Copy for a whole
+            gradient, which is quantized by itself where it is large.
         plain: runs a framework's own collective, asynchronously if async_op, and returns its handle: it takes the place
             of torch.distributed's wherever the call goes in full precision. A graph of torch.compile has torch's.
         full_precision: a reason to go in full precision, as stats() will show it; None: the configuration decides.
@@ -91,6 +92,8 @@ def all_reduce(
     checks.check_written(tensor, "tensor")
     call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
     call.theirs, call.full_precision = plain is not None, full_precision
+    if call.copies and (every := _apart(call, tensor)):
+        return running.start(call, running.all_reduce_apart(every, tensor), every[0].plan, async_op, [tensor])
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
         return running.plainly("all_reduce", site, call.group, plain, async_op)
@@ -109,7 +112,7 @@ def reduce_scatter(
     site: Site = _REDUCE_SCATTER,
     step: int | None = None,
     feedback: Slot | None = None,
-    exact: Sequence[Range] = (),
+    exact: Copied = (),
     plain: Plain | None = None,
     full_precision: str | None = None,
     instead_of: int | None = None,
@@ -153,11 +156,15 @@ def reduce_scatter(
     else:
         checks.check_parts(outputs, parts, call.world_size, call.state.rank)
         call.parts = [sum(map(Tensor.numel, part)) for part in parts]
-    plan = _decide(call, key, like)
+    every = _apart(call, like) if call.copies else []
+    plan = every[0].plan if every else _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
         return running.plainly("reduce_scatter", site, call.group, plain, async_op)
     shards = rows.flat(like).view(call.world_size, -1) if parts is None else list(map(_joined, parts))
-    steps = running.reduce_scatter(call, plan, outputs, shards, plain)
+    if every:
+        steps = running.reduce_scatter_apart(call, every, outputs, shards)
+    else:
+        steps = running.reduce_scatter(call, plan, outputs, shards, plain)
     return running.start(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
 
 
@@ -329,10 +336,11 @@ def call_of(
     site: Site,
     step: int | None,
     feedback: Slot | None = None,
-    exact: Sequence[Range] = (),
+    exact: Copied = (),
 ) -> Call:
     """The facts of a call, checked. like: a tensor of its dtype and device."""
-    copies.check(exact, numel)
+    ranges = copies.ranges_of(exact)
+    copies.check(ranges, numel)
     name = checks.op_name(op)
     group = checks.group_of(group)
     checks.check_named(site, step, feedback)
@@ -340,8 +348,15 @@ def call_of(
         raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
     checks.check_taken(collective, name, like, group)
     call = Call(collective, numel, like.dtype, like.device, group, config, site, op, name, step)
-    call.feedback, call.exact = feedback, exact
+    call.feedback, call.exact = feedback, ranges
+    if ranges is not exact:
+        call.copies = [one for one in exact if isinstance(one, Copy)]
     return call
+
+
+def _apart(call: Call, like: Tensor) -> list[Apart]:
+    """The calls that a call falls into because of large copies, as they are decided; empty: it stays whole."""
+    return [Apart(ranges, part, _decide(part, None, like)) for ranges, part in apart(call)]
 
 
 def _decide(call: Call, key: tuple[Any, ...] | None, like: Tensor) -> Plan | None:

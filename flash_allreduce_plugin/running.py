@@ -7,6 +7,8 @@ the result; the finish, in wait(). collectives/work.py says who runs which.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import flat, runs, transport, two_level, two_shot
-from flash_allreduce_plugin.collectives.copies import Exactly
+from flash_allreduce_plugin.collectives import copies, flat, runs, transport, two_level, two_shot
+from flash_allreduce_plugin.collectives.copies import Exactly, Range
 from flash_allreduce_plugin.collectives.differences import Exact, HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label
@@ -172,6 +174,79 @@ def reduce_scatter(
     if call.feedback is not None:
         call.feedback.check(shard)
     call.quality.end(shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Some elements of a call that another call reduces: ranges of the call's input, in order."""
+
+    ranges: Sequence[Range]
+    call: Call
+    plan: Plan | None
+
+
+def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[None]:
+    """All elements of the tensor, in calls of their own (collectives/copies.py)."""
+    tensor = tensor.detach()
+    whole = tensor.contiguous().view(-1)
+    values = [copies.joined(copies.cut([whole], one.ranges), whole) for one in every]
+    steps = [_all_reduce_of(one, value) for one, value in zip(every, values, strict=True)]
+    yield from _together(steps)
+    for one, value in zip(every, values, strict=True):
+        if len(one.ranges) > 1:  # else the value is the tensor's own memory
+            copies.write(value, one.ranges, whole)
+    if not tensor.is_contiguous():
+        tensor.copy_(whole.view(tensor.shape))
+    yield
+    _finish(steps)
+
+
+def reduce_scatter_apart(
+    call: Call, every: Sequence[Apart], outputs: list[Tensor], shards: Tensor | Sequence[Tensor]
+) -> Iterator[None]:
+    """All elements of the shards, in calls of their own: of one that is all-reduced every rank takes its part."""
+    outputs = [one.detach() for one in outputs]
+    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+    shard = outputs[0].view(-1) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
+    parts, sizes = list(shards), flat.sizes_of(shards)
+    steps, results = [], []
+    for one in every:
+        if one.call.collective == "all_reduce":
+            value, ranges = torch.cat(list(copies.cut(parts, one.ranges))), one.ranges
+            steps.append(_all_reduce_of(one, value))
+        else:
+            of_ranks, cut = copies.split(one.ranges, sizes), copies.cut(parts, one.ranges)
+            values = [copies.joined(islice(cut, len(each)), shard) for each in of_ranks]
+            ranges = of_ranks[call.state.rank]
+            value = shard.new_empty(copies.numel_of(ranges))
+            steps.append(reduce_scatter(one.call, one.plan, [value], values, None))
+        results.append((value, ranges))
+    yield from _together(steps)
+    for value, ranges in results:
+        copies.write(value, ranges, shard, call.start)
+    if not in_place:
+        for output, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
+            output.copy_(result.view(output.shape))
+    yield
+    _finish(steps)
+
+
+def _all_reduce_of(one: Apart, value: Tensor) -> Iterator[None]:
+    return plain_all_reduce(one.call, value, None) if one.plan is None else all_reduce(one.call, one.plan, value)
+
+
+def _together(calls: Sequence[Iterator[None]]) -> Iterator[None]:
+    """Start all calls, yield, and bring them to their results."""
+    for one in calls:
+        next(one, None)
+    yield
+    for one in calls:
+        next(one, None)
+
+
+def _finish(calls: Sequence[Iterator[None]]) -> None:
+    for one in calls:
+        next(one, None)
 
 
 def _plain_reduce_scatter(

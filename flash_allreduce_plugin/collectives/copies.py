@@ -1,20 +1,35 @@
-"""Gradients of parameters that every tensor-parallel rank has a copy of: layer norms, biases after a sum.
+"""Gradients of parameters that every tensor-parallel rank has a copy of: layer norms, biases after a sum, embeddings.
 
 Copies stay the same because their gradients are the same bits on all tensor-parallel ranks. In a bucket such a gradient
-shares groups with its neighbours, which are other numbers on every tensor-parallel rank, and comes back with other
-roundings: the copies would drift apart, step by step. Such ranges are therefore reduced once more, in full precision,
-in a small collective beside the bucket's, and take the place of what was quantized.
+shares groups with its neighbours, which are other numbers on every tensor-parallel rank, and gets other roundings: the
+copies would drift apart, step by step. A call therefore sends copies apart from its other elements:
+
+    bucket   | other | A: whole, large | other | b: small | C: large, cut off here |
+    A        a quantized call of its own. Its groups begin at A's first element and hold nothing else, its residual and
+             its random numbers are A's own: the result is the same wherever the other ranks have A in their buckets.
+    b, C     summed once more, in full precision, in one small all-reduce. The sum takes the place of the quantized
+             elements.
+
+A is large if the configuration quantizes a call of its size (min_bytes): the size is the same on all ranks that have a
+copy, the bucket's size is not. C is a part of a gradient. Other ranks may have the border elsewhere, so C is not
+quantized. With `hierarchical` no copy is quantized: the sums follow the nodes of each data-parallel group.
+
+Limit: inputs that are the same in value but not in bits (kernels that add up in a random order) stay as close as their
+quantized values, as their sums in full precision would stay as close as their last bits.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
@@ -27,6 +42,39 @@ REASON = "replicated over tensor-parallel ranks"
 
 Range = tuple[int, int]
 """First element, and the element after the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """The whole gradient of a parameter that other ranks have a copy of.
+
+    number: of the parameter, the same at every step (`number_of`).
+    pieces: the ranges of the call's input that hold the gradient, in the order of its elements.
+    cut_alike: True if a reduce-scatter cuts the gradient at the same elements on all ranks that have a copy.
+    """
+
+    number: int
+    pieces: tuple[Range, ...]
+    cut_alike: bool = False
+
+    @property
+    def numel(self) -> int:
+        return numel_of(self.pieces)
+
+
+Copied = Sequence[Range | Copy]
+"""Elements of a call that are copies: whole gradients, and other ranges, ascending."""
+
+_numbers: Any = WeakIdKeyDictionary()
+_unused = itertools.count()
+
+
+def number_of(parameter: Any) -> int:
+    """The number of a parameter, or of an object that stands for one: the order in which they were first asked for."""
+    number: int | None = _numbers.get(parameter)
+    if number is None:
+        number = _numbers[parameter] = next(_unused)
+    return number
 
 
 ADAPTIVE = (
@@ -70,6 +118,23 @@ def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
     return sorted(found)
 
 
+def of(gradients: Iterable[tuple[Any, Tensor]], bucket: Tensor) -> list[Range | Copy]:
+    """The copies in `bucket`, 1-D and contiguous. gradients: of (parameter, gradient)."""
+    found: list[Range | Copy] = []
+    for parameter, gradient in gradients:
+        for place in within([gradient], bucket):
+            whole = place[1] - place[0] == gradient.numel()
+            found.append(Copy(number_of(parameter), (place,)) if whole else place)
+    return found
+
+
+def ranges_of(copied: Copied) -> Sequence[Range]:
+    """All elements of the copies as ascending ranges."""
+    if not any(isinstance(one, Copy) for one in copied):
+        return copied  # type: ignore[return-value]
+    return sorted(piece for one in copied for piece in (one.pieces if isinstance(one, Copy) else (one,)))
+
+
 def check(ranges: Sequence[Range], numel: int) -> None:
     """ValueError where they are not ascending ranges of a tensor of `numel` elements."""
     end = 0
@@ -82,25 +147,68 @@ def check(ranges: Sequence[Range], numel: int) -> None:
         end = last
 
 
-def moved(ranges: Sequence[Range], segments: Iterable[Range]) -> list[Range]:
-    """Where ranges of a tensor are once its segments stand one after another in this order."""
-    found, at = [], 0
+def moved(copied: Copied, segments: Iterable[Range], cut_alike: bool = False) -> list[Range | Copy]:
+    """Where copies in a tensor are once its segments, which do not overlap, stand one after another in this order."""
+    placed, at = [], 0
     for first, last in segments:
-        for begin, end in ranges[bisect_right(ranges, first, key=_end) :]:
-            if begin >= last:
+        if first < last:
+            placed.append((first, last, at))
+            at += last - first
+    placed.sort()
+
+    def pieces(one: Range) -> Iterator[Range]:
+        """In the order of the elements of `one`."""
+        for first, last, at in placed[max(0, bisect_right(placed, (one[0] + 1,)) - 1) :]:
+            if first >= one[1]:
                 break
-            found.append((at + max(begin, first) - first, at + min(end, last) - first))
-        at += last - first
+            if last > one[0]:
+                yield at + max(one[0], first) - first, at + min(one[1], last) - first
+
+    ranges = sorted(piece for one in copied if not isinstance(one, Copy) for piece in pieces(one))
+    whole = [one for one in copied if isinstance(one, Copy)]
+    return [
+        *ranges,
+        *(replace(one, pieces=tuple(itertools.chain(*map(pieces, one.pieces))), cut_alike=cut_alike) for one in whole),
+    ]
+
+
+def between(ranges: Sequence[Range], numel: int) -> list[Range]:
+    """The ranges of `numel` elements between ascending ones."""
+    free, start = [], 0
+    for first, last in [*ranges, (numel, numel)]:
+        if start < first:
+            free.append((start, first))
+        start = max(start, last)
+    return free
+
+
+def numel_of(ranges: Iterable[Range]) -> int:
+    return sum(last - first for first, last in ranges)
+
+
+def split(ranges: Iterable[Range], sizes: Iterable[int]) -> list[list[Range]]:
+    """The pieces of the ranges in each of parts of these sizes, one after another."""
+    ends = list(itertools.accumulate(sizes))
+    found: list[list[Range]] = [[] for _ in ends]
+    for part, piece in _by_part(ranges, ends):
+        found[part].append(piece)
     return found
+
+
+def _by_part(ranges: Iterable[Range], ends: Sequence[int]) -> Iterator[tuple[int, Range]]:
+    """The pieces of the ranges in parts that end there: (part, piece), in the order of the elements."""
+    for first, last in ranges:
+        part = bisect_right(ends, first)
+        while first < last:
+            stop = min(last, ends[part])
+            if first < stop:
+                yield part, (first, stop)
+            first, part = stop, part + 1
 
 
 def overlap(ranges: Sequence[Range], start: int, end: int) -> int:
     """How many elements of the ranges are in start to end."""
     return sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
-
-
-def _end(one: Range) -> int:
-    return one[1]
 
 
 class Exactly:
@@ -109,7 +217,7 @@ class Exactly:
     def __init__(self, ranges: Sequence[Range], parts: Sequence[Tensor], factor: float, label: Label, site: Site):
         """ranges: ascending, of the parts one after another; parts: contiguous; factor: for the sum."""
         self._ranges = ranges
-        self._sums = torch.cat([piece for first, last in ranges for piece in _cut(parts, first, last)])
+        self._sums = torch.cat(list(cut(parts, ranges)))
         if factor != 1.0:  # before the sum, so that float16 does not overflow
             self._sums.mul_(factor)
         world = label.group.size()
@@ -120,20 +228,28 @@ class Exactly:
     def write(self, output: Tensor, start: int = 0) -> None:
         """Wait, and put in place what output [numel] has of the ranges: elements from `start` on of the input."""
         self._pending.wait()
-        at, end = 0, start + output.numel()
-        for first, last in self._ranges:
-            begin, stop = max(first, start), min(last, end)
-            if begin < stop:
-                output[begin - start : stop - start] = self._sums[at + begin - first : at + stop - first]
-            at += last - first
+        write(self._sums, self._ranges, output, start)
 
 
-def _cut(parts: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
-    """Elements first to last of the parts one after another, 1-D."""
-    found, start = [], 0
-    for part in parts:
-        begin, stop = max(first - start, 0), min(last - start, part.numel())
+def write(values: Tensor, ranges: Iterable[Range], output: Tensor, start: int = 0) -> None:
+    """Copy `values`, the elements of the ranges, to where output [numel] has them: elements from `start` on."""
+    at, end = 0, start + output.numel()
+    for first, last in ranges:
+        begin, stop = max(first, start), min(last, end)
         if begin < stop:
-            found.append(part.view(-1)[begin:stop])
-        start += part.numel()
-    return found
+            output[begin - start : stop - start] = values[at + begin - first : at + stop - first]
+        at += last - first
+
+
+def cut(parts: Sequence[Tensor], ranges: Iterable[Range]) -> Iterator[Tensor]:
+    """The elements of the ranges of contiguous parts one after another, 1-D."""
+    ends = list(itertools.accumulate(map(Tensor.numel, parts)))
+    for part, (first, last) in _by_part(ranges, ends):
+        start = ends[part] - parts[part].numel()
+        yield parts[part].view(-1)[first - start : last - start]
+
+
+def joined(pieces: Iterable[Tensor], like: Tensor) -> Tensor:
+    """1-D; of one tensor its own memory. like: has the dtype and the device, where there are no pieces."""
+    found = list(pieces)
+    return found[0] if len(found) == 1 else torch.cat(found or [like.new_empty(0)])

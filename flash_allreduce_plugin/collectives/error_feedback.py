@@ -13,7 +13,8 @@ With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what
 error and little of its noise. Either way the sum of what was lost stays bounded.
 
 A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
-or without. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
+or without. Residuals of copies (copies.py) are the same on all ranks that have the copy: nothing that happens to other
+residuals drops them. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ INTERVAL = "error_feedback_reset_interval"
 LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
 
+_COPY = "copy "  # keys of copies begin with it
 _DTYPES = {8: torch.uint8, 16: torch.bfloat16}  # of a residual of so many bits
 _LOOKED_AT = 1 << 16  # records at a time
 _MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
@@ -95,7 +97,9 @@ class Feedback:
         self.step = 0  # finished steps, as `begin` was told
         self._interval = reset_interval
         self._order = 0
-        self._finite: list[Tensor] = []  # whether each result since then was, on its device: nobody waits for it yet
+        # Whether each result since then was, on its device: nobody waits for it yet. Those of copies apart.
+        self._finite: list[Tensor] = []
+        self._finite_copies: list[Tensor] = []
         self._residuals: dict[str, Residual] = {}
 
     @classmethod
@@ -109,11 +113,16 @@ class Feedback:
     def begin(self, step: int | None = None) -> None:
         """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
         step = self.step + 1 if step is None else step
-        if not _all(self._finite):  # the step may have been skipped, and the scale of the loss be another
-            self.reset(NOT_FINITE)
-        elif self._interval and step // self._interval != self.step // self._interval:
+        if self._interval and step // self._interval != self.step // self._interval:
             self.reset(INTERVAL)
+        elif not _all(self._finite_copies):  # the step may have been skipped, and the scale of the loss be another
+            self.reset(NOT_FINITE)
+        elif not _all(self._finite):  # on this rank: other ranks that have the copies need not see it
+            for key in self.keys():
+                if not key.startswith(_COPY):
+                    self.drop(key, NOT_FINITE)
         self._finite.clear()
+        self._finite_copies.clear()
         self.step = step
         self._order = 0
 
@@ -133,6 +142,7 @@ class Feedback:
         for key in list(self._residuals):
             self.drop(key, reason)
         self._finite.clear()
+        self._finite_copies.clear()
 
     def drop(self, key: object, reason: str = ASKED) -> None:
         """Drop the residual of one key, if there is one."""
@@ -153,11 +163,13 @@ class Feedback:
 
         Each rank has its own. To be taken between steps.
         """
+        copies_last = _all(self._finite_copies)  # else the next step drops them
         residuals = {
             key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
             for key, residual in self._residuals.items()
+            if copies_last or not key.startswith(_COPY)
         }
-        return {"step": self.step, "finite": _all(self._finite), "residuals": residuals}
+        return {"step": self.step, "finite": copies_last and _all(self._finite), "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict gave on this rank.
@@ -226,9 +238,15 @@ class Slot:
         layout = f"{layout}, {self._holds}" if self._holds else layout
         return self._feedback._open(self._key, layout, site, groups, group_size, device)
 
+    def of_copy(self, number: int) -> Slot:
+        """The place of a copy's residual in the same owner: the same in whatever call the copy is."""
+        return Slot(self._feedback, f"{_COPY}{number}", "")
+
     def check(self, result: Tensor) -> None:
-        """A result that is not finite drops all residuals of the owner when the next backward pass begins."""
-        finite = self._feedback._finite
+        """A result that is not finite drops all residuals of the owner when the next backward pass begins: those of
+        copies only if it is a copy's, which is the same on all ranks that have the copy.
+        """
+        finite = self._feedback._finite_copies if self._key.startswith(_COPY) else self._feedback._finite
         finite.append(_is_finite(result))
         if len(finite) > _MOST_KEPT:  # nobody calls begin
             finite[:] = [torch.tensor(_all(finite))]

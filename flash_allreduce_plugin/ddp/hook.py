@@ -6,7 +6,7 @@
 A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
 of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
 
-Beside tensor parallelism: parameters that the tensor-parallel ranks have copies of are reduced exactly (copies.py).
+Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (copies.py).
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
@@ -47,8 +47,8 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     model's group, inside of a wrapper (fp16_compress_wrapper, a function that logs) too: there the first step looks
     for the model once (ddp/owner.py).
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
-    stay the same (layer norms beside tensor parallelism): their gradients are reduced in full precision. DTensors are
-    recognised (docs/torch.md).
+    stay the same (layer norms beside tensor parallelism): their gradients are reduced apart from the others, in full
+    precision where they are small. DTensors are recognised (docs/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
     in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
     Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
@@ -199,15 +199,15 @@ class _Reduction:
             self.steps.passed()
         return future
 
-    def exact(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> list[copies.Range]:
-        """Return the ranges of the bucket that are gradients of parameters of which other ranks have copies."""
+    def exact(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> copies.Copied:
+        """Return the gradients of the bucket of whose parameters other ranks have copies."""
         told = set(map(id, self.replicated))
         found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
         if not any(either) or bucket.buffer().is_sparse:
             return []
-        gradients = (gradient for gradient, one in zip(bucket.gradients(), either, strict=True) if one)
-        return copies.within(gradients, bucket.buffer())
+        pairs = zip(parameters, bucket.gradients(), strict=True)
+        return copies.of((pair for pair, one in zip(pairs, either, strict=True) if one), bucket.buffer())
 
     def parameter(self, state: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> Future:
         """Of torch's Python reducer (torch._dynamo.config.optimize_ddp), which compiles the backward pass: one gradient

@@ -50,7 +50,7 @@ _owners: ContextVar[Slices | None] = ContextVar("flash_allreduce_owners_of_slice
 
 
 # While a bucket is reduced: where its flat tensor has what is a copy on tensor-parallel ranks or another stage.
-_exact: ContextVar[Sequence[copies.Range]] = ContextVar("flash_allreduce_exact_ranges_of_bucket", default=())
+_exact: ContextVar[copies.Copied] = ContextVar("flash_allreduce_exact_ranges_of_bucket", default=())
 
 
 @contextmanager
@@ -93,11 +93,10 @@ class Reduction:
 
     @contextmanager
     def of(self, bucket: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the collectives reduce these gradients one after another: those of copies exactly."""
-        adaptive = self.config.target_sqnr_db is not None or self.config.min_sqnr_db is not None
-        ranges = replicated.ranges(self._engine, bucket, always=adaptive) if self._tensor_parallel else []
-        if self._tied:
-            ranges = replicated.either(ranges, replicated.of_tied(self._engine, bucket, self._tied))
+        """Inside, the collectives reduce these gradients one after another: copies so that they stay the same."""
+        ranges: copies.Copied = ()
+        if self._tensor_parallel or self._tied:
+            ranges = replicated.ranges(self._engine, bucket, tensor_parallel=self._tensor_parallel, tied=self._tied)
         token = _exact.set(ranges)
         try:
             yield
@@ -164,7 +163,7 @@ class Reduction:
             results = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
 
         volume = _volume("reduce_scatter", tensors[0], world * sum(sizes), group)  # DeepSpeed fills the last ones up
-        self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), theirs, volume)
+        self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), theirs, volume, cut_alike=True)
         return list(results)
 
     def record_sparse(self, values: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -193,7 +192,9 @@ class Reduction:
             segments[owner].append((start, start + numel))
             start += numel
         parts = [run or [tensor[:0]] for run in runs]
-        self._reduce_scatter(parts, dist.ReduceOp.SUM, group, list(chain(*segments)), theirs, instead_of)
+        self._reduce_scatter(
+            parts, dist.ReduceOp.SUM, group, list(chain(*segments)), theirs, instead_of, cut_alike=False
+        )
 
     def _reduce_scatter(
         self,
@@ -203,12 +204,14 @@ class Reduction:
         segments: Sequence[copies.Range],
         theirs: Plain,
         instead_of: int,
+        *,
+        cut_alike: bool,
     ) -> None:
         """parts, 1-D tensors for each rank; this rank's own hold the result. segments: where they come from, in order.
 
-        theirs: DeepSpeed's own collective, which sends `instead_of` bytes.
+        theirs: DeepSpeed's own collective, which sends `instead_of` bytes. cut_alike: as of copies.Copy.
         """
-        exact = copies.moved(_exact.get(), segments) if _exact.get() else ()
+        exact = copies.moved(_exact.get(), segments, cut_alike) if _exact.get() else ()
         how = {"exact": exact, "plain": theirs, "instead_of": instead_of, **self._how(group)}
         dispatch.reduce_scatter(parts[group.rank()], parts, op, group, **how)
 

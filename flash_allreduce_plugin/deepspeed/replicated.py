@@ -10,13 +10,14 @@ is split by a mark on the parameter. A bucket is a list of tensors; whose they a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_allreduce_plugin.collectives.copies import Range
+from flash_allreduce_plugin.collectives import copies
+from flash_allreduce_plugin.collectives.copies import Copy, Range
 
 # Where DeepSpeed keeps what it reduces of a parameter.
 _GRADIENTS = ("grad", "grad_accum", "_hp_grad")
@@ -33,26 +34,36 @@ def is_tensor_parallel(engine: Any) -> bool:
     return int(bwc_tensor_model_parallel_world_size(mpu)) > 1
 
 
-def ranges(engine: Any, tensors: Sequence[Tensor], *, always: bool) -> list[Range]:
-    """Where the tensors, one after another, have gradients of copies, ascending; tensors: contiguous.
+def ranges(
+    engine: Any, tensors: Sequence[Tensor], *, tensor_parallel: bool, tied: Sequence[Parameter]
+) -> list[Range | Copy]:
+    """Where the tensors, one after another, have gradients of copies. tensors: contiguous.
 
-    What is not found to be split is taken for a copy. always: also where nothing beside them is split, so that they
-    come out the same on all tensor-parallel ranks if these quantize alike.
+    tensor_parallel: what is not found to be split is taken for a copy. tied: weights that other stages have as well.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    memory = _memory(engine, is_model_parallel_parameter)
-    found: list[Range] = []
-    numel = known = 0
-    split = False
+    others = {id(weight) for weight in tied}
+
+    def is_copy(parameter: Parameter) -> bool:
+        return id(parameter) in others or (tensor_parallel and not is_model_parallel_parameter(parameter))
+
+    memory = _memory(engine)
+    found: list[Range | Copy] = []
+    known: list[Range] = []  # of other gradients, and of copies that are found
+    numel = 0
     for tensor in tensors:
-        for first, last, is_split in _pieces(tensor, memory):
-            known += last - first
-            split = split or is_split
-            if is_split:
-                found.append((numel + first, numel + last))
+        for piece, parameter, is_whole in _pieces(tensor, memory):
+            place = (numel + piece[0], numel + piece[1])
+            if not is_copy(parameter):
+                known.append(place)
+            elif is_whole:
+                found.append(Copy(copies.number_of(parameter), (place,)))
+                known.append(place)
+            elif not tensor_parallel:
+                found.append(place)
         numel += tensor.numel()
-    return _between(found, numel) if always or split or known < numel else []
+    return [*found, *(copies.between(known, numel) if tensor_parallel else ())]
 
 
 def tied(engine: Any) -> list[Parameter]:
@@ -63,34 +74,12 @@ def tied(engine: Any) -> list[Parameter]:
     return [weight for weight, _ in module.get_tied_weights_and_groups()] if isinstance(module, PipelineModule) else []
 
 
-def of_tied(engine: Any, tensors: Sequence[Tensor], weights: Sequence[Parameter]) -> list[Range]:
-    """Where the tensors, one after another, have gradients of these weights, ascending."""
-    memory = _memory(engine, lambda parameter: any(parameter is weight for weight in weights))
-    found, numel = [], 0
-    for tensor in tensors:
-        pieces = _pieces(tensor, memory)
-        found += [(numel + first, numel + last) for first, last, is_tied in pieces if is_tied]
-        numel += tensor.numel()
-    return found
-
-
-def either(one: Sequence[Range], other: Sequence[Range]) -> list[Range]:
-    """The elements that are in any of the ranges."""
-    found: list[Range] = []
-    for first, last in sorted([*one, *other]):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], last)
-        else:
-            found.append((first, last))
-    return found
-
-
-def _memory(engine: Any, marked: Callable[[Parameter], Any]) -> list[tuple[int, int, bool]]:
-    """(address, the one behind it, whether its parameter is marked) of every gradient, ascending."""
+def _memory(engine: Any) -> list[tuple[int, int, Parameter]]:
+    """(address, the one behind it, parameter) of every gradient, ascending."""
     # Stages 1 and 2 use the memory of a bucket again; what was reduced before may still point there.
     reduced = getattr(engine.optimizer, "params_already_reduced", None)
     numbers = getattr(engine.optimizer, "param_id", {})
-    found = set()
+    found = {}
     for parameter in engine.module.parameters():
         if reduced is not None and id(parameter) in numbers and reduced[numbers[id(parameter)]]:
             continue
@@ -99,29 +88,24 @@ def _memory(engine: Any, marked: Callable[[Parameter], Any]) -> list[tuple[int, 
             if isinstance(gradient, Tensor) and not gradient.is_sparse and gradient.numel():
                 address = gradient.data_ptr()
                 end = address + gradient.numel() * gradient.element_size()
-                found.add((address, end, bool(marked(parameter))))
-    return sorted(found)
+                found[address, end, id(parameter)] = parameter
+    return [(address, end, parameter) for (address, end, _), parameter in sorted(found.items(), key=lambda one: one[0])]
 
 
-def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """(first element, the one behind the last, whether it is marked) of each gradient in the memory of a tensor."""
+def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, Parameter]]) -> list[tuple[Range, Parameter, bool]]:
+    """Each gradient in the memory of a tensor: its elements, and True if they are a whole gradient and no other's."""
     size, start = tensor.element_size(), tensor.data_ptr()
     end = start + tensor.numel() * size
-    pieces = []
-    for address, behind, is_split in memory[max(0, bisect_right(memory, (start,)) - 1) :]:
+    pieces: list[tuple[Range, Parameter, bool]] = []
+    before = start  # the end of the gradients so far
+    for address, behind, parameter in memory[max(0, bisect_right(memory, start, key=lambda one: one[0]) - 1) :]:
         if address >= end:
             break
         first, last = max(address, start), min(behind, end)
         if first < last:
-            pieces.append(((first - start) // size, (last - start) // size, is_split))
+            if first < before:  # two gradients in one place: which of them the tensor has is not known
+                pieces[-1] = (*pieces[-1][:2], False)
+            whole = first >= before and (first, last) == (address, behind)
+            pieces.append((((first - start) // size, (last - start) // size), parameter, whole))
+            before = max(before, last)
     return pieces
-
-
-def _between(found: Sequence[Range], numel: int) -> list[Range]:
-    """The ranges of `numel` elements between those that are found."""
-    free, start = [], 0
-    for first, last in [*found, (numel, numel)]:
-        if start < first:
-            free.append((start, first))
-        start = max(start, last)
-    return free

@@ -9,7 +9,7 @@ shards are replicated (HSDP on a mesh of two dimensions), the all-reduce between
 in full precision. To quantize it too, shard over one dimension and reduce over the other by FlashAllReduce.
 
 Beside tensor parallelism (DTensors on a mesh of more dimensions) a module has parameters that are split and others that
-every tensor-parallel rank has a copy of; these are reduced exactly (copies.py).
+every tensor-parallel rank has a copy of; these stay the same (copies.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -164,7 +165,7 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
         """
         site = self._begin(GRADIENTS)
         calls = _reduction("FlashReduceScatter")
-        numel, ranges = output_tensor.numel(), copies_in(calls, self.config)
+        numel, found = output_tensor.numel(), copies_in(calls, self.config)
         return dispatch.reduce_scatter(
             output_tensor,
             input_tensor,
@@ -175,8 +176,7 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
             site=site,
             step=self._step(),
             feedback=self._slot(calls),
-            # FSDP puts rank after rank what it gets of one parameter after the other.
-            exact=[(rank * numel + first, rank * numel + end) for rank in range(group.size()) for first, end in ranges],
+            exact=in_parts(found, numel, group.size()),
         )
 
 
@@ -285,18 +285,30 @@ def _reduction(who: str) -> Mapping[str, Any]:
     return calls
 
 
-def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[copies.Range]:
-    """Where a rank's part of the gradients has those of parameters that tensor-parallel ranks have copies of."""
+def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[copies.Copy]:
+    """Where a rank's part of the gradients has those of parameters that tensor-parallel ranks have copies of.
+
+    The shard of a copy is whole here: the first dimension is cut at the same rows on all tensor-parallel ranks.
+    """
     sharded = [parameter.sharded_param for parameter in calls["fsdp_params"]]
     found = copies.among([copies.sharding(one.device_mesh, one.placements) for one in sharded], config)
     shards = 1 if calls["reduce_scatter_group"] is None else calls["reduce_scatter_group"].size()
-    ranges, first = [], 0
-    for size, one in zip(calls["padded_unsharded_sizes"], found, strict=True):
+    whole, first = [], 0
+    for size, one, parameter in zip(calls["padded_unsharded_sizes"], found, calls["fsdp_params"], strict=True):
         end = first + size.numel() // shards
         if one and first < end:
-            ranges.append((first, end))
+            whole.append(copies.Copy(copies.number_of(parameter), ((first, end),), cut_alike=True))
         first = end
-    return ranges
+    return whole
+
+
+def in_parts(found: Sequence[copies.Copy], numel: int, world: int) -> list[copies.Copy]:
+    """The same of the input of the reduce-scatter: FSDP puts rank after rank what it gets of every parameter."""
+    starts = range(0, world * numel, numel) if numel else ()
+    return [
+        replace(one, pieces=tuple((start + first, start + end) for start in starts for first, end in one.pieces))
+        for one in found
+    ]
 
 
 class FlashAllGather(_Configured, _Allocates, AllGather):

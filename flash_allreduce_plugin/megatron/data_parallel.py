@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin import dispatch, environment, groups
+from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
@@ -71,12 +72,12 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)
-        token, bucket_group = _slots.set(residuals.slots(self)), _reduced.set(self)
+        token, reducing = _slots.set(residuals.slots(self)), _reducing.set(self)
         try:
             body(self, *args, **kwargs)
         finally:
             _slots.reset(token)
-            _reduced.reset(bucket_group)
+            _reducing.reset(reducing)
 
     return start_grad_sync
 
@@ -138,7 +139,7 @@ _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of
 
 
 # The bucket group that is being started.
-_reduced: ContextVar[Any] = ContextVar("flash_allreduce_bucket_group")
+_reducing: ContextVar[Any] = ContextVar("flash_allreduce_reducing_buckets", default=None)
 
 # The handle of the call whose buckets are being started, None under torch.distributed's own manager.
 _starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
@@ -205,10 +206,21 @@ def _how(bucket: torch.Tensor, theirs: Plain) -> dict[str, Any]:
         "site": GRADIENTS,
         "step": scope.step,
         "feedback": _slot(),
-        "exact": replicated.ranges(_reduced.get(), bucket),
+        "exact": _copies(bucket),
         "plain": theirs,
         "full_precision": scope.full_precision,
     }
+
+
+def _copies(bucket: torch.Tensor) -> copies.Copied:
+    """The gradients of copies in a bucket, or in a shard of one, which tensor-parallel ranks cut elsewhere."""
+    reducing = _reducing.get()
+    if reducing is None:
+        return ()
+    found = replicated.ranges(reducing, bucket)
+    place = bucket.data_ptr(), bucket.numel()
+    is_whole = any((one.grad_data.data_ptr(), one.grad_data.numel()) == place for one in reducing.buckets)
+    return found if is_whole else copies.ranges_of(found)
 
 
 def _slot() -> Slot | None:

@@ -1,7 +1,8 @@
 """What a bucket has of parameters that every tensor-parallel rank has a copy of (copies.py).
 
 With sequence parallelism gradients of such parameters are parts, which Megatron adds up over the tensor-parallel ranks
-after the data-parallel ones: they end up the same without being reduced exactly. The parameters themselves do not.
+after the data-parallel ones: they end up the same in whatever way each part is reduced. The parameters themselves do
+not.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.megatron import process_groups
 
 
-def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[copies.Range]:
-    """Where `bucket` [numel], or a shard of one, has gradients of replicated parameters, ascending.
+def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[copies.Range | copies.Copy]:
+    """Where `bucket` [numel], or a shard of one, has gradients of replicated parameters.
 
     bucket_group: of megatron-core's DistributedDataParallel, with the bucket.
     """
     if process_groups.layout_of(bucket_group).tensor == 1:
         return []
-    replicated = filter(_is_replicated, bucket_group.params)
-    gradients = (getattr(parameter, "main_grad", None) for parameter in replicated)
-    return copies.within((gradient for gradient in gradients if gradient is not None), bucket)
+    pairs = ((one, getattr(one, "main_grad", None)) for one in bucket_group.params if _is_replicated(one))
+    return copies.of(((one, gradient) for one, gradient in pairs if gradient is not None), bucket)
 
 
 def parameters(bucket_group: Any, bucket: Any, padding: bool = False) -> list[copies.Range]:
