@@ -105,3 +105,116 @@ def refused() -> list[str]:
 def test_ranges_that_are_none_are_refused_before_anything_is_sent(ranks: Callable[[int], Ranks]) -> None:
     for messages in ranks(2).run(refused):
         assert all("expected ascending ranges (first, end) of 10 elements" in message for message in messages)
+
+
+# A copy among other neighbours: the buckets of two tensor-parallel ranks, one after the other on the same ranks.
+
+COPY = 700
+FIRST, SECOND = (0, 0), (1310, 40)  # elements before and behind it
+PARAMETERS = [torch.nn.Parameter(torch.zeros(COPY)) for _ in range(2)]
+
+
+def reduced_among(
+    place: tuple[int, int], form: str, options: dict[str, Any], marked: bool, steps: int, wrong: int = -1
+) -> list[torch.Tensor]:
+    """Averages of two copies in one bucket, after each of some steps.
+
+    place: elements of others before and behind them. marked: the call is told what is a copy. wrong: the step at which
+    the others of rank 0 are not finite.
+    """
+    group = dist.new_group(list(range(dist.get_world_size())))  # counts its calls alone
+    world, rank = group.size(), group.rank()
+    config = fap.FlashConfig(bits=4, min_bytes=COPY * 4, **options)
+    feedback = fap.Feedback.from_config(config) if config.error_feedback else None
+    before, behind = place
+    first, last = before, before + COPY
+    copied = [(first, last), (last + 10, last + 10 + COPY)]
+    generator = torch.Generator().manual_seed(rank)
+    others = torch.Generator().manual_seed(100 + rank + before)
+    results = []
+    for step in range(steps):
+        bucket = torch.randn(copied[1][1] + behind, generator=others)
+        for begin, end in copied:
+            bucket[begin:end] = torch.randn(COPY, generator=generator)
+        if step == wrong and before and rank == 0:
+            bucket[0] = torch.inf
+        if feedback is not None:
+            feedback.begin()
+        slot = None if feedback is None else feedback.slot(0)
+        ranges = [(begin, end) for begin, end in copied] if marked else []
+        segments = [(0, len(bucket))]
+        if form == "cut_alike":  # every rank's part has as much of a copy, and of what is between copies
+            steps_of = [0, *(border for one in copied for border in one), len(bucket)]
+            spans = [(a, b) for a, b in itertools.pairwise(steps_of)]
+            of_rank = [
+                [(a + (b - a) * r // world, a + (b - a) * (r + 1) // world) for a, b in spans] for r in range(world)
+            ]
+            segments = list(itertools.chain(*of_rank))
+        whole = [copies.Copy(copies.number_of(one), (place,)) for one, place in zip(PARAMETERS, ranges, strict=False)]
+        exact = copies.moved(whole, segments, cut_alike=form == "cut_alike")
+        how: dict[str, Any] = {"group": group, "config": config, "feedback": slot, "exact": exact, "async_op": step % 2}
+        if form == "all_reduce":
+            work = fap.all_reduce(bucket, dist.ReduceOp.AVG, **how)
+            result, mine = bucket, [(0, len(bucket))]
+        else:
+            cut = [len(bucket) * r // world for r in range(world + 1)]
+            parts = [[bucket[a:b]] for a, b in itertools.pairwise(cut)]
+            mine = [(cut[rank], cut[rank + 1])]
+            if form == "cut_alike":
+                parts, mine = [[bucket[a:b] for a, b in spans] for spans in of_rank], of_rank[rank]
+            result = bucket.new_empty(sum(b - a for a, b in mine))
+            work = fap.reduce_scatter(result, parts, dist.ReduceOp.AVG, **how)
+        if work is not None:
+            work.wait()
+        whole_result = torch.zeros(world, len(bucket))
+        at = 0
+        for a, b in mine:
+            whole_result[rank, a:b] = result[at : at + b - a]
+            at += b - a
+        if form != "all_reduce":
+            dist.all_reduce(whole_result)
+            result = whole_result.sum(0)
+        results.append(torch.cat([result[begin:end] for begin, end in copied]))
+    return results
+
+
+def both_places(*how: Any) -> list[bool]:
+    """Of every step: True if the copies are the same bits in both places, and finite."""
+    pairs = zip(reduced_among(FIRST, *how), reduced_among(SECOND, *how), strict=True)
+    return [bool(torch.equal(a, b) and a.isfinite().all()) for a, b in pairs]
+
+
+def errors(form: str) -> list[float]:
+    """Of every step: the relative error of the copies."""
+    found = reduced_among(SECOND, form, {}, True, 4)
+    averages = reduced_among(SECOND, form, {"enabled": False}, True, 4)
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, averages, strict=True)]
+
+
+OPTIONS = [
+    {},
+    {"error_feedback": True},
+    {"rounding": "stochastic"},
+    {"error_feedback": True, "rounding": "stochastic", "symmetric": True},
+    {"hadamard": True, "reduce_bits": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("form", ["all_reduce", "parts", "cut_alike"])
+def test_a_large_copy_gets_the_same_bits_whatever_its_neighbours_are(
+    ranks: Callable[[int], Ranks], form: str, options: dict[str, Any]
+) -> None:
+    for same in ranks(3).run(both_places, form, options, True, 60 if form == "all_reduce" else 20, 5):
+        assert all(same)
+
+
+@pytest.mark.parametrize("form", ["all_reduce", "parts", "cut_alike"])
+def test_a_large_copy_is_quantized_and_put_in_its_place(ranks: Callable[[int], Ranks], form: str) -> None:
+    for found in ranks(3).run(errors, form):
+        assert all(0.05 < error < 0.2 for error in found)
+
+
+def test_in_the_groups_of_its_neighbours_it_does_not(ranks: Callable[[int], Ranks]) -> None:
+    for same in ranks(3).run(both_places, "all_reduce", {}, False, 3):
+        assert not any(same)

@@ -254,24 +254,34 @@ class Leaves(torch.autograd.Function):
         return gradient, None
 
 
-def beside_tensor_parallelism(told: bool, options: dict[str, Any], wrapper: Any = lambda hook: hook) -> dict[str, Any]:
+def unwrapped(hook: Any) -> Any:
+    return hook
+
+
+SMALL = 4 * WIDTH + 1  # bytes: more than a norm's weight has, less than a bucket
+
+
+def beside_tensor_parallelism(
+    told: bool, options: dict[str, Any], wrapper: Any = unwrapped, steps: int = STEPS
+) -> dict[str, Any]:
     """Data parallel 2 x tensor parallel 2, by hand; whether the copies are the same afterwards, and how far apart."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, tensor = mesh.get_group("dp"), mesh.get_group("tp")
-    blocks = [Split(tensor) for _ in range(2)]
-    model = nn.Sequential(*blocks)
-    same = [p for block in blocks for p in (*block.norm.parameters(), block.bias)]
+    torch.manual_seed(1)
+    first, blocks = nn.Linear(WIDTH, WIDTH), [Split(tensor) for _ in range(2)]
+    model = nn.Sequential(first, *blocks)
+    same = [*first.parameters(), *(p for block in blocks for p in (*block.norm.parameters(), block.bias))]
     ddp = DistributedDataParallel(model, process_group=data, bucket_cap_mb=0.05)
-    config = fap.FlashConfig(**{"bits": 4, "min_bytes": 0, **options})
+    config = fap.FlashConfig(**{"bits": 4, "min_bytes": SMALL, **options})
     ddp.register_comm_hook(data, wrapper(fap.ddp_hook(config, replicated=same if told else ())))
-    return {"apart": train_on(ddp, same, mesh), **fap.stats()}
+    return {"apart": train_on(ddp, same, mesh, steps), **fap.stats()}
 
 
-def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh) -> float:
+def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh, steps: int = STEPS) -> float:
     """How far what should be the same on the tensor-parallel ranks is apart, after some steps."""
     fap.reset_stats()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+    for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * step + mesh.get_local_rank("dp"))
         x = torch.randn(16, WIDTH, generator=generator)
         optimizer.zero_grad()
@@ -283,6 +293,10 @@ def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh) -> fl
     return float((both[0] - both[1]).abs().max())
 
 
+# Elements of the model: the first layer, and of a block what is split and what is a copy.
+ELEMENTS = WIDTH * WIDTH + WIDTH + 2 * (2 * WIDTH * WIDTH + 4 * WIDTH)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"error_feedback": True}, {"min_sqnr_db": 22.0, "quality_interval": 2}], ids=str
 )
@@ -291,7 +305,19 @@ def test_copies_on_tensor_parallel_ranks_stay_the_same(ranks: Callable[[int], Ra
         assert outcome["apart"] == 0
         site = outcome["sites"]["ddp.gradients"]
         assert site["quantized"] > 0 and site["full_precision"][copies.REASON] > 0
-        assert site["bytes_full_precision"] == STEPS * 4 * 2 * (2 * WIDTH * WIDTH + 4 * WIDTH)
+        assert site["bytes_full_precision"] == STEPS * 4 * ELEMENTS
+
+
+@pytest.mark.parametrize("options", [{"error_feedback": True}, {"rounding": "stochastic", "min_bytes": 0}], ids=str)
+def test_copies_are_the_same_after_200_steps_and_the_large_ones_are_quantized(
+    ranks: Callable[[int], Ranks], options: dict[str, Any]
+) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, True, options, unwrapped, 200):
+        assert outcome["apart"] == 0
+        site = outcome["sites"]["ddp.gradients"]
+        assert (copies.REASON in site["full_precision"]) is ("min_bytes" not in options)
+        assert site["bytes_full_precision"] == 200 * 4 * ELEMENTS
+        assert site["bytes_sent"] < 0.2 * site["bytes_full_precision"], "the first layer alone would be a fifth"
 
 
 def test_copies_that_nobody_tells_of_drift_apart(ranks: Callable[[int], Ranks]) -> None:
@@ -308,7 +334,7 @@ def as_dtensors(options: dict[str, Any], wrapper: Any = lambda hook: hook) -> di
         parallelize_module(block, mesh["tp"], plan)
     _pre_dp_module_transform(model)
     ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.05)
-    ddp.register_comm_hook(None, wrapper(fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=0, **options))))
+    ddp.register_comm_hook(None, wrapper(fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=SMALL, **options))))
     same = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("down.bias")]
     return {"apart": train_on(ddp, same, mesh), **fap.stats()}
 

@@ -371,8 +371,11 @@ def test_a_dict_is_refused() -> None:
         fap.FlashReduceScatter({"bits": 8})  # type: ignore[arg-type]
 
 
+SMALL = 4 * WIDTH + 1  # bytes: more than a norm's weight has, less than a module
+
+
 def beside_tensor_parallelism(
-    plan: str, unseen: bool, options: dict[str, Any], sizes: tuple[int, int] = (1, 2)
+    plan: str, unseen: bool, options: dict[str, Any], sizes: tuple[int, int] = (1, 2), steps: int = STEPS
 ) -> dict[str, Any]:
     """Replicas x shards of these sizes x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after
     some steps.
@@ -381,7 +384,10 @@ def beside_tensor_parallelism(
     mesh = init_device_mesh("cpu", (*sizes, 2), mesh_dim_names=("replicate", "shard", "tp"))
     torch.manual_seed(7)
     model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
-    config = fap.FlashConfig(bits=4, min_bytes=0, **options)
+    if large := plan == "large":
+        for block in (model[0], model[2]):
+            block.norm = nn.Sequential(block.norm, nn.Linear(WIDTH, WIDTH))
+    config = fap.FlashConfig(**{"bits": 4, "min_bytes": SMALL, **options})
     for block in (model[0], model[2]):
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if plan == "norm a DTensor":
@@ -402,11 +408,11 @@ def beside_tensor_parallelism(
     with pytest.MonkeyPatch.context() as patch:
         if unseen:
             patch.setattr(copies, "among", lambda shardings, _config: [False] * len(shardings))
-        for step in range(STEPS):
+        for step in range(steps):
             generator = torch.Generator().manual_seed(1000 * step + dist.get_rank() // 2)
             x = torch.randn(16, WIDTH, generator=generator)
             optimizer.zero_grad()
-            if step == 3:  # without gradients of the norm and the bias at the end
+            if step == 3 and not large:  # without gradients of the norm and the bias at the end
                 for p in model[0].norm.parameters():
                     p.requires_grad_(False)
             (model(x) - x.flip(1)).square().mean().backward()
@@ -430,6 +436,18 @@ def test_copies_on_tensor_parallel_ranks_stay_the_same(
         assert site["bytes_sent"] < 0.3 * site["bytes_full_precision"]
 
 
+@pytest.mark.parametrize("options", [{"error_feedback": True}, {"rounding": "stochastic", "min_bytes": 0}], ids=str)
+@pytest.mark.parametrize(("sizes", "name"), [((1, 2), "gradients"), ((2, 1), "replicas")])
+def test_copies_are_the_same_after_200_steps_and_the_large_ones_are_quantized(
+    ranks: Callable[[int], Ranks], sizes: tuple[int, int], name: str, options: dict[str, Any]
+) -> None:
+    for outcome in ranks(4).run(beside_tensor_parallelism, "large", False, options, sizes, 200):
+        assert outcome["apart"] == 0
+        site = outcome["sites"][f"fsdp.{name}"]
+        assert site["quantized"] > 3 * 200, "copies in calls of their own"
+        assert site["bytes_sent"] < 0.2 * site["bytes_full_precision"], "the copies alone would be more than a third"
+
+
 @pytest.mark.parametrize(("sizes", "sites"), [((2, 1), ["replicas"]), ((2, 2), ["gradients", "replicas"])])
 def test_copies_stay_the_same_on_replicas(
     ranks: Callable[[int], Ranks], sizes: tuple[int, int], sites: list[str]
@@ -438,8 +456,8 @@ def test_copies_stay_the_same_on_replicas(
     for outcome in ranks(world).run(beside_tensor_parallelism, "norm a plain tensor", False, {}, sizes):
         assert outcome["apart"] == 0
         assert sorted(outcome["sites"]) == [f"fsdp.{name}" for name in sites]
-        for site in outcome["sites"].values():
-            assert site["quantized"] == 3 * STEPS and site["full_precision"] == {copies.REASON: 2 * STEPS}
+        for site in outcome["sites"].values():  # the replicas' shard of the norm alone may be below SMALL
+            assert site["quantized"] >= 2 * STEPS and site["full_precision"][copies.REASON] == 2 * STEPS
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
