@@ -119,13 +119,17 @@ def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
 
 
 def of(gradients: Iterable[tuple[Any, Tensor]], bucket: Tensor) -> list[Range | Copy]:
-    """The copies in `bucket`, 1-D and contiguous. gradients: of (parameter, gradient)."""
-    found: list[Range | Copy] = []
-    for parameter, gradient in gradients:
-        for place in within([gradient], bucket):
-            whole = place[1] - place[0] == gradient.numel()
-            found.append(Copy(number_of(parameter), (place,)) if whole else place)
-    return found
+    """Return the copies in `bucket`, 1-D and contiguous, in the order of its elements, which is that of the calls.
+
+    gradients: of (parameter, gradient), in any order: Megatron's buckets hold sets.
+    """
+    places = [
+        (place, place[1] - place[0] == gradient.numel(), parameter)
+        for parameter, gradient in gradients
+        for place in within([gradient], bucket)
+    ]
+    places.sort(key=lambda one: one[0])
+    return [Copy(number_of(parameter), (place,)) if whole else place for place, whole, parameter in places]
 
 
 def ranges_of(copied: Copied) -> Sequence[Range]:

@@ -28,7 +28,6 @@ from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.megatron import scopes
 from flash_allreduce_plugin.megatron.scopes import (
     CurrentConfig,
-    left_alone,
     recalls,
     record_original,
     remembers,
@@ -216,7 +215,8 @@ def _served(collective: _Collective, config: CurrentConfig, original: Function) 
         here = site_of(collective.backward if running == "backward" else collective.forward, scope)
         # FP8 and its relatives: TE encodes, moves and decodes those itself. Their storages need not be tensors.
         plain = quantizer is None and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        reason = left_alone(group, scope) if plain and tensor.is_floating_point() else TE_FORMAT
+        # TE passes the group of its layer. Its layers of experts do not communicate: the dispatcher does.
+        reason = scope.full_precision if plain and tensor.is_floating_point() else TE_FORMAT
         if reason is None and running is None:
             reason = OUTSIDE  # which width applies is not known
         if reason is None and dist.get_world_size(group) == 1:
