@@ -19,13 +19,21 @@ from tests.ddp.test_hook import WIDTH, Split
 from tests.distributed import RankFailure, Ranks
 
 STEPS = 5
-FOUR = {"bits": 4, "min_bytes": 0}
+FOUR = {"bits": 4, "min_bytes": 4 * WIDTH + 1}  # more than a norm's weight has
 SMALL = {"reduce_bucket_size": 12000}  # several, and a weight and its neighbours in one
 
 
-def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True, copied: bool = True) -> dict[str, Any]:
+def train(
+    options: dict[str, Any],
+    flash: dict[str, Any],
+    marked: bool = True,
+    copied: bool = True,
+    large: bool = False,
+    steps: int = STEPS,
+) -> dict[str, Any]:
     """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps.
 
+    large: one of the copies is a matrix.
     marked: the reductions find out what is a copy; copied: and so do the gathers by differences.
     """
     package = deepspeed()
@@ -33,8 +41,10 @@ def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True, c
 
     fap.reset_stats()
     units = mpu(2, 1)
-    net = nn.Sequential(*(Split(units.get_tensor_model_parallel_group()) for _ in range(3)))
-    split = [p for block in net for layer in (block.up, block.down) for p in layer.parameters()]
+    blocks = [Split(units.get_tensor_model_parallel_group()) for _ in range(3)]
+    torch.manual_seed(1)
+    net = nn.Sequential(*([nn.Linear(WIDTH, WIDTH)] if large else []), *blocks)
+    split = [p for block in blocks for layer in (block.up, block.down) for p in layer.parameters()]
     for p in split:
         p.tensor_model_parallel = True
     same = [p for p in net.parameters() if not hasattr(p, "tensor_model_parallel")]
@@ -48,7 +58,7 @@ def train(options: dict[str, Any], flash: dict[str, Any], marked: bool = True, c
             config = configuration(options, flash)
             built, *_ = package.initialize(model=net, optimizer=optimizer, config=config, mpu=units)
             dtype = next(net.parameters()).dtype
-            for number in range(STEPS * built.gradient_accumulation_steps()):
+            for number in range(steps * built.gradient_accumulation_steps()):
                 generator = torch.Generator().manual_seed(1000 * number + units.get_data_parallel_rank())
                 x = torch.randn(8, WIDTH, generator=generator).to(dtype)
                 built.backward((built(x) - x.flip(1)).float().square().mean())
@@ -96,6 +106,20 @@ def test_copies_stay_the_same(engines: Callable[[int], Ranks], name: str) -> Non
         assert outcome["apart"] == 0
         assert outcome["quantized"] > 0 and list(outcome["full_precision"]) == [copies.REASON]
         assert outcome["bytes_sent"] < 0.4 * outcome["bytes_full_precision"]
+
+
+LONG = {"error_feedback": True, "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize("name", ["stage0", "stage1-small-buckets", "stage2", "stage2-one-owner", "stage3"])
+def test_copies_are_the_same_after_200_steps_and_the_large_one_is_quantized(
+    engines: Callable[[int], Ranks], name: str
+) -> None:
+    skip_if_nothing_is_reduced(CASES[name]["zero_optimization"])
+    for outcome in engines(4).run(train, CASES[name], {**FOUR, **LONG}, True, True, True, 200):
+        assert outcome["apart"] == 0
+        assert outcome["full_precision"][copies.REASON] > 0
+        assert outcome["bytes_sent"] < 0.3 * outcome["bytes_full_precision"], "the matrix alone would be a seventh"
 
 
 @pytest.mark.parametrize("name", ["stage1-bf16-optimizer", "stage2", "stage2-bf16-sent-in-fp32", "stage3"])

@@ -296,8 +296,16 @@ def test_the_emergency_switch_leaves_everything_to_megatron(buckets):
 # Training
 
 
-def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any) -> dict[str, Any]:
-    """STEPS steps of two micro-batches with Megatron's DDP and Adam, from the same seed."""
+SMALL = 1000  # bytes: more than a norm's weight has, less than an embedding of positions
+
+
+def train(
+    config: FlashConfig | None, tensor_parallel_size: int, steps: int = STEPS, learned: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Some steps of two micro-batches with Megatron's DDP and Adam, from the same seed.
+
+    learned: with an embedding of positions, of which every tensor-parallel rank has a copy.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -309,16 +317,20 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
     losses, started = [], []
     with CudaIsCpu(), enabled(config):
         model = build_model(SIZE, tensor_parallel=tensor_parallel_size, sequence_parallel=False, seed=3)
+        if learned:
+            torch.manual_seed(3)
+            model.embedding.position_embeddings = torch.nn.Embedding(SIZE.sequence, SIZE.hidden)
+            model.embedding.add_position_embedding = True
         ddp = DistributedDataParallel(model.config, ddp_config, model)
         ddp.broadcast_params()
         adam = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=sharded, clip_grad=1.0)
         optimizer = get_megatron_optimizer(adam, [ddp])
         counters.reset_stats()
-        for step in range(STEPS):
+        for step in range(steps):
             ddp.zero_grad_buffer()
             for micro_batch in range(2):
                 with ddp.no_sync() if micro_batch == 0 else contextlib.nullcontext():
-                    starts = torch.tensor([0, 1000]) + 40 * (2 * step + micro_batch)
+                    starts = (torch.tensor([0, 1000]) + 40 * (2 * step + micro_batch)) % 3900
                     loss = loss_of(ddp, data, starts, SIZE.sequence)
                     loss.backward()
             losses.append(float(loss.detach()))
@@ -328,6 +340,7 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
             assert optimizer.step()[0]
         parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     copies = {p for p in model.parameters() if not getattr(p, "tensor_model_parallel", False)}
+    small = {p for p in copies if p.numel() * 4 < SMALL}
     group = parallel_state.get_data_parallel_group()
     replicas = [torch.empty_like(parameters) for _ in range(group.size())]
     dist.all_gather(replicas, parameters, group=group)
@@ -336,7 +349,8 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
         "parameters": parameters,
         "buckets": len(ddp.bucket_groups),
         "started before the backward pass was over": started,
-        "buckets with copies": sum(bool(copies & bucket.params) for bucket in ddp.bucket_groups),
+        "buckets with small copies": sum(bool(small & bucket.params) for bucket in ddp.bucket_groups),
+        "large copies": len(copies - small),
         "replicas equal": all(torch.equal(parameters, other) for other in replicas),
         "copies equal": replicas_equal(model, parallel_state.get_tensor_model_parallel_group()),
         "counts": counts(),
@@ -345,7 +359,7 @@ def train(config: FlashConfig | None, tensor_parallel_size: int, **options: Any)
 
 def observe_training(tensor_parallel_size: int, backward_bits: int | str, ways: list[dict[str, Any]]) -> Any:
     start_megatron(tensor_parallel_size)
-    widths = dict(bits=8, backward_bits=backward_bits, min_bytes=0)
+    widths = dict(bits=8, backward_bits=backward_bits, min_bytes=SMALL)
     seen = []
     for way in ways:
         runs = {"stock": train(None, tensor_parallel_size, **way)}
@@ -419,6 +433,13 @@ def test_overlapped_buckets_start_during_the_backward_pass(training):
             assert started[1:] == [step * buckets + during for step in range(1, STEPS)]
 
 
+def by_step(found: dict[str, Any], steps: int) -> tuple[int, dict[str, int]]:
+    """The counts of gradients of a run in which a call is quantized from SMALL bytes on."""
+    return steps * (found["buckets"] + found["large copies"]), {
+        copies.REASON: steps * found["buckets with small copies"]
+    }
+
+
 def test_tensor_and_data_parallel_side_by_side():
     """TP 2 x DP 2: each kind of reduction on its own group, counted at its own seam."""
     micro_batches = 2 * STEPS
@@ -431,7 +452,7 @@ def test_tensor_and_data_parallel_side_by_side():
             tensor_parallel.EMBEDDING.name: (0, {policy.EMBEDDING: micro_batches}),
             tensor_parallel.G_FORWARD.name: (micro_batches * 2 * SIZE.layers, {}),
             tensor_parallel.LINEAR_DGRAD.name: (micro_batches * (2 * SIZE.layers + 1), {}),
-            SITE: (STEPS * found["buckets"], {copies.REASON: STEPS * found["buckets with copies"]}),
+            SITE: by_step(found, STEPS),
         }
         assert found["copies equal"]
         assert torch.equal(runs["full"]["parameters"], runs["stock"]["parameters"])
@@ -439,9 +460,9 @@ def test_tensor_and_data_parallel_side_by_side():
 
 def train_with_copies() -> list[dict[str, Any]]:
     start_megatron(2)
-    config = FlashConfig(grad_bits=3, error_feedback=True, backward_bits=8, min_bytes=0)
+    config = FlashConfig(grad_bits=3, error_feedback=True, backward_bits=8, min_bytes=SMALL)
     ways = [WAYS[0], WAYS[1], {**WAYS[2], "average_in_collective": True}]
-    return [train(config, 2, **way) for way in ways]
+    return [train(config, 2, learned=True, **way) for way in ways]
 
 
 def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
@@ -449,14 +470,24 @@ def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
     for runs in run_ranks(4, train_with_copies, timeout=250, preload=MEGATRON):
         for found in runs:
             assert found["copies equal"] and found["replicas equal"]
-            quantized, full = found["counts"][SITE]
-            assert (quantized, full) == (
-                STEPS * found["buckets"],
-                {copies.REASON: STEPS * found["buckets with copies"]},
-            )
+            assert found["counts"][SITE] == by_step(found, STEPS)
+            assert found["large copies"] == 1, "the embedding of positions"
 
 
-def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
+def train_for_long() -> dict[str, Any]:
+    start_megatron(2)
+    config = FlashConfig(grad_bits=4, error_feedback=True, rounding="stochastic", backward_bits=8, min_bytes=SMALL)
+    return train(config, 2, 200, learned=True, **WAYS[3])
+
+
+def test_copies_are_the_same_after_200_steps_and_the_large_one_is_quantized():
+    for found in run_ranks(4, train_for_long, timeout=250, preload=MEGATRON):
+        assert found["copies equal"] and found["replicas equal"]
+        assert found["counts"][SITE] == by_step(found, 200)
+        assert found["large copies"] == 1 and found["losses"][-1] < 0.6 * found["losses"][0]
+
+
+def reduce_in_instances(min_bytes: int) -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
     """TP 2 x DP 4, two instances of the distributed optimizer: a layer norm's gradient lies across the two shards of
     its bucket. Whether it does, its exact average and what this rank has of it in the end, and the counts.
     """
@@ -482,7 +513,7 @@ def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, A
     exact = norm.clone()
     dist.all_reduce(exact, group=data)
     counters.reset_stats()
-    with enabled(FlashConfig(grad_bits=4, min_bytes=0)):
+    with enabled(FlashConfig(grad_bits=4, min_bytes=min_bytes)):
         ddp.finish_grad_sync()
     first, border = (norm.data_ptr() - bucket.grad_data.data_ptr()) // 4, bucket.grad_data.numel() // 2
     shard = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True).rank()
@@ -490,15 +521,24 @@ def reduce_in_instances() -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, A
     return first < border < first + norm.numel(), exact[mine] / data.size(), norm[mine].clone(), counts()
 
 
+def reduce_small_and_large() -> list[Any]:
+    return [reduce_in_instances(min_bytes) for min_bytes in (2001, 0)]
+
+
 def test_copies_across_two_shards_stay_the_same_between_instances_of_the_distributed_optimizer():
-    """Megatron reduces shards between the instances: the part of a gradient that lies in one is exact there as well."""
+    """Megatron reduces shards between the instances: the part of a gradient that lies in one is exact there. In its
+    bucket, before that, the gradient is quantized if it is large.
+    """
     pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
-    outcomes = run_ranks(8, reduce_in_instances, timeout=200)
-    for rank, (across, exact, found, counted) in enumerate(outcomes):
-        assert across
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
-        assert torch.equal(found, outcomes[rank ^ 1][2]), "the other tensor-parallel rank's copy"
-        assert counted[SITE] == (2, {copies.REASON: 2})
+    outcomes = run_ranks(8, reduce_small_and_large, timeout=200)
+    for rank, (small, large) in enumerate(outcomes):
+        for kind, (across, _, found, _) in enumerate((small, large)):
+            assert across
+            assert torch.equal(found, outcomes[rank ^ 1][kind][2]), "the other tensor-parallel rank's copy"
+        torch.testing.assert_close(small[2], small[1], rtol=1e-5, atol=1e-6)
+        assert 0.02 < (large[2] - large[1]).norm() / large[1].norm() < 0.2
+        assert small[3][SITE] == (2, {copies.REASON: 2})
+        assert large[3][SITE] == (3, {copies.REASON: 1}), "the copy, the rest, and the shard between instances"
 
 
 # All that leaves a rank
