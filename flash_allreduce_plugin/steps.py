@@ -6,7 +6,7 @@ the most steps counts. One whose state has a `step` of a checkpoint (Adam) goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -51,6 +51,26 @@ class OptimizerSteps:
             self.finished = max(self.finished + 1, count)
         for call in self.after:
             call()
+
+
+class Passes:
+    """Backward passes, counted without autograd: a pipeline's stage reduces its gradients outside of them.
+
+    A pass begins with the reduction of a module that the pass before has reduced.
+    """
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self._reduced: set[Hashable] = set()
+
+    def begins(self, module: Hashable) -> bool:
+        """Note the reduction of `module`; return True if a pass begins with it."""
+        begins = module in self._reduced or not self._reduced
+        if begins:
+            self.begun += 1
+            self._reduced.clear()
+        self._reduced.add(module)
+        return begins
 
 
 def _restored(optimizer: torch.optim.Optimizer) -> int:

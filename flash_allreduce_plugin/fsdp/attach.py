@@ -103,7 +103,7 @@ class _Served:
     def _step(self) -> int:
         return optimizer_steps.finished
 
-    def _begin(self, site: Site) -> Site:
+    def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
         autosave.before_reduction()
         group = self._of()
         if group is not None and group.comm_ctx not in _said:
@@ -112,7 +112,7 @@ class _Served:
             few = None if self.config.param_bits == "full" else notices.few_bits("param_bits", self.config.param_bits)
             if few is not None:
                 attachment.note(few)
-        return super()._begin(site)  # type: ignore[misc]
+        return super()._begin(site, calls)  # type: ignore[misc]
 
 
 class _ReduceScatter(_Served, fsdp2.FlashReduceScatter):
@@ -127,7 +127,7 @@ class _Replicas(_Served, fsdp2.Gradients):
     """The all-reduce between replicas, as torch's foreach_reduce calls it."""
 
     def __call__(self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, calls: Mapping[str, Any]) -> None:
-        site = self._begin(fsdp2.REPLICAS)
+        site = self._begin(fsdp2.REPLICAS, calls)
         dispatch.all_reduce(
             tensor,
             op,
@@ -149,8 +149,8 @@ class _AllGather(_Served, fsdp2.FlashAllGather):
         super().__init__(config.model_copy(update=changed), group)
         self._exactly = copies.REASON if has_copies else None
 
-    def _begin(self, site: Site) -> Site:
-        return fsdp2.FlashAllGather._begin(self, site)  # the line is the gradients'
+    def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
+        return fsdp2.FlashAllGather._begin(self, site, calls)  # the line is the gradients'
 
 
 def _with_ours(original: Function) -> Function:

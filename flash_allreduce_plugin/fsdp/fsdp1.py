@@ -9,7 +9,7 @@ with the gradient alone. It divides nothing then: the hook averages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -58,8 +58,9 @@ def hook_of(
     beside.attach(passes)
 
     def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-        group = _group(state)
-        passes.at(config)
+        calls = _reduction()
+        group = _group(state, calls["state"])
+        passes.at(config, id(calls["handle"]))
         site = passes.of(SITE)
         if shard is None:
             dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=site, step=step())
@@ -69,15 +70,19 @@ def hook_of(
     return flash_fsdp1_hook
 
 
-def _group(state: Any) -> dist.ProcessGroup:
-    """The group of the model's gradients. state: a group, torch's DefaultState, or None."""
+def _reduction() -> Mapping[str, Any]:
+    """Return the variables of the function that calls the hook."""
     calls = patching.locals_of("_reduce_grad", "_reduce_grad_no_shard") or {}
-    wrapped = calls.get("state")
-    if wrapped is None:
+    if not calls.keys() >= {"state", "handle"}:
         raise PatchError(
             "fsdp1_hook was not called by FullyShardedDataParallel as torch 2.11 to 2.13 have it, and does not see the "
             "model's process group; register it with a FullyShardedDataParallel, alone or in a wrapper that calls it."
         )
+    return calls
+
+
+def _group(state: Any, wrapped: Any) -> dist.ProcessGroup:
+    """Return the group of the model's gradients. state: a group, torch's DefaultState, or None. wrapped: the model."""
     if getattr(wrapped, "_fsdp_extension", None) is not None:
         raise ConfigError(
             "fsdp1_hook does not go together with tensor parallelism on a device mesh: copies of parameters would "

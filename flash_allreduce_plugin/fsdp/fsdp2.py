@@ -34,6 +34,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.steps import Passes
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
 
@@ -105,16 +106,19 @@ class Gradients(_Configured):
         """config: as of every class here; FlashConfig.from_env() if None."""
         super().__init__(config)
         self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
-        self._in_pass = False
+        self._passes = Passes()
         # Modules, by their first parameter, numbered in the order in which they are first reduced.
         self._modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
         checkpoint.register("fsdp", self)
 
-    def _begin(self, site: Site) -> Site:
-        """A gradient is about to be reduced; returns the site that counts for its model."""
+    def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
+        """Note that a module's gradient is about to be reduced; return the site that counts for its model.
+
+        calls: variables of foreach_reduce.
+        """
         passes = first_passes(self.config, self._attached_to)
-        passes.at(self.config)
+        passes.at(self.config, (id(self), self._number(calls)))
         return passes.of(site)
 
     def numbers(self) -> dict[str, float]:
@@ -127,18 +131,17 @@ class Gradients(_Configured):
         """Return the place of a module's residual. calls: variables of foreach_reduce."""
         if self.feedback is None:
             return None
-        if not self._in_pass:
+        number = self._number(calls)
+        if self._passes.begins(number):
             self.feedback.begin()
-        self._in_pass = True
-        # Asked again by every call: a backward pass that fails calls nobody back.
-        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+        return self.feedback.slot(number)
+
+    def _number(self, calls: Mapping[str, Any]) -> int:
+        """Return the number of the module whose gradient is reduced."""
         first = calls["fsdp_params"][0]
         if first not in self._modules:
             self._modules[first] = next(self._numbers)
-        return self.feedback.slot(self._modules[first])
-
-    def _pass_ended(self) -> None:
-        self._in_pass = False
+        return self._modules[first]
 
 
 class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
@@ -163,8 +166,8 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
 
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
         """
-        site = self._begin(GRADIENTS)
         calls = _reduction("FlashReduceScatter")
+        site = self._begin(GRADIENTS, calls)
         numel, found = output_tensor.numel(), copies_in(calls, self.config)
         return dispatch.reduce_scatter(
             output_tensor,
@@ -216,8 +219,8 @@ class FlashAllReduce(Gradients):
         Raises PatchError where it is not FSDP2 that calls, or not as this version knows it; ValueError where torch
         reduces over replicas itself, or where the group has ranks of other shards.
         """
-        site = self._begin(REPLICAS)
         calls = _reduction("FlashAllReduce")
+        site = self._begin(REPLICAS, calls)
         self._check(calls, reduce_output.device)
         if reduce_output.is_cuda:
             # It is of the reduce-scatter's stream. Of its own all-reduce torch keeps the tensor until it is done; of a
@@ -321,7 +324,7 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
     _said = False
     _exactly: str | None = None  # why a group goes in full precision
 
-    def _begin(self, site: Site) -> Site:
+    def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
         """Parameters are about to be gathered; returns the site that counts for their model."""
         if self._attached_to is not None and not FlashAllGather._said:
             FlashAllGather._said = True
@@ -336,7 +339,7 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
         async_op: bool = False,
     ) -> None:
         """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
-        site = self._begin(PARAMETERS)
+        site = self._begin(PARAMETERS, {})
         # FSDP waits only on handles of torch's own type.
         dispatch.all_gather(
             output_tensor,

@@ -7,16 +7,15 @@ communication.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import replace
-
-import torch
 
 from flash_allreduce_plugin import environment, policy
 from flash_allreduce_plugin.codec.format import MAX_BITS
 from flash_allreduce_plugin.config import FlashConfig, presets
 from flash_allreduce_plugin.config.refusals import OF_MEGATRON
 from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.steps import Passes
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 Where = Callable[[str], str]
@@ -163,25 +162,17 @@ class FirstPasses:
 
     def __init__(self, config: FlashConfig, attached_to: str | None = None) -> None:
         self._steps = FirstSteps(config, attached_to=attached_to)
-        self._finished, self._running = 0, False
+        self._passes = Passes()
 
     def of(self, site: Site) -> Site:
         return self._steps.of(site)
 
-    def at(self, config: FlashConfig) -> None:
-        """A gradient is about to be reduced."""
+    def at(self, config: FlashConfig, module: Hashable) -> None:
+        """The gradient of `module` is about to be reduced."""
         self._steps.config = config
-        self._steps.at(self._finished)
-        self._running = True
         if not self._steps.over:
-            try:
-                torch.autograd.Variable._execution_engine.queue_callback(self._over)
-            except RuntimeError:  # called by hand, in no backward pass
-                return
-
-    def _over(self) -> None:
-        self._finished += self._running
-        self._running = False
+            self._passes.begins(module)
+            self._steps.at(self._passes.begun - 1)
 
 
 def in_full_precision(
