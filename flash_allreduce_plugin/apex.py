@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib.util
+import weakref
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 GRADIENTS = Site("apex.gradients")
 REDUCER = Site("apex.reducer")
@@ -45,6 +47,7 @@ _config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _first_steps: WeakKeyDictionary[Any, FirstSteps] = WeakKeyDictionary()
+_reductions: WeakKeyDictionary[Any, Reductions] = WeakKeyDictionary()
 _feedback: WeakKeyDictionary[Any, Feedback] = WeakKeyDictionary()
 
 
@@ -76,6 +79,9 @@ def disable() -> None:
     _config = None
     _begun.clear()
     _first_steps.clear()
+    for reductions in _reductions.values():
+        reductions.forget()
+    _reductions.clear()
     _feedback.clear()
 
 
@@ -145,6 +151,10 @@ def _of_reducer(original: Function) -> Function:
 def _step(reducing: Any, *, begins: bool) -> int:
     """How many reductions `reducing` has begun before this one; `begins`: this call begins it."""
     _begun[reducing] = max(1, _begun.get(reducing, 0) + begins)
+    if reducing not in _reductions:
+        alive = weakref.ref(reducing)
+        _reductions[reducing] = Reductions(f"apex.parallel.{type(reducing).__name__}", lambda: _with_gradients(alive()))
+    _reductions[reducing].noted()
     _steps_of(reducing).at(_begun[reducing] - 1)
     return _begun[reducing] - 1
 
@@ -157,6 +167,12 @@ def _steps_of(reducing: Any) -> FirstSteps:
         found = FirstSteps(_config, attached_to=None if _first_steps else "apex.parallel")
         _first_steps[reducing] = found
     return found
+
+
+def _with_gradients(reducing: Any) -> list[Tensor]:
+    """Return the parameters of a module that have gradients now; a Reducer of a list of gradients has none."""
+    module = getattr(reducing, "module", None)
+    return [] if module is None else [one for one in module.parameters() if one.grad is not None]
 
 
 def _slot(reducing: Any, *, begins: bool) -> Slot | None:

@@ -28,6 +28,7 @@ from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.steps import optimizer_steps
 from flash_allreduce_plugin.telemetry import beside, counters, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 SITE = Site("ddp.gradients")
 
@@ -104,6 +105,8 @@ class Hook:
         """bucket: of torch's Python reducer a gradient and its parameter. shard: what only FSDP1 gives its hooks."""
         if self._other is not None:
             own_state, other = self._other
+            if not isinstance(bucket, tuple):  # which Dynamo traces
+                self.reduction.reductions.noted()
             return other(own_state, bucket)
         if isinstance(bucket, tuple):
             return self.reduction.parameter(state, *bucket)
@@ -150,6 +153,7 @@ class _Reduction:
         self.replicated = replicated
         self.attached = attached is not None
         self.steps: _Steps | _OptimizerSteps = _Steps() if attached is None else _OptimizerSteps()
+        self.reductions = Reductions(attached or "DistributedDataParallel", self.owner.with_gradients)
         self.first_steps = FirstSteps(config, attached_to=attached or "DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
         self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
@@ -170,6 +174,7 @@ class _Reduction:
         buffer, future = bucket.buffer(), Future()
         self.first_steps.at(self.steps.finished)
         site = self.first_steps.of(SITE)
+        self.reductions.noted()
 
         def theirs() -> Any:  # as DDP's reducer without a hook, which divides before it sums
             buffer.mul_(1 / dist.get_world_size(group))

@@ -52,6 +52,11 @@ class Owner:
             self._set(model)
         return model
 
+    def with_gradients(self) -> list[torch.Tensor]:
+        """Return the model's parameters that have gradients now."""
+        model = None if self._model is None else self._model()
+        return [] if model is None else [one for one in model._module_parameters if one.grad is not None]
+
     def in_graph(self, state: Any, parameter: torch.Tensor) -> DistributedDataParallel:
         """Return the same in code that Dynamo may trace.
 

@@ -210,6 +210,7 @@ def release(engine: Any) -> None:
     reduction, own, bound = getattr(engine, _BOUND)
     beside.detach(reduction)
     reduction.released = True
+    reduction.reductions.forget()
     exchanges.disown(reduction)
     if own is not None:
         own.close()

@@ -29,6 +29,7 @@ from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
 from flash_allreduce_plugin.telemetry.tensorboard import Scalars
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 EXPERTS = Site("deepspeed.experts")
 TIED = Site("deepspeed.pipeline.tied_gradients")
@@ -80,6 +81,7 @@ class Reduction:
         if config.param_bits != "full" and self.stage < 3:
             site = self.site(parameters(self.stage))
             self.parameters = Parameters(config, site, self.finished_steps, self._tensor_parallel, self._tied)
+        self.reductions = Reductions("DeepSpeed's engine", self._with_gradients, lambda: int(engine.global_steps))
         self._scalars, self._told_at = Scalars(), engine.global_steps
         self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
         self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
@@ -219,7 +221,14 @@ class Reduction:
         """What every collective of the engine is called with."""
         step = self.finished_steps()
         self._first_steps.at(step)
+        self.reductions.noted()
         return {"config": self.config, "site": self._site(group), "step": step, "feedback": self._slot()}
+
+    def _with_gradients(self) -> list[Tensor]:
+        """Return the parameters of the optimizer inside of DeepSpeed's that have gradients now."""
+        optimizer = getattr(self._engine, "basic_optimizer", None)
+        groups = getattr(optimizer, "param_groups", ())
+        return [one for group in groups for one in group["params"] if one.grad is not None]
 
     def _slot(self) -> Slot | None:
         """Where the next reduction of this backward pass finds its residual."""

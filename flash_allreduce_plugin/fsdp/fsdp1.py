@@ -9,8 +9,9 @@ with the gradient alone. It divides nothing then: the hook averages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import beside, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 SITE = Site("fsdp1.gradients")
 
@@ -55,6 +57,8 @@ def hook_of(
     """fsdp1_hook of a configuration that is served. step: finished training steps, for warmup_steps."""
     run_log.start(config)
     passes = FirstPasses(config, attached_to)
+    handles: WeakSet[Any] = WeakSet()
+    reductions = Reductions(attached_to, lambda: _with_gradients(handles))
     beside.attach(passes)
 
     def flash_fsdp1_hook(state: Any, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
@@ -62,12 +66,21 @@ def hook_of(
         group = _group(state, calls["state"])
         passes.at(config, id(calls["handle"]))
         site = passes.of(SITE)
+        handles.add(calls["handle"])
+        reductions.noted()
         if shard is None:
             dispatch.all_reduce(gradient, dist.ReduceOp.AVG, group, config, site=site, step=step())
         else:
             dispatch.reduce_scatter(shard, gradient, dist.ReduceOp.AVG, group, config, site=site, step=step())
 
     return flash_fsdp1_hook
+
+
+def _with_gradients(handles: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the parameters, flat and original, that have gradients now."""
+    flat = [handle.flat_param for handle in handles]
+    every = [parameter for one in flat for parameter in (one, *(one._params or ()))]
+    return [parameter for parameter in every if parameter.grad is not None]
 
 
 def _reduction() -> Mapping[str, Any]:

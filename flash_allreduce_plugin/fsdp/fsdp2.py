@@ -19,7 +19,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.steps import Passes
 from flash_allreduce_plugin.telemetry import beside, notices, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 GRADIENTS = Site("fsdp.gradients")
 REPLICAS = Site("fsdp.replicas")
@@ -57,6 +58,8 @@ _READ = {
     "all_reduce_group",
     "force_sum_reduction_for_comms",
 }
+# By what the groups of parameters of a model have in common.
+_models: WeakKeyDictionary[Any, _Model] = WeakKeyDictionary()
 # Of each model, by what its groups of parameters have in common.
 _first_passes: WeakKeyDictionary[Any, FirstPasses] = WeakKeyDictionary()
 
@@ -69,6 +72,28 @@ def first_passes(config: FlashConfig, attached_to: str | None) -> FirstPasses:
     if found is None:
         found = _first_passes[model] = FirstPasses(config, attached_to)
     return found
+
+
+class _Model:
+    """The reductions of one model, and the first parameter of each module that was reduced."""
+
+    def __init__(self) -> None:
+        self._first: WeakSet[Any] = WeakSet()
+        self._reductions = Reductions("FSDP2", self._with_gradients)
+
+    def noted(self, calls: Mapping[str, Any]) -> None:
+        """The gradient of a module is reduced. calls: variables of foreach_reduce."""
+        self._first.add(calls["fsdp_params"][0])
+        self._reductions.noted()
+
+    def _with_gradients(self) -> list[torch.Tensor]:
+        """Return the shards whose gradients wait for a reduction."""
+        return [
+            one.sharded_param
+            for one in self._first
+            if one.unsharded_accumulated_grad is not None
+            or getattr(getattr(one, "_unsharded_param", None), "grad", None) is not None
+        ]
 
 
 class _Configured:
@@ -119,6 +144,7 @@ class Gradients(_Configured):
         """
         passes = first_passes(self.config, self._attached_to)
         passes.at(self.config, (id(self), self._number(calls)))
+        note(calls)
         return passes.of(site)
 
     def numbers(self) -> dict[str, float]:
@@ -275,6 +301,15 @@ class FlashAllReduce(Gradients):
                 'for example mesh["replicate"].get_group().'
             )
         self._sharded_over = shards
+
+
+def note(calls: Mapping[str, Any]) -> None:
+    """Note the reduction at the model that FSDP2 reduces a module of."""
+    model = getattr((patching.locals_of("post_backward") or {}).get("self"), "comm_ctx", None)
+    if model is not None:
+        if model not in _models:
+            _models[model] = _Model()
+        _models[model].noted(calls)
 
 
 def _reduction(who: str) -> Mapping[str, Any]:

@@ -126,6 +126,7 @@ def _stop() -> None:
     scopes.stop()
     checkpoints.stop()
     data_parallel.residuals.configure(None)
+    data_parallel.reductions.forget()
     parameters.buckets.configure(None)
 
 

@@ -36,6 +36,7 @@ from flash_allreduce_plugin.patching import Function, Seam, rebound
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.running import Plain
 from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 
@@ -72,6 +73,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)
+        reductions.noted()
         token, reducing = _slots.set(residuals.slots(self)), _reducing.set(self)
         try:
             body(self, *args, **kwargs)
@@ -134,6 +136,8 @@ class Residuals:
 
 
 residuals = Residuals()
+# Its optimizers step on copies and views of parameters: any optimizer counts.
+reductions = Reductions("Megatron's DistributedDataParallel")
 # For the collectives of the bucket group that is being started.
 _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of_buckets", default=None)
 

@@ -352,3 +352,36 @@ def test_inference_that_is_not_served_is_said_once(engines: Callable[[int], Rank
         "in full precision. fap.deepspeed.enable serves engines of deepspeed.initialize."
     ]
     assert engines(2).run(inference, 1) == [[], []], "nothing is sent"
+
+
+def without_reductions(stage: int) -> list[str]:
+    """Two healthy steps, then four without a reduction, as where a pipeline engine of the program's has the duty."""
+    built, text = engine({"zero_optimization": {"stage": stage}}, EIGHT), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for number in range(2):
+            step(built, number)
+        assert not text.getvalue().count("had no reduction")
+        built.enable_backward_allreduce = False
+        for number in range(4):
+            step(built, number)
+    return [line for line in text.getvalue().splitlines() if "had no reduction" in line]
+
+
+def test_steps_without_a_reduction_are_named(engines: Callable[[int], Ranks]) -> None:
+    first, second = engines(2).run(without_reductions, 0)
+    assert len(first) == 1 and first[0].startswith("flash all-reduce: DeepSpeed's engine: 3 steps of the optimizer")
+    assert second == []
+
+
+def many_groups() -> list[str]:
+    """Stage 3 steps its optimizer once for each of its sub-groups."""
+    text = io.StringIO()
+    built = engine({"zero_optimization": {"stage": 3, "sub_group_size": 100}}, EIGHT)
+    with contextlib.redirect_stdout(text):
+        for number in range(4):
+            step(built, number)
+    return [line for line in text.getvalue().splitlines() if "had no reduction" in line]
+
+
+def test_sub_groups_are_one_step(engines: Callable[[int], Ranks]) -> None:
+    assert engines(2).run(many_groups) == [[], []]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -583,3 +584,37 @@ def test_the_summary_adds_up_to_all_that_leaves_a_rank():
         assert f"of {whole / 1e6:.2f} MB" in lines[0]
         assert any(line.startswith("  not ours: all_gather, DATA_PARALLEL_GROUP") for line in lines)
         assert "by our decision" in lines[-1] and lines[-1].endswith("% not ours")
+
+
+# Steps without a reduction
+
+
+def without_reductions(sharded: bool) -> list[str]:
+    """Two healthy steps, then four of a loop that does not finish its gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    start_megatron()
+    data = torch.randint(16, (2000,), generator=torch.Generator().manual_seed(5))
+    text = io.StringIO()
+    with CudaIsCpu(), enabled(GRADS), contextlib.redirect_stdout(text):
+        model = build_model(SIZE, tensor_parallel=1, sequence_parallel=False, seed=3)
+        how = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+        ddp = DistributedDataParallel(model.config, how, model)
+        adam = OptimizerConfig(optimizer="adam", lr=1e-3, use_distributed_optimizer=sharded)
+        optimizer = get_megatron_optimizer(adam, [ddp])
+        for step in range(6):
+            ddp.zero_grad_buffer()
+            loss_of(ddp, data, torch.tensor([0, 1000]), SIZE.sequence).backward()
+            if step < 2:
+                ddp.finish_grad_sync()
+            optimizer.step()
+    return [line for line in text.getvalue().splitlines() if "had no reduction" in line]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_steps_without_a_reduction_are_named(sharded):
+    first, second = run_ranks(2, without_reductions, sharded, preload=MEGATRON)
+    assert len(first) == 1
+    assert first[0].startswith("flash all-reduce: Megatron's DistributedDataParallel: 3 steps of the optimizer")
+    assert second == []
