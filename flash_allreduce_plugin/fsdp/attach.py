@@ -128,6 +128,7 @@ class _Replicas(_Served, fsdp2.Gradients):
 
     def __call__(self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, calls: Mapping[str, Any]) -> None:
         site = self._begin(fsdp2.REPLICAS, calls)
+        fsdp2.all_reduced(calls)
         dispatch.all_reduce(
             tensor,
             op,

@@ -35,7 +35,7 @@ from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.steps import Passes
-from flash_allreduce_plugin.telemetry import beside, notices, run_log
+from flash_allreduce_plugin.telemetry import beside, notices, run_log, unreduced
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
 from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
@@ -57,6 +57,7 @@ _READ = {
     "reduce_scatter_group",
     "all_reduce_group",
     "force_sum_reduction_for_comms",
+    "all_reduce_grads",
 }
 # By what the groups of parameters of a model have in common.
 _models: WeakKeyDictionary[Any, _Model] = WeakKeyDictionary()
@@ -80,11 +81,26 @@ class _Model:
     def __init__(self) -> None:
         self._first: WeakSet[Any] = WeakSet()
         self._reductions = Reductions("FSDP2", self._with_gradients)
+        self._all_reduced: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at which step of the optimizers
+        self._said = False
 
     def noted(self, calls: Mapping[str, Any]) -> None:
         """The gradient of a module is reduced. calls: variables of foreach_reduce."""
         self._first.add(calls["fsdp_params"][0])
         self._reductions.noted()
+
+    def all_reduced(self, calls: Mapping[str, Any]) -> None:
+        """The gradient of a module is reduced between replicas: print a line if that happens in every micro-batch."""
+        first = calls["fsdp_params"][0]
+        again = first.sharded_param.grad is not None and self._all_reduced.get(first) == unreduced.steps
+        self._all_reduced[first] = unreduced.steps
+        if again and not self._said:
+            self._said = True
+            notices.say(
+                "FSDP2: gradients are reduced between the replicas more than once in a step of the optimizer; to send "
+                "them once, call model.set_requires_all_reduce(False) before all micro-batches but the last one, and "
+                "set_requires_all_reduce(True) before that one."
+            )
 
     def _with_gradients(self) -> list[torch.Tensor]:
         """Return the shards whose gradients wait for a reduction."""
@@ -238,6 +254,7 @@ class FlashAllReduce(Gradients):
         self.group = checks.group_of(group)
         super().__init__(config)
         self._sharded_over: dist.ProcessGroup | None = None  # the last group that was found to fit
+        self._partial: dict[tuple[Any, ...], torch.Tensor] = {}  # sums of micro-batches, by the parameters
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
         """reduce_output [numel]: what FSDP's reduce-scatter gave this rank, in the dtype that FSDP reduces in.
@@ -248,6 +265,9 @@ class FlashAllReduce(Gradients):
         calls = _reduction("FlashAllReduce")
         site = self._begin(REPLICAS, calls)
         self._check(calls, reduce_output.device)
+        if not self._is_last(reduce_output, calls):
+            return
+        all_reduced(calls)
         if reduce_output.is_cuda:
             # It is of the reduce-scatter's stream. Of its own all-reduce torch keeps the tensor until it is done; of a
             # hook's the next module's reduce-scatter might get the memory while this one is still on its way.
@@ -262,6 +282,26 @@ class FlashAllReduce(Gradients):
             exact=copies_in(calls, self.config),
             plain=lambda: self._in_full_precision(reduce_output, calls["force_sum_reduction_for_comms"]),
         )
+
+    def _is_last(self, gradient: torch.Tensor, calls: Mapping[str, Any]) -> bool:
+        """Add the sum of the earlier micro-batches to `gradient`; return False where set_requires_all_reduce is False.
+
+        There the gradient joins the sum, as in torch's own HSDP, and torch accumulates zeros.
+        """
+        parameters = tuple(calls["fsdp_params"])
+        partial = self._partial.pop(parameters, None)
+        if any(not set(others).isdisjoint(parameters) for others in self._partial):
+            raise ValueError(
+                "the micro-batches of a step give gradients to different parameters of a module; FlashAllReduce and "
+                "set_requires_all_reduce(False) need the same ones; leave set_requires_all_reduce at True."
+            )
+        if calls["all_reduce_grads"]:
+            if partial is not None:
+                gradient += partial
+            return True
+        self._partial[parameters] = gradient.clone() if partial is None else partial.add_(gradient)
+        gradient.zero_()
+        return False
 
     def _in_full_precision(self, gradient: torch.Tensor, only_sums: bool) -> None:
         """By the operator that torch's own HSDP takes."""
@@ -304,12 +344,27 @@ class FlashAllReduce(Gradients):
 
 
 def note(calls: Mapping[str, Any]) -> None:
-    """Note the reduction at the model that FSDP2 reduces a module of."""
-    model = getattr((patching.locals_of("post_backward") or {}).get("self"), "comm_ctx", None)
+    """Note that the gradient of a module is reduced."""
+    model = _model()
     if model is not None:
-        if model not in _models:
-            _models[model] = _Model()
-        _models[model].noted(calls)
+        model.noted(calls)
+
+
+def all_reduced(calls: Mapping[str, Any]) -> None:
+    """Note that the gradient of a module is reduced between replicas."""
+    model = _model()
+    if model is not None:
+        model.all_reduced(calls)
+
+
+def _model() -> _Model | None:
+    """Return the model that FSDP2 reduces a module of; None if its post_backward does not call us."""
+    common = getattr((patching.locals_of("post_backward") or {}).get("self"), "comm_ctx", None)
+    if common is None:
+        return None
+    if common not in _models:
+        _models[common] = _Model()
+    return _models[common]
 
 
 def _reduction(who: str) -> Mapping[str, Any]:

@@ -24,6 +24,8 @@ from flash_allreduce_plugin.telemetry import notices
 
 _STEPS = 3
 
+steps = 0  # of all optimizers, while any reductions are noted
+
 _models: WeakSet[Reductions] = WeakSet()
 _hook: Any = None
 
@@ -72,11 +74,11 @@ class Reductions:
             if finished == self._last:
                 return
             self._last = finished
-        steps = self._silent[id(optimizer)] = self._silent.get(id(optimizer), 0) + 1
-        if steps >= _STEPS and self._concerns(optimizer):
+        count = self._silent[id(optimizer)] = self._silent.get(id(optimizer), 0) + 1
+        if count >= _STEPS and self._concerns(optimizer):
             self._said = True
             notices.say(
-                f"{self._model}: {steps} steps of the optimizer in a row had no reduction of gradients, and steps "
+                f"{self._model}: {count} steps of the optimizer in a row had no reduction of gradients, and steps "
                 "before them had. Look for a no_sync that is left on; after an error in a backward pass torch may "
                 "reduce nothing until the model is built again (pytorch#196996)."
             )
@@ -96,6 +98,8 @@ class Reductions:
 
 
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    global steps
+    steps += 1
     for model in list(_models):
         model.stepped(optimizer)
     _unhook()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,7 +155,7 @@ def with_replicas(
 ) -> dict[str, Any]:
     """Train on a mesh of shape (replicas, shards); replicas None: by torch's own HSDP.
 
-    accumulate: over two batches a step, the first without "gradient_sync" or without "all_reduce".
+    accumulate: over two batches a step, the first without "gradient_sync", "all_reduce" or "nothing".
     """
     fap.reset_stats()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
@@ -180,7 +182,8 @@ def with_replicas(
         for parameter, kept in zip(model.parameters(), state["shards"], strict=True):
             parameter.to_local().detach().copy_(kept)
         went_on = fap.load_state_dict(state["ours"])
-    with pytest.MonkeyPatch.context() as patch:
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         if disabled:
             patch.setenv("FLASH_ALLREDUCE_DISABLE", "1")
         for step in range(STEPS // 2 if resume else 0, STEPS):
@@ -203,7 +206,8 @@ def with_replicas(
             losses.append(float(loss.detach()))
     weights = torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
     left = [not hook.feedback.keys() for hook in hooks[1:] if hook.feedback is not None]  # hooks[0]: the empty root
-    return {"losses": losses, "weights": weights, "went_on": went_on, "left": left, **fap.stats()}
+    repeated = said.getvalue().count("reduced between the replicas more than once") == 1
+    return {"losses": losses, "weights": weights, "went_on": went_on, "left": left, "said": repeated, **fap.stats()}
 
 
 def options(case: Callable[..., Any], *args: Any, **more: Any) -> functools.partial[Any]:
@@ -270,21 +274,53 @@ def test_shards_and_replicas_are_reduced_quantized(ranks: Callable[[int], Ranks]
 
 
 @pytest.mark.parametrize("config", [fap.FlashConfig(enabled=False), EIGHT], ids=["full precision", "8 bits"])
-@pytest.mark.parametrize(("without", "passes"), [("gradient_sync", 1), ("all_reduce", 2)])
+@pytest.mark.parametrize("without", ["gradient_sync", "all_reduce"])
 def test_replicas_with_gradient_accumulation(
-    ranks: Callable[[int], Ranks], without: str, passes: int, config: fap.FlashConfig
+    ranks: Callable[[int], Ranks], without: str, config: fap.FlashConfig
 ) -> None:
-    """Without gradient_sync torch calls the hook in the last backward pass; all_reduce it does not ask about."""
+    """Replicas are reduced in the last backward pass of a step."""
     plain, mine = (ranks(4).run(options(with_replicas, one, accumulate=without)) for one in (None, config))
     for rank in range(4):
-        assert mine[rank]["sites"]["fsdp.replicas"]["calls"] == passes * STEPS * LAYERS
+        assert mine[rank]["sites"]["fsdp.replicas"]["calls"] == STEPS * LAYERS
         assert torch.equal(mine[rank]["weights"], mine[0]["weights"])
         if config is EIGHT:
             assert mine[rank]["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=5e-3)
-        elif without == "gradient_sync":
-            assert torch.equal(mine[rank]["weights"], plain[rank]["weights"])
         else:
-            torch.testing.assert_close(mine[rank]["weights"], plain[rank]["weights"], rtol=1e-4, atol=1e-6)
+            assert torch.equal(mine[rank]["weights"], plain[rank]["weights"])
+        assert not mine[rank]["said"]
+
+
+def test_replicas_that_are_reduced_in_every_micro_batch_get_one_line(ranks: Callable[[int], Ranks]) -> None:
+    for rank, seen in enumerate(ranks(4).run(options(with_replicas, EIGHT, accumulate="nothing"))):
+        assert seen["sites"]["fsdp.replicas"]["calls"] == 2 * STEPS * LAYERS
+        assert seen["said"] == (rank == 0)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, deep: bool) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return self.second(y) if deep else y
+
+
+def other_parameters() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = Sometimes()
+    fully_shard(model, mesh=mesh["shard"])
+    model.set_all_reduce_hook(fap.FlashAllReduce(mesh.get_group("replicate"), EIGHT))
+    model.set_requires_all_reduce(False)
+    model(torch.ones(2, 8), False).sum().backward()
+    model.set_requires_all_reduce(True)
+    with pytest.raises(ValueError, match="different parameters") as refused:
+        model(torch.ones(2, 8), True).sum().backward()
+    return str(refused.value)
+
+
+def test_micro_batches_of_different_parameters_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    assert all("leave set_requires_all_reduce at True" in message for message in ranks(4).run(other_parameters))
 
 
 def test_replicas_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
