@@ -37,7 +37,8 @@ def build(kind: str) -> Any:
         return DistributedDataParallel(model, find_unused_parameters=True)
     if kind == "fsdp1":
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    shape, names = ((2, world // 2), ("replicate", "shard")) if kind == "hsdp" else ((world,), ("shard",))
+    shapes = {"hsdp": (2, world // 2), "replicas": (world, 1)}
+    shape, names = (shapes[kind], ("replicate", "shard")) if kind in shapes else ((world,), ("shard",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if kind == "part":
         mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("other", "shard"))["shard"]
@@ -74,7 +75,7 @@ def train(kind: str, folder: Path, begin: int, end: int, sgd: bool = False, ever
     return torch.cat([one.flatten() for one in weights]), said, optimizer_steps.finished
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4)])
+@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("replicas", 4)])
 def test_a_resumed_run_goes_on_bit_for_bit(kind: str, world: int, tmp_path: Path) -> None:
     whole = run_ranks(world, train, kind, tmp_path, 0, STEPS, kind == "fsdp2")
     resumed = run_ranks(world, train, kind, tmp_path, SAVED, STEPS, kind == "fsdp2")
