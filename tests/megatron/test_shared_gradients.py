@@ -4,6 +4,7 @@ sequence parallelism, one embedding for input and output and learned positions, 
 
 from __future__ import annotations
 
+import copy
 import importlib
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,13 @@ from tests.distributed import MEGATRON, run_ranks
 
 pytest.importorskip("megatron.core")
 
+import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import megatron, policy
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron import shared_gradients
+from flash_allreduce_plugin.megatron import parameters, shared_gradients
 from flash_allreduce_plugin.telemetry import counters
-from tests.megatron.test_data_parallel import start_megatron
+from tests.megatron.test_data_parallel import CudaIsCpu, start_megatron
 from tests.megatron.test_groups import BATCH, SEQUENCE, CpuForCuda, batch, transformer_config
 
 WORD, LAYER_NORM = shared_gradients.WORD_EMBEDDING.name, shared_gradients.LAYER_NORM.name
@@ -42,24 +44,27 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def train(config: dict[str, Any] | None, tp: int, stages: int) -> dict[str, Any]:
+def gpt(tp: int, stages: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Any:
+    """This rank's stage, whose embedding is the output layer as well."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     settings = transformer_config(
         num_layers=stages,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=stages,
         sequence_parallel=tp > 1,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=False,
         attention_softmax_in_fp32=True,
+        finalize_model_grads_func=finalize_model_grads,
     )
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model = GPTModel(
         settings,
         get_gpt_layer_local_spec(),
@@ -71,9 +76,13 @@ def train(config: dict[str, Any] | None, tp: int, stages: int) -> dict[str, Any]
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     model.model_type = None
-    ddp = DistributedDataParallel(settings, DistributedDataParallelConfig(), model)
-    settings.finalize_model_grads_func = finalize_model_grads
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model.to(dtype)
+
+
+def backward_pass(ddp: torch.nn.Module, step: int) -> list[float]:
+    """The losses of Megatron's schedule over its micro-batches; none on stages before the last one."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     def forward_step(batches: Any, stage: Any, *_: Any) -> Any:
         tokens, positions, mask, labels = next(batches)
@@ -82,25 +91,35 @@ def train(config: dict[str, Any] | None, tp: int, stages: int) -> dict[str, Any]
             {"loss": losses.mean().detach()},
         )
 
+    replica = parallel_state.get_data_parallel_rank()
+    batches = [batch(100 * step + 10 * replica + number) for number in range(MICRO_BATCHES)]
+    seen = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=ddp,
+        num_microbatches=MICRO_BATCHES,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        forward_only=False,
+    )
+    return [float(one["loss"]) for one in seen]
+
+
+def train(config: dict[str, Any] | None, tp: int, stages: int) -> dict[str, Any]:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model = gpt(tp, stages)
+    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counters.reset_stats()
     if config is not None:
         megatron.enable(FlashConfig(**config))
-    replica = parallel_state.get_data_parallel_rank()
     losses = []
     for step in range(STEPS):
         ddp.zero_grad_buffer()
-        batches = [batch(100 * step + 10 * replica + number) for number in range(MICRO_BATCHES)]
         with CpuForCuda():
-            seen = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter(batches),
-                model=ddp,
-                num_microbatches=MICRO_BATCHES,
-                seq_length=SEQUENCE,
-                micro_batch_size=BATCH,
-                forward_only=False,
-            )
-        losses += [float(one["loss"]) for one in seen]
+            losses += backward_pass(ddp, step)
         for parameter in model.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()
@@ -169,6 +188,90 @@ def test_copies_stay_the_same_bits(ranks: tuple[int, list[dict[str, Any]]], vari
         part, stage = rank[variant]["at"]
         assert torch.equal(embeddings.setdefault(part, rank[variant]["embedding"]), rank[variant]["embedding"])
         assert torch.equal(norms.setdefault(stage, rank[variant]["norms"]), rank[variant]["norms"])
+
+
+class Sharded:
+    """A GPT of two stages in bf16, with Megatron's distributed optimizer."""
+
+    def __init__(self, frozen: bool, seed: int = 1) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.model = gpt(1, 2, torch.bfloat16, seed)
+        self.weight = self.model.shared_embedding_or_output_weight().requires_grad_(not frozen)
+        options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True, "bucket_size": 8000}
+        self.ddp = DistributedDataParallel(self.model.config, DistributedDataParallelConfig(**options), self.model)
+        self.ddp.broadcast_params()
+        adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, clip_grad=1.0, use_distributed_optimizer=True)
+        self.optimizer = get_megatron_optimizer(adam, [self.ddp])
+        self.losses: list[list[float]] = []
+        self.equal: list[bool] = []
+
+    def run(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.ddp.zero_grad_buffer()
+            self.losses.append(backward_pass(self.ddp, step))
+            assert self.optimizer.step()[0]
+            mine = self.weight.detach().clone()
+            copies = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(copies, mine)
+            self.equal.append(all(torch.equal(mine.view(torch.int16), one.view(torch.int16)) for one in copies))
+
+    def masters(self) -> list[torch.Tensor]:
+        groups = (group for one in self.optimizer.chained_optimizers for group in one.shard_fp32_from_float16_groups)
+        return [master for group in groups for master in group]
+
+    def state(self) -> Any:
+        adam = [one.optimizer.state_dict() for one in self.optimizer.chained_optimizers]
+        return copy.deepcopy((self.model.state_dict(), self.masters(), adam)), fap.state_dict()
+
+    def load(self, state: Any) -> None:
+        (model, masters, adam), ours = state
+        self.model.load_state_dict(model)
+        for master, saved in zip(self.masters(), masters, strict=True):
+            master.data.copy_(saved)
+        for one, saved in zip(self.optimizer.chained_optimizers, adam, strict=True):
+            one.optimizer.load_state_dict(saved)
+        assert fap.load_state_dict(ours)
+
+
+def sharded(frozen: bool, steps: int) -> dict[str, Any]:
+    """Train in full precision, and at 4 bits with a second model that goes on from the middle."""
+    start_megatron(1, pipeline_model_parallel_size=2)
+    torch.cuda.synchronize = lambda *_: None
+    with CudaIsCpu():
+        stock = Sharded(frozen)
+        stock.run(0, steps)
+        counters.reset_stats()
+        megatron.enable(FlashConfig(grad_bits=4, param_bits=4, min_bytes=0, group_size=32))
+        straight = Sharded(frozen)
+        straight.run(0, steps // 2)
+        saved = straight.state()
+        straight.run(steps // 2, steps)
+        every = counters.stats()["sites"]
+        resumed = Sharded(frozen, seed=2)
+        resumed.load(saved)
+        resumed.run(steps // 2, steps)
+        megatron.disable()
+    return {
+        "equal": stock.equal + straight.equal + resumed.equal,
+        "same": resumed.losses == straight.losses[steps // 2 :] and torch.equal(resumed.weight, straight.weight),
+        "losses": (straight.losses, stock.losses),
+        "quantized": {name: every[name]["quantized"] for name in (WORD, parameters.PARAMETERS.name) if name in every},
+    }
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_the_distributed_optimizer_keeps_both_copies_of_a_tied_embedding_equal(frozen: bool) -> None:
+    """Megatron-LM#844, #656 and, frozen, #1544: after each of 50 steps, and after a resume bit for bit."""
+    steps = 6 if frozen else 50
+    for rank in run_ranks(4, sharded, frozen, steps, preload=MEGATRON, timeout=240):
+        assert all(rank["equal"]) and len(rank["equal"]) == 2 * steps + steps // 2
+        assert rank["same"]
+        for quantized, stock in zip(*rank["losses"], strict=True):
+            assert quantized == pytest.approx(stock, rel=0.02)
+        assert rank["quantized"].get(WORD, 0) == (0 if frozen else steps)
+        assert rank["quantized"][parameters.PARAMETERS.name] >= steps - 1
 
 
 def positions_over_two_stages() -> Any:
