@@ -92,13 +92,14 @@ def sharding(mesh: Any, placements: Sequence[Any]) -> Sharding:
     return frozenset(name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate())
 
 
-def among(shardings: Sequence[Sharding], config: FlashConfig) -> list[bool]:
+def among(shardings: Sequence[Sharding], config: FlashConfig, others: Sharding = frozenset()) -> list[bool]:
     """Which parameters of one call are copies on ranks where others of the call are split.
 
+    others: dimensions over which parameters of other calls are split. Ranks may have other borders between calls.
     Where nothing is split, the gradients and so the results are the same on those ranks anyway. Raises ConfigError
     where they would be the same at one width only, and the width is adapted (target_sqnr_db or min_sqnr_db).
     """
-    split: Sharding = frozenset().union(*shardings)
+    split = others.union(*shardings)
     found = [one != split for one in shardings]
     if any(found) and (config.target_sqnr_db is not None or config.min_sqnr_db is not None):
         raise ConfigError(ADAPTIVE)

@@ -22,7 +22,7 @@ from flash_allreduce_plugin import autosave, checkpoint, dispatch, patching
 from flash_allreduce_plugin.collectives import copies
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.ddp.owner import Owner, group_of
+from flash_allreduce_plugin.ddp.owner import Owner, group_of, sharding_of
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.steps import optimizer_steps
@@ -207,7 +207,7 @@ class _Reduction:
     def exact(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> copies.Copied:
         """Return the gradients of the bucket of whose parameters other ranks have copies."""
         told = set(map(id, self.replicated))
-        found = copies.among([_sharding(parameter) for parameter in parameters], self.config)
+        found = copies.among([sharding_of(parameter) for parameter in parameters], self.config, self.owner.split)
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
         if not any(either) or bucket.buffer().is_sparse:
             return []
@@ -281,9 +281,3 @@ def _sparse(gradient: torch.Tensor, group: dist.ProcessGroup | None, site: Site)
     rows = gradient._indices().nbytes + gradient._values().nbytes  # not coalesced
     counters.record_full_precision(site, SPARSE, rows * (world - 1), message=0)
     return dist.all_reduce(gradient, group=group, async_op=True)
-
-
-def _sharding(parameter: torch.Tensor) -> copies.Sharding:
-    """How a DTensor is laid out, whose local part is what DDP shows (torch.distributed.tensor.parallel.ddp)."""
-    spec = getattr(parameter, "_st_info", None)
-    return frozenset() if spec is None else copies.sharding(spec.mesh, spec.placements)

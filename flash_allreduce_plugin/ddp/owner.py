@@ -20,16 +20,20 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from flash_allreduce_plugin.collectives import copies
+
 
 class Owner:
     """A weak reference to the model of one hook.
 
     has_dtensors: True if the model holds DTensors, so that other ranks have copies of its other parameters.
+    split: dimensions of a device mesh over which parameters of the model are split.
     """
 
     def __init__(self, replicated: Sequence[torch.Tensor] = ()) -> None:
         """replicated: parameters that the model must train."""
         self.has_dtensors = False
+        self.split: copies.Sharding = frozenset()
         self._replicated = replicated
         self._model: weakref.ref[DistributedDataParallel] | None = None
         self._parameters: set[int] = set()  # identities; the model keeps them alive
@@ -83,9 +87,16 @@ class Owner:
             raise ValueError(f"replicated has parameters of shapes {unknown}, of which the model reduces no gradient.")
         self._model, self._parameters = weakref.ref(model), parameters
         self.has_dtensors = any(hasattr(one, "_st_info") for one in model._module_parameters)
+        self.split = frozenset().union(*map(sharding_of, model._module_parameters))
 
     def _serves_another(self, model: DistributedDataParallel) -> bool:
         return self._model is not None and self._model() not in (None, model)
+
+
+def sharding_of(parameter: torch.Tensor) -> copies.Sharding:
+    """Return the layout of a DTensor, of which DDP shows the local part (torch.distributed.tensor.parallel.ddp)."""
+    spec = getattr(parameter, "_st_info", None)
+    return frozenset() if spec is None else copies.sharding(spec.mesh, spec.placements)
 
 
 def group_of(state: Any) -> Any:

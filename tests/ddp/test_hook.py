@@ -324,7 +324,7 @@ def test_copies_that_nobody_tells_of_drift_apart(ranks: Callable[[int], Ranks]) 
     assert all(outcome["apart"] > 1e-4 for outcome in ranks(4).run(beside_tensor_parallelism, False, {}))
 
 
-def as_dtensors(options: dict[str, Any], wrapper: Any = lambda hook: hook) -> dict[str, Any]:
+def as_dtensors(options: dict[str, Any], wrapper: Any = unwrapped, bucket_cap_mb: float = 0.05) -> dict[str, Any]:
     """The same of torch's own tensor parallelism: split weights are DTensors, layer norms too or not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(7)
@@ -333,7 +333,7 @@ def as_dtensors(options: dict[str, Any], wrapper: Any = lambda hook: hook) -> di
     for block in model:
         parallelize_module(block, mesh["tp"], plan)
     _pre_dp_module_transform(model)
-    ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"), bucket_cap_mb=0.05)
+    ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"), bucket_cap_mb=bucket_cap_mb)
     ddp.register_comm_hook(None, wrapper(fap.ddp_hook(fap.FlashConfig(bits=4, min_bytes=SMALL, **options))))
     same = [p for name, p in model.named_parameters() if "norm" in name or name.endswith("down.bias")]
     return {"apart": train_on(ddp, same, mesh), **fap.stats()}
@@ -343,6 +343,14 @@ def test_dtensors_say_what_is_a_copy(ranks: Callable[[int], Ranks]) -> None:
     for outcome in ranks(4).run(as_dtensors, {}):
         assert outcome["apart"] == 0
         assert outcome["sites"]["ddp.gradients"]["full_precision"][copies.REASON] > 0
+
+
+def test_a_bucket_of_copies_alone_is_reduced_as_where_it_has_neighbours(ranks: Callable[[int], Ranks]) -> None:
+    """Another tensor-parallel rank may have its buckets elsewhere: what becomes of a copy must not depend on them."""
+    for outcome in ranks(4).run(as_dtensors, {}, unwrapped, 0.0008):  # a norm and the bias before it, 1,152 bytes
+        assert outcome["apart"] == 0
+        counted = outcome["sites"]["ddp.gradients"]["full_precision"][copies.REASON]
+        assert counted > 2 * STEPS, "two buckets have a split parameter beside copies, the third has none"
 
 
 def widths_that_are_chosen() -> str:
