@@ -383,21 +383,13 @@ def test_ddp(ranks: Callable[[int], Ranks], rebuilds: bool, accumulate: bool) ->
             assert set(one["on dropped"]) <= {"DDP rebuilt its buckets", error_feedback.LAYOUT}
 
 
-class Bucket:
-    """A GradBucket that holds these parameters."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = lambda: parameters
-        self.index = lambda: 1
-
-
 def test_a_bucket_that_ddp_rebuilt_from_parameters_as_large_begins_anew() -> None:
     fap.reset_stats()
     reduction = _Reduction(configuration())
     owner, (a, b) = reduction.feedback, (nn.Parameter(torch.zeros(8)) for _ in range(2))
     assert owner is not None
     for parameters, kept in (([a, b], 0), ([a, b], 1), ([b, a], 0), ([b, a], 1)):
-        slot = reduction.slot(Bucket(parameters))  # type: ignore[arg-type]
+        slot = reduction.slot(1, parameters)
         assert slot is not None and len(owner.keys()) == kept
         slot.open("16 elements", SITE, (1, 1), 128, torch.device("cpu"))
     assert fap.stats()["residuals_dropped"] == {REBUILT: 1}
