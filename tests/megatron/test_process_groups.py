@@ -8,6 +8,7 @@ parallel_state is uninitialised, or has tensor-parallel groups of one rank, as a
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 from functools import cache
 from typing import Any, NamedTuple
@@ -273,7 +274,9 @@ def experts() -> bytes:
         expert_tensor_parallel_size=2,
     )
     torch.manual_seed(1)
-    layer = build_module(get_moe_module_spec(use_te=False, num_experts=2), config=config, pg_collection=own_groups())
+    spec = get_moe_module_spec(use_te=False, num_experts=2)
+    build = spec if isinstance(spec, functools.partial) else functools.partial(build_module, spec)  # from 0.19 on
+    layer = build(config=config, pg_collection=own_groups())
     layer.set_layer_number(1)
     x = torch.randn(8, 2, SIZE.hidden, generator=torch.Generator().manual_seed(dist.get_rank())).requires_grad_()
 
