@@ -48,6 +48,10 @@ def observe() -> dict[str, Any]:
 
 
 def test_the_gather_of_qkv_and_its_reduce_scatter_are_quantized() -> None:
+    try:
+        transformer_config(num_query_groups=1)
+    except ValueError as refused:
+        pytest.skip(f"this megatron-core refuses fewer KV heads than tensor-parallel ranks: {refused}")
     first, second = run_ranks(2, observe, timeout=200, preload=MEGATRON)
     for found in (first, second):
         stock, both = found["stock"], found["both"]
