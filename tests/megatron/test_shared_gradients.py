@@ -243,7 +243,7 @@ def sharded(frozen: bool, steps: int) -> dict[str, Any]:
         stock = Sharded(frozen)
         stock.run(0, steps)
         counters.reset_stats()
-        megatron.enable(FlashConfig(grad_bits=4, param_bits=4, min_bytes=0, group_size=32))
+        megatron.enable(FlashConfig(grad_bits=4, param_bits=4, rounding="stochastic", min_bytes=0, group_size=32))
         straight = Sharded(frozen)
         straight.run(0, steps // 2)
         saved = straight.state()
