@@ -64,6 +64,7 @@ import argparse, os
 
 def add_megatron_arguments(parser):
     parser.add_argument_group("network size").add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true")
     return parser
 
 def parse_args(extra_args_provider=None):
@@ -98,7 +99,9 @@ if __name__ == "__main__":
 
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(get_args().tensor_model_parallel_size)
-    output = reduce_from_tensor_model_parallel_region(torch.full((512, 512), 1.0 + dist.get_rank()))
+    dtype = torch.bfloat16 if get_args().bf16 else torch.float32
+    output = reduce_from_tensor_model_parallel_region(torch.full((512, 512), 1.0 + dist.get_rank(), dtype=dtype))
+    assert output.dtype == dtype
     assert bool(((output - 3.0).abs() < 0.05).all()), output
     leave()
 """,
@@ -145,11 +148,13 @@ def stub(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("launcher", [False, True], ids=["entry point", "launcher"])
-def test_flags_of_an_unmodified_script(stub: Path, launcher: bool) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "precision"), [(False, "bf16"), (True, "fp32")], ids=["entry point, bf16", "launcher, fp32"]
+)
+def test_flags_of_an_unmodified_script(stub: Path, launcher: bool, precision: str) -> None:
     command = (*LAUNCHER, "checkout/pretrain_stub.py") if launcher else ("checkout/pretrain_stub.py",)
     switch = {"FLASH_ALLREDUCE_AUTOLOAD": "0"} if launcher else {}
-    done = run(stub, *TORCHRUN, *command, "--tensor-model-parallel-size", "2", *FLAGS, **switch)
+    done = run(stub, *TORCHRUN, *command, "--tensor-model-parallel-size", "2", *PRECISIONS[precision], *FLAGS, **switch)
     assert done.returncode == 0, done.stdout
     # Not at the start of a line: both ranks write to one place, line ends on their own.
     assert done.stdout.count("flash all-reduce: ") == 1, "rank 0 only"
@@ -188,6 +193,39 @@ def test_the_launcher_says_how_it_is_used(stub: Path) -> None:
     for words, said in (((), "usage: "), (("--help",), "usage: "), (("none.py",), "none.py: no such file")):
         done = run(stub, *LAUNCHER, *words)
         assert done.returncode == 1 and said in done.stdout
+
+
+SHIMMED = """
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, model_parallel_cuda_manual_seed
+from tests.leaving import leave
+
+dist.init_process_group("gloo")
+parallel_state.initialize_model_parallel(2)
+torch.manual_seed(1)
+model_parallel_cuda_manual_seed(1)
+before = torch.get_rng_state()
+config = ModelParallelConfig(tensor_model_parallel_size=2, params_dtype=torch.bfloat16)
+layer = ColumnParallelLinear(16, 32, config=config, init_method=torch.nn.init.normal_, bias=False)
+weight = layer.weight.detach().cuda()
+assert weight.type() == "torch.cuda.BFloat16Tensor", weight.type()
+assert torch.equal(before, torch.get_rng_state()), "drawn from the CPU's generator"
+parts = [torch.empty_like(weight) for _ in range(2)]
+dist.all_gather(parts, weight)
+assert not torch.equal(*parts), "both ranks drew the same numbers"
+leave()
+"""
+
+
+def test_the_shim_of_cuda_knows_bf16_and_draws_other_weights_on_each_rank(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", tmp_path / "site" / "sitecustomize.py")
+    (tmp_path / "shimmed.py").write_text(SHIMMED)
+    done = run(tmp_path, *TORCHRUN, "shimmed.py")
+    assert done.returncode == 0, done.stdout[-4000:]
 
 
 def why_not() -> str:
