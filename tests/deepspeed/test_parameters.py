@@ -142,7 +142,7 @@ def test_three_ranks_at_two_bits(engines: Any) -> None:
     assert engines(3).run(three_ranks) == [True] * 3
 
 
-def left_alone(options: dict[str, Any]) -> tuple[bool, list[dict[str, int]]]:
+def left_alone(options: dict[str, Any]) -> tuple[bool, list[Any], str]:
     from flash_allreduce_plugin.deepspeed import engine as ours
 
     built = training.engine(options, {"bits": 8, "min_bytes": 0})
@@ -150,13 +150,19 @@ def left_alone(options: dict[str, Any]) -> tuple[bool, list[dict[str, int]]]:
     fap.reset_stats()
     training.step(built, 0)
     counted = [one["full_precision"] for name, one in fap.stats()["sites"].items() if "parameters" in name]
+    optimizer = type(built.optimizer).__name__
     built.destroy()
-    return served, counted
+    return served, counted, optimizer
 
 
 @pytest.mark.parametrize("way", ["stage 2", "BF16_Optimizer"])
 def test_gathers_are_deepspeeds_own_and_counted_unless_asked_for(engines: Any, way: str) -> None:
-    assert engines(2).run(left_alone, WAYS[way]) == [(False, [{"param_bits is full": 1}])] * 2
+    for served, counted, optimizer in engines(2).run(left_alone, WAYS[way]):
+        if optimizer == "FP16_UnfusedOptimizer":
+            pytest.skip(
+                f"DeepSpeed {'.'.join(map(str, training.release()))} builds {optimizer} here, which gathers nothing"
+            )
+        assert not served and counted == [{"param_bits is full": 1}]
 
 
 def is_changed(what: str) -> dict[str, Any]:
