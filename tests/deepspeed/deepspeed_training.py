@@ -50,6 +50,10 @@ def release() -> tuple[int, ...]:
     return tuple(int(number) for number in importlib.metadata.version("deepspeed").split(".")[:3])
 
 
+#: Of tests that no older release has run yet.
+NEWEST = pytest.mark.skipif(release() < (0, 19, 8), reason="tried on DeepSpeed 0.19.8 alone")
+
+
 def skip_if_nothing_is_reduced(zero: dict[str, Any]) -> None:
     """A defect of DeepSpeed's that only the CPU shows, with the plugin and without."""
     if not zero.get("contiguous_gradients", True) and release() < (0, 19, 8):

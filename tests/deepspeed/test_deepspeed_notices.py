@@ -12,7 +12,7 @@ import test_attention
 import test_experts
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, batch, engine, step
+from deepspeed_training import EIGHT, NEWEST, batch, engine, step
 
 import flash_allreduce_plugin as fap
 from tests.distributed import Ranks
@@ -48,6 +48,7 @@ def of_stage(options: dict[str, Any], flash: dict[str, Any]) -> dict[str, Any]:
     return noticed(train)
 
 
+@NEWEST
 @pytest.mark.parametrize(
     ("stage", "bf16"), [(0, True), (1, False), (2, False), (3, False)], ids=["bf16", "1", "2", "3"]
 )
@@ -83,6 +84,7 @@ def of_experts(flash: dict[str, Any]) -> dict[str, Any]:
     return noticed(train)
 
 
+@NEWEST
 def test_experts_exchange_in_full_precision_by_a_field(engines: Callable[[int], Ranks]) -> None:
     first, _ = engines(2).run(of_experts, EIGHT)
     assert first["lines"] == [
@@ -113,6 +115,7 @@ def of_attention(flash: dict[str, Any]) -> dict[str, Any]:
     return noticed(train)
 
 
+@NEWEST
 def test_attention_exchanges_in_full_precision_by_a_field(engines: Callable[[int], Ranks]) -> None:
     first, _ = engines(2).run(of_attention, EIGHT)
     assert first["lines"] == [
@@ -142,6 +145,7 @@ def without_an_optimizer(flash: dict[str, Any]) -> dict[str, Any]:
     return noticed(infer)
 
 
+@NEWEST
 def test_an_engine_that_only_infers_gets_the_notice(engines: Callable[[int], Ranks]) -> None:
     first, second = engines(2).run(without_an_optimizer, EIGHT)
     why = f"param_bits is full ({section('param_bits')})"
@@ -166,6 +170,7 @@ def two_engines() -> list[str]:
     return noticed(train)["lines"]  # type: ignore[no-any-return]
 
 
+@NEWEST
 def test_the_second_engine_is_told_its_own_numbers(engines: Callable[[int], Ranks]) -> None:
     first, second = engines(2).run(two_engines)
     assert first == [

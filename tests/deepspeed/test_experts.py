@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import configuration, deepspeed, engine, package, weights
+from deepspeed_training import NEWEST, configuration, deepspeed, engine, package, weights
 from torch import Tensor, nn
 
 import flash_allreduce_plugin as fap
@@ -210,6 +210,7 @@ def signatures_of_layers(site: str) -> list[int]:
     return found
 
 
+@NEWEST
 @pytest.mark.parametrize("site", [experts.COMBINE.name, experts.DISPATCH_BACKWARD.name])
 def test_what_one_layer_sends_never_reaches_another_layer(engines: Callable[[int], Ranks], site: str) -> None:
     here, there = engines(2).run(signatures_of_layers, site)

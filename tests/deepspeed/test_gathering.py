@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import EIGHT, batch, deepspeed, engine, model, release, step, train
+from deepspeed_training import EIGHT, NEWEST, batch, deepspeed, engine, model, release, step, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -354,6 +354,7 @@ def recomputed(widths: dict[str, Any], zero: Mapping[str, int] = NO_REUSE) -> li
     return equal
 
 
+@NEWEST
 def test_recomputed_activations_see_the_same_weights_or_the_widths_are_refused(
     engines: Callable[[int], Ranks],
 ) -> None:

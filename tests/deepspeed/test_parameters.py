@@ -286,6 +286,7 @@ def beside_an_empty_group(stage: int, flash: dict[str, Any] | None, folder: str)
     return losses, same
 
 
+@training.NEWEST
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_adapters_beside_an_empty_group(engines: Any, stage: int, tmp_path: Any) -> None:
     plain = engines(2).run(beside_an_empty_group, stage, None, str(tmp_path / "plain"))
@@ -390,6 +391,7 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}
 GATHERS_NOTHING = "at zero_optimization.stage 0, which gathers no parameters)."
 
 
+@training.NEWEST
 @pytest.mark.parametrize(
     ("extra", "optimizer"),
     [({}, "without an optimizer"), (ADAM, "with AdamW"), (BF16, "with BF16_Optimizer"), ({**BF16, **ADAM}, "with ")],
@@ -404,12 +406,14 @@ def test_a_reference_model_of_the_policys_json(engines: Any, extra: dict[str, An
     assert f"attached to DeepSpeedEngine {optimizer}" in attached and "parameters" not in attached
 
 
+@training.NEWEST
 def test_a_reference_model_at_stage_3_gathers_as_the_policy_does(engines: Any) -> None:
     (lines, exact, sites), _ = engines(2).run(reference, 3, {}, {**FOUR, "param_bits": 8})
     assert "ZeRO stage 3: gradients in 8 bits, parameters in 8" in lines[0] and len(lines) == 1
     assert not exact and sites["deepspeed.stage3.parameters"]["quantized"] > 0
 
 
+@training.NEWEST
 def test_a_reference_model_leaves_every_width_out_that_it_has_no_use_for(engines: Any) -> None:
     widths = {"param_backward_bits": 4, "pipeline_bits": 8, "pipeline_backward_bits": 6, "attention_bits": 8}
     widths |= {"expert_bits": 8, "expert_combine_bits": 4, "backward_bits": 8}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import configuration, deepspeed
+from deepspeed_training import NEWEST, configuration, deepspeed
 from torch import nn
 
 import flash_allreduce_plugin as fap
@@ -218,6 +218,7 @@ def noticed() -> tuple[list[str], int]:
     return [line for line in text.getvalue().splitlines() if "has quantized" in line], sum(sends)
 
 
+@NEWEST
 def test_sends_in_full_precision_are_named_with_their_fields(pipelines: Callable[[int], Ranks]) -> None:
     (first, others), (second, _) = pipelines(2).run(noticed)
     for line, site, key in zip(first, (FORWARD, BACKWARD), ("pipeline_bits", "pipeline_backward_bits"), strict=True):

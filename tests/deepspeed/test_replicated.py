@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed_training import configuration, deepspeed, skip_if_nothing_is_reduced, stats
+from deepspeed_training import NEWEST, configuration, deepspeed, skip_if_nothing_is_reduced, stats
 from test_section import mpu
 from torch import nn
 
@@ -111,6 +111,7 @@ def test_copies_stay_the_same(engines: Callable[[int], Ranks], name: str) -> Non
 LONG = {"error_feedback": True, "rounding": "stochastic"}
 
 
+@NEWEST
 @pytest.mark.parametrize("name", ["stage0", "stage1-small-buckets", "stage2", "stage2-one-owner", "stage3"])
 def test_copies_are_the_same_after_200_steps_and_the_large_one_is_quantized(
     engines: Callable[[int], Ranks], name: str
