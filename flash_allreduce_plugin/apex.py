@@ -160,7 +160,7 @@ def _step(reducing: Any, *, begins: bool) -> int:
 
 
 def _steps_of(reducing: Any) -> FirstSteps:
-    """Whose notices are about the reductions of `reducing`; the first one prints what is attached."""
+    """Return the notices about the reductions of `reducing`; the first one prints the attached settings."""
     assert _config is not None, "a seam is in place only between enable and disable"
     found = _first_steps.get(reducing)
     if found is None:

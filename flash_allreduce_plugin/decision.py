@@ -205,7 +205,7 @@ def decide(call: Call) -> Plan | FullPrecision:
 def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
     """The calls that a call falls into, and the elements of each: large copies, and the rest. Empty: it stays whole.
 
-    What becomes of a copy depends on the copy and the configuration: it is the same on all ranks that have the copy.
+    A copy is treated by its own size and the configuration: the same on all ranks that have the copy.
     """
     config = call.config
     if call.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
@@ -269,7 +269,7 @@ def full_precision_bytes(call: Call) -> int:
 
 
 def instead_of_bytes(call: Call) -> int:
-    """What a rank would send without us."""
+    """Return the bytes that a rank would send without us."""
     return full_precision_bytes(call) if call.instead_of is None else call.instead_of
 
 

@@ -103,7 +103,7 @@ def _layout(model: Any) -> Layout:
         if own is None or own is state.get_tensor_model_parallel_group():
             return known
     else:
-        known = Layout(1, 1, 1)
+        known = Layout(2, 2, 2)  # unknown: too many copies in full precision, never too few
     tensor = _size(_attribute(model, "tp_group", None), known.tensor)
     # The model does not keep the tensor-parallel group of its experts: without it their whole parameters are taken
     # for copies as dense ones are.
