@@ -76,8 +76,12 @@ def configuration(options: dict[str, Any], flash: dict[str, Any] | str | None) -
         "steps_per_print": 10**9,
         **copy.deepcopy(options),
     }
-    if config.get("zero_optimization", {}).get("stage") == 3:
-        config["zero_optimization"].setdefault("stage3_param_persistence_threshold", 0)
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3:
+        zero.setdefault("stage3_param_persistence_threshold", 0)
+        groups = sys.modules.get("deepspeed.utils.groups")
+        if groups is not None and "zero_hpz_partition_size" not in zero:  # an earlier engine's would count here too
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # type: ignore[attr-defined]
     if flash is not None:
         config["flash_allreduce"] = flash
     return config
