@@ -71,6 +71,11 @@
 //   spikes       The least and the greatest element, the first of equals, are sent as bf16, rounded to
 //                nearest (stochastic: at random). A third element stands in for them in the steps that
 //                follow. (FlashCommunication V2, arXiv 2508.03760.)
+//                With the codebook, before the rotation: twice, the element of greatest magnitude, the first of
+//                equals, is rounded to a short float, which is sent and subtracted. So the codes say what it has
+//                rounded off, and the second may be more of the first. Decoding adds both, rank by rank, to the
+//                sum of the codes, turned back. No spike: below 2^-100, or a second one more than 14 octaves
+//                below the first. The scale is at least what the exponent of the first needs.
 //   mse          Other ranges are tried (below), with ends less than half a step inside of the group's own:
 //                every element still rounds to a code, so the error stays below half a step. The first range
 //                with the least sum of squared errors is taken, except in a group with a range of its own for
@@ -584,6 +589,65 @@ FLASH_HD int widest_part(float asked, float scale) {
 FLASH_HD uint32_t codebook_scale(float asked) {
   const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
   return !(scale < kInfBits) ? kNaNBits : scale < kMinCodebookBits ? kMinCodebookBits : scale;
+}
+
+// ---- spikes with the codebook
+
+constexpr int kLeastSpike = 27;   // exponent of a float: 2^-100
+constexpr int kSpikesApart = 14;  // octaves
+
+// The bits of x rounded to so many bits of mantissa, half away from 0; towards 0 where that would be Inf.
+FLASH_HD uint32_t short_float(uint32_t x, int mantissa) {
+  const int cut = 23 - mantissa;
+  const uint32_t kept = ~((1u << cut) - 1), rounded = (x + (1u << (cut - 1))) & kept;
+  return (rounded & 0x7fffffffu) < kInfBits ? rounded : x & kept;
+}
+
+FLASH_HD int exponent_of(uint32_t bits) { return static_cast<int>(bits >> 23 & 255u); }
+
+// What is taken of the greatest element, 0: nothing. least: exponent below which nothing is.
+FLASH_HD uint32_t taken_spike(uint32_t x, int mantissa, int least) {
+  const uint32_t value = short_float(x, mantissa);
+  return exponent_of(value) >= least ? value : 0u;
+}
+
+// The least exponent of the second spike.
+FLASH_HD int least_second_spike(uint32_t first) {
+  const int least = exponent_of(first) - kSpikesApart;
+  return first == 0 ? 256 : least > kLeastSpike ? least : kLeastSpike;
+}
+
+// What is added to the exponent of a scale for the exponent of a spike that says 0. What spikes leave of a
+// group reaches 2^bits of its scales at most; rotated, group_size times its greatest element.
+FLASH_HD constexpr int spike_base(int bits, int group_size, bool rotated) {
+  return bits - 3 - (rotated ? log_of(group_size) : 0);
+}
+
+// The bits, as a float, of the scale that the exponent of the first spike needs.
+FLASH_HD uint32_t scale_for_spike(uint32_t scale, uint32_t first, int base) {
+  const int needed = (exponent_of(first) - base - ((1 << kSpikeExponent) - 1)) * (1 << 23);
+  return static_cast<int32_t>(scale) > needed ? scale : static_cast<uint32_t>(needed);
+}
+
+// The 16 bits that travel.
+FLASH_HD uint32_t spike_word(uint32_t value, uint32_t place, uint32_t scale, int base, int group_size) {
+  const int mantissa = spike_mantissa(group_size);
+  const uint32_t from = static_cast<uint32_t>(exponent_of(scale) + base) << mantissa;
+  const uint32_t small = ((value & 0x7fffffffu) >> (23 - mantissa)) - from;
+  const uint32_t sign = value >> 31 << (mantissa + kSpikeExponent);
+  return value == 0 ? 0u : (place | (small | sign) << log_of(group_size)) & 0xffffu;
+}
+
+FLASH_HD uint32_t spike_place(uint32_t word, int group_size) {
+  return word & static_cast<uint32_t>(group_size - 1);
+}
+
+FLASH_HD float spike_value(uint32_t word, uint32_t scale, int base, int group_size) {
+  const int mantissa = spike_mantissa(group_size);
+  const uint32_t small = word >> log_of(group_size) & ((1u << (mantissa + kSpikeExponent)) - 1);
+  const uint32_t from = static_cast<uint32_t>(exponent_of(scale) + base) << mantissa;
+  const uint32_t bits = ((small + from) << (23 - mantissa) & 0x7fffffffu) | word >> 15 << 31;
+  return small >> mantissa == 0 ? 0.0f : bits_float(bits);
 }
 
 // y: x in steps, moved by the shift of a group that holds a 0. 0 of a NaN.

@@ -10,8 +10,8 @@
 //   compact      | both       |             spikes | plane | plane | plane |
 //                  2 bytes      2 bytes              g*4/8   g*2/8   g*1/8    bytes, of the planes that exist
 //
-//   codebook     | scale bf16 | 8 parts, 6 bits each | plane | plane | plane |
-//                  2 bytes      6 bytes
+//   codebook     | scale bf16 | 8 parts, 6 bits each | spikes | plane | plane | plane |
+//                  2 bytes      6 bytes                4 bytes, or none
 //
 // asymmetric, with the sign of the scale set: the other 15 bits are the scale. The zero point is not a bf16
 // but a whole number k: 0 is the value of code k (codec_math.h).
@@ -31,7 +31,15 @@
 //                | least bf16 | greatest bf16 | place of the least | place of the greatest |
 //                  2 bytes      2 bytes         1 byte each, 2 bytes in groups of more than 256
 //
-// The codes at those two places mean nothing. Rotation, range and rounding (codec_math.h) change which codes
+// The codes at those two places mean nothing. With the codebook, two short floats and their places, 16 bits each:
+//
+//                | sign | exponent | mantissa      | place    |
+//                  1      4          11 - log2(g)    log2(g)      bits, the place in the lowest
+//
+// An exponent of 0: there is no such spike, and the rest of the 16 bits is 0. Otherwise it counts from the exponent
+// of the group's scale on (codec_math.h). The codes at those places say what the short floats have rounded off.
+//
+// Rotation, range and rounding (codec_math.h) change which codes
 // are chosen, not where they are.
 //
 // A code of b bits is split into units of 8, 4, 2 and 1 bits, widest first, as the binary digits of b say:
@@ -56,7 +64,7 @@
 
 namespace flash_allreduce {
 
-constexpr int kWireVersion = 4;
+constexpr int kWireVersion = 5;
 
 // What a codec is made of besides its width and its group size.
 enum Option : int {
@@ -102,6 +110,20 @@ FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
 
 FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 1 : 2; }
 
+// The logarithm of a group size.
+FLASH_HD constexpr int log_of(int group_size) {
+  int log = 0;
+  while (1 << log < group_size) ++log;
+  return log;
+}
+
+constexpr int kSpikeExponent = 4;  // bits, codebook
+FLASH_HD constexpr int spike_mantissa(int group_size) { return 11 - log_of(group_size); }
+
+FLASH_HD constexpr bool has_short_spikes(int options) {
+  return (options & (kCodebook | kSpikes)) == (kCodebook | kSpikes);
+}
+
 // Bytes from the start of a record to its spikes, and to its planes.
 FLASH_HD constexpr int spikes_offset(int options) {
   const Layout layout = layout_of(options);
@@ -109,7 +131,8 @@ FLASH_HD constexpr int spikes_offset(int options) {
 }
 
 FLASH_HD constexpr int metadata_bytes(int group_size, int options) {
-  return spikes_offset(options) + (options & kSpikes ? 4 + 2 * place_bytes(group_size) : 0);
+  const int spikes = has_short_spikes(options) ? 4 : 4 + 2 * place_bytes(group_size);
+  return spikes_offset(options) + (options & kSpikes ? spikes : 0);
 }
 
 FLASH_HD constexpr int64_t record_bytes(int bits, int group_size, int options) {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: Changes whenever the bytes of a payload change; compared across the ranks of a group.
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 MIN_BITS, MAX_BITS = 2, 8
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -26,7 +26,8 @@ class Format:
         bits: width of a code, 2 to 8.
         group_size: consecutive elements that share a scale (and a zero point), a power of two, 32 to 1024.
         symmetric: a scale alone, codes centred on zero; otherwise a scale and a zero point.
-        spikes: a group's least and greatest element travel beside the codes, as bf16.
+        spikes: a group's least and greatest element travel beside the codes, as bf16. With codebook: its two elements
+            of greatest magnitude, as short floats; the codes carry what these have rounded off.
         hadamard: each group is rotated before it is quantized, and back after the sum.
         mse: of several ranges, the one with the least squared error; otherwise the group's whole range.
         stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
@@ -36,7 +37,7 @@ class Format:
     Attributes:
         options: those above as the compiled operators take them (csrc/wire_format.h).
         metadata_bytes: of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places;
-            codebook: the scale and the eight of the parts.
+            codebook: the scale and the eight of the parts, spikes of 2 bytes each.
         record_bytes: of one group on the wire: metadata, then the planes of its codes.
     """
 
@@ -57,7 +58,8 @@ class Format:
     def __post_init__(self) -> None:
         flags = (self.symmetric, self.spikes, self.hadamard, self.mse, self.stochastic, self.compact, self.codebook)
         scales = 8 if self.codebook else 2 if self.symmetric or self.compact else 4
-        metadata = scales + (2 * (2 + self.place_bytes) if self.spikes else 0)
+        spike = 2 if self.codebook else 2 + self.place_bytes
+        metadata = scales + (2 * spike if self.spikes else 0)
         object.__setattr__(self, "options", sum(1 << i for i, flag in enumerate(flags) if flag))
         object.__setattr__(self, "metadata_bytes", metadata)
         object.__setattr__(self, "record_bytes", metadata + self.group_size * self.bits // 8)
@@ -66,6 +68,11 @@ class Format:
     def place_bytes(self) -> int:
         """Bytes of an element's place in its group."""
         return 1 if self.group_size <= 256 else 2
+
+    @property
+    def spike_mantissa(self) -> int:
+        """Bits of mantissa of a spike with codebook, whose 16 bits hold its place, sign and exponent too."""
+        return 12 - self.group_size.bit_length()
 
     @property
     def bits_per_element(self) -> float:

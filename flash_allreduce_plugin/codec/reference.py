@@ -32,6 +32,9 @@ _PARTS = 8  # of a group, codebook
 _PART_SHIFT = 20  # a part's 6 bits are bits 20 to 25 of a float32 of 3 bits of mantissa, ...
 _LEAST_PART = 953  # ... less this: from 1.125 * 2^-8 to 1
 _MIN_CODEBOOK_SCALE = 0x0780  # bf16: 2^-112
+_SPIKE_EXPONENT = 4  # bits
+_LEAST_SPIKE = 27  # codebook: exponent of a float32, 2^-100; no smaller element is a spike
+_SPIKES_APART = 14  # octaves by which the second spike may lie below the first
 _TRIED = 5  # scales of a part that mse tries
 _MOST_OFF = 361.0  # an error of a part's element, in 1/32 of a step, as it is summed: 128 of them stay below 2^24
 
@@ -109,17 +112,27 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
     if padding:  # the ragged group is filled up with its first element
         first = x[:, numel - numel % g : numel - numel % g + 1]
         x = torch.cat([x, first.expand(rows, padding)], dim=1)
-    x = x.reshape(rows, -1, g)
+    payload.copy_(_encoded_whole(x.reshape(rows, -1, g), codec, draw))
+
+
+def _encoded_whole(x: Tensor, codec: Format, draw: Draw) -> Tensor:
+    """Whole groups [rows, groups, group_size] -> payload [rows, bytes], uint8."""
+    held, taken = (x == 0).any(-1), None
+    if codec.codebook and codec.spikes:
+        x, taken = _without_greatest(x, codec)
     if codec.hadamard:
-        x = _rotated(x * _signs(g, x.device))
-    payload.copy_(_encoded(x, codec, draw))
+        x = _rotated(x * _signs(codec.group_size, x.device))
+        held = (x == 0).any(-1)
+    if codec.codebook:
+        return _codebook_encoded(x, held, taken, codec)
+    return _encoded(x, codec, draw)
 
 
 def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
     """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
-    lost = ~x.isfinite().all(-1)
     if codec.codebook:
-        return _records(lost, *_codebook_codes(x, codec), codec)
+        return _codebook_encoded(x, (x == 0).any(-1), None, codec)
+    lost = ~x.isfinite().all(-1)
     spikes: list[Tensor] = []
     if codec.spikes:
         x, spikes = _without_spikes(x, codec, draw)
@@ -158,13 +171,59 @@ def _records(lost: Tensor, front: list[Tensor], codes: Tensor, codec: Format) ->
     return torch.where(lost.unsqueeze(-1), nothing, record).to(torch.uint8).flatten(1)
 
 
-def _codebook_codes(x: Tensor, codec: Format) -> tuple[list[Tensor], Tensor]:
-    """Groups -> what travels in front, and codes; anything of a group that is not finite."""
-    book = _BOOKS[codec.bits]
-    held = (x == 0).any(-1)
+def _without_greatest(x: Tensor, codec: Format) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The groups less the spikes, and the spikes: places, and values as bits of a float32, 0: there is none.
+
+    The second is the greatest of what the first has left, which may lie at the same place.
+    """
+    cut = 23 - codec.spike_mantissa
+    taken: list[tuple[Tensor, Tensor]] = []
+    least = torch.tensor(_LEAST_SPIKE, device=x.device)
+    for _ in range(2):
+        place = x.abs().argmax(-1, keepdim=True)  # the first of equals
+        value = x.gather(-1, place)
+        bits = value.view(torch.int32)
+        short = bits + (1 << (cut - 1)) >> cut << cut
+        short = torch.where(short & 0x7FFFFFFF >= _INF << 16, bits >> cut << cut, short)
+        exponent = short >> 23 & 0xFF
+        short = torch.where(exponent >= least, short, 0)
+        x = x.scatter(-1, place, value - short.view(torch.float32))
+        taken.append((place, short))
+        least = torch.where(short == 0, 256, (exponent - _SPIKES_APART).clamp(min=_LEAST_SPIKE))
+    return x, taken
+
+
+def _spike_base(codec: Format) -> int:
+    """What is added to the exponent of a scale for the exponent of a spike that says 0.
+
+    The rest of a group reaches 2^bits scales at most; rotated, group_size times its greatest element.
+    """
+    return codec.bits - 3 - (codec.group_size.bit_length() - 1 if codec.hadamard else 0)
+
+
+def _spike_words(taken: list[tuple[Tensor, Tensor]], scale_bits: Tensor, codec: Format) -> list[Tensor]:
+    """Places and values -> 16 bits each, [rows, groups]: place, mantissa, exponent, sign from the lowest bits on."""
+    mantissa, words = codec.spike_mantissa, []
+    base = ((scale_bits.unsqueeze(-1) >> 7 & 0xFF) + _spike_base(codec)) << mantissa
+    for place, value in taken:
+        small = ((value & 0x7FFFFFFF) >> (23 - mantissa)) - base
+        small = small | (value >> 31 & 1) << (mantissa + _SPIKE_EXPONENT)
+        word = place.int() | small << (codec.group_size.bit_length() - 1)
+        words.append(torch.where(value == 0, 0, word).squeeze(-1))
+    return words
+
+
+def _codebook_encoded(
+    x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]] | None, codec: Format
+) -> Tensor:
+    """Groups, whether they hold a 0 and what their spikes were -> payload [rows, bytes], uint8."""
+    lost, book = ~x.isfinite().all(-1), _BOOKS[codec.bits]
     parts = x.unflatten(-1, (_PARTS, -1))
     asked = parts.abs().amax(-1) / book.reach
     scale_bits = _bf16_up(asked.amax(-1)).clamp(min=_MIN_CODEBOOK_SCALE, max=_NAN_SCALE)
+    if taken is not None:  # an exponent that the first spike needs
+        exponent = (taken[0][1] >> 23 & 0xFF).squeeze(-1)
+        scale_bits = torch.maximum(scale_bits, exponent - _spike_base(codec) - ((1 << _SPIKE_EXPONENT) - 1) << 7)
     scale = _from_bf16(scale_bits).unsqueeze(-1)
     ratio = (asked / scale).view(torch.int32)
     widest = (((ratio + ((1 << _PART_SHIFT) - 1)) >> _PART_SHIFT) - _LEAST_PART).clamp(0, 63)
@@ -192,7 +251,9 @@ def _codebook_codes(x: Tensor, codec: Format) -> tuple[list[Tensor], Tensor]:
             least = torch.where(error < least, error, least)
     codes, _ = codes_of(best)
     front = [_two_bytes(scale_bits | held.int() << 15), _six_bits(best)]
-    return front, codes.flatten(-2)
+    if taken is not None:
+        front += [_two_bytes(word) for word in _spike_words(taken, scale_bits, codec)]
+    return _records(lost, front, codes.flatten(-2), codec)
 
 
 def _part_scale(number: Tensor) -> Tensor:
@@ -456,13 +517,16 @@ def _rotated(x: Tensor) -> Tensor:
 
 def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
     """payload [rows, bytes] -> output [rows, numel] of fp32, bf16 or fp16."""
-    values = _turned_back(_values(payload, codec), codec).flatten(1)
+    values = _turned_back(_values(payload, codec), codec)
+    for place, spike in _spikes_beside(payload, codec):
+        values = values.scatter(-1, place, values.gather(-1, place) + spike)
+    values = values.flatten(1)
     output.copy_(_stored(values[:, : output.shape[1]], output.dtype))
 
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
     """payloads [ranks, bytes] -> output [numel]: the sum in rank order, in float32, times factor."""
-    values = _turned_back(_sum(payloads, codec), codec).flatten() * factor
+    values = _whole_sum(payloads, codec).flatten() * factor
     output.copy_(_stored(values[: output.shape[0]], output.dtype))
 
 
@@ -471,8 +535,11 @@ def decode_sum_encode(
 ) -> None:
     """payloads [ranks, bytes] -> payload [bytes]: the sum times factor, encoded again.
 
-    Rotated groups stay so: the sum of the rotated is the rotated sum.
+    Rotated groups stay so: the sum of the rotated is the rotated sum. Not so with spikes beside them.
     """
+    if reduce.codebook and reduce.spikes:
+        payload.copy_(_encoded_whole((_whole_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
+        return
     payload.copy_(_encoded((_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
 
 
@@ -514,8 +581,9 @@ def decode_sum_encode_feedback(
     draw: Draw = NO_DRAW,
 ) -> None:
     """payloads [ranks, bytes] -> payload [bytes] of the sum times factor, and its residual."""
-    reduce, gather = (replace(codec, hadamard=False) for codec in (reduce, gather))
-    sums = (_sum(payloads, reduce) * factor).view(1, -1)
+    if not (reduce.codebook and reduce.spikes):  # as decode_sum_encode
+        reduce, gather = (replace(codec, hadamard=False) for codec in (reduce, gather))
+    sums = (_whole_sum(payloads, reduce) * factor).view(1, -1)
     encode_feedback(sums, payload.view(1, -1), residual, momentum, gather, draw)
 
 
@@ -525,6 +593,33 @@ def _sum(payloads: Tensor, codec: Format) -> Tensor:
     for value in others:
         total = total + value
     return total
+
+
+def _whole_sum(payloads: Tensor, codec: Format) -> Tensor:
+    """[ranks, bytes] -> [groups, group_size], float32: the codes of all ranks, turned back, then their spikes."""
+    total = _turned_back(_sum(payloads, codec), codec)
+    both = _spikes_beside(payloads, codec)
+    for rank in range(len(payloads)):
+        for places, spikes in both:
+            total = total.scatter(-1, places[rank], total.gather(-1, places[rank]) + spikes[rank])
+    return total
+
+
+def _spikes_beside(payload: Tensor, codec: Format) -> list[tuple[Tensor, Tensor]]:
+    """With codebook: places and values [rows, groups, 1] of the spikes, which are added to what the codes say."""
+    if not (codec.codebook and codec.spikes) or payload.numel() == 0:
+        return []
+    record = payload.reshape(payload.shape[0], -1, codec.record_bytes).to(torch.int32)
+    mantissa, places = codec.spike_mantissa, codec.group_size.bit_length() - 1
+    base = ((record[..., 1:2] << 1 & 0xFF | record[..., :1] >> 7) + _spike_base(codec)) << mantissa
+    both = []
+    for at in (8, 10):
+        word = record[..., at : at + 1] | record[..., at + 1 : at + 2] << 8
+        small = word >> places & ((1 << (mantissa + _SPIKE_EXPONENT)) - 1)
+        bits = (small + base << (23 - mantissa)) & 0x7FFFFFFF | (word >> 15) << 31
+        value = torch.where(small >> mantissa == 0, 0, bits).view(torch.float32)
+        both.append(((word & (codec.group_size - 1)).long(), value))
+    return both
 
 
 def _turned_back(values: Tensor, codec: Format) -> Tensor:
