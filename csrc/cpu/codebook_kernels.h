@@ -284,6 +284,13 @@ FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
   }
 }
 
+FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
+  const int vectors = g / kParts / kLanes;
+  if (vectors == 1) return take_greatest<1>(x, count, g, s);
+  if (vectors == 2) return take_greatest<2>(x, count, g, s);
+  take_greatest<0>(x, count, g, s);
+}
+
 // ---- steps --------------------------------------------------------------------------------------------
 
 // s.most -> scales, steps, and the front of each record. x: the groups, whose spikes are taken.
@@ -370,6 +377,23 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* witho
 
 // ---- encoding -----------------------------------------------------------------------------------------
 
+// What is lost at the places of a group's spikes, of which `rest` has what they leave; before: what was kept there.
+template <int kBits>
+FLASH_INLINE void lose_spikes(const float* rest, const Steps& s, int j, int part_shift, float share,
+                              const float* before, float* kept) {
+  const bool with_zero = s.with_zero[j] != 0, twice = s.at[0][j] == s.at[1][j];
+  const float shift = with_zero ? book_of(kBits).shift : 0.0f;
+  for (int k = 0; k < 2; ++k) {
+    if (s.spikes[k][j] == 0) continue;
+    const uint32_t at = s.at[k][j], part = at >> part_shift;
+    const uint32_t code = codebook_code(rest[at] * s.inverse[part][j] + shift, kBits);
+    float arrives = level(kBits, with_zero, code) * s.step[part][j], exact = rest[at];
+    for (int i = twice ? 0 : k; i < (twice ? 2 : k + 1); ++i) arrives += bits_float(s.spikes[i][j]);
+    for (int i = twice ? 1 : k; i >= (twice ? 0 : k); --i) exact += bits_float(s.spikes[i][j]);
+    kept[at] = (exact - arrives) * share + before[k];
+  }
+}
+
 // `count` whole groups, count <= kBatch, s.most of which is known; calls after(j) behind each. kFeedback: as
 // encode_batch.
 template <DType kType, int kBits, bool kSpiked, bool kFeedback, typename After>
@@ -387,6 +411,10 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
     const uint8_t* in = x + j * g * E::kBytes;
     const VecF shift = VecF{} + (s.with_zero[j] != 0 ? book_of(kBits).shift : 0.0f);
     const Levels<kBits> levels = levels_of_group<kBits>(s.with_zero[j] != 0);
+    float before[2] = {};
+    if constexpr (kFeedback && kSpiked) {
+      for (int k = 0; k < 2; ++k) before[k] = kept[j * g + static_cast<int>(s.at[k][j])];
+    }
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {
@@ -400,6 +428,9 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
         }
       }
       pack_block<kBits>(codes, 0, g, i, out + front);
+    }
+    if constexpr (kFeedback && kSpiked) {
+      lose_spikes<kBits>(reinterpret_cast<const float*>(in), s, j, part_shift, share, before, kept + j * g);
     }
     if (float_bits(s.scale[j]) == kNaNBits) {
       __builtin_memset(out, 0, static_cast<size_t>(record));
@@ -425,14 +456,7 @@ FLASH_INLINE void encode_floats(float* x, int count, PartBounds& bounds, const C
   Steps s;
   if constexpr (kSpiked) {
     greatest_of(bounds, s.most);
-    const int vectors = g / kParts / kLanes;
-    if (vectors == 1) {
-      take_greatest<1>(x, count, g, s);
-    } else if (vectors == 2) {
-      take_greatest<2>(x, count, g, s);
-    } else {
-      take_greatest<0>(x, count, g, s);
-    }
+    take_greatest(x, count, g, s);
   }
   if (c.options & kHadamard) {
     for (int j = 0; j < count; ++j) {
@@ -492,9 +516,9 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   }
 }
 
-// Whole groups, neither rotated nor with spikes, with error feedback; see encode_lost.
-template <int kBits>
-void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept,
+// Whole groups, not rotated, with error feedback; see encode_lost.
+template <int kBits, bool kSpiked>
+void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
                           uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;
   const int g = c.group_size, batch = batch_of(g);
@@ -505,8 +529,9 @@ void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float 
     for (int j = 0; j < count; ++j) take_parts<kType>(part + 4 * j * g, g, bounds, j);
     Steps s;
     greatest_of(bounds, s.most);
-    encode_parts<kType, kBits, false, true>(part, count, bounds.without, s, c, payload + i * record_bytes(c),
-                                            kNothing, share, kept + i * g);
+    if constexpr (kSpiked) take_greatest(x + i * g, count, g, s);
+    encode_parts<kType, kBits, kSpiked, true>(part, count, bounds.without, s, c,
+                                              payload + i * record_bytes(c), kNothing, share, kept + i * g);
   }
 }
 
@@ -642,7 +667,7 @@ constexpr CodecKernels kCodebooks = {
      encode_codebook<DType::kFloat16, kBits, kSpiked>},
     {decode_sum_codebook<DType::kFloat32, kBits>, decode_sum_codebook<DType::kBFloat16, kBits>,
      decode_sum_codebook<DType::kFloat16, kBits>},
-    kSpiked ? nullptr : encode_codebook_lost<kBits>,
+    encode_codebook_lost<kBits, kSpiked>,
 };
 
 // ---- the table of all kernels -------------------------------------------------------------------------

@@ -35,8 +35,8 @@ using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, i
 // Error feedback, of whole groups; codec_kernels.h says who does what.
 using Carry = bool (*)(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int group_size,
                        bool rotated, float momentum, float* x, float* kept);
-using EncodeLost = void (*)(const float* x, int64_t groups, const Codec& codec, float share, float* kept,
-                            uint8_t* payload);
+using EncodeLost = void (*)(float* x, int64_t groups, const Codec& codec, float share, float* kept,
+                            uint8_t* payload);  // may change x
 using Lose = void (*)(const float* x, const float* arrives, int64_t n, float share, float* kept);
 using Narrow = void (*)(const float* x, int64_t n, uint8_t* out);
 
