@@ -1,0 +1,117 @@
+"""The elements of a call that are measured, and the quality of the call as they show it.
+
+1. A call is cut into runs of RUN elements (of a group, if that is larger). Up to RUNS runs are measured; of a longer
+   call one run at a random place in each of RUNS equal stretches, the same on all ranks.
+2. The error of a run is noise / signal: sums of squares of the difference and of the exact result. It counts as at most
+   MOST. A run of zeros is left out.
+3. All runs weigh the same: SQNR = 10 log10(number of runs / sum of their errors), in dB.
+
+A token or a channel with all the energy of a tensor is a few runs of many, and hides no others. On values of one size
+everywhere the number is 10 log10(signal / noise) of the whole tensor.
+
+A measurement is a tensor [2, RUNS + 1], float64, on the CPU: signal and noise of each run. Of a sum every rank knows a
+part of both, and measurements of the ranks are added up. The last column is of runs that one rank has measured alone:
+their number and the sum of their errors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+RUNS = 256
+RUN = 512
+#: A sum of terms that cancel each other may have more error than energy, and must not outweigh all other runs.
+MOST = 10.0
+
+
+class Chosen(NamedTuple):
+    """Groups that are measured of a matrix [rows, groups]: the row, the group and the run of each."""
+
+    row: Tensor
+    group: Tensor
+    run: Tensor
+
+
+class Sample:
+    """The groups of one call that are measured, by their numbers in the call."""
+
+    def __init__(self, groups: int, group_size: int, number: int) -> None:
+        """Choose of a call of `groups` groups. number: of the call, gives the random places."""
+        self.group_size = group_size
+        a_run = max(1, RUN // group_size)
+        runs = -(-groups // a_run)
+        chosen = torch.arange(min(runs, RUNS))
+        if runs > RUNS:
+            bounds = torch.arange(RUNS + 1) * runs // RUNS
+            dice = torch.rand(RUNS, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+            chosen = bounds[:-1] + (dice * bounds.diff()).long()
+        self._numbers = (chosen.unsqueeze(1) * a_run + torch.arange(a_run)).view(-1)
+        self._runs = torch.arange(len(chosen)).repeat_interleave(a_run)
+        self._list: list[int] = self._numbers.tolist()
+
+    def of(self, first: int, count: int, height: int, a_row: int, device: torch.device) -> Chosen | None:
+        """Return the measured groups of a matrix [height, count], or None.
+
+        first: the number of its first group, which grows by a_row from one row to the next.
+        """
+        rows, groups, runs = [], [], []
+        for row in range(height):
+            start = first + row * a_row
+            low = bisect_left(self._list, start)
+            high = bisect_left(self._list, start + count, low)
+            if low < high:
+                rows.append(torch.full((high - low,), row))
+                groups.append(self._numbers[low:high] - start)
+                runs.append(self._runs[low:high])
+        if not rows:
+            return None
+        return Chosen(*(torch.cat(one).to(device) for one in (rows, groups, runs)))
+
+
+def nothing() -> Tensor:
+    """Return an empty measurement."""
+    return torch.zeros(2, RUNS + 1, dtype=torch.float64)
+
+
+def alone(signal: Tensor, noise: Tensor) -> Tensor:
+    """Return the measurement of one rank that knows signal and noise of its runs, of any number."""
+    measured = nothing()
+    measured[:, -1] = _fold(signal, noise)
+    return measured
+
+
+def fold(measured: Tensor) -> tuple[float, float]:
+    """Return the number of runs and the sum of their errors; NaN if a run is not finite."""
+    signal, noise = measured
+    runs, errors = (_fold(signal[:-1], noise[:-1]) + measured[:, -1]).tolist()
+    return runs, errors
+
+
+def compare(exact: Tensor, result: Tensor) -> Tensor:
+    """Return the measurement of a result by the exact one, both 1-D, at all their runs."""
+    signal = _by_run(exact.float())
+    return alone(signal, _by_run(result.float() - exact))
+
+
+def energy(x: Tensor) -> Tensor:
+    """Return the sums of squares of the rows of a float32 matrix, in float64."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square()
+
+
+def _by_run(x: Tensor) -> Tensor:
+    whole = x.numel() // RUN * RUN
+    parts = [energy(x[:whole].view(-1, RUN)), energy(x[whole:].view(1, -1))]
+    return torch.cat(parts).cpu()
+
+
+def _fold(signal: Tensor, noise: Tensor) -> Tensor:
+    """Return the number of runs and the sum of their errors, a tensor [2]."""
+    if not bool((signal + noise).isfinite().all()):
+        return signal.new_full((2,), torch.nan)
+    counts = (signal > 0) | (noise > 0)
+    errors = torch.where(signal > 0, noise / signal, MOST).clamp(0.0, MOST)[counts]
+    return torch.stack([counts.sum().double(), errors.sum()])
