@@ -124,6 +124,7 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
     whole = rows.flat(tensor)
     exactly = _exactly(call, [whole])
+    call.quality.try_codebook(plan, whole)
     _measure(call, plan, whole)
     meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
     carried = () if residual is None else (residual,)
@@ -157,6 +158,7 @@ def reduce_scatter(
         if plain is not None and not in_place:
             torch.cat([one.reshape(-1) for one in outputs], out=shard)
     else:
+        call.quality.try_codebook(plan, shards)
         _measure(call, plan, shards)
         pool = pool_of(call, plan)
         residual = _residual(call, plan, flat.sizes_of(shards))
@@ -299,6 +301,7 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
+        call.quality.try_codebook(plan, own)
         _measure(call, plan, own)
         pool, how = pool_of(call, plan), {"parts": call.parts, "meter": call.quality.meter}
         yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
@@ -376,6 +379,7 @@ def all_to_all(
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
+        call.quality.try_codebook(plan, own)
         if call.quality.measured:
             call.quality.measure_locally(1.0, own.device, plan.gather, sent)
         pool, meter = call.state.pool(own.device), call.quality.meter

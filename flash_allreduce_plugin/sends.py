@@ -241,6 +241,8 @@ def _message(request: _Request, flat: Tensor) -> Message:
     plan = decide(call)
     outgoing, sent = call.collective == "send", call.state.sends[call.site.name]
     ends = Ends(tuple(request.tensor.shape), call.numel, call.dtype, plan)
+    if isinstance(plan, Plan) and outgoing:
+        call.quality.try_codebook(plan, flat)
     interval = call.config.quality_interval
     if isinstance(plan, Plan) and outgoing and interval and (sent - 1) % interval == 0:
         chosen = Sample(plan.gather.groups(call.numel), plan.gather.group_size, sent)

@@ -10,7 +10,7 @@ for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.quality.meter import Meter
 from flash_allreduce_plugin.quality.sample import Sample
+from flash_allreduce_plugin.quality.trial import try_codebook
 from flash_allreduce_plugin.telemetry import counters
 
 if TYPE_CHECKING:
@@ -87,6 +88,13 @@ class Quality:
             self._bits = self._width.bits
             plan = at(self._bits)
         return plan if self._guard is None else self._guarded(plan, self._guard)
+
+    def try_codebook(self, plan: Plan, parts: Tensor | Sequence[Tensor]) -> None:
+        """A quantized call begins. parts: this rank's input, [numel], [rows, numel] or 1-D tensors."""
+        halves = [plan.reduce] if self._collective in SUMS else [plan.gather]
+        if self._collective == "all_reduce":
+            halves.append(plan.gather)
+        try_codebook(self._site, min(halves, key=lambda half: half.bits), parts)
 
     def measure_locally(self, factor: float, device: torch.device, wire: Format, sizes: Iterable[int]) -> None:
         """A quantized call begins, by `wire`. factor: for its sum.

@@ -72,20 +72,20 @@ class Meter:
         chosen = self._following(master.view(1, -1))
         if chosen is not None:
             size = self._sample.group_size
-            exact, arrived = (_taken(one.view(1, -1), size, chosen) for one in (master, weights))
+            exact, arrived = (taken(one.view(1, -1), size, chosen) for one in (master, weights))
             self._arrives(exact, arrived, chosen)
 
     def result(self, part: Tensor, first: int) -> None:
         """A part [numel] of the result that no other rank measures."""
         chosen = self._chosen(part.view(1, -1), first)
         if chosen is not None:
-            self._signal.index_add_(0, chosen.run, energy(_taken(part.view(1, -1), self._sample.group_size, chosen)))
+            self._signal.index_add_(0, chosen.run, energy(taken(part.view(1, -1), self._sample.group_size, chosen)))
 
     def would_lose(self, part: Tensor, wire: Format, first: int, *, summed: bool) -> None:
         """part [numel] adds the error that encoding it would make. summed: on all ranks, before the sum."""
         chosen = self._chosen(part.view(1, -1), first)
         if chosen is not None:
-            exact = _taken(part.view(1, -1), wire.group_size, chosen)
+            exact = taken(part.view(1, -1), wire.group_size, chosen)
             lost = energy(decoded_from(exact.view(1, -1), wire).view_as(exact).sub_(exact))
             self._after.index_add_(0, chosen.run, lost * (self._weight if summed else 1.0))
 
@@ -128,24 +128,29 @@ def decoded_from(row: Tensor, wire: Format) -> Tensor:
 
 def _both(part: Tensor, payload: Tensor, wire: Format, chosen: Chosen) -> tuple[Tensor, Tensor]:
     """Groups [n, group_size] of part [rows, numel], and as they decode from payload [rows, bytes]."""
-    exact, decoded = _taken(part, wire.group_size, chosen), _decoded(payload, wire, chosen)
+    exact, decoded = taken(part, wire.group_size, chosen), _decoded(payload, wire, chosen)
     rest = part.shape[1] % wire.group_size
     if rest:  # the codec has filled up the last group
         decoded[chosen.group == part.shape[1] // wire.group_size, rest:] = 0
     return exact, decoded
 
 
-def _taken(part: Tensor, size: int, chosen: Chosen) -> Tensor:
+def taken(part: Tensor, size: int, chosen: Chosen) -> Tensor:
     """Groups [n, size] of part [rows, numel] in float32; a group that is not full ends with zeros."""
     whole, rest = divmod(part.shape[1], size)
     if not rest:
-        return part.unflatten(1, (whole, size))[chosen.row, chosen.group].float()
+        return _of(part.unflatten(1, (whole, size)), chosen).float()
     full = chosen.group < whole
     found = torch.zeros(len(full), size, dtype=torch.float32, device=part.device)
     if whole:
         found[full] = part[:, : whole * size].unflatten(1, (whole, size))[chosen.row[full], chosen.group[full]].float()
     found[~full, :rest] = part[chosen.row[~full], whole * size :].float()
     return found
+
+
+def _of(groups: Tensor, chosen: Chosen) -> Tensor:
+    """Return the chosen ones of groups [rows, groups, size], a matrix."""
+    return groups[0].index_select(0, chosen.group) if len(groups) == 1 else groups[chosen.row, chosen.group]
 
 
 def _records(payload: Tensor, wire: Format) -> Tensor:
@@ -155,13 +160,13 @@ def _records(payload: Tensor, wire: Format) -> Tensor:
 def _decoded(payload: Tensor, wire: Format, chosen: Chosen) -> Tensor:
     """Groups [n, group_size] as they decode from payload [rows, bytes]."""
     decoded = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payload.device)
-    rows.decode(_records(payload, wire)[chosen.row, chosen.group].view(1, -1), decoded.view(1, -1), wire)
+    rows.decode(_of(_records(payload, wire), chosen).view(1, -1), decoded.view(1, -1), wire)
     return decoded
 
 
 def _sums(payloads: Tensor, wire: Format, factor: float, chosen: Chosen) -> Tensor:
     """Groups [n, group_size] of the sum of payloads [ranks, bytes], times factor."""
     sums = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payloads.device)
-    of_ranks = _records(payloads, wire)[:, chosen.group].flatten(1)
+    of_ranks = _records(payloads, wire).index_select(1, chosen.group).flatten(1)
     rows.decode_sum(of_ranks, sums.view(-1), wire, factor)
     return sums

@@ -56,7 +56,7 @@ def test_runs_without_energy_do_not_count() -> None:
     result = rounded(x, bits=4)
     mixed, zeros = torch.cat([x, torch.zeros(100, RUN)]), torch.zeros(100, RUN)
     assert sample.fold(sample.compare(mixed.flatten(), torch.cat([result, zeros]).flatten()))[0] == 8
-    assert quality_db(mixed, torch.cat([result, zeros])) == quality_db(x, result)
+    assert quality_db(mixed, torch.cat([result, zeros])) == pytest.approx(quality_db(x, result), abs=1e-4)
     assert sample.fold(sample.compare(zeros.flatten(), zeros.flatten())) == (0.0, 0.0)
 
 
