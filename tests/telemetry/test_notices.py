@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import policy
-from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.policy import Role, Site
-from flash_allreduce_plugin.quality import trial
 from flash_allreduce_plugin.telemetry import counters, notices
 from tests.codecs import gaussian
 from tests.distributed import Ranks, run_ranks
@@ -307,39 +304,6 @@ def test_a_site_that_is_not_poor_or_would_gain_little_is_left_in_peace() -> None
     assert better(with_trial(17.1, 25.0)) == better(with_trial(14.0, 17.9)) == better(with_trial(10.1, 20.0, 3)) == []
     assert len(better(with_trial(9.9, 14.0, 3))) == len(better(with_trial(2.9, 9.0, 2))) == 1
     assert better(with_trial(math.nan, 20.0)) == []
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_gaussian_values_are_not_poor(bits: int) -> None:
-    """And a tensor with an outlier in each group is."""
-    tally = tally_of(("t40.x", Role.ANY, None))
-    x = gaussian(1 << 16)
-    trial.try_codebook(site := Site("t40.x", tally=tally), Format(bits, 128), x)
-    [tried] = tally.trials().values()
-    assert tried.own[0] == tried.better[0] == 32 and better(tally) == []
-    x.view(-1, 128)[:, 5] *= 30
-    for _ in range(30):
-        counters.record_quantized(site, 1, 2)
-        trial.try_codebook(site, Format(bits, 128), x)
-    [tried] = tally.trials().values()
-    assert tried.own[0] == 5 * 32, "at the calls 1, 2, 4, 8 and 16"
-    [line] = better(tally)
-    assert f" dB at {bits} bits; codebook=true and spike_reserving=true would have " in line
-
-
-def test_calls_are_tried_only_where_they_may_be_told_of() -> None:
-    tally = tally_of(("t40.x", Role.ANY, None))
-    site, x = Site("t40.x", tally=tally), gaussian(1 << 14)
-    for wire in (Format(5, 128), Format(4, 128, stochastic=True), Format(4, 128, codebook=True, spikes=True)):
-        trial.try_codebook(site, wire, x)
-    trial.try_codebook(replace(site, role=Role.PARAMETER_DIFFERENCE), Format(4, 128), x)
-    trial.try_codebook(site, Format(4, 128), x[:100])
-    trial.try_codebook(site, Format(4, 128), torch.zeros(1 << 14))
-    assert not any(tried.own[0] for tried in tally.trials().values())
-    tally.clear()
-    counters.record_quantized(site, 1, 2)
-    trial.try_codebook(site, Format(4, 128), x)
-    assert tally.trials() == {}
 
 
 def spoilt(config: fap.FlashConfig) -> list[str]:
