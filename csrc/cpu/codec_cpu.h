@@ -55,8 +55,9 @@ using Add = void (*)(const float* x, uint8_t* held, int64_t n);
 struct Kernels {
   CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option but mse
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
-  CodecKernels codebook[2][kMaxBits - kMinBits + 1];  // [spikes][bits - 2]: rotated and searched as options say
-  Subtract subtract[3];                               // indexed by DType
+  CodecKernels codebook[2]
+                       [kMaxBits - kMinBits + 1];  // [spikes][bits - 2]: rotated and searched as options say
+  Subtract subtract[3];                            // indexed by DType
   Add add[3];
   Carry carry[3][2];  // [DType][residual of 8 bits, of bf16]
   Lose lose;
