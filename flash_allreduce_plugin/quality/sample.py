@@ -1,7 +1,7 @@
 """The elements of a call that are measured, and the quality of the call as they show it.
 
 1. A call is cut into runs of RUN elements (of a group, if that is larger). Up to RUNS runs are measured; of a longer
-   call one run at a random place in each of RUNS equal stretches, the same on all ranks.
+   call one run at a scattered place in each of RUNS equal stretches, the same on all ranks.
 2. The error of a run is noise / signal: sums of squares of the difference and of the exact result. It counts as at most
    MOST. A run of zeros is left out.
 3. All runs weigh the same: SQNR = 10 log10(number of runs / sum of their errors), in dB.
@@ -16,6 +16,7 @@ their number and the sum of their errors.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ RUN = 256
 #: A sum of terms that cancel each other may have more error than energy, and must not outweigh all other runs.
 MOST = 10.0
 _LEAST, _GREATEST = 1e-14, 1e18
+_GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, are spread evenly and have no period
 
 
 class Chosen(NamedTuple):
@@ -41,14 +43,14 @@ class Sample:
     """The groups of one call that are measured, by their numbers in the call."""
 
     def __init__(self, groups: int, group_size: int, number: int, most: int = RUNS) -> None:
-        """Choose `most` runs of a call of `groups` groups. number: of the call, gives the random places."""
+        """Choose `most` runs of a call of `groups` groups. number: of the call, gives the places."""
         self.group_size = group_size
         a_run = max(1, RUN // group_size)
         runs = -(-groups // a_run)
         chosen = torch.arange(min(runs, most))
         if runs > most:
             bounds = torch.arange(most + 1) * runs // most
-            dice = torch.rand(most, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+            dice = (torch.arange(most, dtype=torch.float64) * _GOLDEN + number * _GOLDEN * _GOLDEN % 1) % 1
             chosen = bounds[:-1] + (dice * bounds.diff()).long()
         self._numbers = (chosen.unsqueeze(1) * a_run + torch.arange(a_run)).view(-1)
         self._runs = torch.arange(len(chosen)).repeat_interleave(a_run)
@@ -118,8 +120,7 @@ def _by_run(x: Tensor) -> Tensor:
 
 def _fold(signal: Tensor, noise: Tensor) -> Tensor:
     """Return the number of runs and the sum of their errors, a tensor [2]."""
-    if not bool((signal + noise).isfinite().all()):
+    if not math.isfinite(float((signal + noise).sum())):
         return signal.new_full((2,), torch.nan)
-    counts = (signal > 0) | (noise > 0)
-    errors = torch.where(signal > 0, noise / signal, MOST).clamp(0.0, MOST)[counts]
-    return torch.stack([counts.sum().double(), errors.sum()])
+    errors = (noise / signal.clamp(min=0)).clamp_(max=MOST)  # NaN without any energy
+    return torch.stack([errors.isfinite().sum(), errors.nansum()])
