@@ -25,7 +25,6 @@ from flash_allreduce_plugin.dispatch import call_of, default_config
 from flash_allreduce_plugin.policy import BetweenTwo, Plan, Site
 from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.meter import Meter
-from flash_allreduce_plugin.quality.sample import Sample
 from flash_allreduce_plugin.telemetry import counters
 
 _SEND = Site("send")
@@ -245,7 +244,7 @@ def _message(request: _Request, flat: Tensor) -> Message:
         call.quality.try_codebook(plan, flat)
     interval = call.config.quality_interval
     if isinstance(plan, Plan) and outgoing and interval and (sent - 1) % interval == 0:
-        chosen = Sample(plan.gather.groups(call.numel), plan.gather.group_size, sent)
+        chosen = sample.sample_of(plan.gather.groups(call.numel), plan.gather.group_size, sent // interval)
         meter = Meter(1.0, call.device, chosen, summed=False)
     headed = transport.by_messages(call.group, call.device)
     if not headed and (kind := (request.peer, outgoing, header(ends))) not in call.state.headed:

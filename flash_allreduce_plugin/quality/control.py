@@ -24,7 +24,6 @@ from flash_allreduce_plugin.policy import LOW_SQNR, SUMS, Collective, FullPrecis
 from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.quality.meter import Meter
-from flash_allreduce_plugin.quality.sample import Sample
 from flash_allreduce_plugin.quality.trial import try_codebook
 from flash_allreduce_plugin.telemetry import counters
 
@@ -104,7 +103,7 @@ class Quality:
         self._meter_of(factor, device, sum(map(wire.groups, sizes)), wire.group_size)
 
     def _meter_of(self, factor: float, device: torch.device, groups: int, group_size: int) -> Meter:
-        chosen = Sample(groups, group_size, self._number)
+        chosen = sample.sample_of(groups, group_size, self._number // self._config.quality_interval)
         self.meter = Meter(factor, device, chosen, summed=self._collective in SUMS)
         return self.meter
 
@@ -173,8 +172,7 @@ class Quality:
         if not known:
             return
         total = messages.add_up(torch.stack([one.take() for one in known]), self._label, device)
-        for one, measured in zip(known, total, strict=True):
-            runs, errors = sample.fold(measured)
+        for one, (runs, errors) in zip(known, sample.fold_all(total), strict=True):
             if one is self._error:
                 if runs:
                     counters.record_sqnr(self._site, runs, errors)

@@ -17,7 +17,9 @@ their number and the sum of their errors.
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ RUN = 256
 #: A sum of terms that cancel each other may have more error than energy, and must not outweigh all other runs.
 MOST = 10.0
 _LEAST, _GREATEST = 1e-14, 1e18
+_TURNS, _REMEMBERED = 8, 256  # places of the runs of a call; samples
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, are spread evenly and have no period
 
 
@@ -42,19 +45,19 @@ class Chosen(NamedTuple):
 class Sample:
     """The groups of one call that are measured, by their numbers in the call."""
 
-    def __init__(self, groups: int, group_size: int, number: int, most: int = RUNS) -> None:
-        """Choose `most` runs of a call of `groups` groups. number: of the call, gives the places."""
+    def __init__(self, groups: int, group_size: int, turn: int, most: int = RUNS) -> None:
+        """Choose `most` runs of a call of `groups` groups. turn: calls of other turns have them at other places."""
         self.group_size = group_size
         a_run = max(1, RUN // group_size)
         runs = -(-groups // a_run)
         chosen = torch.arange(min(runs, most))
         if runs > most:
             bounds = torch.arange(most + 1) * runs // most
-            dice = (torch.arange(most, dtype=torch.float64) * _GOLDEN + number * _GOLDEN * _GOLDEN % 1) % 1
+            dice = (torch.arange(most, dtype=torch.float64) * _GOLDEN + turn / _TURNS) % 1
             chosen = bounds[:-1] + (dice * bounds.diff()).long()
         self._numbers = (chosen.unsqueeze(1) * a_run + torch.arange(a_run)).view(-1)
         self._runs = torch.arange(len(chosen)).repeat_interleave(a_run)
-        self._list: list[int] = self._numbers.tolist()
+        self._sorted = array("q", self._numbers.tolist())
 
     def of(self, first: int, count: int, height: int, a_row: int, device: torch.device) -> Chosen | None:
         """Return the measured groups of a matrix [height, count], or None.
@@ -64,8 +67,8 @@ class Sample:
         rows, groups, runs = [], [], []
         for row in range(height):
             start = first + row * a_row
-            low = bisect_left(self._list, start)
-            high = bisect_left(self._list, start + count, low)
+            low = bisect_left(self._sorted, start)
+            high = bisect_left(self._sorted, start + count, low)
             if low < high:
                 rows.append(torch.full((high - low,), row))
                 groups.append(self._numbers[low:high] - start)
@@ -73,6 +76,16 @@ class Sample:
         if not rows:
             return None
         return Chosen(*(torch.cat(one).to(device) for one in (rows, groups, runs)))
+
+
+@lru_cache(_REMEMBERED)
+def _sample(groups: int, group_size: int, turn: int) -> Sample:
+    return Sample(groups, group_size, turn)
+
+
+def sample_of(groups: int, group_size: int, measured: int) -> Sample:
+    """Return the sample of a call of `groups` groups. measured: how many calls of its site have been."""
+    return _sample(groups, group_size, measured % _TURNS)
 
 
 def nothing() -> Tensor:
@@ -89,9 +102,13 @@ def alone(signal: Tensor, noise: Tensor) -> Tensor:
 
 def fold(measured: Tensor) -> tuple[float, float]:
     """Return the number of runs and the sum of their errors; NaN if a run is not finite."""
-    signal, noise = measured
-    runs, errors = (_fold(signal[:-1], noise[:-1]) + measured[:, -1]).tolist()
-    return runs, errors
+    return fold_all(measured.unsqueeze(0))[0]
+
+
+def fold_all(measured: Tensor) -> list[tuple[float, float]]:
+    """Return `fold` of each measurement [n, 2, RUNS + 1]."""
+    folded = _fold(measured[:, 0, :-1], measured[:, 1, :-1]) + measured[..., -1]
+    return [(runs, errors) for runs, errors in folded.tolist()]
 
 
 def compare(exact: Tensor, result: Tensor) -> Tensor:
@@ -119,8 +136,7 @@ def _by_run(x: Tensor) -> Tensor:
 
 
 def _fold(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return the number of runs and the sum of their errors, a tensor [2]."""
-    if not math.isfinite(float((signal + noise).sum())):
-        return signal.new_full((2,), torch.nan)
+    """Return the number of runs and the sum of their errors, in the last dimension; NaN if one is not finite."""
     errors = (noise / signal.clamp(min=0)).clamp_(max=MOST)  # NaN without any energy
-    return torch.stack([errors.isfinite().sum(), errors.nansum()])
+    found = torch.stack([errors.isfinite().sum(-1), errors.nansum(-1)], -1)
+    return found + ((signal + noise).sum(-1, keepdim=True) * 0)
