@@ -27,6 +27,7 @@ from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.collectives.error_feedback import LOADED, STATE, Feedback
 from flash_allreduce_plugin.collectives.presence import shown
 from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.shapes import misshapen
 
@@ -211,7 +212,13 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 # ---- what a state must look like (shapes.py) ----
 
-_SITE = {"site": str, "config": str, "measured": [float, float]}
+
+def _is_measurement(value: Any) -> bool:
+    """True for nothing, for a measurement (quality/sample.py), and for the two sums of earlier versions."""
+    return misshapen(value, [float]) is None and len(value) in (0, 2, sample.nothing().numel())
+
+
+_SITE = {"site": str, "config": str, "measured": _is_measurement}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
 _STAND = {"bits": range(MIN_BITS, FULL + 1), "low": int, "good": int, "patience": int, "came_down": bool}
 _GUARD = {"kind": "guard", **_SITE, **_STAND}

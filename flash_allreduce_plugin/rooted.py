@@ -196,9 +196,11 @@ def _decided(call: Call) -> Plan | None:
 # ---- the calls, as those of running.py ----
 
 
-def _measure(call: Call) -> None:
+def _measure(call: Call, plan: Plan, input: Tensor, sizes: Sequence[int]) -> None:
+    """A quantized call begins. input: of this rank. sizes: elements of its parts."""
+    call.quality.try_codebook(plan, input)
     if call.quality.measured:
-        call.quality.measure_locally(call.factor, call.device)
+        call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
 
 
 def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
@@ -213,7 +215,7 @@ def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         yield
         pending.wait()
     else:
-        _measure(call)
+        _measure(call, plan, whole if call.state.rank == root else whole[:0], [len(whole)])
         pool, meter = running.pool_of(call, plan), call.quality.meter
         yield from broadcast_quantized(whole, root, plan, call.label, pool, call.key, meter=meter)
     if not tensor.is_contiguous():
@@ -239,7 +241,7 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         if factor != 1.0:
             result.mul_(factor)
     else:
-        _measure(call)
+        _measure(call, plan, whole, [len(whole)])
         parts = [whole if rank == call.root else whole[:0] for rank in range(call.world_size)]
         how = (call.factor, plan, call.label, running.pool_of(call, plan), call.key)
         yield from running.levels_of(plan).reduce_scatter(result, parts, *how, meter=call.quality.meter)
@@ -299,7 +301,7 @@ def _runs(
     call: Call, plan: Plan, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Iterator[None]:
     """An all_to_all in which one end of every run is the root, and every run is quantized."""
-    _measure(call)
+    _measure(call, plan, input, sent)
     rule, pool, meter = runs.Rule(call.itemsize, call.world_size, 0), call.state.pool(call.device), call.quality.meter
     yield from runs.all_to_all(output, input, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
 

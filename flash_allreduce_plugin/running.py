@@ -84,12 +84,13 @@ def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
     return call.feedback.open(layout, call.site, of_residual, plan.reduce.group_size, call.device)
 
 
-def _measure(call: Call, input: Tensor | Sequence[Tensor]) -> None:
+def _measure(call: Call, plan: Plan, input: Tensor | Sequence[Tensor]) -> None:
     """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
     if not call.quality.measured:
         return
     if call.config.quality_measure == "local":
-        call.quality.measure_locally(call.factor, call.device)
+        sizes = [len(input)] if isinstance(input, Tensor) and input.dim() == 1 else flat.sizes_of(input)
+        call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
     else:
         op, factor = plain_op(call)
         even = input if isinstance(input, Tensor) else _padded(input)
@@ -123,7 +124,8 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
     tensor = tensor.detach()
     whole = rows.flat(tensor)
     exactly = _exactly(call, [whole])
-    _measure(call, whole)
+    call.quality.try_codebook(plan, whole)
+    _measure(call, plan, whole)
     meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
     carried = () if residual is None else (residual,)
     how = {"feedback": residual is not None, "measured": meter is not None}
@@ -156,7 +158,8 @@ def reduce_scatter(
         if plain is not None and not in_place:
             torch.cat([one.reshape(-1) for one in outputs], out=shard)
     else:
-        _measure(call, shards)
+        call.quality.try_codebook(plan, shards)
+        _measure(call, plan, shards)
         pool = pool_of(call, plan)
         residual = _residual(call, plan, flat.sizes_of(shards))
         carried = () if residual is None else (residual,)
@@ -298,7 +301,8 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
-        _measure(call, own)
+        call.quality.try_codebook(plan, own)
+        _measure(call, plan, own)
         pool, how = pool_of(call, plan), {"parts": call.parts, "meter": call.quality.meter}
         yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
@@ -337,7 +341,7 @@ def gather_differences(
     else:
         sizes = call.parts or [len(master)] * call.world_size
         exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
-        _measure(call, master)
+        _measure(call, plan, master)
         pool = pool_of(call, plan)
         how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
         yield from levels_of(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
@@ -375,8 +379,9 @@ def all_to_all(
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
     else:
+        call.quality.try_codebook(plan, own)
         if call.quality.measured:
-            call.quality.measure_locally(1.0, own.device)
+            call.quality.measure_locally(1.0, own.device, plan.gather, sent)
         pool, meter = call.state.pool(own.device), call.quality.meter
         yield from runs.all_to_all(whole, own, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
     if not in_place:

@@ -23,6 +23,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.decision import Call, decide
 from flash_allreduce_plugin.dispatch import call_of, default_config
 from flash_allreduce_plugin.policy import BetweenTwo, Plan, Site
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.meter import Meter
 from flash_allreduce_plugin.telemetry import counters
 
@@ -239,8 +240,12 @@ def _message(request: _Request, flat: Tensor) -> Message:
     plan = decide(call)
     outgoing, sent = call.collective == "send", call.state.sends[call.site.name]
     ends = Ends(tuple(request.tensor.shape), call.numel, call.dtype, plan)
-    if isinstance(plan, Plan) and outgoing and call.config.quality_interval:
-        meter = Meter(1.0, call.device) if (sent - 1) % call.config.quality_interval == 0 else None
+    if isinstance(plan, Plan) and outgoing:
+        call.quality.try_codebook(plan, flat)
+    interval = call.config.quality_interval
+    if isinstance(plan, Plan) and outgoing and interval and (sent - 1) % interval == 0:
+        chosen = sample.sample_of(plan.gather.groups(call.numel), plan.gather.group_size, sent // interval)
+        meter = Meter(1.0, call.device, chosen, summed=False)
     headed = transport.by_messages(call.group, call.device)
     if not headed and (kind := (request.peer, outgoing, header(ends))) not in call.state.headed:
         call.state.headed.add(kind)
@@ -292,4 +297,4 @@ def _steps(requests: Sequence[_Request], flats: Sequence[Tensor], messages: Sequ
     yield
     for one, message in zip(requests, messages, strict=True):
         if message.meter is not None:
-            counters.record_sqnr(one.call.site, *message.meter.read())
+            counters.record_sqnr(one.call.site, *sample.fold(message.meter.read()))

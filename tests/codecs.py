@@ -144,6 +144,12 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def sqnr_db(exact: Tensor, result: Tensor) -> float:
+    """Return 10 log10(signal / noise) of the whole tensors."""
+    exact = exact.flatten().double()
+    return float(10 * (exact.square().sum() / (result.flatten().double() - exact).square().sum()).log10())
+
+
 def hard_values(numel: int) -> dict[str, Tensor]:
     """Name -> numel fp32 values."""
     noise = gaussian(numel)

@@ -209,17 +209,16 @@ class _AllReduce:
         plan, residual, inbox = self.plan, self.residual, self.inboxes[i]
         mine, wires = self.slots[i].mine, (plan.reduce, plan.gather, self.factor)
         shard = mine.numel() // plan.gather.record_bytes
-        draw = NO_DRAW
-        if self.stochastic:
-            draw = Draw(self.gather_key, i * self.chunks.size + self.rank * shard)
+        first = i * self.chunks.size + self.rank * shard  # the group's number in the call
+        draw = Draw(self.gather_key, first) if self.stochastic else NO_DRAW
         if residual is None:
             rows.decode_sum_encode(inbox, mine, *wires, draw)
         else:
-            first = i * (self.chunks.size // self.world)
-            kept = residual.after[first : first + shard]
+            begin = i * (self.chunks.size // self.world)
+            kept = residual.after[begin : begin + shard]
             rows.decode_sum_encode_feedback(inbox, mine, kept, *wires, residual.momentum, draw)
         if self.meter is not None:
-            self.meter.summed(inbox, mine, *wires)
+            self.meter.summed(inbox, mine, *wires, first)
         self.gathers.append(transport.all_gather(self.slots[i].sums, mine, self.label, self.slots[i].gathering))
 
     def write(self, i: int) -> None:
@@ -258,7 +257,7 @@ def reduce_scatter(
 
     def encode(i: int, first: int, part: Tensor, payload: Tensor) -> None:
         draw = Draw(key, first, starts[1]) if wire.stochastic else NO_DRAW
-        _encode(part, payload, wire, draw, residual, first, first + wire.groups(part.shape[1]), meter)
+        _encode(part, payload, wire, draw, residual, first, first + wire.groups(part.shape[1]), meter, starts[1])
 
     def send(i: int) -> None:
         pieces, (inbox, _), first = leaving.parts[i], arriving.parts[i], chunks[i][0]
@@ -276,7 +275,7 @@ def reduce_scatter(
         if i < len(outputs):
             rows.decode_sum(arriving.parts[i][1], outputs[i], wire, factor)
             if meter is not None:
-                meter.result(outputs[i])
+                meter.result(outputs[i], starts[rank] + chunks[i][0])
 
     yield from _in_turn(chunks, send, reduce)
     pool.give(leaving, arriving)
@@ -449,14 +448,18 @@ def _encode(
     first: int,
     last: int,
     meter: Meter | None,
+    a_row: int = 0,
 ) -> None:
-    """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call."""
+    """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call.
+
+    a_row: by how much the number of the first group grows from one row to the next.
+    """
     if residual is None:
         rows.encode(part, payload, wire, draw)
     else:
         rows.encode_feedback(part, payload, residual.before[first:last], residual.momentum, wire, draw)
     if meter is not None:
-        meter.encoded(part, payload, wire)
+        meter.encoded(part, payload, wire, first, a_row)
 
 
 def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:

@@ -24,13 +24,18 @@ def gather(mine: bytes, label: Label, device: torch.device, doing: str = "gather
     return [bytes(row) for row in received.view(label.group.size(), -1).tolist()]
 
 
-def add_up(mine: tuple[float, ...], label: Label, device: torch.device) -> tuple[float, ...]:
-    """Sums over the ranks of the label's group, added in rank order: the same bits on every rank."""
-    layout = f"<{len(mine)}d"
-    ranks = [
-        struct.unpack(layout, row) for row in gather(struct.pack(layout, *mine), label, device, "adding up errors")
-    ]
-    return tuple(map(sum, zip(*ranks, strict=True)))
+def add_up(mine: Tensor, label: Label, device: torch.device) -> Tensor:
+    """Return the sums over the ranks of the label's group, float64, added in rank order: the same bits on every rank.
+
+    mine: float64, on the CPU. device: where the messages lie.
+    """
+    sent = mine.reshape(-1).view(torch.uint8).to(device)
+    received = sent.new_empty(label.group.size() * sent.numel())
+    transport.all_gather(received, sent, label, "adding up errors").wait()
+    total = torch.zeros_like(mine)
+    for one in received.cpu().view(torch.float64).view(-1, *mine.shape):
+        total += one
+    return total
 
 
 def gather_json(

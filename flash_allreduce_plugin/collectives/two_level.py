@@ -65,16 +65,16 @@ def all_reduce(
         payload = stages.whole(i, stages.wide).view(1, -1)
         rows.encode(elements(i), payload, stages.wide, draw)
         if meter is not None:
-            meter.encoded(elements(i), payload, stages.wide)
+            meter.encoded(elements(i), payload, stages.wide, slabs[0].groups * i)
         stages.send_inside(i)
 
     def back(i: int) -> None:
         arrived = stages.arrived(i)
         if arrived.numel():
-            mine, draw = stages.own(i, rank), Draw(gather_key, slabs[i].numbers[rank])
-            rows.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, draw)
+            mine, number = stages.own(i, rank), slabs[i].numbers[rank]
+            rows.decode_sum_encode(arrived, mine, plan.reduce, plan.gather, factor, Draw(gather_key, number))
             if meter is not None:
-                meter.summed(arrived, mine, plan.reduce, plan.gather, factor)
+                meter.summed(arrived, mine, plan.reduce, plan.gather, factor, number)
         stages.send_back(i)
 
     def write(i: int) -> None:
@@ -112,7 +112,7 @@ def reduce_scatter(
     def encode(part: Tensor, payload: Tensor, draw: Draw) -> None:
         rows.encode(part, payload, stages.wide, draw)
         if meter is not None:
-            meter.encoded(part, payload, stages.wide)
+            meter.encoded(part, payload, stages.wide, draw.first_group, draw.groups_a_row)
 
     def inside(i: int) -> None:
         if isinstance(shards, Tensor) and (places := stages.by_place(i, stages.wide)):
@@ -134,7 +134,7 @@ def reduce_scatter(
         if arrived.numel():
             rows.decode_sum(arrived, elements(output, i, rank), plan.reduce, factor)
             if meter is not None:
-                meter.result(elements(output, i, rank))
+                meter.result(elements(output, i, rank), slabs[i].numbers[rank])
 
     yield from stages.run(inside, stages.send_between, finish)
 
@@ -375,7 +375,7 @@ class _Stages:
             payloads = inbox[:, (part[0] - begin) * wide : (part[1] - begin) * wide]
             rows.decode_sum_encode(payloads, of_sums(part), self.wide, self._plan.reduce, 1.0, Draw(self._key, number))
             if self._meter is not None:
-                self._meter.summed_inside(payloads, of_sums(part), self.wide, self._plan.reduce)
+                self._meter.summed_inside(payloads, of_sums(part), self.wide, self._plan.reduce, number)
         outbox, received, at = self._outbox(i), {}, slab.own(self.rank)[0]
         for node, peer, (first, last) in slab.holders(self.rank):
             received[peer] = outbox[node, (first - at) * narrow : (last - at) * narrow]
@@ -399,11 +399,12 @@ class _Stages:
     def _runs(self, slab: Slab, owners: Sequence[Overlap]) -> list[tuple[int, Part]]:
         """What goes to them, joined where one kernel does for two: the number of the first group in the call, part."""
         runs: list[tuple[int, Part]] = []
+        numbered = self._plan.reduce.stochastic or self._meter is not None
         for _, owner, (first, last) in owners:
             number = slab.numbers[owner] + first - slab.own(owner)[0]
             if runs:
                 before, (begin, end) = runs[-1]
-                if end == first and (number == before + end - begin or not self._plan.reduce.stochastic):
+                if end == first and (number == before + end - begin or not numbered):
                     runs[-1] = before, (begin, last)
                     continue
             runs.append((number, (first, last)))

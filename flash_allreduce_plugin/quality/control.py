@@ -1,6 +1,6 @@
 """Measures the error of live calls, and lets widths.py and guard.py choose their widths by it.
 
-SQNR = 10 log10(sum of squares of the exact result / sum of squares of the difference), in dB.
+SQNR = 10 log10(number of runs / sum of their errors), in dB: runs of some hundred elements weigh the same (sample.py).
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
 the same call in full precision beside it; what is not an all_reduce, reduce_scatter or all_gather always locally.
@@ -10,8 +10,8 @@ for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +21,14 @@ from flash_allreduce_plugin.codec.format import MAX_BITS
 from flash_allreduce_plugin.collectives import messages, transport
 from flash_allreduce_plugin.collectives.transport import Label, Pending
 from flash_allreduce_plugin.policy import LOW_SQNR, SUMS, Collective, FullPrecision, Plan, Site
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.quality.meter import Meter
+from flash_allreduce_plugin.quality.trial import try_codebook
 from flash_allreduce_plugin.telemetry import counters
 
 if TYPE_CHECKING:
+    from flash_allreduce_plugin.codec.format import Format
     from flash_allreduce_plugin.config import FlashConfig
     from flash_allreduce_plugin.groups import GroupState
     from flash_allreduce_plugin.quality.guard import SiteGuard
@@ -50,6 +53,8 @@ class Quality:
         self._width: SiteWidth | None = None
         self._guard: SiteGuard | None = None
         self._bits = self._level = 0  # of the width and of the guard, in this call
+        self._number = 0  # of the call
+        self._starts: list[int] = []  # numbers of the first groups of watched parts, and of the end
         self._watched: Plan | None = None  # the plan in 8 bits, to which the guard would come back from full precision
 
     @property
@@ -65,7 +70,7 @@ class Quality:
         config, name = self._config, self._site.name
         if config.quality_interval == 0:
             return plan
-        number = self._state.calls[name]
+        number = self._number = self._state.calls[name]
         self._state.calls[name] += 1
         self.measured = number % config.quality_interval == 0
         if config.quality_measure == "local" or self._collective not in _MEASURED_EXACTLY:
@@ -83,9 +88,24 @@ class Quality:
             plan = at(self._bits)
         return plan if self._guard is None else self._guarded(plan, self._guard)
 
-    def measure_locally(self, factor: float, device: torch.device) -> None:
-        """A quantized call begins. factor: for its sum."""
-        self.meter = Meter(factor, device)
+    def try_codebook(self, plan: Plan, parts: Tensor | Sequence[Tensor]) -> None:
+        """A quantized call begins. parts: this rank's input, [numel], [rows, numel] or 1-D tensors."""
+        halves = [plan.reduce] if self._collective in SUMS else [plan.gather]
+        if self._collective == "all_reduce":
+            halves.append(plan.gather)
+        try_codebook(self._site, min(halves, key=lambda half: half.bits), parts)
+
+    def measure_locally(self, factor: float, device: torch.device, wire: Format, sizes: Iterable[int]) -> None:
+        """A quantized call begins, by `wire`. factor: for its sum.
+
+        sizes: elements of the parts of the call; without a sum, of this rank's parts.
+        """
+        self._meter_of(factor, device, sum(map(wire.groups, sizes)), wire.group_size)
+
+    def _meter_of(self, factor: float, device: torch.device, groups: int, group_size: int) -> Meter:
+        chosen = sample.sample_of(groups, group_size, self._number // self._config.quality_interval)
+        self.meter = Meter(factor, device, chosen, summed=self._collective in SUMS)
+        return self.meter
 
     def measure_exactly(self, input: Tensor, op: object, factor: float, parts: list[int] | None = None) -> None:
         """A quantized call begins. Arguments: those of Measurement."""
@@ -94,67 +114,72 @@ class Quality:
     def end(self, result: Tensor) -> None:
         """The result [numel] of a quantized call is in place."""
         if self._exact is not None:
-            signal, noise = self._exact.record(result, self._site)
+            measured = self._exact.record(result, self._site)
         elif self.meter is not None and self._error is not None:
-            signal, noise = self.meter.read()
-            self._error.add(signal, noise)
+            measured = self.meter.read()
+            self._error.add(measured)
         else:
             return
         if self._width is not None:
-            self._width.record(self._bits, signal, noise)
+            self._width.record(self._bits, measured)
         if self._guard is not None:
-            self._guard.record(self._level, signal, noise)
+            self._guard.record(self._level, measured)
 
     def watch(self, parts: Iterable[Tensor], factor: float) -> None:
         """1-D parts of this rank's input go in full precision; factor: for their sum."""
         if self._watched is None:
             return
-        plan = self._watched
-        for part in parts:
-            if self.meter is None:
-                self.meter = Meter(factor, part.device)
+        plan, parts = self._watched, list(parts)
+        if not parts:
+            return
+        self._starts = [0, *accumulate(plan.reduce.groups(part.numel()) for part in parts)]
+        meter = self._meter_of(factor, parts[0].device, self._starts[-1], plan.reduce.group_size)
+        for first, part in zip(self._starts, parts, strict=False):
             if self._collective not in SUMS:
-                self.meter.result(part)
-                self.meter.would_lose(part, plan.gather, summed=False)
+                meter.result(part, first)
+                meter.would_lose(part, plan.gather, first, summed=False)
             else:
-                self.meter.would_lose(part, plan.reduce, summed=True)
+                meter.would_lose(part, plan.reduce, first, summed=True)
                 if plan.inside is not None:
-                    self.meter.would_lose(part, plan.inside, summed=True)
+                    meter.would_lose(part, plan.inside, first, summed=True)
 
     def watch_weights(self, master: Tensor, weights: Tensor) -> None:
         """Weights [numel] that would travel by differences were gathered whole; master [numel] is exact."""
         if self._watched is not None:
-            self.meter = Meter(1.0, weights.device)
-            self.meter.held(master, weights)
+            wire = self._watched.gather
+            self._meter_of(1.0, weights.device, wire.groups(master.numel()), wire.group_size).held(master, weights)
 
     def watched(self, result: Tensor) -> None:
         """Their result [numel] is in place: the guard is told the error that 8 bits would have made."""
         if self._watched is None or self.meter is None or self._guard is None:
             return
-        if self._collective in ("reduce_scatter", "reduce"):
-            self.meter.result(result)
+        state, wire = self._state, self._watched.gather
+        if self._collective == "reduce_scatter":
+            self.meter.result(result, self._starts[state.rank])
+        elif self._collective == "reduce":
+            self.meter.result(result, 0)
         elif self._collective == "all_reduce":
-            wire, state = self._watched.gather, self._state
-            share = -(-wire.groups(result.numel()) // state.world_size) * wire.group_size
-            part = result[state.rank * share : (state.rank + 1) * share]
-            self.meter.result(part)
-            self.meter.would_lose(part, wire, summed=False)
-        self._guard.record(FULL, *self.meter.read())
+            share = -(-wire.groups(result.numel()) // state.world_size)
+            first, end = state.rank * share, (state.rank + 1) * share
+            part = result[first * wire.group_size : end * wire.group_size]
+            self.meter.result(part, first)
+            self.meter.would_lose(part, wire, first, summed=False)
+        self._guard.record(FULL, self.meter.read())
 
     def _agree(self, number: int, device: torch.device) -> None:
-        """At the start of measured call `number` of the site the ranks add up what was measured before it."""
+        """At the start of measured call `number` of the site the ranks add up the measurements before it."""
         known = [sums for sums in (self._error, self._width, self._guard) if sums is not None]
         if not known:
             return
-        sums = messages.add_up(tuple(chain.from_iterable(one.take() for one in known)), self._label, device)
-        for one, signal, noise in zip(known, sums[::2], sums[1::2], strict=True):
+        total = messages.add_up(torch.stack([one.take() for one in known]), self._label, device)
+        for one, (runs, errors) in zip(known, sample.fold_all(total), strict=True):
             if one is self._error:
-                if signal or noise:
-                    counters.record_sqnr(self._site, max(signal, 0.0), noise)
+                if runs:
+                    counters.record_sqnr(self._site, runs, errors)
             elif one is self._width:
-                self._width.update(signal, noise, number, log=self._state.rank == 0)
+                self._width.update(runs, errors, number, log=self._state.rank == 0)
             elif one is self._guard:
-                self._guard.update(signal, noise, number, log=self._state.rank == 0)
+                self._guard.update(runs, errors, number, log=self._state.rank == 0)
 
     def _guarded(self, plan: Plan, guard: SiteGuard) -> Plan | FullPrecision:
         if guard.bits < FULL:
@@ -192,15 +217,11 @@ class Measurement:
             self._exact = shard.new_empty(shard.numel() * world if parts is None else sum(parts))
             self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY, parts)
 
-    def record(self, result: Tensor, site: Site) -> tuple[float, float]:
-        """Compare with the quantized result and add to the site's counters; signal_and_noise of this rank's result."""
+    def record(self, result: Tensor, site: Site) -> Tensor:
+        """Compare with the quantized result and add to the site's counters; the measurement of this rank's result."""
         self._pending.wait()
-        signal, noise = signal_and_noise(self._exact[: result.numel()] * self._factor, result)
-        counters.record_sqnr(site, signal, noise)
-        return signal, noise
-
-
-def signal_and_noise(exact: Tensor, result: Tensor) -> tuple[float, float]:
-    """Sums of squares, in float64: of `exact` and of its difference to `result`."""
-    exact = exact.flatten().double()
-    return float(exact.square().sum()), float((result.flatten().double() - exact).square().sum())
+        measured = sample.compare(self._exact[: result.numel()] * self._factor, result)
+        runs, errors = sample.fold(measured)
+        if runs:
+            counters.record_sqnr(site, runs, errors)
+        return measured

@@ -1,133 +1,172 @@
-"""The error of a call from what each rank has at hand: quality_measure "local".
+"""The error of a call from the values of each rank: quality_measure "local".
 
 How-to: docs/accuracy_controls.md#what-is-measured.
 
-A rank decodes what it encodes and compares. Where the errors of different ranks have nothing to do with each other,
+A rank decodes its own payloads and compares, at the runs of a Sample. Where errors of different ranks are independent,
+a run has
 
     noise   = factor^2 x sum of |x - q|^2 before the sum + sum of |s - t|^2 after it
     signal  = sum of |s|^2 + factor^2 x sum of (|x|^2 - |q|^2)
 
 A rank encodes x, which decodes to q. s is a part of the sum, times factor, as its owner has it in float32, and decodes
-to t. Every term is known to one rank. The last one corrects the signal: it takes off what the errors have added to the
-sums, and puts back what they have taken away where small values become zeros.
+to t. Every term is known to one rank. The last one corrects the signal: it takes off the energy that errors have added
+to the sums, and puts back the energy of small values that became zeros.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
-
-# Elements that are compared at a time: on a CPU they stay in the cache, and a GPU wants few launches.
-_PIECE, _PIECE_OF_A_GPU = 1 << 16, 1 << 24
-# Between these a norm in float32 is the sum of squares that are normal numbers, of up to _PIECE elements.
-_LEAST, _GREATEST = 1e-14, 1e18
+from flash_allreduce_plugin.quality import sample
+from flash_allreduce_plugin.quality.sample import Chosen, Sample, energy
 
 
 class Meter:
-    """This rank's share of the signal and the noise of one call."""
+    """This rank's share of the signal and the noise of one call, run by run.
 
-    def __init__(self, factor: float, device: torch.device) -> None:
-        """factor: the sum over the ranks is multiplied with it."""
-        self._weight = factor * factor
-        self._signal, self._faded, self._before, self._after = torch.zeros(4, dtype=torch.float64, device=device)
+    Methods take the number, in the call, of the first group that they are given; `gathered` and `held` are given all
+    groups of this rank in order.
+    """
 
-    def encoded(self, part: Tensor, payload: Tensor, wire: Format) -> None:
-        """part [rows, numel], of any dtype, goes as payload [rows, bytes] to be summed."""
-        for piece, bytes_ in _pieces(part, payload, wire):
-            self._encoded(piece, bytes_, wire)
+    def __init__(self, factor: float, device: torch.device, chosen: Sample, *, summed: bool) -> None:
+        """factor: the sum over the ranks is multiplied with it. summed: other ranks know of the same runs."""
+        self._weight, self._sample, self._summed = factor * factor, chosen, summed
+        self._next = 0  # group of `gathered` and `held`
+        self._signal, self._faded, self._before, self._after = torch.zeros(
+            4, sample.RUNS, dtype=torch.float64, device=device
+        )
 
-    def summed_inside(self, payloads: Tensor, payload: Tensor, wide: Format, reduce: Format) -> None:
-        """The sum of payloads [ranks, bytes], over a node, goes as payload [bytes] to be summed again."""
-        for piece, bytes_ in _sums(payloads, payload, wide, reduce, 1.0):
-            self._encoded(piece, bytes_, reduce)
+    def encoded(self, part: Tensor, payload: Tensor, wire: Format, first: int, a_row: int = 0) -> None:
+        """part [rows, numel], of any dtype, is sent as payload [rows, bytes] to be summed."""
+        chosen = self._chosen(part, first, a_row)
+        if chosen is not None:
+            self._encoded(*_both(part, payload, wire, chosen), chosen)
 
-    def summed(self, payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float) -> None:
-        """The sum of payloads [ranks, bytes], times factor, goes as payload [bytes] to all ranks."""
-        for piece, bytes_ in _sums(payloads, payload, reduce, gather, factor):
-            self._arrives(piece, bytes_, gather)
+    def summed_inside(self, payloads: Tensor, payload: Tensor, wide: Format, reduce: Format, first: int) -> None:
+        """The sum of payloads [ranks, bytes], over a node, is sent as payload [bytes] to be summed again."""
+        chosen = self._sample.of(first, payload.numel() // reduce.record_bytes, 1, 0, payload.device)
+        if chosen is not None:
+            self._encoded(_sums(payloads, wide, 1.0, chosen), _decoded(payload.view(1, -1), reduce, chosen), chosen)
+
+    def summed(
+        self, payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, first: int
+    ) -> None:
+        """The sum of payloads [ranks, bytes], times factor, is sent as payload [bytes] to all ranks."""
+        chosen = self._sample.of(first, payload.numel() // gather.record_bytes, 1, 0, payload.device)
+        if chosen is not None:
+            self._arrives(
+                _sums(payloads, reduce, factor, chosen), _decoded(payload.view(1, -1), gather, chosen), chosen
+            )
 
     def gathered(self, part: Tensor, payload: Tensor, wire: Format) -> None:
-        """part [1, numel], of any dtype, goes as payload [1, bytes] to all ranks."""
-        for piece, bytes_ in _pieces(part, payload, wire):
-            self._arrives(piece, bytes_, wire)
+        """part [1, numel], of any dtype, is sent as payload [1, bytes] to all ranks."""
+        chosen = self._following(part)
+        if chosen is not None:
+            self._arrives(*_both(part, payload, wire, chosen), chosen)
 
     def held(self, master: Tensor, weights: Tensor) -> None:
-        """master [numel] is exact, and what all ranks hold of it is weights [numel]."""
-        for exact, piece in zip(master.split(_piece(master)), weights.split(_piece(master)), strict=True):
-            exact = exact.float()
-            self._signal += _energy(exact)
-            self._after += _energy(exact - piece)
+        """master [numel] is exact, and all ranks hold it as weights [numel]."""
+        chosen = self._following(master.view(1, -1))
+        if chosen is not None:
+            size = self._sample.group_size
+            exact, arrived = (taken(one.view(1, -1), size, chosen) for one in (master, weights))
+            self._arrives(exact, arrived, chosen)
 
-    def result(self, part: Tensor) -> None:
+    def result(self, part: Tensor, first: int) -> None:
         """A part [numel] of the result that no other rank measures."""
-        for piece in part.split(_piece(part)):
-            self._signal += _energy(piece.float())
+        chosen = self._chosen(part.view(1, -1), first)
+        if chosen is not None:
+            self._signal.index_add_(0, chosen.run, energy(taken(part.view(1, -1), self._sample.group_size, chosen)))
 
-    def would_lose(self, part: Tensor, wire: Format, *, summed: bool) -> None:
+    def would_lose(self, part: Tensor, wire: Format, first: int, *, summed: bool) -> None:
         """part [numel] adds the error that encoding it would make. summed: on all ranks, before the sum."""
-        for piece in part.split(_piece(part)):
-            if piece.numel():
-                row = piece.view(1, -1)
-                payload = torch.empty(1, wire.payload_bytes(len(piece)), dtype=torch.uint8, device=piece.device)
-                rows.encode(row, payload, wire)
-                self._after += _energy(_decoded(row, payload, wire).sub_(row)) * (self._weight if summed else 1.0)
+        chosen = self._chosen(part.view(1, -1), first)
+        if chosen is not None:
+            exact = taken(part.view(1, -1), wire.group_size, chosen)
+            lost = energy(decoded_from(exact.view(1, -1), wire).view_as(exact).sub_(exact))
+            self._after.index_add_(0, chosen.run, lost * (self._weight if summed else 1.0))
 
-    def read(self) -> tuple[float, float]:
-        """Signal and noise; of all ranks together they are those of the call. Waits for a GPU."""
-        signal, faded, before, after = torch.stack([self._signal, self._faded, self._before, self._after]).tolist()
-        return signal + self._weight * faded, self._weight * before + after
+    def read(self) -> Tensor:
+        """Return the measurement; those of all ranks together are that of the call. Waits for a GPU."""
+        signal, faded, before, after = torch.stack([self._signal, self._faded, self._before, self._after]).cpu()
+        signal, noise = signal + self._weight * faded, self._weight * before + after
+        if not self._summed:
+            return sample.alone(signal, noise)
+        measured = sample.nothing()
+        measured[0, :-1], measured[1, :-1] = signal, noise
+        return measured
 
-    def _encoded(self, part: Tensor, payload: Tensor, wire: Format) -> None:
-        decoded = _decoded(part, payload, wire)
-        self._faded += _energy(part) - _energy(decoded)
-        self._before += _energy(decoded.sub_(part))
+    def _chosen(self, part: Tensor, first: int, a_row: int = 0) -> Chosen | None:
+        height, numel = part.shape
+        return self._sample.of(first, -(-numel // self._sample.group_size), height, a_row, part.device)
 
-    def _arrives(self, part: Tensor, payload: Tensor, wire: Format) -> None:
-        self._signal += _energy(part)
-        self._after += _energy(_decoded(part, payload, wire).sub_(part))
+    def _following(self, part: Tensor) -> Chosen | None:
+        first = self._next
+        self._next += -(-part.shape[1] // self._sample.group_size)
+        return self._chosen(part, first)
 
+    def _encoded(self, exact: Tensor, decoded: Tensor, chosen: Chosen) -> None:
+        self._faded.index_add_(0, chosen.run, energy(exact) - energy(decoded))
+        self._before.index_add_(0, chosen.run, energy(decoded.sub_(exact)))
 
-def _piece(x: Tensor) -> int:
-    return _PIECE_OF_A_GPU if x.is_cuda else _PIECE
-
-
-def _energy(x: Tensor) -> Tensor | float:
-    """Sum of squares of up to a piece of float32 elements, of any size."""
-    if x.is_cuda:  # where looking at a number is waiting for it
-        return torch.linalg.vector_norm(x, dtype=torch.float64).square()
-    norm = float(torch.linalg.vector_norm(x))
-    if not _LEAST < norm < _GREATEST:
-        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-    return norm * norm
+    def _arrives(self, exact: Tensor, decoded: Tensor, chosen: Chosen) -> None:
+        self._signal.index_add_(0, chosen.run, energy(exact))
+        self._after.index_add_(0, chosen.run, energy(decoded.sub_(exact)))
 
 
-def _decoded(like: Tensor, payload: Tensor, wire: Format) -> Tensor:
-    decoded = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+def decoded_from(row: Tensor, wire: Format) -> Tensor:
+    """Return the float32 values [1, numel] that a row [1, numel] arrives as."""
+    payload = torch.empty(1, wire.payload_bytes(row.shape[1]), dtype=torch.uint8, device=row.device)
+    rows.encode(row, payload, wire)
+    decoded = torch.empty(row.shape, dtype=torch.float32, device=row.device)
     rows.decode(payload, decoded, wire)
     return decoded
 
 
-def _pieces(part: Tensor, payload: Tensor, wire: Format) -> Iterator[tuple[Tensor, Tensor]]:
-    """part [rows, numel] in float32 and payload [rows, bytes], piece by piece."""
-    rows, numel = part.shape
-    step = max(1, _piece(part) // (rows * wire.group_size))
-    for first in range(0, wire.groups(numel), step):
-        piece = part[:, first * wire.group_size : (first + step) * wire.group_size]
-        yield piece.float(), payload[:, first * wire.record_bytes : (first + step) * wire.record_bytes]
+def _both(part: Tensor, payload: Tensor, wire: Format, chosen: Chosen) -> tuple[Tensor, Tensor]:
+    """Groups [n, group_size] of part [rows, numel], and as they decode from payload [rows, bytes]."""
+    exact, decoded = taken(part, wire.group_size, chosen), _decoded(payload, wire, chosen)
+    rest = part.shape[1] % wire.group_size
+    if rest:  # the codec has filled up the last group
+        decoded[chosen.group == part.shape[1] // wire.group_size, rest:] = 0
+    return exact, decoded
 
 
-def _sums(
-    payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole groups [1, numel] in float32 that went as payload [bytes], and their bytes [1, bytes], piece by piece."""
-    groups, step = payload.numel() // gather.record_bytes, _piece(payload) // gather.group_size
-    for first in range(0, groups, step):
-        last = min(first + step, groups)
-        sums = torch.empty((last - first) * gather.group_size, dtype=torch.float32, device=payload.device)
-        rows.decode_sum(payloads[:, first * reduce.record_bytes : last * reduce.record_bytes], sums, reduce, factor)
-        yield sums.view(1, -1), payload[first * gather.record_bytes : last * gather.record_bytes].view(1, -1)
+def taken(part: Tensor, size: int, chosen: Chosen) -> Tensor:
+    """Groups [n, size] of part [rows, numel] in float32; a group that is not full ends with zeros."""
+    whole, rest = divmod(part.shape[1], size)
+    if not rest:
+        return _of(part.unflatten(1, (whole, size)), chosen).float()
+    full = chosen.group < whole
+    found = torch.zeros(len(full), size, dtype=torch.float32, device=part.device)
+    if whole:
+        found[full] = part[:, : whole * size].unflatten(1, (whole, size))[chosen.row[full], chosen.group[full]].float()
+    found[~full, :rest] = part[chosen.row[~full], whole * size :].float()
+    return found
+
+
+def _of(groups: Tensor, chosen: Chosen) -> Tensor:
+    """Return the chosen ones of groups [rows, groups, size], a matrix."""
+    return groups[0].index_select(0, chosen.group) if len(groups) == 1 else groups[chosen.row, chosen.group]
+
+
+def _records(payload: Tensor, wire: Format) -> Tensor:
+    return payload.unflatten(1, (-1, wire.record_bytes))
+
+
+def _decoded(payload: Tensor, wire: Format, chosen: Chosen) -> Tensor:
+    """Groups [n, group_size] as they decode from payload [rows, bytes]."""
+    decoded = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payload.device)
+    rows.decode(_of(_records(payload, wire), chosen).view(1, -1), decoded.view(1, -1), wire)
+    return decoded
+
+
+def _sums(payloads: Tensor, wire: Format, factor: float, chosen: Chosen) -> Tensor:
+    """Groups [n, group_size] of the sum of payloads [ranks, bytes], times factor."""
+    sums = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payloads.device)
+    of_ranks = _records(payloads, wire).index_select(1, chosen.group).flatten(1)
+    rows.decode_sum(of_ranks, sums.view(-1), wire, factor)
+    return sums

@@ -14,6 +14,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.telemetry import counters
 
 
@@ -26,29 +30,30 @@ def gain_db(narrow: int, wide: int, symmetric: bool) -> float:
 
 
 class Sums:
-    """Signal and noise, sums of squares, that this rank has measured at one site on one process group."""
+    """Measurements (sample.py) that this rank has made at one site on one process group, added up."""
 
     def __init__(self) -> None:
-        # One tuple: a handle may be waited on in another thread than the one that starts calls.
-        self._sums = (0.0, 0.0)
+        # Replaced, never written to: a handle may be waited on in another thread than the one that starts calls.
+        self._sums = sample.nothing()
 
-    def add(self, signal: float, noise: float) -> None:
+    def add(self, measured: Tensor) -> None:
         """One non-finite measurement cancels the whole decision: the sums that it is part of decide nothing."""
-        self._sums = (self._sums[0] + signal, self._sums[1] + noise)
+        self._sums = self._sums + measured
 
-    def take(self) -> tuple[float, float]:
+    def take(self) -> Tensor:
         """The sums since they were last taken; zeros: nothing was measured."""
-        sums, self._sums = self._sums, (0.0, 0.0)
+        sums, self._sums = self._sums, sample.nothing()
         return sums
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint; `measured` is this rank's alone, the rest is the same on all ranks."""
-        return {"measured": list(self._sums)}
+        return {"measured": self._sums.view(-1).tolist() if self._sums.any() else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict gave."""
-        signal, noise = state["measured"]
-        self._sums = signal, noise
+        """Go on from what state_dict gave, or earlier versions did: signal and noise of a whole tensor, as one run."""
+        measured = torch.tensor(state["measured"], dtype=torch.float64).view(2, -1)
+        self._sums = sample.nothing()
+        self._sums[:, : measured.shape[1]] = measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +77,19 @@ class SiteBits(Sums, ABC):
         """The width of the site's calls, as the subclass defines it."""
         return self._standing.bits
 
-    def record(self, bits: int, signal: float, noise: float) -> None:
-        """Add the sums of squares of a call of width `bits`; those of a width no longer in use are left out."""
+    def record(self, bits: int, measured: Tensor) -> None:
+        """Add the measurement of a call of width `bits`; those of a width no longer in use are left out."""
         if bits == self.bits:
-            self.add(signal, noise)
+            self.add(measured)
 
-    def update(self, signal: float, noise: float, call: int, log: bool) -> None:
-        """Choose the width of the calls from number `call` on. signal, noise: `take` of all ranks, added up.
+    def update(self, runs: float, errors: float, call: int, log: bool) -> None:
+        """Choose the width of the calls from number `call` on. runs, errors: `take` of all ranks, added up and folded.
 
-        Sums that are not finite (a step that overflowed) and zeros (no measured call has ended) decide nothing.
+        Numbers that are not finite (a step that overflowed) and zeros (no measured call has ended) decide nothing.
         """
-        if not (math.isfinite(signal) and math.isfinite(noise)) or signal == noise == 0:
+        if not (math.isfinite(runs) and math.isfinite(errors)) or runs == errors == 0:
             return
-        sqnr_db = counters.sqnr_db(signal, noise)
+        sqnr_db = counters.sqnr_db(runs, errors)
         before, self._standing = self._standing, self._decide(sqnr_db)
         self._decided(before, sqnr_db, call, log)
 

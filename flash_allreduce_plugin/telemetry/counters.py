@@ -29,8 +29,10 @@ NOT_OURS = "not ours"
 
 @dataclass(slots=True)
 class Counters:
-    """Of one site. signal, noise: sums of squares over the `measured` calls; bits: of the last quantized call;
-    bytes_plain: what of bytes_sent went in full precision.
+    """Counters of one site.
+
+    signal, noise: measured runs (quality/sample.py) and the sum of their errors, over the `measured` calls. bits: of
+    the last quantized call. bytes_plain: bytes of bytes_sent that went in full precision.
     """
 
     quantized: int = 0
@@ -97,6 +99,18 @@ class Kept:
     largest: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Measurements (quality/trial.py) of a site: runs and sum of errors at `bits` as configured, and with `better`."""
+
+    bits: int
+    own: tuple[float, float] = (0.0, 0.0)
+    better: tuple[float, float] = (0.0, 0.0)
+
+
+_TRIED = 128  # the last call of a site that is tried
+
+
 class Tally:
     """The calls of one attachment (an engine, a model, or all sites of a framework), which its notices are about."""
 
@@ -106,6 +120,7 @@ class Tally:
         self._quantized: Counter[str] = Counter()
         self._kept: dict[str, dict[str, Kept]] = {}  # by site and reason
         self._calls, self._next = 0, _OFTEN
+        self._trials: dict[str, Trial] | None = {}
 
     def record(self, site: Site, reason: str | None, message: int | None = None) -> bool:
         """Count a call; reason None: quantized. True if `often` is due."""
@@ -130,10 +145,31 @@ class Tally:
                 for site, found in self._kept.items()
             }
 
+    def trials(self) -> dict[str, Trial]:
+        """Those of each site. A copy."""
+        with _lock:
+            return dict(self._trials or {})
+
+    def to_try(self, site: Site) -> int | None:
+        """Return the number of the site's quantized call that begins if it is to be tried: 1, 2, 4, 8 ... 128."""
+        number = self._quantized[site.name]
+        return number if self._trials is not None and 0 < number <= _TRIED and not number & number - 1 else None
+
+    def tried(self, site: Site, bits: int, own: tuple[float, float], better: tuple[float, float]) -> None:
+        """Add a trial; those of another width than before are left out."""
+        if self._trials is None:
+            return
+        before = self._trials.get(site.name, Trial(bits))
+        if before.bits == bits:
+            both = ((a[0] + b[0], a[1] + b[1]) for a, b in ((before.own, own), (before.better, better)))
+            self._trials[site.name] = Trial(bits, *both)
+
     def clear(self) -> None:
+        """The first steps are over: no calls are tried from now on."""
         with _lock:
             self._quantized.clear()
             self._kept.clear()
+            self._trials = None
 
 
 _lock = threading.Lock()
@@ -191,6 +227,23 @@ def record_quantized(
         tally.often()
 
 
+def trial(site: Site) -> int | None:
+    """Return the number of the quantized call that begins if its attachment wants it to be tried."""
+    with _lock:
+        tally = _tally(site)
+        return None if tally is None else tally.to_try(site)
+
+
+def record_trial(site: Site, bits: int, own: tuple[float, float], better: tuple[float, float]) -> None:
+    """Add a trial to those of the site; one that is not finite is left out."""
+    if not all(map(math.isfinite, (*own, *better))):
+        return
+    with _lock:
+        tally = _tally(site)
+        if tally is not None:
+            tally.tried(site, bits, own, better)
+
+
 def record_full_precision(
     site: Site, reason: str, bytes: int, *, instead_of: int | None = None, message: int | None = None
 ) -> None:
@@ -240,7 +293,7 @@ def record_guard(site: str, change: str) -> None:
 
 
 def record_sqnr(site: Site, signal: float, noise: float) -> None:
-    """Add one measurement: sums of squares of the exact result and of the difference to it.
+    """Add one measurement, folded (quality/sample.py): the number of runs and the sum of their errors.
 
     A measurement that is not finite (a step that overflowed) says nothing about the codec and is left out.
     """
@@ -254,7 +307,7 @@ def record_sqnr(site: Site, signal: float, noise: float) -> None:
 
 
 def sqnr_db(signal: float, noise: float) -> float:
-    """Of sums of squares; inf if there was no noise at all, -inf if there is no signal beside it."""
+    """Return 10 log10(signal / noise); inf without noise, -inf with noise alone."""
     if noise == 0:
         return math.inf
     return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
@@ -275,7 +328,7 @@ def stats() -> dict[str, Any]:
     bytes_between_nodes is what of bytes_sent went to another node, in two-level calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
-    sqnr_db is 10 log10(sum of signals / sum of noises) over the measured calls of the site: None if none was
+    sqnr_db is 10 log10(measured runs / sum of their errors) over the measured calls of the site: None if none was
     measured, inf if there was no noise at all.
     """
     with _lock:

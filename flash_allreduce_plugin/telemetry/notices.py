@@ -1,4 +1,5 @@
-"""The lines that rank 0 prints: what is attached and, after the first steps, which sites send in full precision.
+"""The lines that rank 0 prints: what is attached and, after the first steps, which sites send in full precision, or
+have a poor quality at few bits.
 
 An integration has a `FirstSteps` for each attachment, calls at the sites that it returns, and tells it the step; no
 communication.
@@ -11,7 +12,7 @@ from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import replace
 
 from flash_allreduce_plugin import environment, policy
-from flash_allreduce_plugin.codec.format import MAX_BITS
+from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_CODEBOOK_GROUP_SIZE
 from flash_allreduce_plugin.config import FlashConfig, presets
 from flash_allreduce_plugin.config.refusals import OF_MEGATRON
 from flash_allreduce_plugin.policy import Site
@@ -28,6 +29,9 @@ _MEASURED = (
 )
 _STEPS = 3  # the last of which is not over: the first are not like those that follow (DDP rebuilds its buckets)
 # The line about what is attached names these, or they pass, or there was nothing to send.
+# A site with so few dB at its width is poor: Gaussian values have 20, 13 and 6. (tests/telemetry/test_notices.py)
+_POOR = {4: 17.0, 3: 10.0, 2: 3.0}
+_GAIN_DB = 4.0  # of the codebook with spikes; on Gaussian values it gains less
 _KNOWN = {policy.DISABLED, policy.WARM_UP, policy.LOW_SQNR, policy.EMPTY, policy.ONE_RANK, environment.DISABLE}
 # Of a site that quantizes, some calls may be so without a notice.
 _IN_PART = (policy.SMALL, policy.EVALUATION)
@@ -96,9 +100,9 @@ def few_bits(key: str, bits: int) -> str | None:
 class FirstSteps:
     """The first steps of an attachment: an engine, a model, or all that a framework of this process sends.
 
-    It prints once what is attached, and once which of its sites send in full precision, with the fields to set: when
-    the third step begins. A process that only infers makes no steps: there the sites are looked at after 1000 calls,
-    2000, and so on.
+    It prints once what is attached. When the third step begins, it prints once which of its sites send in full
+    precision or lose much at few bits, with the fields to set. A process that only infers makes no steps: there the
+    sites are looked at after 1000 calls, 2000, and so on.
     """
 
     def __init__(
@@ -151,7 +155,8 @@ class FirstSteps:
             self._say(passing=False)
 
     def _say(self, *, passing: bool = True) -> None:
-        for key, line in in_full_precision(self._tally, self.config, self._where, self._known, passing).items():
+        lines = in_full_precision(self._tally, self.config, self._where, self._known, passing)
+        for key, line in {**lines, **better_at_few_bits(self._tally, self.config, self._where)}.items():
             if key not in self._named:
                 self._named.add(key)
                 say(line)
@@ -196,6 +201,25 @@ def in_full_precision(
             why = "; ".join(_why(reason, kept, config, where) for reason, kept in reasons.items())
             many = "none" if not quantized else str(quantized)
             lines[site, ", ".join(reasons)] = f"{site} has quantized {many} of its {calls} calls: {why}"
+    return lines
+
+
+def better_at_few_bits(tally: counters.Tally, config: FlashConfig, where: Where) -> dict[tuple[str, str], str]:
+    """Return a sentence for each site whose few bits are poor, and that the codebook with spikes would serve better."""
+    wanted = {
+        **{"codebook": True, "spike_reserving": True, "group_size": max(config.group_size, MIN_CODEBOOK_GROUP_SIZE)},
+        **{"compact": False, "symmetric": False},  # which the codebook does not go together with
+    }
+    changed = {key: value for key, value in wanted.items() if getattr(config, key) != value}
+    lines = {}
+    for site, trial in tally.trials().items():
+        own, better = counters.sqnr_db(*trial.own), counters.sqnr_db(*trial.better)
+        if changed and trial.own[0] and own < _POOR[trial.bits] and better >= own + _GAIN_DB:
+            fields = " and ".join(f"{key}={json.dumps(value)}" for key, value in changed.items())
+            lines[site, "codebook"] = (
+                f"{site} has {own:.0f} dB at {trial.bits} bits; {fields} would have {better:.0f} dB "
+                f"(set {' and '.join(map(where, changed))})"
+            )
     return lines
 
 

@@ -32,7 +32,7 @@ def test_bytes_are_gathered_in_rank_order(ranks: GetRanks) -> None:
 
 
 def added(numbers: list[tuple[float, ...]]) -> tuple[float, ...]:
-    return messages.add_up(numbers[dist.get_rank()], label(), CPU)
+    return tuple(messages.add_up(torch.tensor(numbers[dist.get_rank()], dtype=torch.float64), label(), CPU).tolist())
 
 
 def test_sums_are_taken_in_rank_order(ranks: GetRanks) -> None:

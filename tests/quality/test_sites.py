@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import SiteGuard
 from flash_allreduce_plugin.quality.sites import SiteBits, Sums
 from flash_allreduce_plugin.quality.widths import SiteWidth
@@ -17,12 +20,17 @@ KINDS: list[Callable[[], SiteBits]] = [
 ]
 
 
+def measured(error: float) -> Tensor:
+    """One run of this error."""
+    return sample.alone(torch.ones(1, dtype=torch.float64), torch.tensor([error], dtype=torch.float64))
+
+
 def test_sums_are_taken_once() -> None:
     sums = Sums()
-    sums.add(1.0, 0.5)
-    sums.add(2.0, 0.25)
-    assert sums.take() == (3.0, 0.75)
-    assert sums.take() == (0.0, 0.0)
+    sums.add(measured(0.5))
+    sums.add(measured(0.25))
+    assert sample.fold(sums.take()) == (2.0, 0.75)
+    assert sample.fold(sums.take()) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -31,9 +39,9 @@ def test_one_measurement_that_is_not_finite_cancels_the_whole_decision(
     make: Callable[[], SiteBits], bad: float
 ) -> None:
     site, before = make(), make().state_dict()
-    site.record(4, 1.0, 1.0)  # 0 dB: more bits, by itself
-    site.record(4, 1.0, bad)
-    site.update(*site.take(), call=1, log=False)
+    site.record(4, measured(1.0))  # 0 dB: more bits, by itself
+    site.record(4, measured(bad))
+    site.update(*sample.fold(site.take()), call=1, log=False)
     assert site.state_dict() == before
 
 
@@ -42,8 +50,16 @@ def test_what_it_saves_is_what_it_goes_on_from(make: Callable[[], SiteBits]) -> 
     site, other = make(), make()
     for call in range(7):
         site.update(*((1.0, 1.0) if call < 3 else (1e6, 1.0)), call=call, log=False)
-    site.record(site.bits, 3.0, 0.5)
+    site.record(site.bits, measured(0.5))
     assert site.state_dict() != other.state_dict()
     other.load_state_dict(site.state_dict())
     assert other.state_dict() == site.state_dict() and other.bits == site.bits
-    assert other.take() == (3.0, 0.5)
+    assert torch.equal(other.take(), site.take())
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_the_sums_of_an_earlier_version_are_one_run(make: Callable[[], SiteBits]) -> None:
+    site = make()
+    site.load_state_dict({**site.state_dict(), "measured": [8.0, 2.0]})
+    assert sample.fold(site.take()) == (1.0, 0.25)
+    assert site.state_dict()["measured"] == []

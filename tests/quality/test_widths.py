@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.quality.widths import SiteWidth, decide
 from tests.codecs import gaussian
@@ -114,11 +115,11 @@ def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> Non
 
 def test_what_was_measured_at_another_width_is_left_out() -> None:
     width = SiteWidth("site", 4, 18.0, symmetric=False)
-    width.record(4, 10.0, 1.0)
-    width.record(5, 100.0, 1.0)
-    width.record(4, 20.0, 2.0)
-    assert width.take() == (30.0, 3.0)
-    assert width.take() == (0.0, 0.0)
+    width.record(4, sample.alone(torch.ones(10), torch.full((10,), 0.1)))
+    width.record(5, sample.alone(torch.ones(1), torch.ones(1)))
+    width.record(4, sample.alone(torch.ones(20), torch.full((20,), 0.1)))
+    assert sample.fold(width.take()) == pytest.approx((30.0, 3.0))
+    assert sample.fold(width.take()) == (0.0, 0.0)
 
 
 # ---- the ranks ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import policy
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import counters, notices
-from tests.distributed import run_ranks
+from tests.codecs import gaussian
+from tests.distributed import Ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 STEPS = 4
@@ -270,6 +272,61 @@ def test_every_field_that_keeps_a_call_is_named() -> None:
         "--min_bytes and --param_bits)",
         "t39.4 has quantized 1 of its 2 calls: backward_bits is full (set --backward_bits and --expert_bits)",
     ]
+
+
+def with_trial(own: float, better: float, bits: int = 4, name: str = "t40.gradients") -> counters.Tally:
+    """Of a site with these dB, as its configuration has and with codebook and spikes."""
+    tally = tally_of((name, Role.ANY, None))
+    counters.record_trial(
+        Site(name, tally=tally), bits, (10.0, 10 * 10 ** (-own / 10)), (10.0, 10 * 10 ** (-better / 10))
+    )
+    return tally
+
+
+def better(tally: counters.Tally, **fields: Any) -> list[str]:
+    config = fap.FlashConfig(bits=4, **fields)
+    return list(notices.better_at_few_bits(tally, config, lambda key: f"--{key}").values())
+
+
+def test_a_poor_site_is_told_what_codebook_and_spikes_would_have() -> None:
+    said = "t40.gradients has 14 dB at 4 bits; codebook=true and spike_reserving=true would have 24 dB (set --codebook "
+    assert better(with_trial(14.0, 23.8)) == [said + "and --spike_reserving)"]
+    assert better(with_trial(14.0, 23.8), codebook=True) == [
+        "t40.gradients has 14 dB at 4 bits; spike_reserving=true would have 24 dB (set --spike_reserving)"
+    ]
+    assert better(with_trial(14.0, 23.8), group_size=64, compact=True) == [
+        "t40.gradients has 14 dB at 4 bits; codebook=true and spike_reserving=true and group_size=128 and "
+        "compact=false would have 24 dB (set --codebook and --spike_reserving and --group_size and --compact)"
+    ]
+
+
+def test_a_site_that_is_not_poor_or_would_gain_little_is_left_in_peace() -> None:
+    assert better(with_trial(17.1, 25.0)) == better(with_trial(14.0, 17.9)) == better(with_trial(10.1, 20.0, 3)) == []
+    assert len(better(with_trial(9.9, 14.0, 3))) == len(better(with_trial(2.9, 9.0, 2))) == 1
+    assert better(with_trial(math.nan, 20.0)) == []
+
+
+def spoilt(config: fap.FlashConfig) -> list[str]:
+    """Gradients with one large element in each group."""
+    model = DistributedDataParallel(nn.Linear(128, 512, bias=False))
+    model.register_comm_hook(None, fap.ddp_hook(config))
+    text, x = io.StringIO(), gaussian(1, 128)
+    x[:, 7] = 30
+    with contextlib.redirect_stdout(text):
+        for _ in range(2 * STEPS):
+            (model(x) * gaussian(512, seed=1)).sum().backward()
+    return [line for line in text.getvalue().splitlines() if "would have" in line]
+
+
+def test_a_training_at_4_bits_by_hand_is_told_once_without_any_measurement_switched_on(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    first, second = ranks(2).run(spoilt, fap.FlashConfig(min_bytes=0, bits=4))
+    assert second == []
+    [line] = first
+    assert line.startswith("flash all-reduce: ddp.gradients has ")
+    assert " dB at 4 bits; codebook=true and spike_reserving=true would have " in line
+    assert ranks(2).run(spoilt, fap.FlashConfig(min_bytes=0, bits=8)) == [[], []]
 
 
 def test_two_attachments_do_not_hear_of_each_other(capsys: pytest.CaptureFixture[str]) -> None:
