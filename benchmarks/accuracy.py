@@ -128,15 +128,16 @@ def one_rounding(c: Format, x: Tensor) -> tuple[Tensor, int]:
     return output.view(x.shape), payload.numel()
 
 
-def our_all_reduce(c: Format, ranks: Sequence[Tensor]) -> Tensor:
-    """Two roundings, as the collective does them."""
+def our_all_reduce(c: Format, ranks: Sequence[Tensor], gather: Format | None = None) -> Tensor:
+    """Two roundings, as the collective does them: c before the sum, `gather` after (None: c)."""
+    after = gather or c
     inputs = torch.stack([x.flatten() for x in ranks])
     payloads = torch.empty(len(ranks), c.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
     rows.encode(inputs, payloads, c)
-    summed = torch.empty_like(payloads[0])
-    rows.decode_sum_encode(payloads, summed, c, c, 1.0)
+    summed = torch.empty(1, after.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
+    rows.decode_sum_encode(payloads, summed[0], c, after, 1.0)
     output = torch.empty(1, inputs.shape[1])
-    rows.decode(summed.view(1, -1), output, c)
+    rows.decode(summed, output, after)
     return output.view(ranks[0].shape)
 
 
