@@ -85,7 +85,9 @@ def find(file: Path | None = None) -> Path:
     for folder in folders or ():
         for found in sorted(Path(folder).glob("*.gguf")):
             return found
-    raise MissingWeights(f"The weights of SmolLM2-135M are not installed; run {_how()}, or name its GGUF file.")
+    raise MissingWeights(
+        f"The weights of SmolLM2-135M are not installed; run {_how()}, or name its GGUF file with --weights."
+    )
 
 
 def _how() -> str:
