@@ -14,8 +14,6 @@
 namespace flash_allreduce {
 namespace {
 
-constexpr int kBatchParts = kBatch * kParts;
-
 FLASH_INLINE VecF magnitude(VecF v) { return cast<VecF>(cast<VecI>(v) & 0x7fffffff); }
 
 // ---- levels -------------------------------------------------------------------------------------------
@@ -100,13 +98,13 @@ struct GreatestBits {
 };
 
 struct PartBounds {
-  VecF greatest[kBatchParts];  // by lane
-  Without without[kBatch];     // zeros
+  VecF greatest[kParts][kBatch];  // by lane, of each part of each group
+  Without without[kBatch];        // zeros
 };
 
-// Of group j of a batch.
-template <DType kType>
-FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j) {
+// Of group j of a batch. kKeep: its elements as floats, too.
+template <DType kType, bool kKeep = false>
+FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j, float* kept = nullptr) {
   using E = Element<kType>;
   const int part = g / kParts;
   for (int i = 0; i < g * E::kBytes; i += 64) {  // as take_bounds
@@ -118,19 +116,34 @@ FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j)
     VecF greatest = VecF{};
     for (int i = p * part; i < (p + 1) * part; i += kLanes) {
       const VecF v = E::read(x + i * E::kBytes);
+      if constexpr (kKeep) store(kept + i, v);
       greatest = GreatestBits::of(magnitude(v), greatest);
       without = without_zero(without, v);
     }
-    bounds.greatest[j * kParts + p] = greatest;
+    bounds.greatest[p][j] = greatest;
   }
   bounds.without[j] = without;
 }
 
+// One number for each part of each group: a lane is a group.
+using OfParts = float[kParts][kBatch];
+
+// The greatest |x| of each part.
+FLASH_INLINE void greatest_of(const PartBounds& bounds, OfParts& most) {
+  for (int p = 0; p < kParts; ++p) {
+    for (int j = 0; j < kBatch; j += kLanes) {
+      store(most[p] + j, across<GreatestBits>(bounds.greatest[p] + j));
+    }
+  }
+}
+
 // What the groups of a batch travel with.
 struct Steps {
-  alignas(64) float asked[kBatchParts], scale[kBatchParts], step[kBatchParts], inverse[kBatchParts];
-  alignas(64) int widest[kBatchParts], number[kBatchParts];
-  bool with_zero[kBatch];
+  alignas(64) OfParts most, step, inverse;
+  alignas(64) int32_t widest[kParts][kBatch], number[kParts][kBatch];
+  alignas(64) float scale[kBatch];
+  alignas(64) uint32_t with_zero[kBatch];           // kWhole or 0
+  alignas(64) uint32_t spikes[2][kBatch], at[2][kBatch];  // bits of their values, and places
 };
 
 // codebook_code, kLanes at once.
@@ -182,156 +195,292 @@ int best_number(const uint8_t* x, int part, float scale, int widest, bool with_z
   return best;
 }
 
-// Greatest elements of the parts -> scales, steps, and the front of each record.
-template <DType kType, int kBits>
-FLASH_INLINE void choose_steps(const uint8_t* x, int count, const PartBounds& bounds, const Codec& c,
-                               Steps& s, uint8_t* records) {
-  constexpr Book book = book_of(kBits);
-  const int g = c.group_size, part = g / kParts;
-  const int64_t record = record_bytes(kBits, g, kCodebook);
-  const int parts = count * kParts;
-  for (int i = 0; i < parts; i += kLanes) {
-    store(s.asked + i, across<GreatestBits>(bounds.greatest + i) / book.reach);
+// ---- spikes -------------------------------------------------------------------------------------------
+
+// Where |x| is `most` for the first time, of n elements from x on; it is there.
+FLASH_INLINE int place_of(const float* x, int n, float most) {
+#if FLASH_LANES == 16
+  const __m512i wanted = _mm512_set1_epi32(static_cast<int>(float_bits(most)));
+  for (int i = 0;; i += kLanes) {
+    const __m512i v = cast<__m512i>(magnitude(load<VecF>(x + i)));
+    const uint32_t found = _mm512_cmpeq_epi32_mask(v, wanted);
+    if (found != 0 || i + kLanes >= n) return (i + __builtin_ctz(found | 1u << 15)) & (n - 1);
   }
-  for (int j = 0; j < count; ++j) {
-    uint32_t most = 0;
-    for (int p = 0; p < kParts; ++p) {
-      const uint32_t bits = float_bits(s.asked[j * kParts + p]) & 0x7fffffffu;
-      most = bits > most ? bits : most;
+#elif FLASH_LANES == 8
+  const __m256i wanted = _mm256_set1_epi32(static_cast<int>(float_bits(most)));
+  for (int i = 0; i < n; i += 2 * kLanes) {
+    const __m256i a = cast<__m256i>(magnitude(load<VecF>(x + i)));
+    const __m256i b = cast<__m256i>(magnitude(load<VecF>(x + i + kLanes)));
+    const int low = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(a, wanted)));
+    const int high = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(b, wanted)));
+    const auto found = static_cast<uint32_t>(low | high << kLanes);
+    if (found != 0) return i + __builtin_ctz(found);
+  }
+  return 0;
+#else
+  for (int i = 0; i < n; ++i) {
+    if ((float_bits(x[i]) & 0x7fffffffu) == float_bits(most)) return i;
+  }
+  return 0;
+#endif
+}
+
+// Twice, of each group: the greatest element becomes what its short float leaves of it. A lane is a group where
+// the groups are compared, and an element where one of their parts is searched:
+//
+//   most [part][group]  -> the part of the greatest, a lane a group
+//   that part of x      -> its place, a lane an element, group by group
+//   the element         -> short float, and the rest, a lane a group; the rest goes back into x
+//   that part of x      -> its greatest again
+FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
+  const int part = g / kParts, cut = 23 - spike_mantissa(g);
+  alignas(64) int32_t in[kBatch] = {}, least[kBatch];
+  alignas(64) float top[kBatch], now[kBatch] = {};
+  VecF again[kBatch] = {};
+  for (int j = 0; j < kBatch; ++j) least[j] = kLeastSpike;
+  for (int k = 0; k < 2; ++k) {
+    for (int j = 0; j < kBatch; j += kLanes) {
+      VecI best = load<VecI>(s.most[0] + j), where = VecI{};
+      for (int p = 1; p < kParts; ++p) {
+        const VecI other = load<VecI>(s.most[p] + j);
+        where = other > best ? VecI{} + p : where;
+        best = other > best ? other : best;
+      }
+      store(in + j, where);
+      store(top + j, best);
     }
-    const float scale = bits_float(codebook_scale(bits_float(most)));
-    for (int p = 0; p < kParts; ++p) s.scale[j * kParts + p] = scale;
-    s.with_zero[j] = holds_zero(bounds.without[j]);
-  }
-  for (int i = 0; i < parts; i += kLanes) {  // widest_part, kLanes at once
-    const VecF ratio = load<VecF>(s.asked + i) / load<VecF>(s.scale + i);
-    const VecU rounded_up = cast<VecU>(ratio) + ((1u << kPartShift) - 1);  // of a NaN it wraps around
-    const VecI up = (cast<VecI>(rounded_up) >> kPartShift) - kLeastPart;
-    const VecI none = VecI{}, last = VecI{} + 63;
-    const VecI above = up > none ? up : none;
-    const VecI widest = above < last ? above : last;
-    const VecI lower = widest - book.lower;
-    store(s.widest + i, widest);
-    store(s.number + i, lower > none ? lower : none);
-  }
-  if (c.options & kMse) {
-    for (int i = 0; i < parts; ++i) {
-      s.number[i] = best_number<kType, kBits>(x + i * part * Element<kType>::kBytes, part, s.scale[i],
-                                              s.widest[i], s.with_zero[i / kParts]);
+    for (int j = 0; j < count; ++j) {
+      const int from = in[j] * part, at = from + place_of(x + j * g + from, part, top[j]);
+      s.at[k][j] = static_cast<uint32_t>(at);
+      now[j] = x[j * g + at];
     }
-  }
-  for (int i = 0; i < parts; i += kLanes) {
-    const VecF of_part = cast<VecF>((load<VecI>(s.number + i) + kLeastPart) << kPartShift);
-    const VecF step = of_part * load<VecF>(s.scale + i);
-    store(s.step + i, step);
-    store(s.inverse + i, 1.0f / step);
-  }
-  for (int j = 0; j < count; ++j) {
-    uint64_t front = float_bits(s.scale[j * kParts]) >> 16 | (s.with_zero[j] ? kWhole : 0u);
-    for (int p = 0; p < kParts; ++p) front |= static_cast<uint64_t>(s.number[j * kParts + p]) << (16 + 6 * p);
-    __builtin_memcpy(records + j * record, &front, sizeof front);
+    for (int j = 0; j < kBatch; j += kLanes) {  // taken_spike and least_second_spike, kLanes at once
+      const VecU bits = load<VecU>(now + j);
+      const VecU kept = VecU{} - (1u << cut), rounded = (bits + (1u << (cut - 1))) & kept;
+      const VecU value = (rounded & 0x7fffffffu) < kInfBits ? rounded : bits & kept;
+      const VecI exponent = cast<VecI>(value >> 23 & 255u), smallest = load<VecI>(least + j);
+      const VecU taken = exponent >= smallest ? value : VecU{};
+      const VecI below = exponent - kSpikesApart, none = VecI{} + 256, ever = VecI{} + kLeastSpike;
+      store(least + j, taken == 0u ? none : below > ever ? below : ever);
+      store(s.spikes[k] + j, taken);
+      store(now + j, load<VecF>(now + j) - cast<VecF>(taken));
+    }
+    for (int j = 0; j < count; ++j) x[j * g + static_cast<int>(s.at[k][j])] = now[j];
+    for (int j = 0; j < count; ++j) {
+      VecF greatest = VecF{};
+      for (int i = 0; i < part; i += kLanes) {
+        greatest = GreatestBits::of(magnitude(load<VecF>(x + j * g + in[j] * part + i)), greatest);
+      }
+      again[j] = greatest;
+    }
+    for (int j = 0; j < kBatch; j += kLanes) {
+      const VecF greatest = across<GreatestBits>(again + j);
+      const VecI where = load<VecI>(in + j);
+      for (int p = 0; p < kParts; ++p) {
+        store(s.most[p] + j, where == p ? greatest : load<VecF>(s.most[p] + j));
+      }
+    }
   }
 }
 
-// `count` whole groups, count <= kBatch, whose bounds are `now`; takes the bounds of the next batch on the
-// way. kFeedback: as encode_batch.
-template <DType kType, int kBits, bool kFeedback = false>
-void encode_parts(const uint8_t* x, int count, const PartBounds& now, int next_count, PartBounds& next,
-                  const Codec& c, uint8_t* records, float share = 0.0f, float* kept = nullptr) {
+// ---- steps --------------------------------------------------------------------------------------------
+
+// s.most -> scales, steps, and the front of each record. x: the groups, whose spikes are taken.
+template <DType kType, int kBits, bool kSpiked>
+FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* without, const Codec& c, Steps& s,
+                               uint8_t* records) {
+  constexpr Book book = book_of(kBits);
+  const int g = c.group_size, part = g / kParts;
+  const int64_t record = record_bytes(kBits, g, kCodebook | (kSpiked ? kSpikes : 0));
+  const int base = spike_base(kBits, g, c.options & kHadamard);
+  for (int j = 0; j < count; ++j) s.with_zero[j] = holds_zero(without[j]) ? kWhole : 0u;
+  for (int j = 0; j < kBatch; j += kLanes) {
+    VecF asked[kParts];
+    VecI most = VecI{};
+    for (int p = 0; p < kParts; ++p) {
+      asked[p] = load<VecF>(s.most[p] + j) / book.reach;
+      const VecI bits = cast<VecI>(asked[p]) & 0x7fffffff;
+      most = bits > most ? bits : most;
+    }
+    // codebook_scale and scale_for_spike, kLanes at once
+    const VecU up = (cast<VecU>(most) + 0xffffu) & 0xffff0000u;
+    const VecU least = VecU{} + kMinCodebookBits, nan = VecU{} + kNaNBits;
+    VecU scale = up < kInfBits ? up < kMinCodebookBits ? least : up : nan;
+    if constexpr (kSpiked) {
+      const VecI exponent = cast<VecI>(load<VecU>(s.spikes[0] + j) >> 23 & 255u);
+      const VecI needed = (exponent - (base + (1 << kSpikeExponent) - 1)) * (1 << 23);
+      scale = cast<VecI>(scale) > needed ? scale : cast<VecU>(needed);
+    }
+    store(s.scale + j, scale);
+    for (int p = 0; p < kParts; ++p) {  // widest_part, kLanes at once
+      const VecF ratio = asked[p] / cast<VecF>(scale);
+      const VecU rounded_up = cast<VecU>(ratio) + ((1u << kPartShift) - 1);  // of a NaN it wraps around
+      const VecI number = (cast<VecI>(rounded_up) >> kPartShift) - kLeastPart;
+      const VecI none = VecI{}, last = VecI{} + 63;
+      const VecI above = number > none ? number : none;
+      const VecI widest = above < last ? above : last;
+      const VecI lower = widest - book.lower;
+      store(s.widest[p] + j, widest);
+      store(s.number[p] + j, lower > none ? lower : none);
+    }
+  }
+  if (c.options & kMse) {
+    for (int j = 0; j < count; ++j) {
+      for (int p = 0; p < kParts; ++p) {
+        s.number[p][j] = best_number<kType, kBits>(x + (j * g + p * part) * Element<kType>::kBytes, part,
+                                                   s.scale[j], s.widest[p][j], s.with_zero[j] != 0);
+      }
+    }
+  }
+  alignas(64) uint32_t front[3][kBatch];
+  for (int j = 0; j < kBatch; j += kLanes) {
+    const VecF scale = load<VecF>(s.scale + j);
+    VecU fours[2] = {};  // of parts 0 to 3 and 4 to 7, 24 bits
+    for (int p = 0; p < kParts; ++p) {
+      const VecI number = load<VecI>(s.number[p] + j);
+      const VecF step = cast<VecF>((number + kLeastPart) << kPartShift) * scale;
+      store(s.step[p] + j, step);
+      store(s.inverse[p] + j, 1.0f / step);
+      fours[p / 4] |= cast<VecU>(number) << (6 * (p % 4));
+    }
+    store(front[0] + j, cast<VecU>(scale) >> 16 | load<VecU>(s.with_zero + j) | fours[0] << 16);
+    store(front[1] + j, fours[0] >> 16 | fours[1] << 8);
+    if constexpr (kSpiked) {  // spike_word, kLanes at once
+      const int mantissa = spike_mantissa(g), log = log_of(g);
+      const VecI exponent = cast<VecI>(cast<VecU>(scale) >> 23 & 255u) + base;
+      VecU word = VecU{};
+      for (int k = 0; k < 2; ++k) {
+        const VecU value = load<VecU>(s.spikes[k] + j);
+        const VecU small = (value >> (23 - mantissa) & ((1u << (8 + mantissa)) - 1)) - (cast<VecU>(exponent) << mantissa);
+        const VecU sign = value >> 31 << (mantissa + kSpikeExponent);
+        const VecU all = (load<VecU>(s.at[k] + j) | (small | sign) << log) & 0xffffu;
+        word |= (value == 0u ? VecU{} : all) << (16 * k);
+      }
+      store(front[2] + j, word);
+    }
+  }
+  for (int j = 0; j < count; ++j) {
+    for (int i = 0; i < (kSpiked ? 3 : 2); ++i) {
+      __builtin_memcpy(records + j * record + 4 * i, &front[i][j], sizeof front[i][j]);
+    }
+  }
+}
+
+// ---- encoding -----------------------------------------------------------------------------------------
+
+// `count` whole groups, count <= kBatch, s.most of which is known; calls after(j) behind each. kFeedback: as
+// encode_batch.
+template <DType kType, int kBits, bool kSpiked, bool kFeedback, typename After>
+FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* without, Steps& s, const Codec& c,
+                               uint8_t* records, const After& after, float share = 0.0f,
+                               float* kept = nullptr) {
   using E = Element<kType>;
+  constexpr int options = kCodebook | (kSpiked ? kSpikes : 0);
   const int g = c.group_size, part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
-  const int64_t record = record_bytes(kBits, g, kCodebook);
-  constexpr int front = spikes_offset(kCodebook);
-  Steps s;
-  choose_steps<kType, kBits>(x, count, now, c, s, records);
+  const int64_t record = record_bytes(kBits, g, options);
+  const int front = metadata_bytes(g, options);
+  choose_steps<kType, kBits, kSpiked>(x, count, without, c, s, records);
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
-    const float* inverse = s.inverse + j * kParts;
-    const float* step = s.step + j * kParts;
-    const VecF shift = VecF{} + (s.with_zero[j] ? book_of(kBits).shift : 0.0f);
-    const Levels<kBits> levels = levels_of_group<kBits>(s.with_zero[j]);
+    const VecF shift = VecF{} + (s.with_zero[j] != 0 ? book_of(kBits).shift : 0.0f);
+    const Levels<kBits> levels = levels_of_group<kBits>(s.with_zero[j] != 0);
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
         const VecF v = E::read(in + at * E::kBytes);
-        codes[l] = codes_of<kBits>(v * inverse[at >> part_shift] + shift);
+        codes[l] = codes_of<kBits>(v * s.inverse[at >> part_shift][j] + shift);
         if constexpr (kFeedback) {
           float* lost = kept + j * g + at;
-          store(lost,
-                (v - looked_up<kBits>(levels, codes[l]) * step[at >> part_shift]) * share + load<VecF>(lost));
+          const VecF arrives = looked_up<kBits>(levels, codes[l]) * s.step[at >> part_shift][j];
+          store(lost, (v - arrives) * share + load<VecF>(lost));
         }
       }
       pack_block<kBits>(codes, 0, g, i, out + front);
     }
-    if (float_bits(s.scale[j * kParts]) == kNaNBits) {
+    if (float_bits(s.scale[j]) == kNaNBits) {
       __builtin_memset(out, 0, static_cast<size_t>(record));
       __builtin_memcpy(out, &kNaNScale, sizeof kNaNScale);
     }
-    if (j < next_count) take_parts<kType>(in + count * g * E::kBytes, g, next, j);
+    after(j);
   }
   if constexpr (kFeedback) {
     bool safe = true;
-    for (int j = 0; j < count; ++j) safe = safe && s.scale[j * kParts] < kSafe;
+    for (int j = 0; j < count; ++j) safe = safe && s.scale[j] < kSafe;
     if (!safe) lose_non_finite(count, c, records, kept);
   }
 }
 
-// Groups that are rotated first, or a ragged one: one batch by itself.
-template <DType kType, int kBits>
-void encode_alone(const uint8_t* x, int count, const Codec& c, uint8_t* records) {
+constexpr auto kNothing = [](int) {};
+
+// `count` groups of floats, x, that may be changed: rotated or not, with spikes or without.
+template <int kBits, bool kSpiked>
+void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records) {
+  const int g = c.group_size;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(x);
+  Steps s;
+  greatest_of(bounds, s.most);
+  if constexpr (kSpiked) take_greatest(x, count, g, s);
   if (c.options & kHadamard) {
-    alignas(64) float groups[kBatchElements];
-    PartBounds bounds = {};
-    load_groups<kType>(x, count, c, groups);
-    const auto* floats = reinterpret_cast<const uint8_t*>(groups);
     for (int j = 0; j < count; ++j) {
-      take_parts<DType::kFloat32>(floats + j * c.group_size * 4, c.group_size, bounds, j);
+      float* group = x + j * g;
+      for (int i = 0; i < g; i += kLanes) store(group + i, rotated_lanes(flipped(load<VecF>(group + i), i)));
+      rotate_vectors(group, g);
+      take_parts<DType::kFloat32>(bytes + 4 * j * g, g, bounds, j);
     }
-    encode_parts<DType::kFloat32, kBits>(floats, count, bounds, 0, bounds, c, records);
-  } else {
-    PartBounds bounds = {};
-    for (int j = 0; j < count; ++j) {
-      take_parts<kType>(x + j * c.group_size * Element<kType>::kBytes, c.group_size, bounds, j);
-    }
-    encode_parts<kType, kBits>(x, count, bounds, 0, bounds, c, records);
+    greatest_of(bounds, s.most);
   }
+  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, kNothing);
 }
 
-template <DType kType, int kBits>
+template <DType kType, int kBits, bool kSpiked>
 void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                      int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
   const int g = c.group_size, batch = batch_of(g);
-  const int64_t record = record_bytes(kBits, g, kCodebook);
+  const int64_t record = record_bytes(kBits, g, kCodebook | (kSpiked ? kSpikes : 0));
   const int64_t whole = numel / g < end ? numel / g : end;
   const auto count_from = [=](int64_t i) {
     return i >= whole ? 0 : static_cast<int>(whole - i < batch ? whole - i : batch);
   };
-  if (c.options & kHadamard) {
-    for (int64_t i = begin; i < whole; i += batch) {
-      encode_alone<kType, kBits>(x + i * g * kBytes, count_from(i), c, payload + i * record);
+  PartBounds bounds_of[2] = {};
+  const auto alone = [&](const uint8_t* groups, int count, uint8_t* records) {
+    alignas(64) float floats[kBatchElements];
+    for (int j = 0; j < count; ++j) {
+      take_parts<kType, true>(groups + j * g * kBytes, g, bounds_of[0], j, floats + j * g);
     }
-  } else {
-    PartBounds bounds_of[2] = {};
+    encode_floats<kBits, kSpiked>(floats, count, bounds_of[0], c, records);
+  };
+  if (kSpiked || c.options & kHadamard) {
+    for (int64_t i = begin; i < whole; i += batch) {
+      alone(x + i * g * kBytes, count_from(i), payload + i * record);
+    }
+  } else {  // takes the bounds of the next batch on the way
     for (int j = 0; j < count_from(begin); ++j) {
       take_parts<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0], j);
     }
     int now = 0;
     for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
-      encode_parts<kType, kBits>(x + i * g * kBytes, count_from(i), bounds_of[now], count_from(i + batch),
-                                 bounds_of[now ^ 1], c, payload + i * record);
+      const uint8_t* next = x + (i + batch) * g * kBytes;
+      const int next_count = count_from(i + batch);
+      Steps s;
+      greatest_of(bounds_of[now], s.most);
+      encode_parts<kType, kBits, false, false>(
+          x + i * g * kBytes, count_from(i), bounds_of[now].without, s, c, payload + i * record,
+          [&](int j) FLASH_INLINED {
+            if (j < next_count) take_parts<kType>(next + j * g * kBytes, g, bounds_of[now ^ 1], j);
+          });
     }
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
-    encode_alone<kType, kBits>(group, 1, c, payload + whole * record);
+    alone(group, 1, payload + whole * record);
   }
 }
 
-// Whole groups, not rotated, with error feedback; see encode_lost.
+// Whole groups, neither rotated nor with spikes, with error feedback; see encode_lost.
 template <int kBits>
 void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept,
                           uint8_t* payload) {
@@ -342,20 +491,23 @@ void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float 
     const int count = static_cast<int>(groups - i < batch ? groups - i : batch);
     const auto* part = reinterpret_cast<const uint8_t*>(x + i * g);
     for (int j = 0; j < count; ++j) take_parts<kType>(part + 4 * j * g, g, bounds, j);
-    encode_parts<kType, kBits, true>(part, count, bounds, 0, bounds, c, payload + i * record_bytes(c), share,
-                                     kept + i * g);
+    Steps s;
+    greatest_of(bounds, s.most);
+    encode_parts<kType, kBits, false, true>(part, count, bounds.without, s, c, payload + i * record_bytes(c),
+                                            kNothing, share, kept + i * g);
   }
 }
 
 // ---- decoding -----------------------------------------------------------------------------------------
 
-// The sum of one group over the payloads, in rank order, stored in the tensor's dtype.
-template <DType kType, int kBits>
+// The sum of one group's codes over the payloads, in rank order, stored in the tensor's dtype.
+template <DType kType, int kBits, bool kSpiked>
 FLASH_INLINE void sum_parts(const Payloads& p, int64_t group, float factor, uint8_t* y) {
   using E = Element<kType>;
+  constexpr int options = kCodebook | (kSpiked ? kSpikes : 0);
   const int g = p.codec.group_size, part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
-  constexpr int front = spikes_offset(kCodebook);
-  const uint8_t* first = p.data + group * record_bytes(kBits, g, kCodebook);
+  const int front = metadata_bytes(g, options);
+  const uint8_t* first = p.data + group * record_bytes(kBits, g, options);
   for (int i = 0; i < g; i += kBlock) {
     VecF sums[4];
     for (VecF& sum : sums) sum = -VecF{};  // -0 + v is v, whatever the sign of a zero
@@ -377,15 +529,40 @@ FLASH_INLINE void sum_parts(const Payloads& p, int64_t group, float factor, uint
   }
 }
 
+// The spikes of a group, added to the sums [g] of its codes, rank by rank.
+FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, float* sums) {
+  const int g = p.codec.group_size, base = spike_base(p.codec.bits, g, p.codec.options & kHadamard);
+  const uint8_t* record = p.data + group * record_bytes(p.codec);
+  for (int64_t rank = 0; rank < p.count; ++rank, record += p.stride) {
+    uint16_t scale, words[2];
+    __builtin_memcpy(&scale, record, sizeof scale);
+    __builtin_memcpy(words, record + spikes_offset(kCodebook), sizeof words);
+    for (const uint16_t word : words) {
+      float& sum = sums[spike_place(word, g)];
+      sum = canonical_nan(sum + spike_value(word, static_cast<uint32_t>(scale & 0x7fffu) << 16, base, g));
+    }
+  }
+}
+
 template <DType kType, int kBits>
 FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, float factor, uint8_t* y) {
-  if (p.codec.options & kHadamard) {
-    alignas(64) float sums[kMaxGroupSize];
-    sum_parts<DType::kFloat32, kBits>(p, group, 1.0f, reinterpret_cast<uint8_t*>(sums));
-    write_turned_back<kType>(sums, p.codec.group_size, factor, y);
-  } else {
-    sum_parts<kType, kBits>(p, group, factor, y);
+  using E = Element<kType>;
+  const int g = p.codec.group_size;
+  const bool rotated = p.codec.options & kHadamard, spiked = p.codec.options & kSpikes;
+  if (!rotated && !spiked) return sum_parts<kType, kBits, false>(p, group, factor, y);
+  alignas(64) float there[kMaxGroupSize];
+  const bool in_place = kType == DType::kFloat32 && !rotated && factor == 1.0f;
+  float* sums = in_place ? reinterpret_cast<float*>(y) : there;
+  auto* bytes = reinterpret_cast<uint8_t*>(sums);
+  if (!spiked) {
+    sum_parts<DType::kFloat32, kBits, false>(p, group, 1.0f, bytes);
+    return write_turned_back<kType>(sums, g, factor, y);
   }
+  sum_parts<DType::kFloat32, kBits, true>(p, group, 1.0f, bytes);
+  if (rotated) write_turned_back<DType::kFloat32>(sums, g, 1.0f, bytes);
+  add_spikes(p, group, sums);
+  if (in_place) return;
+  for (int i = 0; i < g; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
 }
 
 template <DType kType, int kBits>
@@ -402,21 +579,25 @@ void decode_sum_codebook(const Payloads& p, float factor, uint8_t* y, int64_t nu
   }
 }
 
-template <int kBits>
+template <int kBits, bool kSpiked>
 constexpr CodecKernels kCodebooks = {
-    {encode_codebook<DType::kFloat32, kBits>, encode_codebook<DType::kBFloat16, kBits>,
-     encode_codebook<DType::kFloat16, kBits>},
+    {encode_codebook<DType::kFloat32, kBits, kSpiked>, encode_codebook<DType::kBFloat16, kBits, kSpiked>,
+     encode_codebook<DType::kFloat16, kBits, kSpiked>},
     {decode_sum_codebook<DType::kFloat32, kBits>, decode_sum_codebook<DType::kBFloat16, kBits>,
      decode_sum_codebook<DType::kFloat16, kBits>},
-    encode_codebook_lost<kBits>,
+    kSpiked ? nullptr : encode_codebook_lost<kBits>,
 };
 
 // ---- the table of all kernels -------------------------------------------------------------------------
 
+#define FLASH_BOOKS(spiked)                                                                                \
+  {kCodebooks<2, spiked>, kCodebooks<3, spiked>, kCodebooks<4, spiked>, kCodebooks<5, spiked>,             \
+   kCodebooks<6, spiked>, kCodebooks<7, spiked>, kCodebooks<8, spiked>}
+
 constexpr Kernels kTable = {
     FLASH_LAYOUTS(kPlain),
     FLASH_LAYOUTS(kOptions),
-    {kCodebooks<2>, kCodebooks<3>, kCodebooks<4>, kCodebooks<5>, kCodebooks<6>, kCodebooks<7>, kCodebooks<8>},
+    {FLASH_BOOKS(false), FLASH_BOOKS(true)},
     {subtract<DType::kFloat32>, subtract<DType::kBFloat16>, subtract<DType::kFloat16>},
     {add<DType::kFloat32>, add<DType::kBFloat16>, add<DType::kFloat16>},
     {{carry<DType::kFloat32, false>, carry<DType::kFloat32, true>},
@@ -425,6 +606,7 @@ constexpr Kernels kTable = {
     lose,
     narrow};
 
+#undef FLASH_BOOKS
 #undef FLASH_WIDTHS
 #undef FLASH_LAYOUTS
 #undef FLASH_INLINE

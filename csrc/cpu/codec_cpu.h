@@ -55,8 +55,8 @@ using Add = void (*)(const float* x, uint8_t* held, int64_t n);
 struct Kernels {
   CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option but mse
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
-  CodecKernels codebook[kMaxBits - kMinBits + 1];  // [bits - 2]: rotated and searched as the options say
-  Subtract subtract[3];                            // indexed by DType
+  CodecKernels codebook[2][kMaxBits - kMinBits + 1];  // [spikes][bits - 2]: rotated and searched as options say
+  Subtract subtract[3];                               // indexed by DType
   Add add[3];
   Carry carry[3][2];  // [DType][residual of 8 bits, of bf16]
   Lose lose;
@@ -68,7 +68,7 @@ inline bool is_plain(const Codec& c) { return (c.options & ~(kSymmetricCodes | k
 
 inline const CodecKernels& codec_kernels(const Kernels& k, const Codec& c, bool plain) {
   const int width = c.bits - kMinBits;
-  if (c.options & kCodebook) return k.codebook[width];
+  if (c.options & kCodebook) return k.codebook[has_short_spikes(c.options)][width];
   return (plain ? k.plain : k.with_options)[layout_index(c)][width];
 }
 
