@@ -37,6 +37,7 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "compact, mse": {"compact": True, "mse": True},
     "codebook": {"codebook": True},
     "codebook, mse": {"codebook": True, "mse": True},
+    "codebook, spikes": {"codebook": True, "spikes": True},
 }
 FEEDBACK = {"feedback": torch.uint8, "feedback, bf16": torch.bfloat16}
 PARTS = ("encode", "decode", "sum of 2", "sum of 2, encode")

@@ -240,14 +240,14 @@ def _format(role: Role, config: FlashConfig, bits: int) -> Format:
     """The configured format, but for two kinds of tensors (docs/benchmarks.md, "Pretraining with everything on").
 
     What backward_bits quantizes is rounded as backward_rounding says. Stochastic rounding knows no codebook and no
-    searched range, which only round to the nearest.
+    searched range, which only round to the nearest. Spikes stay: as bf16, rounded at random.
 
-    Differences of parameters have no codebook: it clips what is far from zero. What it clips of an Adam step, whose
-    elements are nearly alike, comes a step late.
+    Differences of parameters have no codebook, and no spikes with it: it clips what is far from zero. What it clips of
+    an Adam step, whose elements are nearly alike, comes a step late.
     """
     form = config.format(bits)
     if role is Role.PARAMETER_DIFFERENCE:
-        return replace(form, codebook=False)
+        return replace(form, codebook=False, spikes=form.spikes and not form.codebook)
     if config.backward_rounding is not None and (role is Role.BACKWARD or role in _GRADIENTS):
         stochastic = config.backward_rounding == "stochastic"
         nearest = not stochastic

@@ -213,9 +213,7 @@ def _spike_words(taken: list[tuple[Tensor, Tensor]], scale_bits: Tensor, codec: 
     return words
 
 
-def _codebook_encoded(
-    x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]] | None, codec: Format
-) -> Tensor:
+def _codebook_encoded(x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]] | None, codec: Format) -> Tensor:
     """Groups, whether they hold a 0 and what their spikes were -> payload [rows, bytes], uint8."""
     lost, book = ~x.isfinite().all(-1), _BOOKS[codec.bits]
     parts = x.unflatten(-1, (_PARTS, -1))

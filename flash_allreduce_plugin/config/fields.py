@@ -193,7 +193,9 @@ class FlashConfig(_Frozen):
     )
     seed: Count = _advanced(0, _COUNT, "of the random numbers of stochastic rounding")
     spike_reserving: bool = _advanced(
-        False, _BOOL, "the group's extremes travel beside the codes, as bf16 (2 and 3 bits)"
+        False,
+        _BOOL,
+        "with codebook: the two greatest elements of a group travel as floats too; without: its extremes, as bf16",
     )
     hadamard: bool = _advanced(False, _BOOL, "rotate each group before quantizing")
     error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _advanced(
@@ -279,7 +281,7 @@ class FlashConfig(_Frozen):
             )
         return value
 
-    @field_validator("symmetric", "spike_reserving", "rounding", mode="after")
+    @field_validator("symmetric", "rounding", mode="after")
     @classmethod
     def _refuse_beside_codebook(cls, value: Any, info: ValidationInfo) -> Any:
         if value in (True, "stochastic") and info.data.get("codebook"):

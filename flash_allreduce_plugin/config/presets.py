@@ -42,8 +42,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 IN_MEGATRON: dict[str, dict[str, Any]] = {"int4": {"bits": 6}, "thin": {"bits": 6}}
 
 # A preset's key -> given keys and values that it cannot go together with: it stays at its default then.
+_OTHER_SCALES = (("symmetric", True), ("compact", True), ("rounding", "stochastic"))
 _YIELDS: dict[str, tuple[tuple[str, Any], ...]] = {
-    "codebook": (("symmetric", True), ("compact", True), ("spike_reserving", True), ("rounding", "stochastic")),
+    "codebook": _OTHER_SCALES,
+    "spike_reserving": _OTHER_SCALES,
     "backward_rounding": (("backward_bits", "full"),),
 }
 
@@ -60,7 +62,8 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
             filled.pop(key, None)
     group_size = values.get("group_size")
     if isinstance(group_size, int) and group_size < MIN_CODEBOOK_GROUP_SIZE:
-        filled.pop("codebook", None)
+        for key in ("codebook", "spike_reserving"):
+            filled.pop(key, None)
     if values.get("hierarchical", "off") != "off":
         filled.pop("error_feedback", None)
     return {**filled, **values}

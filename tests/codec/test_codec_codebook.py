@@ -17,7 +17,10 @@ from tests.codecs import BITS, DTYPES, LENGTHS, Both, gaussian, hard_values
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 
 SIZES = (128, 256, 512, 1024)
-OPTIONS = [{"hadamard": hadamard, "mse": mse} for hadamard, mse in itertools.product((False, True), (False, True))]
+OPTIONS = [
+    {"spikes": spikes, "hadamard": hadamard, "mse": mse}
+    for spikes, hadamard, mse in itertools.product((False, True), (False, True), (False, True))
+]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 #: docs/numerics.md: the largest error of an element, against the largest of its part: without a search in groups
 #: without and with a 0, then with a search.
@@ -195,3 +198,82 @@ def test_the_levels_of_a_width_are_in_order_and_hold_a_zero_where_they_say() -> 
         assert len(without) == len(with_zero) == 2**bits
         assert list(without) == sorted(set(without)) == [-level for level in reversed(without)]
         assert list(with_zero) == sorted(set(with_zero)) and with_zero[2 ** (bits - 1)] == 0
+
+
+# ---- spikes
+
+
+def rest_of(x: Tensor, codec: Format) -> Tensor:
+    """Groups [groups, group_size] without their spikes, worked out in double precision, one group at a time."""
+    rest = x.double().clone()
+    step = 2.0 ** (1 + codec.spike_mantissa)
+    for group in rest:
+        first = 0.0
+        for _ in range(2):
+            at = int(group.abs().argmax())
+            mantissa, exponent = torch.frexp(group[at])
+            taken = float(torch.floor(mantissa.abs() * step + 0.5) / step * mantissa.sign() * 2.0**exponent)
+            first = first or abs(taken)
+            if abs(taken) >= max(2.0**-100, 2.0 ** (torch.frexp(torch.tensor(first))[1].item() - 15)):
+                group[at] -= taken
+    return rest
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("group_size", [128, 256, 1024])
+def test_guarantee_6_with_spikes_the_error_is_a_share_of_the_largest_that_they_leave(
+    bits: int, group_size: int
+) -> None:
+    codec = of(bits, group_size, spikes=True)
+    x = (gaussian(1, 16 * group_size, seed=bits) ** 5).view(-1, group_size)  # heavy tails
+    x[1] = 0.0
+    x[2, 5:] = 0.0
+    x[3, 7] = 1e30
+    decoded = Both(codec).round_trip(x.view(1, -1)).view(x.shape).double()
+    allowed = largest_errors(codec, rest_of(x, codec).float().view(-1)).view(x.shape)
+    held = (x == 0).any(-1, keepdim=True)
+    allowed *= torch.where(held, LARGEST_ERROR[bits][1] / LARGEST_ERROR[bits][0], 1.0)  # whether it is left a 0 or not
+    allowed[3] += 1e30 * 2.0 ** -(bits + 11)  # the scale that the exponent of a spike needs
+    assert ((decoded - x.double()).abs() <= allowed * 1.001 + x.double().abs() * 2.0**-24).all()
+    assert (decoded[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize(("bits", "gained"), [(2, 7.0), (4, 6.0), (6, 6.0), (8, 6.0)])
+def test_spikes_bring_heavy_tails_near_gaussian_values(bits: int, gained: float) -> None:
+    """One element in 60 is large: half a bit an element more brings what two more bits of a code would."""
+    x = gaussian(1, 1 << 16)
+    x = torch.where(gaussian(1, 1 << 16, seed=9) > 2.2, 20 * x, x)
+    small = x.abs() < 4
+    without, with_spikes = (Both(of(bits, 128, spikes=spikes)).round_trip(x) for spikes in (False, True))
+    assert sqnr_db(x[small], with_spikes[small]) > sqnr_db(x[small], without[small]) + gained
+    assert Format(bits, 128, codebook=True, spikes=True).bits_per_element == bits + 0.75
+
+
+def test_a_spike_that_is_not_finite_is_never_hidden() -> None:
+    codec = of(4, 128, spikes=True)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        x = gaussian(1, 384)
+        x[0, 200] = value
+        decoded = Both(codec).round_trip(x)[0]
+        assert decoded[128:256].isnan().all() and decoded[:128].isfinite().all() and decoded[256:].isfinite().all()
+
+
+def test_the_largest_finite_values_survive() -> None:
+    x = torch.full((1, 256), 1e-30)
+    x[0, 3], x[0, 130] = 3.4e38, -3.4028234e38
+    for bits in BITS:
+        decoded = Both(of(bits, 128, spikes=True)).round_trip(x)[0]
+        assert decoded.isfinite().all()
+        assert abs(decoded[3] / 3.4e38 - 1) < 1e-4 and abs(decoded[130] / -3.4028234e38 - 1) < 1e-4
+
+
+def test_sums_add_the_spikes_of_every_rank() -> None:
+    """At one place too, and in a rotated group, where codes are summed before they are turned back."""
+    x = gaussian(5, 256)
+    x[:, 17] += torch.tensor([300.0, -300.0, 1000.0, 0.25, 70.0])
+    x[3, 200] = -5000.0
+    for hadamard in (False, True):
+        both = Both(of(6, 128, spikes=True, hadamard=hadamard))
+        payload = both.encode(x)
+        summed = both.decode_sum(payload, 256)
+        assert sqnr_db(x.sum(0), summed) > 50

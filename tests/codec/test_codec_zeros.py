@@ -22,7 +22,9 @@ DRAW = Draw(codec_.draw_key(3, 8), first_group=5, groups_a_row=1000)
 OPTIONS = [
     {**layout, **last, "spikes": spikes}
     for layout, last, spikes in itertools.product(LAYOUTS, ({}, {"mse": True}, {"stochastic": True}), (False, True))
-] + [{**CODEBOOK, **last, "spikes": False} for last in ({}, {"mse": True})]  # all but the rotation
+] + [
+    {**CODEBOOK, **last, "spikes": spikes} for last in ({}, {"mse": True}) for spikes in (False, True)
+]  # all but the rotation
 NAMES = ["+".join(name for name, on in options.items() if on) or "asymmetric" for options in OPTIONS]
 
 

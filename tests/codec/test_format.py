@@ -16,7 +16,12 @@ CODECS = [
     for group_size in GROUP_SIZES
     for layout in LAYOUTS
     for spikes in (False, True)
-] + [Format(bits, group_size, codebook=True) for bits in (2, 3, 4, 8) for group_size in GROUP_SIZES[2:]]
+] + [
+    Format(bits, group_size, codebook=True, spikes=spikes)
+    for bits in (2, 3, 4, 8)
+    for group_size in GROUP_SIZES[2:]
+    for spikes in (False, True)
+]
 NUMELS = (0, 1, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 999_983, (1 << 31) + 5, 1 << 40)
 
 needs_library = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
@@ -36,11 +41,11 @@ def test_the_library_writes_this_wire_version() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_8_codebook_and_spikes_6_or_8_more(
+def test_metadata_takes_4_bytes_a_group_or_2_symmetric_or_compact_8_codebook_and_spikes_6_or_8_more_or_4(
     codec: Format,
 ) -> None:
     overhead = codec.record_bytes - codec.group_size * codec.bits // 8
-    spikes = (6 if codec.group_size <= 256 else 8) if codec.spikes else 0
+    spikes = (4 if codec.codebook else 6 if codec.group_size <= 256 else 8) if codec.spikes else 0
     front = 8 if codec.codebook else 2 if codec.symmetric or codec.compact else 4
     assert overhead == codec.metadata_bytes == front + spikes
     assert codec.bits_per_element == codec.bits + 8 * overhead / codec.group_size

@@ -337,7 +337,7 @@ def test_golden_bytes(path: Path) -> None:
 
 
 def test_there_are_golden_bytes() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["codebook", "edges", "options", "ramps"]
+    assert sorted(path.stem for path in FOLDER.glob("*.json")) == ["codebook", "edges", "options", "ramps", "spikes"]
 
 
 def _wire_format_example() -> tuple[Tensor, bytes]:

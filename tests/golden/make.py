@@ -67,6 +67,7 @@ CODEBOOK = [
     {"codebook": True, "hadamard": True},
     {"codebook": True, "hadamard": True, "mse": True},
 ]
+SPIKES = [{**chosen, "spikes": True} for chosen in CODEBOOK]
 DRAW = Draw(key=-1234567890123456789, first_group=3)
 
 
@@ -122,7 +123,19 @@ def main() -> None:
         for name, input in EDGES.items()
         for bits in (2, 3, 4, 8)
     ]
-    for stem, cases in (("ramps", ramps), ("edges", edges), ("options", options), ("codebook", codebook)):
+    spikes = [
+        case(f"{ramp['count']} from {ramp['first']}", Format(bits, group_size, **chosen), dtype, ramp)
+        for chosen in SPIKES
+        for ramp, group_size, dtype in zip(RAMPS, (128, 256, 1024), ("float32", "bfloat16", "float16"), strict=True)
+        for bits in (2, 4, 7, 8)
+    ]
+    spikes += [
+        case(name, Format(bits, 128, codebook=True, spikes=True, mse=bits == 4), "float32", input)
+        for name, input in EDGES.items()
+        for bits in (2, 3, 4, 8)
+    ]
+    stems = {"ramps": ramps, "edges": edges, "options": options, "codebook": codebook, "spikes": spikes}
+    for stem, cases in stems.items():
         (FOLDER / f"{stem}.json").write_text(json.dumps(cases, indent=1) + "\n")
 
 

@@ -130,6 +130,9 @@ class Groups:
         if wire.hadamard:
             x = reference._rotated(x * reference._signs(wire.group_size, x.device))
         low, high = x.amin(-1) - self.error, x.amax(-1) + self.error
+        if wire.codebook and wire.spikes and wire.hadamard:  # two elements less are rotated, or a part of them
+            taken = 2.5 * (self.exact.abs().amax(-1) + self.error)
+            low, high = low - taken, high + taken
         return Groups(self.exact, self.error + largest_error(low, high, wire))
 
 

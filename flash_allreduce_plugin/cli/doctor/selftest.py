@@ -45,6 +45,7 @@ def codec(report: Findings) -> None:
         {},
         {"compact": True, "range": "mse"},
         {"codebook": True, "range": "mse"},
+        {"codebook": True, "spike_reserving": True},
         {"hadamard": True},
         {"spike_reserving": True},
     ]
