@@ -199,7 +199,8 @@ def of_pretrained(weights: Pretrained, text: str, steps: int) -> Iterator[Sample
     """
     model = pretrained(weights)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, betas=(0.9, 0.95), weight_decay=0.0)
-    ids = weights.tokenizer(text)[: steps * _BATCH * _SEQUENCE].view(steps, _BATCH, _SEQUENCE)
+    length = _SEQUENCE + 1  # with the token after the last
+    ids = weights.tokenizer(text)[: steps * _BATCH * length].view(steps, _BATCH, length)
     last_layer = model.config.layers - 1
     numbers = {"early": min(1, last_layer), "middle": last_layer // 2, "late": max(0, last_layer - 1)}
     layers = {place: model.blk[number] for place, number in numbers.items()}

@@ -129,7 +129,10 @@ class Score:
     def add(self, text: str, logits: Tensor, base: Tensor, ids: Tensor) -> None:
         """Compare the log-probabilities of a window with those of full precision."""
         log = F.log_softmax(logits, -1)
-        self.kl.setdefault(text, []).append((base.exp() * (base - log)).sum(-1))
+        # p log(p / q) - p + q for each word of the vocabulary: no term is negative, so that nothing cancels.
+        ratio = base - log
+        kl = (base.exp() * (ratio + torch.expm1(-ratio)).clamp(min=0)).sum(-1)
+        self.kl.setdefault(text, []).append(kl)
         lost = F.nll_loss(log, ids, reduction="none") - F.nll_loss(base, ids, reduction="none")
         self.difference.setdefault(text, []).append(lost)
 

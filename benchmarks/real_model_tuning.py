@@ -71,18 +71,8 @@ def held_out(model: Llama, sequences: Tensor) -> Tensor:
     return losses
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    """Train one variant; rank 0 prints the result."""
-    torch.set_num_threads(1)
-    section = json.loads(arguments.variant) if arguments.variant.startswith("{") else None
-    if arguments.engine == "zero2":
-        import deepspeed
-
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
-        deepspeed.utils.logging.logger.setLevel("ERROR")
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
+def train(arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a rank: train one variant. The environment has attached the plugin to DDP, or has not."""
     weights = smollm2.load(arguments.weights)
     model = pretrained(weights)
     ids = weights.tokenizer(corpus(None, TEXT_BYTES).decode(errors="replace"))
@@ -93,9 +83,11 @@ def in_rank(arguments: argparse.Namespace) -> None:
         add_noise(model, float(arguments.variant.removeprefix(NOISE)), arguments.seed)
     before = held_out(model, sequences)
     if arguments.engine == "zero2":
+        section = json.loads(arguments.variant) if arguments.variant.startswith("{") else None
         step = fine_tuning.zero2_steps(model, section, arguments)
-    else:  # the environment attaches the plugin, and the program gives it no section
+    else:
         step = fine_tuning.ddp_steps(model, None, arguments)
+    fap.reset_stats()
     begin = time.monotonic()
     for number in range(arguments.steps):
         place = (arguments.seed * 1_000_003 + number) * dist.get_world_size() + dist.get_rank()
@@ -104,17 +96,29 @@ def in_rank(arguments: argparse.Namespace) -> None:
         step((torch.stack([ids[start : start + arguments.sequence + 1] for start in starts]),))
     seconds = (time.monotonic() - begin) / arguments.steps
     stats = fap.stats()
-    finish(
-        {
-            "before": before.tolist(),
-            "held-out": held_out(model, sequences).tolist(),
-            "seconds a step": seconds,
-            "parameters": numel,
-            "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
-            "quantized": stats["quantized"],
-            "full precision": stats["full_precision"],
-        }
-    )
+    return {
+        "before": before.tolist(),
+        "held-out": held_out(model, sequences).tolist(),
+        "seconds a step": seconds,
+        "parameters": numel,
+        "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
+        "quantized": stats["quantized"],
+        "full precision": stats["full_precision"],
+    }
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    """Train one variant; rank 0 prints the result."""
+    torch.set_num_threads(1)
+    if arguments.engine == "zero2":
+        import deepspeed
+
+        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
+        deepspeed.utils.logging.logger.setLevel("ERROR")
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
+    finish(train(arguments))
 
 
 def one_run(engine: str, variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
