@@ -24,9 +24,10 @@ inline void check_codec(int64_t bits, int64_t group_size, int64_t options) {
       "without a bias");
   STD_TORCH_CHECK(!(options & kSymmetricCodes && options & kCompact),
                   "symmetric and compact exclude each other: both say how the scale travels");
-  STD_TORCH_CHECK(!(options & kCodebook && options & (kSymmetricCodes | kCompact | kStochastic)),
-                  "codebook excludes symmetric, compact and stochastic rounding: its scales and levels are its "
-                  "own");
+  STD_TORCH_CHECK(
+      !(options & kCodebook && options & (kSymmetricCodes | kCompact | kStochastic)),
+      "codebook excludes symmetric, compact and stochastic rounding: its scales and levels are its "
+      "own");
   STD_TORCH_CHECK(!(options & kCodebook) || group_size >= kMinCodebookGroupSize, "group_size is ", group_size,
                   "; expected ", kMinCodebookGroupSize, " or more with codebook");
 }

@@ -112,6 +112,9 @@ FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 
 
 // The logarithm of a group size.
 FLASH_HD constexpr int log_of(int group_size) {
+#if !defined(__CUDA_ARCH__)
+  if (group_size > 0) return __builtin_ctz(static_cast<unsigned>(group_size));
+#endif
   int log = 0;
   while (1 << log < group_size) ++log;
   return log;

@@ -223,14 +223,15 @@ def test_gathered_and_exchanged_gradients_need_backward_bits_as_well(role: Role)
 @pytest.mark.parametrize("role", Role)
 def test_what_needs_backward_bits_may_be_rounded_in_another_way(role: Role) -> None:
     widths = {key: 4 for _, key, _ in ROLES} | {"quantize_embedding": True, "quantize_layernorm": True}
-    nearest = FlashConfig.from_dict({**widths, "codebook": True, "range": "mse", "hadamard": True})
+    options = {"codebook": True, "spike_reserving": True, "range": "mse", "hadamard": True}
+    nearest = FlashConfig.from_dict({**widths, **options})
     stochastic = nearest.model_copy(update={"backward_rounding": "stochastic"})
     site = Site("test", role)
     before, after = plan(site=site, config=nearest), plan(site=site, config=stochastic)
     if plan(site=site, config=nearest.model_copy(update={"backward_bits": "full"})) == before:
         assert after == before
     else:
-        unbiased = Format(4, 128, hadamard=True, stochastic=True)
+        unbiased = Format(4, 128, spikes=True, hadamard=True, stochastic=True)
         assert after == Plan(unbiased, unbiased, nearest.chunk_bytes)
     every = FlashConfig.from_dict({**widths, "rounding": "stochastic"})
     back = plan(site=site, config=every.model_copy(update={"backward_rounding": "nearest"}))
@@ -239,7 +240,7 @@ def test_what_needs_backward_bits_may_be_rounded_in_another_way(role: Role) -> N
 
 
 def test_differences_of_parameters_have_no_codebook() -> None:
-    config = FlashConfig(param_bits=4, codebook=True, range="mse")
+    config = FlashConfig(param_bits=4, codebook=True, spike_reserving=True, range="mse")
     of_values = plan(site=Site("test", Role.PARAMETER), config=config)
     of_differences = plan(site=Site("test", Role.PARAMETER_DIFFERENCE), config=config)
     assert isinstance(of_values, Plan) and of_values.gather == config.format(4)

@@ -142,7 +142,7 @@ struct Steps {
   alignas(64) OfParts most, step, inverse;
   alignas(64) int32_t widest[kParts][kBatch], number[kParts][kBatch];
   alignas(64) float scale[kBatch];
-  alignas(64) uint32_t with_zero[kBatch];           // kWhole or 0
+  alignas(64) uint32_t with_zero[kBatch];                 // kWhole or 0
   alignas(64) uint32_t spikes[2][kBatch], at[2][kBatch];  // bits of their values, and places
 };
 
@@ -197,46 +197,48 @@ int best_number(const uint8_t* x, int part, float scale, int widest, bool with_z
 
 // ---- spikes -------------------------------------------------------------------------------------------
 
-// Where |x| is `most` for the first time, of n elements from x on; it is there.
-FLASH_INLINE int place_of(const float* x, int n, float most) {
+// Lanes of v that are `wanted`, a bit each.
+FLASH_INLINE uint32_t lanes_equal(VecI v, int32_t wanted) {
 #if FLASH_LANES == 16
-  const __m512i wanted = _mm512_set1_epi32(static_cast<int>(float_bits(most)));
-  for (int i = 0;; i += kLanes) {
-    const __m512i v = cast<__m512i>(magnitude(load<VecF>(x + i)));
-    const uint32_t found = _mm512_cmpeq_epi32_mask(v, wanted);
-    if (found != 0 || i + kLanes >= n) return (i + __builtin_ctz(found | 1u << 15)) & (n - 1);
-  }
+  return _mm512_cmpeq_epi32_mask(cast<__m512i>(v), _mm512_set1_epi32(wanted));
 #elif FLASH_LANES == 8
-  const __m256i wanted = _mm256_set1_epi32(static_cast<int>(float_bits(most)));
-  for (int i = 0; i < n; i += 2 * kLanes) {
-    const __m256i a = cast<__m256i>(magnitude(load<VecF>(x + i)));
-    const __m256i b = cast<__m256i>(magnitude(load<VecF>(x + i + kLanes)));
-    const int low = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(a, wanted)));
-    const int high = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(b, wanted)));
-    const auto found = static_cast<uint32_t>(low | high << kLanes);
-    if (found != 0) return i + __builtin_ctz(found);
-  }
-  return 0;
+  const __m256i equal = _mm256_cmpeq_epi32(cast<__m256i>(v), _mm256_set1_epi32(wanted));
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(equal)));
 #else
-  for (int i = 0; i < n; ++i) {
-    if ((float_bits(x[i]) & 0x7fffffffu) == float_bits(most)) return i;
+  uint32_t equal = 0;
+  for (int i = 0; i < kLanes; ++i) equal |= (v[i] == wanted ? 1u : 0u) << i;
+  return equal;
+#endif
+}
+
+// Where |x| is `most` for the first time, of `vectors` vectors from x on; it is there.
+FLASH_INLINE int place_of(const float* x, int vectors, int32_t most) {
+  constexpr int kAtOnce = 32 / kLanes;  // whose lanes are the bits of a word
+  for (int i = 0; i < vectors; i += kAtOnce) {
+    uint32_t found = 0;
+    for (int l = 0; l < kAtOnce && l < vectors; ++l) {
+      found |= lanes_equal(cast<VecI>(magnitude(load<VecF>(x + (i + l) * kLanes))), most) << (l * kLanes);
+    }
+    if (vectors <= kAtOnce || found != 0) return i * kLanes + __builtin_ctz(found | 1u << 31);
   }
   return 0;
-#endif
 }
 
 // Twice, of each group: the greatest element becomes what its short float leaves of it. A lane is a group where
 // the groups are compared, and an element where one of their parts is searched:
 //
 //   most [part][group]  -> the part of the greatest, a lane a group
-//   that part of x      -> its place, a lane an element, group by group
-//   the element         -> short float, and the rest, a lane a group; the rest goes back into x
-//   that part of x      -> its greatest again
+//   that part of x      -> its place, and the greatest of the others, a lane an element, group by group
+//   the element         -> short float, and the rest, a lane a group; the rest goes back into x and into most
+//
+// kVectors: of a part; 0: any number.
+template <int kVectors>
 FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
-  const int part = g / kParts, cut = 23 - spike_mantissa(g);
+  const int part = kVectors > 0 ? kVectors * kLanes : g / kParts, cut = 23 - spike_mantissa(g);
   alignas(64) int32_t in[kBatch] = {}, least[kBatch];
-  alignas(64) float top[kBatch], now[kBatch] = {};
-  VecF again[kBatch] = {};
+  alignas(64) int32_t top[kBatch];
+  alignas(64) float now[kBatch] = {};
+  VecF others[kBatch] = {};
   for (int j = 0; j < kBatch; ++j) least[j] = kLeastSpike;
   for (int k = 0; k < 2; ++k) {
     for (int j = 0; j < kBatch; j += kLanes) {
@@ -250,9 +252,16 @@ FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
       store(top + j, best);
     }
     for (int j = 0; j < count; ++j) {
-      const int from = in[j] * part, at = from + place_of(x + j * g + from, part, top[j]);
-      s.at[k][j] = static_cast<uint32_t>(at);
-      now[j] = x[j * g + at];
+      const float* from = x + j * g + in[j] * part;
+      const int at = place_of(from, part / kLanes, top[j]);
+      s.at[k][j] = static_cast<uint32_t>(in[j] * part + at);
+      now[j] = from[at];
+      VecF greatest = VecF{};
+      for (int i = 0; i < part; i += kLanes) {
+        const VecF v = magnitude(load<VecF>(from + i));
+        greatest = GreatestBits::of(lane_numbers() == at - i ? VecF{} : v, greatest);
+      }
+      others[j] = greatest;
     }
     for (int j = 0; j < kBatch; j += kLanes) {  // taken_spike and least_second_spike, kLanes at once
       const VecU bits = load<VecU>(now + j);
@@ -263,24 +272,23 @@ FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
       const VecI below = exponent - kSpikesApart, none = VecI{} + 256, ever = VecI{} + kLeastSpike;
       store(least + j, taken == 0u ? none : below > ever ? below : ever);
       store(s.spikes[k] + j, taken);
-      store(now + j, load<VecF>(now + j) - cast<VecF>(taken));
-    }
-    for (int j = 0; j < count; ++j) x[j * g + static_cast<int>(s.at[k][j])] = now[j];
-    for (int j = 0; j < count; ++j) {
-      VecF greatest = VecF{};
-      for (int i = 0; i < part; i += kLanes) {
-        greatest = GreatestBits::of(magnitude(load<VecF>(x + j * g + in[j] * part + i)), greatest);
-      }
-      again[j] = greatest;
-    }
-    for (int j = 0; j < kBatch; j += kLanes) {
-      const VecF greatest = across<GreatestBits>(again + j);
+      const VecF rest = load<VecF>(now + j) - cast<VecF>(taken);
+      store(now + j, rest);
+      const VecF greatest = GreatestBits::of(magnitude(rest), across<GreatestBits>(others + j));
       const VecI where = load<VecI>(in + j);
       for (int p = 0; p < kParts; ++p) {
         store(s.most[p] + j, where == p ? greatest : load<VecF>(s.most[p] + j));
       }
     }
+    for (int j = 0; j < count; ++j) x[j * g + static_cast<int>(s.at[k][j])] = now[j];
   }
+}
+
+FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
+  const int vectors = g / kParts / kLanes;
+  if (vectors == 1) return take_greatest<1>(x, count, g, s);
+  if (vectors == 2) return take_greatest<2>(x, count, g, s);
+  take_greatest<0>(x, count, g, s);
 }
 
 // ---- steps --------------------------------------------------------------------------------------------
@@ -351,7 +359,8 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* witho
       VecU word = VecU{};
       for (int k = 0; k < 2; ++k) {
         const VecU value = load<VecU>(s.spikes[k] + j);
-        const VecU small = (value >> (23 - mantissa) & ((1u << (8 + mantissa)) - 1)) - (cast<VecU>(exponent) << mantissa);
+        const VecU small =
+            (value >> (23 - mantissa) & ((1u << (8 + mantissa)) - 1)) - (cast<VecU>(exponent) << mantissa);
         const VecU sign = value >> 31 << (mantissa + kSpikeExponent);
         const VecU all = (load<VecU>(s.at[k] + j) | (small | sign) << log) & 0xffffu;
         word |= (value == 0u ? VecU{} : all) << (16 * k);
@@ -367,6 +376,23 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* witho
 }
 
 // ---- encoding -----------------------------------------------------------------------------------------
+
+// What is lost at the places of a group's spikes, of which `rest` has what they leave; before: what was kept there.
+template <int kBits>
+FLASH_INLINE void lose_spikes(const float* rest, const Steps& s, int j, int part_shift, float share,
+                              const float* before, float* kept) {
+  const bool with_zero = s.with_zero[j] != 0, twice = s.at[0][j] == s.at[1][j];
+  const float shift = with_zero ? book_of(kBits).shift : 0.0f;
+  for (int k = 0; k < 2; ++k) {
+    if (s.spikes[k][j] == 0) continue;
+    const uint32_t at = s.at[k][j], part = at >> part_shift;
+    const uint32_t code = codebook_code(rest[at] * s.inverse[part][j] + shift, kBits);
+    float arrives = level(kBits, with_zero, code) * s.step[part][j], exact = rest[at];
+    for (int i = twice ? 0 : k; i < (twice ? 2 : k + 1); ++i) arrives += bits_float(s.spikes[i][j]);
+    for (int i = twice ? 1 : k; i >= (twice ? 0 : k); --i) exact += bits_float(s.spikes[i][j]);
+    kept[at] = (exact - arrives) * share + before[k];
+  }
+}
 
 // `count` whole groups, count <= kBatch, s.most of which is known; calls after(j) behind each. kFeedback: as
 // encode_batch.
@@ -385,6 +411,10 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
     const uint8_t* in = x + j * g * E::kBytes;
     const VecF shift = VecF{} + (s.with_zero[j] != 0 ? book_of(kBits).shift : 0.0f);
     const Levels<kBits> levels = levels_of_group<kBits>(s.with_zero[j] != 0);
+    float before[2] = {};
+    if constexpr (kFeedback && kSpiked) {
+      for (int k = 0; k < 2; ++k) before[k] = kept[j * g + static_cast<int>(s.at[k][j])];
+    }
     for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
       for (int l = 0; l < 4; ++l) {
@@ -398,6 +428,9 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
         }
       }
       pack_block<kBits>(codes, 0, g, i, out + front);
+    }
+    if constexpr (kFeedback && kSpiked) {
+      lose_spikes<kBits>(reinterpret_cast<const float*>(in), s, j, part_shift, share, before, kept + j * g);
     }
     if (float_bits(s.scale[j]) == kNaNBits) {
       __builtin_memset(out, 0, static_cast<size_t>(record));
@@ -414,14 +447,17 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
 
 constexpr auto kNothing = [](int) {};
 
-// `count` groups of floats, x, that may be changed: rotated or not, with spikes or without.
-template <int kBits, bool kSpiked>
-void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records) {
+// `count` groups of floats, x, that may be changed, and their bounds: rotated or not, with spikes or without.
+template <int kBits, bool kSpiked, typename After>
+FLASH_INLINE void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records,
+                                const After& after) {
   const int g = c.group_size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(x);
   Steps s;
-  greatest_of(bounds, s.most);
-  if constexpr (kSpiked) take_greatest(x, count, g, s);
+  if constexpr (kSpiked) {
+    greatest_of(bounds, s.most);
+    take_greatest(x, count, g, s);
+  }
   if (c.options & kHadamard) {
     for (int j = 0; j < count; ++j) {
       float* group = x + j * g;
@@ -429,9 +465,9 @@ void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint
       rotate_vectors(group, g);
       take_parts<DType::kFloat32>(bytes + 4 * j * g, g, bounds, j);
     }
-    greatest_of(bounds, s.most);
   }
-  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, kNothing);
+  if (!kSpiked || c.options & kHadamard) greatest_of(bounds, s.most);
+  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, after);
 }
 
 template <DType kType, int kBits, bool kSpiked>
@@ -441,48 +477,48 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   const int g = c.group_size, batch = batch_of(g);
   const int64_t record = record_bytes(kBits, g, kCodebook | (kSpiked ? kSpikes : 0));
   const int64_t whole = numel / g < end ? numel / g : end;
+  const bool as_floats = kSpiked || c.options & kHadamard;
   const auto count_from = [=](int64_t i) {
     return i >= whole ? 0 : static_cast<int>(whole - i < batch ? whole - i : batch);
   };
   PartBounds bounds_of[2] = {};
-  const auto alone = [&](const uint8_t* groups, int count, uint8_t* records) {
-    alignas(64) float floats[kBatchElements];
-    for (int j = 0; j < count; ++j) {
-      take_parts<kType, true>(groups + j * g * kBytes, g, bounds_of[0], j, floats + j * g);
+  alignas(64) float floats[2][kBatchElements];
+  const auto take = [&](const uint8_t* groups, int j, int to) FLASH_INLINED {
+    const uint8_t* group = groups + j * g * kBytes;
+    if (as_floats) {
+      take_parts<kType, true>(group, g, bounds_of[to], j, floats[to] + j * g);
+    } else {
+      take_parts<kType>(group, g, bounds_of[to], j);
     }
-    encode_floats<kBits, kSpiked>(floats, count, bounds_of[0], c, records);
   };
-  if (kSpiked || c.options & kHadamard) {
-    for (int64_t i = begin; i < whole; i += batch) {
-      alone(x + i * g * kBytes, count_from(i), payload + i * record);
-    }
-  } else {  // takes the bounds of the next batch on the way
-    for (int j = 0; j < count_from(begin); ++j) {
-      take_parts<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0], j);
-    }
-    int now = 0;
-    for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
-      const uint8_t* next = x + (i + batch) * g * kBytes;
-      const int next_count = count_from(i + batch);
+  for (int j = 0; j < count_from(begin); ++j) take(x + begin * g * kBytes, j, 0);
+  int now = 0;
+  for (int64_t i = begin; i < whole; i += batch, now ^= 1) {  // takes the bounds of the next batch on the way
+    const uint8_t* next = x + (i + batch) * g * kBytes;
+    const int count = count_from(i), next_count = count_from(i + batch);
+    const auto after = [&](int j) FLASH_INLINED {
+      if (j < next_count) take(next, j, now ^ 1);
+    };
+    if (as_floats) {
+      encode_floats<kBits, kSpiked>(floats[now], count, bounds_of[now], c, payload + i * record, after);
+    } else {
       Steps s;
       greatest_of(bounds_of[now], s.most);
-      encode_parts<kType, kBits, false, false>(
-          x + i * g * kBytes, count_from(i), bounds_of[now].without, s, c, payload + i * record,
-          [&](int j) FLASH_INLINED {
-            if (j < next_count) take_parts<kType>(next + j * g * kBytes, g, bounds_of[now ^ 1], j);
-          });
+      encode_parts<kType, kBits, false, false>(x + i * g * kBytes, count, bounds_of[now].without, s, c,
+                                               payload + i * record, after);
     }
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
-    alone(group, 1, payload + whole * record);
+    take_parts<kType, true>(group, g, bounds_of[0], 0, floats[0]);
+    encode_floats<kBits, kSpiked>(floats[0], 1, bounds_of[0], c, payload + whole * record, kNothing);
   }
 }
 
-// Whole groups, neither rotated nor with spikes, with error feedback; see encode_lost.
-template <int kBits>
-void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept,
+// Whole groups, not rotated, with error feedback; see encode_lost.
+template <int kBits, bool kSpiked>
+void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
                           uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;
   const int g = c.group_size, batch = batch_of(g);
@@ -493,8 +529,9 @@ void encode_codebook_lost(const float* x, int64_t groups, const Codec& c, float 
     for (int j = 0; j < count; ++j) take_parts<kType>(part + 4 * j * g, g, bounds, j);
     Steps s;
     greatest_of(bounds, s.most);
-    encode_parts<kType, kBits, false, true>(part, count, bounds.without, s, c, payload + i * record_bytes(c),
-                                            kNothing, share, kept + i * g);
+    if constexpr (kSpiked) take_greatest(x + i * g, count, g, s);
+    encode_parts<kType, kBits, kSpiked, true>(part, count, bounds.without, s, c,
+                                              payload + i * record_bytes(c), kNothing, share, kept + i * g);
   }
 }
 
@@ -529,52 +566,97 @@ FLASH_INLINE void sum_parts(const Payloads& p, int64_t group, float factor, uint
   }
 }
 
-// The spikes of a group, added to the sums [g] of its codes, rank by rank.
-FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, float* sums) {
+FLASH_INLINE bool any_of(VecI lanes) {
+  const Vec64 parts = cast<Vec64>(lanes);
+  uint64_t any = 0;
+  for (int i = 0; i < kLanes / 2; ++i) any |= parts[i];
+  return any != 0;
+}
+
+// The spikes of `count` groups, count <= kBatch, added to the sums [count * g] of their codes, rank by rank. A lane
+// is a group.
+FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, int count, float* sums) {
   const int g = p.codec.group_size, base = spike_base(p.codec.bits, g, p.codec.options & kHadamard);
-  const uint8_t* record = p.data + group * record_bytes(p.codec);
-  for (int64_t rank = 0; rank < p.count; ++rank, record += p.stride) {
-    uint16_t scale, words[2];
-    __builtin_memcpy(&scale, record, sizeof scale);
-    __builtin_memcpy(words, record + spikes_offset(kCodebook), sizeof words);
-    for (const uint16_t word : words) {
-      float& sum = sums[spike_place(word, g)];
-      sum = canonical_nan(sum + spike_value(word, static_cast<uint32_t>(scale & 0x7fffu) << 16, base, g));
+  const int mantissa = spike_mantissa(g), log = log_of(g);
+  const int64_t record = record_bytes(p.codec);
+  const uint8_t* of_rank = p.data + group * record;
+  alignas(64) uint32_t scale[kBatch] = {}, words[kBatch] = {}, place[2][kBatch];
+  alignas(64) float value[2][kBatch];
+  for (int64_t rank = 0; rank < p.count; ++rank, of_rank += p.stride) {
+    for (int j = 0; j < count; ++j) {
+      __builtin_memcpy(scale + j, of_rank + j * record, sizeof scale[j]);
+      __builtin_memcpy(words + j, of_rank + j * record + spikes_offset(kCodebook), sizeof words[j]);
+    }
+    VecI not_finite = VecI{};
+    for (int k = 0; k < 2; ++k) {
+      for (int j = 0; j < kBatch; j += kLanes) {  // spike_place and spike_value, kLanes at once
+        const VecU word = load<VecU>(words + j) >> (16 * k) & 0xffffu;
+        const VecU small = word >> log & ((1u << (mantissa + kSpikeExponent)) - 1);
+        const VecU from = ((load<VecU>(scale + j) >> 7 & 255u) + static_cast<uint32_t>(base)) << mantissa;
+        const VecU bits = ((small + from) << (23 - mantissa) & 0x7fffffffu) | word >> 15 << 31;
+        store(place[k] + j, word & static_cast<uint32_t>(g - 1));
+        const VecU values = small >> mantissa == 0u ? VecU{} : bits;
+        not_finite |= (values & kInfBits) == kInfBits;
+        store(value[k] + j, values);
+      }
+    }
+    for (int j = 0; j < count; ++j) {
+      for (int k = 0; k < 2; ++k) sums[j * g + static_cast<int>(place[k][j])] += value[k][j];
+    }
+    if (any_of(not_finite)) {  // no encoding has made them: which NaN comes of it differs between machines
+      for (int i = 0; i < count * g; ++i) sums[i] = canonical_nan(sums[i]);
     }
   }
 }
 
+// Of `count` groups, count * g <= kBatchElements.
 template <DType kType, int kBits>
-FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, float factor, uint8_t* y) {
+FLASH_INLINE void sum_spiked(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
   using E = Element<kType>;
-  const int g = p.codec.group_size;
-  const bool rotated = p.codec.options & kHadamard, spiked = p.codec.options & kSpikes;
-  if (!rotated && !spiked) return sum_parts<kType, kBits, false>(p, group, factor, y);
-  alignas(64) float there[kMaxGroupSize];
-  const bool in_place = kType == DType::kFloat32 && !rotated && factor == 1.0f;
+  const int g = p.codec.group_size, n = count * g;
+  const bool rotated = p.codec.options & kHadamard;
+  alignas(64) float there[kBatchElements];
+  const bool in_place = kType == DType::kFloat32 && factor == 1.0f;
   float* sums = in_place ? reinterpret_cast<float*>(y) : there;
-  auto* bytes = reinterpret_cast<uint8_t*>(sums);
-  if (!spiked) {
-    sum_parts<DType::kFloat32, kBits, false>(p, group, 1.0f, bytes);
-    return write_turned_back<kType>(sums, g, factor, y);
+  for (int j = 0; j < count; ++j) {
+    auto* bytes = reinterpret_cast<uint8_t*>(sums + j * g);
+    sum_parts<DType::kFloat32, kBits, true>(p, group + j, 1.0f, bytes);
+    if (rotated) write_turned_back<DType::kFloat32>(sums + j * g, g, 1.0f, bytes);
   }
-  sum_parts<DType::kFloat32, kBits, true>(p, group, 1.0f, bytes);
-  if (rotated) write_turned_back<DType::kFloat32>(sums, g, 1.0f, bytes);
-  add_spikes(p, group, sums);
+  add_spikes(p, group, count, sums);
   if (in_place) return;
-  for (int i = 0; i < g; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+  for (int i = 0; i < n; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+}
+
+// Of `count` groups, count <= batch_of(g).
+template <DType kType, int kBits>
+FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
+  const int64_t bytes = p.codec.group_size * Element<kType>::kBytes;
+  if (p.codec.options & kSpikes) return sum_spiked<kType, kBits>(p, group, count, factor, y);
+  for (int j = 0; j < count; ++j) {
+    if (p.codec.options & kHadamard) {
+      alignas(64) float sums[kMaxGroupSize];
+      sum_parts<DType::kFloat32, kBits, false>(p, group + j, 1.0f, reinterpret_cast<uint8_t*>(sums));
+      write_turned_back<kType>(sums, p.codec.group_size, factor, y + j * bytes);
+    } else {
+      sum_parts<kType, kBits, false>(p, group + j, factor, y + j * bytes);
+    }
+  }
 }
 
 template <DType kType, int kBits>
 void decode_sum_codebook(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
                          int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
-  const int g = p.codec.group_size;
+  const int g = p.codec.group_size, batch = batch_of(g);
   const int64_t whole = numel / g < end ? numel / g : end;
-  for (int64_t i = begin; i < whole; ++i) sum_codebook<kType, kBits>(p, i, factor, y + i * g * kBytes);
+  for (int64_t i = begin; i < whole; i += batch) {
+    const int count = static_cast<int>(whole - i < batch ? whole - i : batch);
+    sum_codebook<kType, kBits>(p, i, count, factor, y + i * g * kBytes);
+  }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_codebook<kType, kBits>(p, whole, factor, group);
+    sum_codebook<kType, kBits>(p, whole, 1, factor, group);
     __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
   }
 }
@@ -585,13 +667,13 @@ constexpr CodecKernels kCodebooks = {
      encode_codebook<DType::kFloat16, kBits, kSpiked>},
     {decode_sum_codebook<DType::kFloat32, kBits>, decode_sum_codebook<DType::kBFloat16, kBits>,
      decode_sum_codebook<DType::kFloat16, kBits>},
-    kSpiked ? nullptr : encode_codebook_lost<kBits>,
+    encode_codebook_lost<kBits, kSpiked>,
 };
 
 // ---- the table of all kernels -------------------------------------------------------------------------
 
-#define FLASH_BOOKS(spiked)                                                                                \
-  {kCodebooks<2, spiked>, kCodebooks<3, spiked>, kCodebooks<4, spiked>, kCodebooks<5, spiked>,             \
+#define FLASH_BOOKS(spiked)                                                                    \
+  {kCodebooks<2, spiked>, kCodebooks<3, spiked>, kCodebooks<4, spiked>, kCodebooks<5, spiked>, \
    kCodebooks<6, spiked>, kCodebooks<7, spiked>, kCodebooks<8, spiked>}
 
 constexpr Kernels kTable = {

@@ -35,8 +35,8 @@ using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, i
 // Error feedback, of whole groups; codec_kernels.h says who does what.
 using Carry = bool (*)(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int group_size,
                        bool rotated, float momentum, float* x, float* kept);
-using EncodeLost = void (*)(const float* x, int64_t groups, const Codec& codec, float share, float* kept,
-                            uint8_t* payload);
+using EncodeLost = void (*)(float* x, int64_t groups, const Codec& codec, float share, float* kept,
+                            uint8_t* payload);  // may change x
 using Lose = void (*)(const float* x, const float* arrives, int64_t n, float share, float* kept);
 using Narrow = void (*)(const float* x, int64_t n, uint8_t* out);
 
@@ -55,8 +55,9 @@ using Add = void (*)(const float* x, uint8_t* held, int64_t n);
 struct Kernels {
   CodecKernels plain[3][kMaxBits - kMinBits + 1];         // [layout][bits - 2]: no other option but mse
   CodecKernels with_options[3][kMaxBits - kMinBits + 1];  // any options
-  CodecKernels codebook[2][kMaxBits - kMinBits + 1];  // [spikes][bits - 2]: rotated and searched as options say
-  Subtract subtract[3];                               // indexed by DType
+  CodecKernels codebook[2]
+                       [kMaxBits - kMinBits + 1];  // [spikes][bits - 2]: rotated and searched as options say
+  Subtract subtract[3];                            // indexed by DType
   Add add[3];
   Carry carry[3][2];  // [DType][residual of 8 bits, of bf16]
   Lose lose;

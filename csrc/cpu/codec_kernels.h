@@ -886,7 +886,7 @@ bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
 
 // Whole groups of a format without options but mse. kept: what stays of the residual -> the new one.
 template <int kBits, Layout kLayout>
-void encode_lost(const float* x, int64_t groups, const Codec& c, float share, float* kept, uint8_t* payload) {
+void encode_lost(float* x, int64_t groups, const Codec& c, float share, float* kept, uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;
   constexpr bool kZeros = may_miss_zero(kBits, kLayout);
   const int g = c.group_size, batch = batch_of(g);

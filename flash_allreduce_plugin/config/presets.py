@@ -24,7 +24,8 @@ from typing import Any
 
 from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE
 
-_FINE = {"codebook": True, "error_feedback": True}
+_SPIKES = {"codebook": True, "spike_reserving": True}
+_FINE = {**_SPIKES, "error_feedback": True}
 _BACKWARD = {"backward_bits": 6, "backward_rounding": "stochastic"}
 
 
@@ -39,7 +40,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "thin": {"bits": 2, **_BACKWARD, "grad_bits": 2, **_sends(6), **_FINE},
 }
 # Instead in Megatron, where `bits` is the width of activations.
-IN_MEGATRON: dict[str, dict[str, Any]] = {"int4": {"bits": 6}, "thin": {"bits": 6}}
+IN_MEGATRON: dict[str, dict[str, Any]] = {
+    "int8": {**_SPIKES, "group_size": 256},
+    "int4": {"bits": 6},
+    "thin": {"bits": 6},
+}
 
 # A preset's key -> given keys and values that it cannot go together with: it stays at its default then.
 _OTHER_SCALES = (("symmetric", True), ("compact", True), ("rounding", "stochastic"))
@@ -56,17 +61,23 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     A key of the preset that a given one excludes is left out. An unknown preset stays to be refused.
     """
     preset = values.get("preset")
-    filled = dict(PRESETS.get(preset, {})) if isinstance(preset, str) else {}
+    filled = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return {**compatible(filled, values), **values}
+
+
+def compatible(filled: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a preset that the given `values` do not exclude."""
+    filled = dict(filled)
     for key, others in _YIELDS.items():
         if any(values.get(other) == value for other, value in others):
             filled.pop(key, None)
     group_size = values.get("group_size")
     if isinstance(group_size, int) and group_size < MIN_CODEBOOK_GROUP_SIZE:
-        for key in ("codebook", "spike_reserving"):
+        for key in _SPIKES:
             filled.pop(key, None)
     if values.get("hierarchical", "off") != "off":
         filled.pop("error_feedback", None)
-    return {**filled, **values}
+    return filled
 
 
 def changed(preset: str | None, values: Mapping[str, Any]) -> dict[str, Any]:

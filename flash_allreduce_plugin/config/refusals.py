@@ -77,7 +77,8 @@ def refusals(
 def for_megatron(config: FlashConfig) -> FlashConfig:
     """`config` with what its preset has for Megatron alone, but for keys that were given."""
     given = config.given()
-    other = {key: value for key, value in presets.IN_MEGATRON.get(config.preset or "", {}).items() if key not in given}
+    filled = presets.compatible(presets.IN_MEGATRON.get(config.preset or "", {}), given)
+    other = {key: value for key, value in filled.items() if key not in given}
     return config.model_copy(update=other) if other else config
 
 

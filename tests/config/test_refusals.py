@@ -60,8 +60,15 @@ def test_in_megatron_activations_have_more_bits_than_gradients(name: Any, gradie
     assert config == FlashConfig(preset=name, bits=6) and config.preset == name and config.grad_bits == gradients
     assert for_megatron(config) is config
     assert for_megatron(FlashConfig(preset=name, bits=3)).bits == 3, "it was given"
-    for other in (FlashConfig(preset="int8"), FlashConfig(bits=3)):
-        assert for_megatron(other) is other
+    assert for_megatron(FlashConfig(bits=3)).preset is None
+
+
+def test_in_megatron_the_activations_of_int8_have_spikes() -> None:
+    config = for_megatron(FlashConfig(preset="int8"))
+    assert config.format().bits_per_element == 8.375 and config.spike_reserving and config.preset == "int8"
+    given: list[dict[str, Any]] = [{"symmetric": True}, {"group_size": 64}, {"codebook": False}]
+    for keys in given:
+        assert for_megatron(FlashConfig(preset="int8", **keys)).format().codebook is False
 
 
 def test_something_else() -> None:
