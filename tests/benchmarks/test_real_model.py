@@ -20,6 +20,7 @@ from torch import Tensor
 
 import flash_allreduce_plugin as fap
 from benchmarks import llama, real_model, real_model_tuning, smollm2
+from flash_allreduce_plugin.config.presets import IN_MEGATRON, PRESETS
 from tests.benchmarks import tiny_gguf
 from tests.distributed import Ranks
 
@@ -152,10 +153,12 @@ def test_an_emulated_sum_has_the_bits_of_the_collective(ranks: Callable[[int], R
 
 
 def test_presets_are_as_megatron_sends_them() -> None:
-    for preset in ("int4", "thin"):
+    for preset in PRESETS:
+        in_megatron = fap.FlashConfig.from_dict({"preset": preset, **IN_MEGATRON.get(preset, {})})
         one = real_model.sent(json.dumps({"preset": preset}))
-        assert one.reduce is not None and one.reduce.bits == 6  # IN_MEGATRON: `bits` of activations
-    assert real_model.sent('{"preset": "int8"}').bits == fap.FlashConfig(bits=8).format().bits_per_element
+        assert one.reduce == one.gather == in_megatron.format()
+        assert one.bits == in_megatron.format().bits_per_element
+    assert real_model.sent('{"preset": "thin", "bits": 5}').bits < real_model.sent('{"preset": "thin"}').bits
     assert real_model.sent(real_model.BF16).bits == 16
     with pytest.raises(fap.ConfigError, match="bits"):
         real_model.sent('{"bits": 9}')
