@@ -195,6 +195,7 @@ def of_pretrained(weights: Pretrained, text: str, steps: int) -> Iterator[Sample
     """Tune a pretrained model for `steps` steps of AdamW in this process, and sample three of its layers: all sums of
     the first step, and the difference that the last step makes to the parameters.
 
+    The first steps of Adam are little more than the signs of the gradient, so that `steps` should be 20 or more.
     The ranks are emulated as in `captured`. A rank has a part of the columns also where the heads would not divide.
     """
     model = pretrained(weights)
