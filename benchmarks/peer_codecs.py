@@ -110,6 +110,50 @@ def flashinfer_fp8(x: Tensor) -> tuple[Tensor, int]:
     return (codes.float() * (most / E4M3_MAX)).view(x.shape), x.numel() + 4 * len(groups)
 
 
+def flash_communication(x: Tensor, bits: int, size: int = 128) -> tuple[Tensor, int]:
+    """Flash Communication (arXiv 2412.04964): each group's least and greatest value, fp16 scale and zero point."""
+    groups = _groups(x, size)
+    least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    return _uniform(groups, least, most, bits).view(x.shape), x.numel() * bits // 8 + 4 * len(groups)
+
+
+def flash_communication_v2(x: Tensor, bits: int, size: int = 32) -> tuple[Tensor, int]:
+    """Flash Communication V2 (arXiv 2508.03760) with spike reserving: the least and the greatest value of a group are
+    sent as bf16 with a byte for the place, the others get the range that is left.
+
+    The paper sends scales and zero points in fewer bits than 16 and describes several ways. Here they are fp16 and
+    count as 8 bits each, which flatters the format.
+    """
+    groups = _groups(x, size)
+    places = torch.cat([groups.argmin(-1, keepdim=True), groups.argmax(-1, keepdim=True)], -1)
+    spiked = torch.zeros_like(groups, dtype=torch.bool).scatter_(-1, places, True)
+    least = groups.masked_fill(spiked, math.inf).amin(-1, keepdim=True)
+    most = groups.masked_fill(spiked, -math.inf).amax(-1, keepdim=True)
+    decoded = torch.where(spiked, groups.bfloat16().float(), _uniform(groups, least, most, bits))
+    return decoded.view(x.shape), x.numel() * bits // 8 + 8 * len(groups)
+
+
+def _uniform(groups: Tensor, least: Tensor, most: Tensor, bits: int) -> Tensor:
+    """2^bits values from about `least` to about `most`, with fp16 scale and zero point."""
+    zero = least.half().float()
+    scale = ((most - zero) / (2**bits - 1)).half().float()
+    codes = torch.where(scale == 0, 0.0, (groups - zero) / scale).round().clamp(0, 2**bits - 1)
+    return codes * scale + zero
+
+
+def sdp4bit(x: Tensor, size: int, rotated: bool) -> tuple[Tensor, int]:
+    """SDP4Bit (arXiv 2410.15526), 4 bits: symmetric, one fp32 scale a group. Gradients between nodes: groups of 128,
+    rotated in blocks of 32. Differences of parameters: groups of 2048, or the largest power of two that divides.
+    """
+    size = min(size, x.numel() & -x.numel())
+    rotation = _hadamard(32) if rotated else torch.eye(32)
+    groups = _groups(_groups(x, 32) @ rotation, size)
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    codes = torch.where(scale == 0, 0.0, groups / scale).round().clamp(-8, 7)
+    decoded = _groups(codes * scale, 32) @ rotation
+    return decoded.view(x.shape), x.numel() // 2 + 4 * len(groups)
+
+
 def torchft_fp8(x: Tensor) -> tuple[Tensor, int]:
     """torchft/quantization.py: e4m3, one fp32 scale 448 / max |x| a row; rows are filled up to 4 bytes."""
     scale = E4M3_MAX / x.abs().amax(-1, keepdim=True)
@@ -302,6 +346,10 @@ def _least_error(groups: Tensor, element: Minifloat) -> Tensor:
 
 
 PEERS = (
+    *(Peer(f"Flash Comm. INT{bits}", partial(flash_communication, bits=bits)) for bits in (4, 5, 6, 8)),
+    *(Peer(f"Flash Comm. V2 INT{bits} spikes", partial(flash_communication_v2, bits=bits)) for bits in (2, 3, 4)),
+    Peer("SDP4Bit gradients", partial(sdp4bit, size=128, rotated=True)),
+    Peer("SDP4Bit differences", partial(sdp4bit, size=2048, rotated=False)),
     *(Peer(f"QuickReduce INT{bits}", partial(quickreduce, bits=bits)) for bits in (4, 6, 8)),
     *(Peer(f"FlyDSL INT{bits}", partial(flydsl, bits=bits)) for bits in (4, 6)),
     Peer("FlashInfer FP8", flashinfer_fp8),

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import accuracy, accuracy_report, accuracy_tensors, peer_codecs
+from benchmarks import accuracy, accuracy_report, accuracy_tensors, peer_codecs, smollm2
 from benchmarks.accuracy import Frontier, Point
 from benchmarks.accuracy_tensors import Sample
 from benchmarks.peer_codecs import E2M1, E2M3, E4M3, FLOATS, PEERS, Peer
+from tests.benchmarks import tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {peer.name: peer for peer in (*PEERS, *FLOATS)}
@@ -50,6 +51,11 @@ def test_sqnr_of_an_all_reduce_is_the_published_one(name: str, db: float) -> Non
 @pytest.mark.parametrize(
     ("name", "count"),  # of 96 rows of 256
     [
+        ("Flash Comm. INT4", 96 * 2 * (64 + 4)),
+        ("Flash Comm. INT5", 96 * 2 * (80 + 4)),
+        ("Flash Comm. V2 INT2 spikes", 96 * 8 * (8 + 8)),
+        ("SDP4Bit gradients", 96 * 2 * (64 + 4)),
+        ("SDP4Bit differences", 12 * (1024 + 4)),
         ("QuickReduce INT4", 96 * (128 + 8 * 2)),
         ("QuickReduce INT6", 96 * (192 + 8 * 2)),
         ("QuickReduce INT8", 96 * (256 + 8 * 2)),
@@ -107,7 +113,7 @@ def test_the_greatest_element_is_quickreduce_lowest_code() -> None:
 
 
 def test_settings_are_all_there_under_names_of_their_own() -> None:
-    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 24 + 7 * 4 * 4
+    assert len(accuracy.SETTINGS) == len(accuracy.settings()) == 7 * 6 * 24 + 7 * 4 * 8
 
 
 def test_frontier_rises_and_keeps_to_the_budget() -> None:
@@ -157,13 +163,96 @@ def test_check_fails_when_a_peer_is_better(
     """Nearly exact at 2 bits is better; hardly anything right at 32 is not."""
     peer = Peer("rival", lambda x: (x * (0.999 if is_better else 0.5), x.numel() * bits // 8))
     monkeypatch.setattr(accuracy, "PEERS", (peer,))
-    monkeypatch.setattr(sys, "argv", ["accuracy", "--numel", "4096", "--steps", "0", "--check"])
+    monkeypatch.setattr(
+        sys, "argv", ["accuracy", "--numel", "4096", "--steps", "0", "--pretrained-steps", "0", "--check"]
+    )
     threads = torch.get_num_threads()
     try:
         assert accuracy.main() == (1 if is_better else 0)
     finally:  # one is its own setting: two wait for each other at tensors of this size
         torch.set_num_threads(threads)
     assert ("rival wins on Gaussian: 60.00 dB" in capsys.readouterr().out) == is_better
+
+
+def test_tokens_weigh_the_same_in_a_pretrained_model() -> None:
+    """One token that is exact has all the energy: the others, a tenth off, make 20 dB."""
+    exact = torch.ones(10, 8)
+    exact[3], exact[4] = 1e6, 0.0
+    off = exact.clone()
+    off[torch.arange(10) != 3] *= 1.1
+    assert accuracy.sqnr_db(exact, off, by_row=True) == pytest.approx(20.0 + 10 * math.log10(9 / 8), abs=0.01)
+    assert accuracy.sqnr_db(exact, off) > 100
+    assert accuracy.sqnr_db(exact, exact, by_row=True) == math.inf
+
+
+def test_spikes_of_flash_communication_v2() -> None:
+    """The extremes arrive as bf16, and do not widen the range of the others."""
+    x = torch.linspace(-1, 1, 32).view(1, 32)
+    x[0, 5], x[0, 9] = 1000.0, -3000.0
+    decoded, _ = peer_codecs.flash_communication_v2(x, bits=4)
+    assert decoded[0, 5] == 1000 and decoded[0, 9] == -3008  # the nearest bf16
+    others = torch.ones(32, dtype=torch.bool)
+    others[5] = others[9] = False
+    assert float((decoded - x)[0, others].abs().max()) < 1.01 / 15
+    plain, _ = peer_codecs.flash_communication(x.repeat(1, 4), bits=4)
+    assert float((plain[0, :32] - x)[0, others].abs().max()) > 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    tiny_gguf.write(file)
+    return file
+
+
+def test_samples_of_a_pretrained_model(tiny: Path) -> None:
+    """Three layers, two blocks, four kinds; the sums are those of one rank, and a step moves every weight."""
+    text = "".join(smollm2.texts().values())
+    threads = torch.get_num_threads()
+    samples = list(accuracy_tensors.of_pretrained(smollm2.load(tiny), text, steps=2))
+    assert torch.get_num_threads() == threads
+    assert len(samples) == len({one.name for one in samples}) == 3 * 2 * 4
+    for one in samples:
+        if one.kind == "parameter step":
+            assert set(one.ranks) == {1} and float((one.one != 0).float().mean()) > 0.99
+            continue
+        assert {n: len(parts) for n, parts in one.ranks.items()} == {2: 2, 8: 8}
+        assert one.by_row == (one.kind != "weight gradient")
+        whole = sum(one.ranks[2])
+        assert isinstance(whole, Tensor)
+        # Each has been multiplied by one power of two for all numbers of ranks.
+        torch.testing.assert_close(sum(one.ranks[8]), whole, rtol=1e-3, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_the_table_on_real_tensors_stands_first(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = {name: accuracy.SETTINGS[name] for name in accuracy.NAMED}
+    monkeypatch.setattr(accuracy, "SETTINGS", chosen)
+    command = ["accuracy", "--numel", "4096", "--steps", "0", "--pretrained-steps", "2", "--json", f"{tmp_path}/a.json"]
+    threads = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(sys, "argv", [*command, "--weights", str(tiny)])
+        accuracy.main()
+        printed, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
+        monkeypatch.setattr(sys, "argv", [*command, "--weights", "nowhere.gguf"])
+        accuracy.main()
+        without, alone = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
+    finally:
+        torch.set_num_threads(threads)
+    first = "Ours (**) and others' formats, mean dB of one rounding, "
+    assert printed.index(first + "real tensors") < printed.index(first + "made-up tensors")
+    kinds = {tensor["kind"] for tensor in found["real"]["tensors"]}
+    assert kinds == {"activation", "activation gradient", "weight gradient", "parameter step"}
+    header, *lines = accuracy_report.by_kind(found["real"])
+    assert header[2:] == ["activations", "activation gradients", "weight gradients", "AdamW steps"]
+    assert {f"**{name}**" for name in accuracy.NAMED} < {line[0] for line in lines}
+    assert {"SDP4Bit differences", "Flash Comm. INT4", "MXFP4", "DynamiQ 4"} < {line[0] for line in lines}
+    bits = [float(str(line[1])) for line in lines]
+    assert bits == pytest.approx(sorted(bits, reverse=True), abs=0.01)
+    assert "no file" in without and "The tables on real tensors are left out." in without
+    assert "real" not in alone and first + "real tensors" not in without
+    assert alone["tensors"] == found["tensors"]
 
 
 def test_simplest_setting_of_those_alike() -> None:
@@ -202,7 +291,8 @@ def test_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="the training needs megatron-core")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.accuracy", "--numel", "2048", "--steps", "3"]
-    command += ["--hidden", "32", "--layers", "2", "--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
+    command += ["--pretrained-steps", "0", "--hidden", "32", "--layers", "2"]
+    command += ["--json", f"{tmp_path}/a.json", "--plot", f"{tmp_path}/a.png"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
