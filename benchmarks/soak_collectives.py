@@ -68,9 +68,7 @@ def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
         "min_bytes": 1 << 16 if i == 0 else 0,
     }
     if layout == "codebook":
-        fields.update(
-            codebook=True, group_size=draw.choice([128, 256, 1024]), spike_reserving=False, rounding="nearest"
-        )
+        fields.update(codebook=True, group_size=draw.choice([128, 256, 1024]), rounding="nearest")
     if i % 12 == 1:
         fields.update(range="mse", rounding="nearest")
     if i % 6 == 2:

@@ -32,6 +32,8 @@ CONFIGS = [
     {"bits": 6, "group_size": 256, "symmetric": True},
     {"bits": 4, "group_size": 64, "compact": True},
     {"reduce_bits": 3, "gather_bits": 4, "group_size": 256, "codebook": True, "range": "mse"},
+    {"reduce_bits": 6, "gather_bits": 4, "codebook": True, "spike_reserving": True, "hadamard": True},
+    {"bits": 2, "group_size": 256, "codebook": True, "spike_reserving": True},
     {"reduce_bits": 5, "gather_bits": 8, "group_size": 64},
     {"bits": 2, "group_size": 64, "spike_reserving": True, "range": "mse"},
     {"bits": 4, "hadamard": True},
@@ -117,6 +119,7 @@ def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetR
         *({"range": "mse"}, {"compact": True, "range": "mse"}, {"rounding": "stochastic"}),
         {"compact": True, "rounding": "stochastic"},
         *({"codebook": True}, {"codebook": True, "range": "mse"}),
+        *({"codebook": True, "spike_reserving": True, "range": range_} for range_ in ("min-max", "mse")),
         *({"spike_reserving": True}, {"spike_reserving": True, "compact": True, "rounding": "stochastic"}),
     ]
     calls = []
