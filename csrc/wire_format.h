@@ -127,6 +127,12 @@ FLASH_HD constexpr bool has_short_spikes(int options) {
   return (options & (kCodebook | kSpikes)) == (kCodebook | kSpikes);
 }
 
+// Those of a sum that is encoded again. Rotating is linear: the sum of rotated groups is the rotated sum, and
+// stays as it is. Not so with short spikes, which are added once the sum is turned back.
+FLASH_HD constexpr int sum_options(int options) {
+  return has_short_spikes(options) ? options : options & ~kHadamard;
+}
+
 // Bytes from the start of a record to its spikes, and to its planes.
 FLASH_HD constexpr int spikes_offset(int options) {
   const Layout layout = layout_of(options);

@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values, same_bits
-from tests.feedback import KINDS, composed, residual_like
+from tests.feedback import KINDS, composed, residual_like, sum_format
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
 DRAW = Draw(rows.draw_key(3, 5), first_group=7)
@@ -34,7 +34,8 @@ OPTIONS = [
     for last in ({}, {"mse": True}, {"stochastic": True})
 ]
 OPTIONS += [
-    {**CODEBOOK, "hadamard": hadamard, "mse": mse} for hadamard, mse in itertools.product((False, True), (False, True))
+    {**CODEBOOK, "spikes": spikes, "hadamard": hadamard, "mse": mse}
+    for spikes, hadamard, mse in itertools.product((False, True), repeat=3)
 ]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
@@ -284,7 +285,7 @@ def check_feedback(
     ours = warps.encode_feedback(x[0].clone(), residual, momentum, c)
     for mine, theirs in zip(ours, expected, strict=True):
         assert same_bits(mine, theirs), (c, x.dtype, residual.dtype)
-    plain, gather = (replace(c, bits=bits, hadamard=False) for bits in (c.bits, gather_bits))
+    plain, gather = (sum_format(replace(c, bits=bits)) for bits in (c.bits, gather_bits))
     payloads = torch.empty(len(x), c.payload_bytes(x.shape[1]), dtype=torch.uint8)
     rows.encode(x, payloads, c, DRAW)
     sums = torch.empty(len(residual) * c.group_size)
