@@ -80,8 +80,9 @@ struct PartRows {
 struct Lane {
   float x[kLaneElements];
   float lo, hi;
-  uint32_t low_at, high_at;        // where they are in the group; kept for spikes
-  float least, greatest;           // the spikes
+  uint32_t low_at, high_at;  // where they are in the group; kept for spikes
+  float least, greatest;     // the spikes
+  uint64_t found;
   uint32_t taken[2], taken_at[2];  // with the codebook: bits of the short floats, and their places
   uint32_t with_zero;              // whether its group holds one
   float stand_in;
@@ -102,11 +103,12 @@ FLASH_HD uint32_t place_of(int lane, int i, int lanes) {
                                i % kNeighbours);
 }
 
-// The element of a lane that lies at a place of its group; kLaneElements: another lane has it.
-FLASH_HD int element_at(int lane, uint32_t place, int lanes) {
-  const int at = static_cast<int>(place), row = at / (kNeighbours * lanes);
-  return (at / kNeighbours & (lanes - 1)) == (lane & (lanes - 1)) ? row * kNeighbours + at % kNeighbours
-                                                                  : kLaneElements;
+// A bit for each element of a lane: that of the one at a place of its group, none in other lanes. So told, the
+// compiler makes predicates of it; of a number it makes a jump.
+FLASH_HD uint32_t element_at(int lane, uint32_t place, const Form& form) {
+  const uint32_t row = place >> (form.log_lanes + 3), in_group = lane & (form.lanes - 1);
+  const bool mine = (place / kNeighbours & (form.lanes - 1)) == in_group;
+  return mine ? 1u << (row * kNeighbours + place % kNeighbours) : 0u;
 }
 
 // Codebook: the part of row i of a lane. A row of neighbours of all lanes of a group is a quarter of it.
@@ -186,6 +188,15 @@ FLASH_HD float to_float(uint32_t bits) {
   if constexpr (kType == DType::kFloat32) return bits_float(bits);
   if constexpr (kType == DType::kBFloat16) return bits_float(bits << 16);
   return half_to_float(static_cast<uint16_t>(bits));
+}
+
+FLASH_HD float magnitude(float x) {
+#if defined(__CUDA_ARCH__)
+  asm("abs.f32 %0, %0;" : "+f"(x));
+  return x;
+#else
+  return bits_float(float_bits(x) & 0x7fffffffu);
+#endif
 }
 
 // Rounded to nearest even, every NaN the same NaN.
@@ -410,57 +421,47 @@ FLASH_HD void take_spikes(Warp& warp, const Form& form, uint64_t key, uint64_t n
       });
 }
 
-// With the codebook, twice: the element of greatest magnitude of each group, rounded to a short float, is
-// subtracted there. In a group of 128, lanes 0 to 3:
+// With the codebook, twice: the element of greatest magnitude of each group, the first of equals, is rounded to
+// a short float, which is subtracted there. In a group of 128:
 //
-//   most |x|               of a lane -> of the group: 5 5 9 5 -> 9
-//   2 * place + sign       of the first such element of a lane -> the least of the group
-//   x at that place        less the short float, in the lane that has it
+//   lane 0   the first of its greatest:  |x| = 5  place 3   +
+//   lane 1                               |x| = 9  place 12  -   the group's: this lane subtracts
+//   lane 2                               |x| = 9  place 16  +
+//   lane 3                               |x| = 2  place 24  -
 //
-// Groups that are rotated afterwards hold an exact 0 if they do then; others, if they do now.
+// A group that is rotated afterwards holds an exact 0 if it does then; another one, if it does now.
 template <class Warp>
 FLASH_HD void take_short_spikes(Warp& warp, const Form& form) {
-  const int lanes = form.lanes, mantissa = spike_mantissa(form.group_size);
-  if (!(form.options & kHadamard)) find_zeros(warp, lanes);
+  if (!(form.options & kHadamard)) find_zeros(warp, form.lanes);
   FLASH_UNROLL
   for (int k = 0; k < 2; ++k) {
-    warp.each([](int, Lane& own) {
-      own.worst = 0;
+    warp.each([&](int lane, Lane& own) {
+      float most = own.x[0];
+      int at = 0;
       FLASH_UNROLL
-      for (int i = 0; i < kLaneElements; ++i) {
-        const uint32_t bits = float_bits(own.x[i]) & 0x7fffffffu;
-        own.worst = bits > own.worst ? bits : own.worst;
+      for (int i = 1; i < kLaneElements; ++i) {
+        if (!(magnitude(own.x[i]) > magnitude(most))) continue;
+        most = own.x[i];
+        at = i;
       }
+      const uint32_t places_after = kMaxGroupSize - 1 - place_of(lane, at, form.lanes);
+      own.found = static_cast<uint64_t>(float_bits(magnitude(most))) << 32 | places_after << 1 |
+                  float_bits(most) >> 31;
     });
-    for (int mask = 1; mask < lanes; mask *= 2) {
+    for (int mask = 1; mask < form.lanes; mask *= 2) {
       warp.exchange(
-          mask, [](const Lane& own) { return own.worst; },
-          [](int, Lane& own, uint32_t other) { own.worst = other > own.worst ? other : own.worst; });
+          mask, [](const Lane& own) { return own.found; },
+          [](int, Lane& own, uint64_t other) { own.found = other > own.found ? other : own.found; });
     }
-    warp.each([lanes, k](int lane, Lane& own) {
-      uint32_t found = 2 * kLaneElements;
-      FLASH_UNROLL
-      for (int i = kLaneElements - 1; i >= 0; --i) {
-        const uint32_t bits = float_bits(own.x[i]);
-        if ((bits & 0x7fffffffu) == own.worst) found = 2 * i + (bits >> 31);
-      }
-      own.taken_at[k] = 2 * place_of(lane, static_cast<int>(found / 2), lanes) + found % 2;
-    });
-    for (int mask = 1; mask < lanes; mask *= 2) {
-      warp.exchange(
-          mask, [k](const Lane& own) { return own.taken_at[k]; },
-          [k](int, Lane& own, uint32_t other) {
-            own.taken_at[k] = other < own.taken_at[k] ? other : own.taken_at[k];
-          });
-    }
-    warp.each([lanes, mantissa, k](int lane, Lane& own) {
+    warp.each([&](int lane, Lane& own) {
+      const uint32_t most = static_cast<uint32_t>(own.found >> 32), rest = static_cast<uint32_t>(own.found);
       const int least = k == 0 ? kLeastSpike : least_second_spike(own.taken[0]);
-      own.taken[k] = taken_spike(own.worst | own.taken_at[k] << 31, mantissa, least);
-      own.taken_at[k] /= 2;
-      const int at = element_at(lane, own.taken_at[k], lanes);
+      own.taken[k] = taken_spike(most | rest << 31, spike_mantissa(form.group_size), least);
+      own.taken_at[k] = kMaxGroupSize - 1 - rest / 2;
+      const uint32_t at = element_at(lane, own.taken_at[k], form);
       FLASH_UNROLL
       for (int i = 0; i < kLaneElements; ++i) {
-        if (i == at) own.x[i] = own.x[i] - bits_float(own.taken[k]);
+        if (at >> i & 1u) own.x[i] = own.x[i] - bits_float(own.taken[k]);
       }
     });
   }
@@ -520,11 +521,12 @@ FLASH_HD int base_of(const Form& form) {
 
 // The record of a lane's group, as far as it is the lane's. image: where record 0 of the warp begins, 2
 // divides it.
+template <bool kOptions>
 FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool lost, uint8_t* image) {
   uint8_t* record = image + form.group_of(lane) * form.record;
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
   const int align = form.record % 4 == 0 ? 4 : 2;
-  if (in_group == 0 && layout_of(form.options) == Layout::kCodebook) {
+  if (kOptions && in_group == 0 && layout_of(form.options) == Layout::kCodebook) {
     const uint32_t *numbers = own.rows.front, scale = own.best.metadata;
     put(record, lost ? kNaNScale : scale | numbers[0] << 16, 4, align);
     put(record + 4, lost ? 0 : numbers[0] >> 16 | numbers[1] << 8, 4, align);
@@ -536,7 +538,7 @@ FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool los
     }
   } else if (in_group == 0) {
     put(record, lost ? kNaNScale : own.best.metadata, front, 2);
-    if (form.options & kSpikes) {
+    if (kOptions && form.options & kSpikes) {
       const int bytes = place_bytes(form.group_size);
       put(record + front, lost ? 0 : bf16_nearest(own.least), 2, 2);
       put(record + front + 2, lost ? 0 : bf16_nearest(own.greatest), 2, 2);
@@ -685,7 +687,7 @@ FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t*
   }
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
-    write_record(own, lane, form, own.best.scale == kNaNBits, image);
+    write_record<true>(own, lane, form, own.best.scale == kNaNBits, image);
   });
 }
 
@@ -752,7 +754,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
     if (kOptions && form.options & kSpikes) {
       lost = lost || !bf16_is_finite(bf16_nearest(own.least)) || !bf16_is_finite(bf16_nearest(own.greatest));
     }
-    write_record(own, lane, form, lost, image);
+    write_record<kOptions>(own, lane, form, lost, image);
   });
 }
 
@@ -878,10 +880,10 @@ FLASH_HD void add_short_spikes(Warp& warp, const Form& form, const Sources& from
       for (int k = 0; k < 2; ++k) {
         const uint32_t word = words >> (16 * k) & 0xffffu;
         const float value = spike_value(word, scale, base, size);
-        const int at = element_at(lane, spike_place(word, size), form.lanes);
+        const uint32_t at = element_at(lane, spike_place(word, size), form);
         FLASH_UNROLL
         for (int i = 0; i < kLaneElements; ++i) {
-          if (i == at) own.x[i] = own.x[i] + value;
+          if (at >> i & 1u) own.x[i] = own.x[i] + value;
         }
       }
     }
