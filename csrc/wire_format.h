@@ -110,14 +110,13 @@ FLASH_HD constexpr bool is_valid_group_size(int64_t group_size) {
 
 FLASH_HD constexpr int place_bytes(int group_size) { return group_size <= 256 ? 1 : 2; }
 
-// The logarithm of a group size.
+// The logarithm of a group size. No loop: it is worked out for every record.
 FLASH_HD constexpr int log_of(int group_size) {
 #if !defined(__CUDA_ARCH__)
   if (group_size > 0) return __builtin_ctz(static_cast<unsigned>(group_size));
 #endif
-  int log = 0;
-  while (1 << log < group_size) ++log;
-  return log;
+  return 5 + (group_size > 32) + (group_size > 64) + (group_size > 128) + (group_size > 256) +
+         (group_size > 512);
 }
 
 constexpr int kSpikeExponent = 4;  // bits, codebook
@@ -125,6 +124,12 @@ FLASH_HD constexpr int spike_mantissa(int group_size) { return 11 - log_of(group
 
 FLASH_HD constexpr bool has_short_spikes(int options) {
   return (options & (kCodebook | kSpikes)) == (kCodebook | kSpikes);
+}
+
+// Those of a sum that is encoded again. Rotating is linear: the sum of rotated groups is the rotated sum, and
+// stays as it is. Not so with short spikes, which are added once the sum is turned back.
+FLASH_HD constexpr int sum_options(int options) {
+  return has_short_spikes(options) ? options : options & ~kHadamard;
 }
 
 // Bytes from the start of a record to its spikes, and to its planes.

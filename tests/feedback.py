@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ from tests.codecs import GROUP_SIZES
 
 OWN = {g: Format(8, g, symmetric=True) for g in GROUP_SIZES}
 KINDS = (torch.uint8, torch.bfloat16)
+
+
+def sum_format(c: Format) -> Format:
+    """Return the format in which a sum is encoded again: without rotation, unless short spikes need it."""
+    return c if c.codebook and c.spikes else replace(c, hadamard=False)
 
 
 def composed(x: Tensor, residual: Tensor, momentum: float, c: Format, draw: Draw = NO_DRAW) -> tuple[Tensor, Tensor]:

@@ -140,16 +140,10 @@ void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bit
              });
 }
 
-// Of a sum that is encoded again. Rotating is linear: the sum of rotated groups is the rotated sum, and stays as it
-// is. Not so with spikes beside it, which are added to the sum turned back.
-int64_t left_rotated(int64_t options) {
-  return has_short_spikes(static_cast<int>(options)) ? options : options & ~static_cast<int64_t>(kHadamard);
-}
-
 void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int64_t reduce_bits,
                        int64_t gather_bits, int64_t group_size, int64_t options, int64_t key,
                        int64_t first_group) {
-  const int64_t left = left_rotated(options);
+  const int left = sum_options(make_codec(reduce_bits, group_size, options).options);
   const Codec reduce = make_codec(reduce_bits, group_size, left);
   Codec gather = make_codec(gather_bits, group_size, left);
   gather.key = static_cast<uint64_t>(key);
@@ -208,7 +202,7 @@ void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double
 void decode_sum_encode_feedback(const Tensor payloads, Tensor payload, Tensor residual, double factor,
                                 double momentum, int64_t reduce_bits, int64_t gather_bits, int64_t group_size,
                                 int64_t options, int64_t key, int64_t first_group) {
-  const int64_t left = left_rotated(options);
+  const int left = sum_options(make_codec(reduce_bits, group_size, options).options);
   const Codec reduce = make_codec(reduce_bits, group_size, left);
   Codec gather = make_codec(gather_bits, group_size, left);
   gather.key = static_cast<uint64_t>(key);

@@ -498,8 +498,7 @@ void decode_sum(const Tensor payloads, Tensor output, double factor, int64_t bit
 void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int64_t reduce_bits,
                        int64_t gather_bits, int64_t group_size, int64_t options, int64_t key,
                        int64_t first_group) {
-  // Rotating is linear: the sum of rotated groups is the rotated sum, and stays as it is.
-  const int64_t left = options & ~static_cast<int64_t>(kHadamard);
+  const int left = sum_options(make_form(reduce_bits, group_size, options).options);
   const Form reduce = make_form(reduce_bits, group_size, left),
              gather = make_form(gather_bits, group_size, left);
   check_same_device(payloads, payload);
@@ -570,7 +569,7 @@ void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double
 void decode_sum_encode_feedback(const Tensor payloads, Tensor payload, Tensor residual, double factor,
                                 double momentum, int64_t reduce_bits, int64_t gather_bits, int64_t group_size,
                                 int64_t options, int64_t key, int64_t first_group) {
-  const int64_t left = options & ~static_cast<int64_t>(kHadamard);  // as decode_sum_encode
+  const int left = sum_options(make_form(reduce_bits, group_size, options).options);
   const Form reduce = make_form(reduce_bits, group_size, left),
              gather = make_form(gather_bits, group_size, left);
   check_same_device(payloads, payload);

@@ -82,7 +82,9 @@ struct Lane {
   float lo, hi;
   uint32_t low_at, high_at;  // where they are in the group; kept for spikes
   float least, greatest;     // the spikes
-  uint32_t with_zero;        // whether its group holds one
+  uint64_t found;
+  uint32_t taken[2], taken_at[2];  // with the codebook: bits of the short floats, and their places
+  uint32_t with_zero;              // whether its group holds one
   float stand_in;
   Range range, best;
   float whole_zero;  // of the range without a search
@@ -99,6 +101,14 @@ struct Lane {
 FLASH_HD uint32_t place_of(int lane, int i, int lanes) {
   return static_cast<uint32_t>((i / kNeighbours * lanes + (lane & (lanes - 1))) * kNeighbours +
                                i % kNeighbours);
+}
+
+// A bit for each element of a lane: that of the one at a place of its group, none in other lanes. So told, the
+// compiler makes predicates of it; of a number it makes a jump.
+FLASH_HD uint32_t element_at(int lane, uint32_t place, const Form& form) {
+  const uint32_t row = place >> (form.log_lanes + 3), in_group = lane & (form.lanes - 1);
+  const bool mine = (place / kNeighbours & (form.lanes - 1)) == in_group;
+  return mine ? 1u << (row * kNeighbours + place % kNeighbours) : 0u;
 }
 
 // Codebook: the part of row i of a lane. A row of neighbours of all lanes of a group is a quarter of it.
@@ -178,6 +188,15 @@ FLASH_HD float to_float(uint32_t bits) {
   if constexpr (kType == DType::kFloat32) return bits_float(bits);
   if constexpr (kType == DType::kBFloat16) return bits_float(bits << 16);
   return half_to_float(static_cast<uint16_t>(bits));
+}
+
+FLASH_HD float magnitude(float x) {
+#if defined(__CUDA_ARCH__)
+  asm("abs.f32 %0, %0;" : "+f"(x));
+  return x;
+#else
+  return bits_float(float_bits(x) & 0x7fffffffu);
+#endif
 }
 
 // Rounded to nearest even, every NaN the same NaN.
@@ -402,6 +421,52 @@ FLASH_HD void take_spikes(Warp& warp, const Form& form, uint64_t key, uint64_t n
       });
 }
 
+// With the codebook, twice: the element of greatest magnitude of each group, the first of equals, is rounded to
+// a short float, which is subtracted there. In a group of 128:
+//
+//   lane 0   the first of its greatest:  |x| = 5  place 3   +
+//   lane 1                               |x| = 9  place 12  -   the group's: this lane subtracts
+//   lane 2                               |x| = 9  place 16  +
+//   lane 3                               |x| = 2  place 24  -
+//
+// A group that is rotated afterwards holds an exact 0 if it does then; another one, if it does now.
+template <class Warp>
+FLASH_HD void take_short_spikes(Warp& warp, const Form& form) {
+  if (!(form.options & kHadamard)) find_zeros(warp, form.lanes);
+  FLASH_UNROLL
+  for (int k = 0; k < 2; ++k) {
+    warp.each([&](int lane, Lane& own) {
+      float most = own.x[0];
+      int at = 0;
+      FLASH_UNROLL
+      for (int i = 1; i < kLaneElements; ++i) {
+        if (!(magnitude(own.x[i]) > magnitude(most))) continue;
+        most = own.x[i];
+        at = i;
+      }
+      const uint32_t places_after = kMaxGroupSize - 1 - place_of(lane, at, form.lanes);
+      own.found = static_cast<uint64_t>(float_bits(magnitude(most))) << 32 | places_after << 1 |
+                  float_bits(most) >> 31;
+    });
+    for (int mask = 1; mask < form.lanes; mask *= 2) {
+      warp.exchange(
+          mask, [](const Lane& own) { return own.found; },
+          [](int, Lane& own, uint64_t other) { own.found = other > own.found ? other : own.found; });
+    }
+    warp.each([&](int lane, Lane& own) {
+      const uint32_t most = static_cast<uint32_t>(own.found >> 32), rest = static_cast<uint32_t>(own.found);
+      const int least = k == 0 ? kLeastSpike : least_second_spike(own.taken[0]);
+      own.taken[k] = taken_spike(most | rest << 31, spike_mantissa(form.group_size), least);
+      own.taken_at[k] = kMaxGroupSize - 1 - rest / 2;
+      const uint32_t at = element_at(lane, own.taken_at[k], form);
+      FLASH_UNROLL
+      for (int i = 0; i < kLaneElements; ++i) {
+        if (at >> i & 1u) own.x[i] = own.x[i] - bits_float(own.taken[k]);
+      }
+    });
+  }
+}
+
 // Leaves in `best` the range with the least sum of squared errors, the first of equals.
 template <class Warp>
 FLASH_HD void search_range(Warp& warp, const Form& form) {
@@ -449,19 +514,31 @@ FLASH_HD uint32_t pack(const uint32_t* codes, int width, int shift) {
   return units;
 }
 
+// Codebook: of the exponents of spikes.
+FLASH_HD int base_of(const Form& form) {
+  return spike_base(form.bits, form.group_size, (form.options & kHadamard) != 0);
+}
+
 // The record of a lane's group, as far as it is the lane's. image: where record 0 of the warp begins, 2
 // divides it.
+template <bool kOptions>
 FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool lost, uint8_t* image) {
   uint8_t* record = image + form.group_of(lane) * form.record;
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
   const int align = form.record % 4 == 0 ? 4 : 2;
-  if (in_group == 0 && layout_of(form.options) == Layout::kCodebook) {
+  if (kOptions && in_group == 0 && layout_of(form.options) == Layout::kCodebook) {
     const uint32_t *numbers = own.rows.front, scale = own.best.metadata;
     put(record, lost ? kNaNScale : scale | numbers[0] << 16, 4, align);
     put(record + 4, lost ? 0 : numbers[0] >> 16 | numbers[1] << 8, 4, align);
+    if (form.options & kSpikes) {
+      const int base = base_of(form), size = form.group_size;
+      const uint32_t first = spike_word(own.taken[0], own.taken_at[0], own.best.scale, base, size);
+      const uint32_t second = spike_word(own.taken[1], own.taken_at[1], own.best.scale, base, size);
+      put(record + front, lost ? 0 : first | second << 16, 4, align);
+    }
   } else if (in_group == 0) {
     put(record, lost ? kNaNScale : own.best.metadata, front, 2);
-    if (form.options & kSpikes) {
+    if (kOptions && form.options & kSpikes) {
       const int bytes = place_bytes(form.group_size);
       put(record + front, lost ? 0 : bf16_nearest(own.least), 2, 2);
       put(record + front + 2, lost ? 0 : bf16_nearest(own.greatest), 2, 2);
@@ -551,7 +628,8 @@ template <class Warp>
 FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t* image) {
   const Book book = book_of(form.bits);
   const int lanes = form.lanes;
-  find_zeros(warp, lanes);
+  const bool spikes = form.options & kSpikes;
+  if (!spikes || form.options & kHadamard) find_zeros(warp, lanes);  // else take_short_spikes has
   warp.each([](int, Lane& own) {
     FLASH_UNROLL
     for (int i = 0; i < kLaneElements; ++i) {
@@ -577,6 +655,7 @@ FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t*
       [](int, Lane& own, uint32_t other) { own.worst = other > own.worst ? other : own.worst; });
   warp.each([&](int, Lane& own) {
     own.best.scale = codebook_scale(bits_float(own.worst) / book.reach);
+    if (spikes) own.best.scale = scale_for_spike(own.best.scale, own.taken[0], base_of(form));
     own.best.metadata = own.best.scale >> 16 | (own.with_zero ? kWhole : 0u);
     FLASH_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -608,8 +687,17 @@ FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t*
   }
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
-    write_record(own, lane, form, own.best.scale == kNaNBits, image);
+    write_record<true>(own, lane, form, own.best.scale == kNaNBits, image);
   });
+}
+
+// What comes before encode_groups: short spikes out of the groups, and the rotation of what is left.
+template <class Warp>
+FLASH_HD void prepare_groups(Warp& warp, const Form& form) {
+  if (has_short_spikes(form.options)) take_short_spikes(warp, form);
+  if (!(form.options & kHadamard)) return;
+  warp.each([&](int lane, Lane& own) { flip(own, lane, form.lanes); });
+  rotate(warp, form.lanes);
 }
 
 // The groups that a warp holds, to records at `image`, an address that 2 divides. groups: how many of them
@@ -666,7 +754,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
     if (kOptions && form.options & kSpikes) {
       lost = lost || !bf16_is_finite(bf16_nearest(own.least)) || !bf16_is_finite(bf16_nearest(own.greatest));
     }
-    write_record(own, lane, form, lost, image);
+    write_record<kOptions>(own, lane, form, lost, image);
   });
 }
 
@@ -685,7 +773,7 @@ FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* r
   const Metadata m =
       codebook ? Metadata{bits_float((word & 0x7fffu) << 16), 0.0f} : metadata_of(word, form.bits, layout);
   const int half = code_half(form.bits, layout);
-  const bool spikes = kOptions && form.options & kSpikes && m.scale == m.scale;
+  const bool spikes = kOptions && !codebook && form.options & kSpikes && m.scale == m.scale;
   float values[2] = {0.0f, 0.0f};
   uint32_t at[2] = {0, 0};
   if (spikes) {
@@ -765,20 +853,56 @@ FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int6
   });
 }
 
-template <bool kOptions, class Warp>
-FLASH_HD void turn_back(Warp& warp, const Form& form, float factor) {
-  const bool rotated = kOptions && form.options & kHadamard;
-  if (rotated) rotate(warp, form.lanes);
+template <class Warp>
+FLASH_HD void turn_back(Warp& warp, const Form& form) {
+  rotate(warp, form.lanes);
   const float shrink = 1.0f / static_cast<float>(form.group_size);
   warp.each([&](int lane, Lane& own) {
     FLASH_UNROLL
-    for (int i = 0; i < kLaneElements; ++i) {
-      if (rotated) {
-        own.x[i] = own.x[i] * shrink;
-        if (rotation_flips(place_of(lane, i, form.lanes))) own.x[i] = -own.x[i];
+    for (float& x : own.x) x = x * shrink;
+    flip(own, lane, form.lanes);
+  });
+}
+
+// The short spikes of all ranks, to sums that are turned back: in rank order, the first of a rank before its
+// second. Each lane reads all words of its group; the one that has a place adds.
+template <class Warp>
+FLASH_HD void add_short_spikes(Warp& warp, const Form& form, const Sources& from, int64_t group,
+                               int64_t total) {
+  const int front = spikes_offset(form.options), base = base_of(form), size = form.group_size;
+  warp.each([&](int lane, Lane& own) {
+    const int64_t mine = group + form.group_of(lane);
+    if (mine >= total) return;
+    const uint8_t* record = from.data + mine * form.record;
+    for (int64_t rank = 0; rank < from.count; ++rank, record += from.stride) {
+      const uint32_t scale = get(record, 2, from.align) << 16, words = get(record + front, 4, from.align);
+      FLASH_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const uint32_t word = words >> (16 * k) & 0xffffu;
+        const float value = spike_value(word, scale, base, size);
+        const uint32_t at = element_at(lane, spike_place(word, size), form);
+        FLASH_UNROLL
+        for (int i = 0; i < kLaneElements; ++i) {
+          if (at >> i & 1u) own.x[i] = own.x[i] + value;
+        }
       }
-      own.x[i] = own.x[i] * factor;
     }
+  });
+}
+
+// What comes after sum_groups, where elements are asked for: the rotation back, then the short spikes.
+template <class Warp>
+FLASH_HD void restore_groups(Warp& warp, const Form& form, const Sources& from, int64_t group,
+                             int64_t total) {
+  if (form.options & kHadamard) turn_back(warp, form);
+  if (has_short_spikes(form.options)) add_short_spikes(warp, form, from, group, total);
+}
+
+template <class Warp>
+FLASH_HD void multiply(Warp& warp, float factor) {
+  warp.each([factor](int, Lane& own) {
+    FLASH_UNROLL
+    for (float& x : own.x) x = x * factor;
   });
 }
 
@@ -871,20 +995,19 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
     }
   });
   fill_up(warp, form, left);
-  warp.each([&](int lane, Lane& own) {
+  warp.each([](int, Lane& own) {
     FLASH_UNROLL
     for (int i = 0; i < kLaneElements; ++i) own.sent[i] = own.x[i];
-    if (rotated) flip(own, lane, form.lanes);
   });
-  if (rotated) rotate(warp, form.lanes);
+  if (kOptions) prepare_groups(warp, form);
   encode_groups<kOptions>(warp, form, groups, key, number, image);
   warp.sync();  // what its first lane wrote of a record all lanes read
+  const Sources sent{image, 1, 0, form.record % 4 == 0 ? 4 : 2};
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
-    const uint8_t* record = image + form.group_of(lane) * form.record;
-    add_record<kOptions>(own, lane, form, record, true, form.record % 4 == 0 ? 4 : 2);
+    add_record<kOptions>(own, lane, form, image + form.group_of(lane) * form.record, true, sent.align);
   });
-  if (rotated) turn_back<kOptions>(warp, form, 1.0f);
+  if (kOptions) restore_groups(warp, form, sent, 0, groups);
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
     FLASH_UNROLL
@@ -921,9 +1044,8 @@ FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int6
                           int64_t group, uint64_t key, uint64_t number, uint8_t* image) {
   warp.each([&](int lane, Lane& own) {
     load_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
-    if (kOptions && form.options & kHadamard) flip(own, lane, form.lanes);
   });
-  if (kOptions && form.options & kHadamard) rotate(warp, form.lanes);
+  if (kOptions) prepare_groups(warp, form);
   const int64_t left = form.groups(numel) - group;
   const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
   encode_groups<kOptions>(warp, form, groups, key, number + group, image);
@@ -934,22 +1056,24 @@ FLASH_HD void warp_decode_sum(Warp& warp, const Form& form, const Sources& from,
                               int64_t numel, bool fast, int64_t group) {
   const int64_t total = form.groups(numel);
   sum_groups<kOptions>(warp, form, from, group, total);
-  turn_back<kOptions>(warp, form, factor);
+  if (kOptions) restore_groups(warp, form, from, group, total);
+  multiply(warp, factor);
   warp.each([&](int lane, Lane& own) {
     store_lane<kType>(own, lane, form, row, numel, group + form.group_of(lane), fast);
   });
 }
 
-// The two forms differ in their width alone, and are without rotation: rotated sums are encoded as they are.
+// The two forms differ in their width alone. Rotated sums are encoded as they are, those of short spikes are
+// not: the spikes of all ranks are no spikes of the sum.
 template <bool kOptions, class Warp>
 FLASH_HD void warp_decode_sum_encode(Warp& warp, const Form& reduce, const Form& gather, const Sources& from,
                                      float factor, int64_t group, int64_t total, uint64_t key,
                                      uint64_t number, uint8_t* image) {
   sum_groups<kOptions>(warp, reduce, from, group, total);
-  warp.each([&](int, Lane& own) {
-    FLASH_UNROLL
-    for (float& x : own.x) x = x * factor;
-  });
+  const bool whole = kOptions && has_short_spikes(reduce.options);
+  if (whole) restore_groups(warp, reduce, from, group, total);
+  multiply(warp, factor);
+  if (whole) prepare_groups(warp, gather);
   const int64_t left = total - group;
   const int groups = left < kWarpLanes ? static_cast<int>(left) : kWarpLanes;
   encode_groups<kOptions>(warp, gather, groups, key, number + group, image);
@@ -973,10 +1097,9 @@ FLASH_HD void warp_decode_sum_encode_feedback(Warp& warp, const Form& reduce, co
                                               const Residual& residual, uint64_t key, uint64_t number,
                                               uint8_t* image) {
   sum_groups<kOptions>(warp, reduce, from, group, total);
-  warp.each([&](int, Lane& own) {
-    FLASH_UNROLL
-    for (float& x : own.x) x = x * factor;
-  });
+  const bool whole = kOptions && has_short_spikes(reduce.options);
+  if (whole) restore_groups(warp, reduce, from, group, total);
+  multiply(warp, factor);
   encode_with_feedback<kOptions>(warp, gather, residual, (total - group) * gather.group_size, key,
                                  number + group, image);
 }

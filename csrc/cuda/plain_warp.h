@@ -97,15 +97,6 @@ FLASH_HD float fused(float a, float b, float c) {
 #endif
 }
 
-FLASH_HD float magnitude(float x) {
-#if defined(__CUDA_ARCH__)
-  asm("abs.f32 %0, %0;" : "+f"(x));
-  return x;
-#else
-  return bits_float(float_bits(x) & 0x7fffffffu);
-#endif
-}
-
 // A constant that stays in a register: the compiler, which would else bring it there for each use, does not
 // know that threads have numbers below 1024.
 FLASH_HD uint32_t kept_in_register(uint32_t value) {

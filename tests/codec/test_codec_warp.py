@@ -23,7 +23,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values, same_bits
-from tests.feedback import KINDS, composed, residual_like
+from tests.feedback import KINDS, composed, residual_like, sum_format
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
 DRAW = Draw(rows.draw_key(3, 5), first_group=7)
@@ -34,7 +34,8 @@ OPTIONS = [
     for last in ({}, {"mse": True}, {"stochastic": True})
 ]
 OPTIONS += [
-    {**CODEBOOK, "hadamard": hadamard, "mse": mse} for hadamard, mse in itertools.product((False, True), (False, True))
+    {**CODEBOOK, "spikes": spikes, "hadamard": hadamard, "mse": mse}
+    for spikes, hadamard, mse in itertools.product((False, True), repeat=3)
 ]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
@@ -244,10 +245,34 @@ def test_any_bytes_decode_alike(
     assert same_bits(warps.decode_sum(payloads, len(expected), torch.float32, c, 1.0, _align(payloads, c)), expected)
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_short_spikes_at_their_limits(warps: Warps, hadamard: bool) -> None:
+    """Check massive, tiny and equal elements, and second spikes 12 to 17 octaves below a first that is exact."""
+    for i, (group_size, apart) in enumerate(itertools.product(GROUP_SIZES[2:], range(12, 18))):
+        c = Format(BITS[i % 7], group_size, codebook=True, spikes=True, hadamard=hadamard)
+        x = gaussian(6, 2100, seed=i).clamp(-1, 1)
+        x[0] *= 2.0**-20
+        x[0, ::100], x[0, 7::group_size] = 2.0**-apart, -1.0
+        x[1] *= 2.0 ** (apart - 114)  # around the least spike, 2^-100
+        x[2] = x[2].sign()  # the first of equals, whatever its sign
+        x[3, 9::group_size] = 3e38  # rounded up a short float would be Inf
+        x[4, 11::group_size] = 2.0**apart * 1e3
+        x[5] = 0.0
+        x[5, group_size - 1 :: group_size] = -1.0 - 2.0**-apart
+        for first in range(0, 6, 2):
+            check(warps, x[first : first + 2], c, torch.float32, 2 + i % 7)
+
+
 def test_addresses_of_any_alignment(warps: Warps) -> None:
     """Rows that begin anywhere, and payloads at odd addresses."""
     for c, dtype in itertools.product(
-        (Format(4, 128), Format(3, 64, compact=True), Format(8, 32, spikes=True), Format(4, 128, codebook=True)),
+        (
+            Format(4, 128),
+            Format(3, 64, compact=True),
+            Format(8, 32, spikes=True),
+            Format(4, 128, codebook=True),
+            Format(5, 128, codebook=True, spikes=True),
+        ),
         DTYPES,
     ):
         x = gaussian(2000).to(dtype)
@@ -284,7 +309,7 @@ def check_feedback(
     ours = warps.encode_feedback(x[0].clone(), residual, momentum, c)
     for mine, theirs in zip(ours, expected, strict=True):
         assert same_bits(mine, theirs), (c, x.dtype, residual.dtype)
-    plain, gather = (replace(c, bits=bits, hadamard=False) for bits in (c.bits, gather_bits))
+    plain, gather = (sum_format(replace(c, bits=bits)) for bits in (c.bits, gather_bits))
     payloads = torch.empty(len(x), c.payload_bytes(x.shape[1]), dtype=torch.uint8)
     rows.encode(x, payloads, c, DRAW)
     sums = torch.empty(len(residual) * c.group_size)

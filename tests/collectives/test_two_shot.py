@@ -46,7 +46,10 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-] + [{**CODEBOOK, "hadamard": on, "mse": mse} for on, mse in itertools.product((False, True), (False, True))]
+] + [
+    {**CODEBOOK, "spikes": spikes, "hadamard": hadamard, "mse": mse}
+    for spikes, hadamard, mse in itertools.product((False, True), repeat=3)
+]
 PLAIN = Format(4, 128)
 PLAN = Plan(PLAIN, PLAIN, chunk_bytes=1 << 20)
 
@@ -261,6 +264,8 @@ def test_a_workspace_serves_every_codec() -> None:
     for world, of_group in itertools.product((2, 3, 8), (*limits, two_shot.NVLINK[8], two_shot.PCIE[3])):
         half = (two_shot.workspace_bytes(of_group, world) - two_shot.HEADER_BYTES) // 2
         for bits, group_size, options in itertools.product(BITS[::3], GROUP_SIZES, OPTIONS[::5]):
+            if not fits(group_size, options):
+                continue
             wire = Format(bits, group_size, **options)
             assert two_shot.half_bytes(of_group.fused // 2, world, False, wire, wire) <= half
             assert two_shot.half_bytes(min(of_group) // 2, world, True, wire, wire) <= half

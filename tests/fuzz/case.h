@@ -99,7 +99,7 @@ struct Case {
     gather_bits = widths[gather_bits % std::size(widths)];
 #endif
     if (options & kCodebook) {
-      options &= kCodebook | kHadamard | kMse;
+      options &= kCodebook | kSpikes | kHadamard | kMse;
       if (group_size < kMinCodebookGroupSize) group_size = kMinCodebookGroupSize;
     }
     if (options & kSymmetricCodes) options &= ~kCompact;

@@ -70,7 +70,7 @@ void sum(const Input& in, const Case& c) {
 // The same, the sum encoded again, as decode_sum_encode does it: whole groups of float, not rotated back.
 void sum_and_encode(const Input& in, Case c) {
   c.numel = c.groups() * c.group_size;
-  const int left = c.options & ~kHadamard;
+  const int left = sum_options(c.options);
   const Codec reduce = codec_of(c, c.bits, left), gather = codec_of(c, c.gather_bits, left);
   Exact payloads(c.payloads_bytes(), c.shifts[0]), sums(static_cast<size_t>(4 * c.numel), 0);
   Exact payload(static_cast<size_t>(c.groups() * record_bytes(gather)), c.shifts[1]);
@@ -114,7 +114,7 @@ void feedback(const Input& in, const Case& c) {
 // As decode_sum_encode_feedback, of any bytes as payloads.
 void sum_and_feedback(const Input& in, Case c) {
   c.numel = c.groups() * c.group_size;
-  const int left = c.options & ~kHadamard;
+  const int left = sum_options(c.options);
   Exact payloads(c.payloads_bytes(), c.shifts[0]), sums(static_cast<size_t>(4 * c.numel), 0);
   in.fill(payloads.data, payloads.size);
   decode_sum(c.set, c, codec_of(c, c.bits, left), payloads, c.ranks, 0, sums);

@@ -55,7 +55,7 @@ void sum(const Input& in, const Case& c) {
 }
 
 void sum_and_encode(const Input& in, const Case& c) {
-  const int left = c.options & ~kHadamard;
+  const int left = sum_options(c.options);
   Exact payloads(c.payloads_bytes(), c.shifts[0]);
   Exact payload(static_cast<size_t>(c.groups() * record_bytes(c.gather_bits, c.group_size, left)), 0);
   in.fill(payloads.data, payloads.size);
@@ -91,7 +91,7 @@ void feedback(const Input& in, const Case& c) {
 }
 
 void sum_and_feedback(const Input& in, const Case& c) {
-  const int left = c.options & ~kHadamard;
+  const int left = sum_options(c.options);
   const Codec reduce{c.bits, c.group_size, left},
       gather{c.gather_bits, c.group_size, left, c.key, c.first_group};
   const int64_t numel = c.groups() * c.group_size;

@@ -11,7 +11,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from tests.codecs import CODEBOOK, LAYOUTS, gaussian, same_bits
-from tests.feedback import KINDS, composed, residual_like
+from tests.feedback import KINDS, composed, residual_like, sum_format
 from tests.gpu import device
 
 DRAW = Draw(rows.draw_key(3, 5), first_group=7, groups_a_row=11)
@@ -19,7 +19,10 @@ OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
     for last in ({}, {"mse": True}, {"stochastic": True})
-] + [{**CODEBOOK, "hadamard": on, "mse": mse} for on, mse in itertools.product((False, True), (False, True))]
+] + [
+    {**CODEBOOK, "spikes": spikes, "hadamard": hadamard, "mse": mse}
+    for spikes, hadamard, mse in itertools.product((False, True), repeat=3)
+]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
 
 
@@ -69,7 +72,7 @@ def check_feedback(
     ours = device.encode_feedback(row.to(device.DEVICE), residual, momentum, c, DRAW, offset)
     for name, mine, theirs in zip(("payload", "residual"), ours, expected, strict=True):
         assert same_bits(mine, theirs), f"encode_feedback, {what}: the {name}"
-    plain, left = replace(c, hadamard=False), replace(gather, hadamard=False)
+    plain, left = sum_format(c), sum_format(gather)
     sums = torch.empty(len(residual) * c.group_size)
     rows.decode_sum(payloads, sums, plain, 0.5)
     expected = composed(sums, residual, momentum, left, DRAW)

@@ -9,7 +9,6 @@ beyond it.
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import DTYPES, gaussian, same_bits
-from tests.feedback import KINDS, composed, residual_like
+from tests.feedback import KINDS, composed, residual_like, sum_format
 from tests.gpu import device
 from tests.gpu.cases import DRAW, encoded
 
@@ -32,6 +31,8 @@ CODECS = (
     Format(6, 512, compact=True, spikes=True, stochastic=True),
     Format(3, 128, codebook=True, mse=True),
     Format(8, 1024, codebook=True, hadamard=True),
+    Format(2, 256, codebook=True, spikes=True),
+    Format(5, 128, codebook=True, spikes=True, hadamard=True, mse=True),
 )
 
 
@@ -69,7 +70,7 @@ def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
         device.compiled.encode_feedback(x[:1], ours[:1], kept, 0.8, *key, DRAW.key, DRAW.first_group)
         payload, after = composed(inputs[0], residual, 0.8, c, DRAW)
         results += [compare("encode_feedback", ours[0], payload), compare("its residual", kept, after)]
-        left, kept = replace(c, hadamard=False), residual.to(device.DEVICE, copy=True)
+        left, kept = sum_format(c), residual.to(device.DEVICE, copy=True)
         device.compiled.decode_sum_encode_feedback(
             there, sent, kept, 0.5, 0.8, c.bits, *key, DRAW.key, DRAW.first_group
         )  # fmt: skip

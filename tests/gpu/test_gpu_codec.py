@@ -28,6 +28,8 @@ SOME = (
     Format(6, 512, stochastic=True),
     Format(4, 256, codebook=True),
     Format(2, 128, codebook=True, mse=True),
+    Format(6, 128, codebook=True, spikes=True),
+    Format(3, 512, codebook=True, spikes=True, hadamard=True),
 )
 
 

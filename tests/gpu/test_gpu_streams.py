@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import NO_DRAW, Format
 from tests.codecs import gaussian, same_bits
-from tests.feedback import composed
+from tests.feedback import composed, sum_format
 from tests.gpu import device
 from tests.gpu.cases import encoded
 from tests.gpu.device import DEVICE, compiled, needs_cuda
@@ -61,7 +60,7 @@ class Static:
         sent = torch.empty_like(payloads[0])
         rows.decode_sum_encode(payloads, sent, self.codec, self.codec, 0.5)
         assert torch.equal(self.sent.cpu(), sent)
-        plain = replace(self.codec, hadamard=False)
+        plain = sum_format(self.codec)
         nothing = torch.zeros_like(self.residuals[0], device="cpu")
         sums = torch.empty(len(nothing) * self.codec.group_size)
         rows.decode_sum(payloads, sums, plain, 0.5)

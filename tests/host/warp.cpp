@@ -116,7 +116,7 @@ extern "C" void warp_decode_sum_encode_row(int plain_too, const uint8_t* payload
                                            int64_t stride, int align, float factor, int64_t groups,
                                            int reduce_bits, int gather_bits, int group_size, int options,
                                            uint64_t key, int64_t number, uint8_t* payload) {
-  const int left = options & ~kHadamard;
+  const int left = sum_options(options);
   const Form reduce(reduce_bits, group_size, left), gather(gather_bits, group_size, left);
   const Sources from{payloads, count, stride, align};
   const auto of_plain = [&](auto gathered, auto layout) {
@@ -166,7 +166,7 @@ extern "C" void warp_decode_sum_encode_feedback_row(const uint8_t* payloads, int
                                                     int reduce_bits, int gather_bits, int group_size,
                                                     int options, uint64_t key, int64_t number, int wide,
                                                     uint8_t* residual, uint8_t* payload) {
-  const int left = options & ~kHadamard;
+  const int left = sum_options(options);
   const Form reduce(reduce_bits, group_size, left), gather(gather_bits, group_size, left);
   const Sources from{payloads, count, stride, align};
   for_warps(groups, gather, [&](int64_t group) {

@@ -198,10 +198,11 @@ uint32_t permuted(uint32_t a, uint32_t b, uint32_t numbers) {
 }
 
 // bfi: the low `count` bits of a, put into b from bit `first` on.
-uint32_t inserted(uint32_t a, uint32_t b, uint32_t first, uint32_t count) {
-  for (uint32_t i = 0; i < (count & 255u) && (first & 255u) + i < 32; ++i) {
+template <class T>
+T inserted(T a, T b, uint32_t first, uint32_t count) {
+  for (uint32_t i = 0; i < (count & 255u) && (first & 255u) + i < 8 * sizeof(T); ++i) {
     const uint32_t bit = (first & 255u) + i;
-    b = (b & ~(1u << bit)) | (a >> i & 1u) << bit;
+    b = (b & ~(T{1} << bit)) | (a >> i & T{1}) << bit;
   }
   return b;
 }
@@ -545,6 +546,7 @@ Table make_table() {
   t["abs.s32"] = op([](uint32_t a) { return static_cast<int32_t>(a) < 0 ? 0 - a : a; });
   t["prmt.b32"] = op([](uint32_t a, uint32_t b, uint32_t c) { return permuted(a, b, c); });
   t["bfi.b32"] = op([](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return inserted(a, b, c, d); });
+  t["bfi.b64"] = op([](uint64_t a, uint64_t b, uint32_t c, uint32_t d) { return inserted(a, b, c, d); });
   t["bfe.u32"] = op([](uint32_t a, uint32_t b, uint32_t c) { return extracted(a, b, c); });
   t["lop3.b32"] = op([](uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return looked_up(a, b, c, d); });
   t["shf.l.wrap.b32"] = op([](uint32_t a, uint32_t b, uint32_t c) {
