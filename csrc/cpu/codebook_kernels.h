@@ -448,9 +448,8 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
 constexpr auto kNothing = [](int) {};
 
 // `count` groups of floats, x, that may be changed, and their bounds: rotated or not, with spikes or without.
-template <int kBits, bool kSpiked, typename After>
-FLASH_INLINE void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records,
-                                const After& after) {
+template <int kBits, bool kSpiked>
+void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records) {
   const int g = c.group_size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(x);
   Steps s;
@@ -467,7 +466,7 @@ FLASH_INLINE void encode_floats(float* x, int count, PartBounds& bounds, const C
     }
   }
   if (!kSpiked || c.options & kHadamard) greatest_of(bounds, s.most);
-  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, after);
+  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, kNothing);
 }
 
 template <DType kType, int kBits, bool kSpiked>
@@ -477,42 +476,46 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   const int g = c.group_size, batch = batch_of(g);
   const int64_t record = record_bytes(kBits, g, kCodebook | (kSpiked ? kSpikes : 0));
   const int64_t whole = numel / g < end ? numel / g : end;
-  const bool as_floats = kSpiked || c.options & kHadamard;
   const auto count_from = [=](int64_t i) {
     return i >= whole ? 0 : static_cast<int>(whole - i < batch ? whole - i : batch);
   };
   PartBounds bounds_of[2] = {};
-  alignas(64) float floats[2][kBatchElements];
-  const auto take = [&](const uint8_t* groups, int j, int to) FLASH_INLINED {
-    const uint8_t* group = groups + j * g * kBytes;
-    if (as_floats) {
-      take_parts<kType, true>(group, g, bounds_of[to], j, floats[to] + j * g);
-    } else {
-      take_parts<kType>(group, g, bounds_of[to], j);
+  const auto as_floats = [&](const uint8_t* groups, int count, uint8_t* records) {
+    alignas(64) float floats[kBatchElements];
+    for (int j = 0; j < count; ++j) {
+      take_parts<kType, true>(groups + j * g * kBytes, g, bounds_of[0], j, floats + j * g);
     }
+    encode_floats<kBits, kSpiked>(floats, count, bounds_of[0], c, records);
   };
-  for (int j = 0; j < count_from(begin); ++j) take(x + begin * g * kBytes, j, 0);
-  int now = 0;
-  for (int64_t i = begin; i < whole; i += batch, now ^= 1) {  // takes the bounds of the next batch on the way
-    const uint8_t* next = x + (i + batch) * g * kBytes;
-    const int count = count_from(i), next_count = count_from(i + batch);
-    const auto after = [&](int j) FLASH_INLINED {
-      if (j < next_count) take(next, j, now ^ 1);
-    };
-    if (as_floats) {
-      encode_floats<kBits, kSpiked>(floats[now], count, bounds_of[now], c, payload + i * record, after);
-    } else {
-      Steps s;
-      greatest_of(bounds_of[now], s.most);
-      encode_parts<kType, kBits, false, false>(x + i * g * kBytes, count, bounds_of[now].without, s, c,
-                                               payload + i * record, after);
+  const bool may_change = kSpiked || c.options & kHadamard;
+  if constexpr (!kSpiked) {
+    if (!may_change) {
+      for (int j = 0; j < count_from(begin); ++j) {
+        take_parts<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0], j);
+      }
+      int now = 0;
+      for (int64_t i = begin; i < whole;
+           i += batch, now ^= 1) {  // takes the bounds of the next batch on the way
+        const uint8_t* next = x + (i + batch) * g * kBytes;
+        const int next_count = count_from(i + batch);
+        Steps s;
+        greatest_of(bounds_of[now], s.most);
+        encode_parts<kType, kBits, false, false>(x + i * g * kBytes, count_from(i), bounds_of[now].without, s,
+                                                 c, payload + i * record, [&](int j) FLASH_INLINED {
+                                                   if (j < next_count)
+                                                     take_parts<kType>(next + j * g * kBytes, g,
+                                                                       bounds_of[now ^ 1], j);
+                                                 });
+      }
     }
+  }
+  for (int64_t i = begin; may_change && i < whole; i += batch) {
+    as_floats(x + i * g * kBytes, count_from(i), payload + i * record);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
-    take_parts<kType, true>(group, g, bounds_of[0], 0, floats[0]);
-    encode_floats<kBits, kSpiked>(floats[0], 1, bounds_of[0], c, payload + whole * record, kNothing);
+    as_floats(group, 1, payload + whole * record);
   }
 }
 
@@ -609,39 +612,40 @@ FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, int count, float*
   }
 }
 
-// Of `count` groups, count * g <= kBatchElements.
-template <DType kType, int kBits>
-FLASH_INLINE void sum_spiked(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
-  using E = Element<kType>;
-  const int g = p.codec.group_size, n = count * g;
-  const bool rotated = p.codec.options & kHadamard;
-  alignas(64) float there[kBatchElements];
-  const bool in_place = kType == DType::kFloat32 && factor == 1.0f;
-  float* sums = in_place ? reinterpret_cast<float*>(y) : there;
+// The sums of `count` groups, turned back and with their spikes, as floats.
+template <int kBits, bool kSpiked>
+void sum_floats(const Payloads& p, int64_t group, int count, float* sums) {
+  const int g = p.codec.group_size;
   for (int j = 0; j < count; ++j) {
     auto* bytes = reinterpret_cast<uint8_t*>(sums + j * g);
-    sum_parts<DType::kFloat32, kBits, true>(p, group + j, 1.0f, bytes);
-    if (rotated) write_turned_back<DType::kFloat32>(sums + j * g, g, 1.0f, bytes);
+    sum_parts<DType::kFloat32, kBits, kSpiked>(p, group + j, 1.0f, bytes);
+    if (p.codec.options & kHadamard) write_turned_back<DType::kFloat32>(sums + j * g, g, 1.0f, bytes);
   }
-  add_spikes(p, group, count, sums);
-  if (in_place) return;
-  for (int i = 0; i < n; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+  if constexpr (kSpiked) add_spikes(p, group, count, sums);
 }
 
 // Of `count` groups, count <= batch_of(g).
 template <DType kType, int kBits>
 FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
-  const int64_t bytes = p.codec.group_size * Element<kType>::kBytes;
-  if (p.codec.options & kSpikes) return sum_spiked<kType, kBits>(p, group, count, factor, y);
-  for (int j = 0; j < count; ++j) {
-    if (p.codec.options & kHadamard) {
-      alignas(64) float sums[kMaxGroupSize];
-      sum_parts<DType::kFloat32, kBits, false>(p, group + j, 1.0f, reinterpret_cast<uint8_t*>(sums));
-      write_turned_back<kType>(sums, p.codec.group_size, factor, y + j * bytes);
-    } else {
-      sum_parts<kType, kBits, false>(p, group + j, factor, y + j * bytes);
+  using E = Element<kType>;
+  const int g = p.codec.group_size, n = count * g;
+  const bool spiked = p.codec.options & kSpikes;
+  if (!spiked && !(p.codec.options & kHadamard)) {
+    for (int j = 0; j < count; ++j) {
+      sum_parts<kType, kBits, false>(p, group + j, factor, y + j * g * E::kBytes);
     }
+    return;
   }
+  alignas(64) float there[kBatchElements];
+  const bool in_place = kType == DType::kFloat32 && factor == 1.0f;
+  float* sums = in_place ? reinterpret_cast<float*>(y) : there;
+  if (spiked) {
+    sum_floats<kBits, true>(p, group, count, sums);
+  } else {
+    sum_floats<kBits, false>(p, group, count, sums);
+  }
+  if (in_place) return;
+  for (int i = 0; i < n; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
 }
 
 template <DType kType, int kBits>
