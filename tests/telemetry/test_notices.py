@@ -128,7 +128,7 @@ def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: s
     [line] = [line for line in first if "gradients in" in line]
     assert line == (
         f"flash all-reduce: attached to {said}, gradients in 4 bits, groups of 128, buckets from 0 bytes, "
-        f"codebook=true{left}"
+        f"codebook=true{left}, spike_reserving=true"
     )
 
 
