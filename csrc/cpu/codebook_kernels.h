@@ -604,10 +604,13 @@ FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, int count, float*
       }
     }
     for (int j = 0; j < count; ++j) {
-      for (int k = 0; k < 2; ++k) sums[j * g + static_cast<int>(place[k][j])] += value[k][j];
+      for (int k = 0; k < 2; ++k) {  // at any address
+        float* sum = sums + j * g + static_cast<int>(place[k][j]);
+        store(sum, load<float>(sum) + value[k][j]);
+      }
     }
     if (any_of(not_finite)) {  // no encoding has made them: which NaN comes of it differs between machines
-      for (int i = 0; i < count * g; ++i) sums[i] = canonical_nan(sums[i]);
+      for (int i = 0; i < count * g; ++i) store(sums + i, canonical_nan(load<float>(sums + i)));
     }
   }
 }
