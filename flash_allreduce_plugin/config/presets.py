@@ -15,8 +15,8 @@ spikes, which they did not have then. Spikes are for pretrained models, whose te
     python -m benchmarks.training --steps 400 --bits 6 --options '{"codebook": true, "backward_rounding": "stochastic"}'
 
 Tensor parallelism has 6 bits in int4 and thin, and no bias backward: every layer adds to the error there, and nothing
-gives it back. int8 has the codebook and spikes there, in groups of 256: 8.375 bits. With 4 bits both ways, and the codebook, a model of 10.7 M parameters ended 1.6 % behind ("Pretraining
-with everything on").
+gives it back. int8 has the codebook and spikes there, in groups of 256: 8.375 bits. With 4 bits both ways, and the
+codebook, a model of 10.7 M parameters ended 1.6 % behind ("Pretraining with everything on").
 """
 
 from __future__ import annotations
