@@ -107,23 +107,23 @@ test-slow: $(VENV)/.installed
 test-older: $(VENV)/.installed $(OLDER)
 	PYTHONPATH=$(OLDER) $(BIN)/python -W ignore -c "import megatron.core as m; \
 		assert m.__version__ == '$(MEGATRON)', m.__file__; print('megatron-core', m.__version__, m.__file__)"
-	PYTHONPATH=$(OLDER) MEGATRON_LM_PATH= $(BIN)/python -m pytest -m "not slow" tests/megatron \
-		$(patsubst %,--ignore=tests/megatron/test_%.py,launch monitor checkpoints) $(OPTIONS)
+	PYTHONPATH=$(OLDER) MEGATRON_LM_PATH= $(BIN)/python -m pytest -m "not slow" tests/integrations/megatron \
+		$(patsubst %,--ignore=tests/integrations/megatron/test_%.py,launch monitor checkpoints) $(OPTIONS)
 
 test-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -W ignore -c "from importlib.metadata import version; import deepspeed; \
 		assert version('deepspeed') == '$(DEEPSPEED)', deepspeed.__file__; print('deepspeed', deepspeed.__file__)"
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/deepspeed $(OPTIONS)
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -m "not slow" tests/integrations/deepspeed $(OPTIONS)
 
 test-hf: $(VENV)/.installed $(DEEPSPEED_SITE) $(HF_SITE)
 	PYTHONPATH=$(DEEPSPEED_SITE):$(HF_SITE) $(BIN)/python -m pytest \
-		tests/deepspeed/test_deepspeed_examples.py tests/deepspeed/test_accelerate.py
+		tests/integrations/deepspeed/test_deepspeed_examples.py tests/integrations/deepspeed/test_accelerate.py
 
 test-programs: $(VENV)/.installed $(PROGRAMS_SITE)
 	PYTHONPATH=$(PROGRAMS_SITE) $(BIN)/python -m pytest tests/programs $(OPTIONS)
 
 test-upstream-deepspeed: $(VENV)/.installed $(DEEPSPEED_SITE)
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/deepspeed/test_deepspeed_upstream.py
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m pytest -s tests/integrations/deepspeed/test_deepspeed_upstream.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -141,12 +141,12 @@ bench: $(VENV)/.installed $(DEEPSPEED_SITE)
 
 soak: $(VENV)/.installed $(DEEPSPEED_SITE)
 	mkdir -p $(SOAK_OUT)
-	$(BIN)/python -m benchmarks.handshake --json $(SOAK_OUT)/handshake.json
-	$(BIN)/python -m benchmarks.soak collectives --json $(SOAK_OUT)/soak-collectives.json
-	$(BIN)/python -m benchmarks.soak megatron --json $(SOAK_OUT)/soak-megatron.json
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m benchmarks.soak deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
-	$(BIN)/python -m benchmarks.soak ddp --json $(SOAK_OUT)/soak-ddp.json
-	$(BIN)/python -m benchmarks.soak fsdp --json $(SOAK_OUT)/soak-fsdp.json
+	$(BIN)/python -m lab.benchmarks.handshake --json $(SOAK_OUT)/handshake.json
+	$(BIN)/python -m lab.soak.command collectives --json $(SOAK_OUT)/soak-collectives.json
+	$(BIN)/python -m lab.soak.command megatron --json $(SOAK_OUT)/soak-megatron.json
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m lab.soak.command deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
+	$(BIN)/python -m lab.soak.command ddp --json $(SOAK_OUT)/soak-ddp.json
+	$(BIN)/python -m lab.soak.command fsdp --json $(SOAK_OUT)/soak-fsdp.json
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)

@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 PREFIX = "FLASH_ALLREDUCE_"  # as in environment.py
 SWITCH = f"{PREFIX}AUTOLOAD"
 MEGATRON_LM = ("megatron.training.arguments", "megatron.training.global_vars")
-LAUNCH_FLAGS = "flash_allreduce_plugin.megatron.arguments"
+LAUNCH_FLAGS = "flash_allreduce_plugin.integrations.megatron.arguments"
 # Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
 DEEPSPEED = ("deepspeed.runtime.engine",)
-JSON_SECTION = "flash_allreduce_plugin.deepspeed.engine"
+JSON_SECTION = "flash_allreduce_plugin.integrations.deepspeed.engine"
 ATTACH = f"{PREFIX}ATTACH"
 # What ATTACH may name: the modules of torch's or Megatron's that it waits for, and ours, whose by_environment it calls.
 ATTACHABLE = {
-    "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.ddp"),
-    "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.fsdp"),
-    "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.megatron.attach"),
+    "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.integrations.ddp"),
+    "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.integrations.fsdp"),
+    "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.integrations.megatron.attach"),
     "context_parallel": (
         ("torch.distributed.tensor.experimental._context_parallel._attention",),
-        "flash_allreduce_plugin.context_parallel",
+        "flash_allreduce_plugin.integrations.context_parallel",
     ),
-    "pipelining": (("torch.distributed.pipelining.schedules",), "flash_allreduce_plugin.pipelining"),
+    "pipelining": (("torch.distributed.pipelining.schedules",), "flash_allreduce_plugin.integrations.pipelining"),
 }
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
@@ -123,7 +123,7 @@ def _say_what_nobody_read() -> None:
     fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
     rank = c10d.get_rank() if c10d.is_initialized() else int(os.environ.get("RANK") or 0)
     named = os.environ.get(ATTACH, "").strip()
-    saving: Any = sys.modules.get("flash_allreduce_plugin.autosave")
+    saving: Any = sys.modules.get("flash_allreduce_plugin.integrations.autosave")
     if os.environ.get(environment.AUTOSAVE, "").strip() and rank == 0 and not (saving and saving.has_resumed()):
         print(
             f"flash all-reduce: {environment.AUTOSAVE} is set, and has saved nothing: no attached DDP or FSDP2 model "
@@ -148,7 +148,7 @@ def _say_what_nobody_read() -> None:
 def _anything_built() -> bool:
     """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
     rooms = [sys.modules.get(f"flash_allreduce_plugin.{name}.attach") for name in ("ddp", "fsdp")]
-    megatron: Any = sys.modules.get("flash_allreduce_plugin.megatron")
+    megatron: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron")
     counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
     return (
         any(room is not None and room.attachment.built for room in rooms)

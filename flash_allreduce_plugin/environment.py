@@ -13,11 +13,11 @@ PREFIX = "FLASH_ALLREDUCE_"
 
 ATTACH = f"{PREFIX}ATTACH"  # ddp, fsdp, megatron, context_parallel, pipelining, or all: programs that nobody edits
 AUTOLOAD = f"{PREFIX}AUTOLOAD"  # 0: `import torch` attaches nothing; autoload.py
-AUTOSAVE = f"{PREFIX}AUTOSAVE"  # FOLDER:STEPS, for the state of attached models; autosave.py
+AUTOSAVE = f"{PREFIX}AUTOSAVE"  # FOLDER:STEPS, for the state of attached models; integrations/autosave.py
 BUILD = f"{PREFIX}BUILD"  # which compiled libraries are built; setup.py
 CONFIG = f"{PREFIX}CONFIG"  # the name of a JSON file, below the variables of fields; config/fields.py
-COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/beside.py
-DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; decision.py
+COUNT_BESIDE = f"{PREFIX}COUNT_BESIDE"  # 0: torch.distributed's own traffic is not counted; telemetry/other_traffic.py
+DISABLE = f"{PREFIX}DISABLE"  # 1: every call goes in full precision; runtime/decision.py
 LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 NCCL_WINDOWS = f"{PREFIX}NCCL_WINDOWS"  # 1: buffers that NCCL's copy engines can serve; collectives/windows.py
 NVLS = f"{PREFIX}NVLS"  # 1: the two-shot kernel stores by a multicast address; collectives/two_shot.py

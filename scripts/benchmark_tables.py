@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy_report, bf16_ring, pretraining, real_model
 from flash_allreduce_plugin.cli.tune import command as tune
+from lab.benchmarks import accuracy_report, bf16_ring, pretraining, real_model
 from scripts import benchmark_texts as texts
 
 
@@ -49,8 +49,8 @@ def _sections(*sections: str) -> str:
 
 
 BENCH = "flash-allreduce bench"
-TRAIN = "python -m benchmarks.training --steps 400 --no-noise-control"
-DEEPSPEED = "python -m benchmarks.deepspeed_training"
+TRAIN = "python -m lab.benchmarks.training --steps 400 --no-noise-control"
+DEEPSPEED = "python -m lab.benchmarks.deepspeed_training"
 #: At 6 bits: what the presets int4 and thin do in tensor parallelism.
 _OF_PRESETS = '{"codebook": true, "backward_rounding": "stochastic"}'
 #: A label for each command of the table "training".
@@ -65,8 +65,8 @@ _QUICK_DEEPSPEED = "--steps 40 --seeds 1 --width 32 --layers 1"
 CODEC = Table(
     "codec",
     (
-        Command("python -m benchmarks.codec", "--numel 131072 --rounds 1"),
-        Command("python -m benchmarks.codec --numel 1048576 --rounds 60", "--numel 131072 --rounds 1"),
+        Command("python -m lab.benchmarks.codec", "--numel 131072 --rounds 1"),
+        Command("python -m lab.benchmarks.codec --numel 1048576 --rounds 60", "--numel 131072 --rounds 1"),
     ),
     texts.codec,
     names_codec=True,
@@ -108,7 +108,7 @@ COLLECTIVES = (
     Table(
         "sends",
         tuple(
-            Command(f"python -m benchmarks.sends --link {link}", "--elements 65536 --rounds 1")
+            Command(f"python -m lab.benchmarks.sends --link {link}", "--elements 65536 --rounds 1")
             for link in ("1gbit", "100mbit")
         ),
         texts.sends,
@@ -128,7 +128,8 @@ COLLECTIVES = (
         "guard",
         (
             Command(
-                "python -m benchmarks.guard --link 1gbit --mib 16 --rounds 7 --calls 3", "--mib 1 --rounds 1 --calls 1"
+                "python -m lab.benchmarks.guard --link 1gbit --mib 16 --rounds 7 --calls 3",
+                "--mib 1 --rounds 1 --calls 1",
             ),
         ),
         texts.guard,
@@ -136,22 +137,26 @@ COLLECTIVES = (
     ),
     Table(
         "scale",
-        tuple(Command(f"python -m benchmarks.scale --bits {bits}", "--ranks 16 --mib 1") for bits in (8, 4)),
+        tuple(Command(f"python -m lab.planning.scale --bits {bits}", "--ranks 16 --mib 1") for bits in (8, 4)),
         texts.scale,
     ),
-    Table("handshake", (Command("python -m benchmarks.handshake", "--ranks 2 --groups 2"),), texts.handshake),
+    Table("handshake", (Command("python -m lab.benchmarks.handshake", "--ranks 2 --groups 2"),), texts.handshake),
 )
 STEPS = (
     Table(
         "step time",
-        (Command("python -m benchmarks.step_time --shares 0.25 0.5 0.75 0.9", "--shares 0.5 --rounds 1 --layers 1"),),
+        (
+            Command(
+                "python -m lab.benchmarks.step_time --shares 0.25 0.5 0.75 0.9", "--shares 0.5 --rounds 1 --layers 1"
+            ),
+        ),
         texts.step_time(_TRAINING),
         beside=("training",),
         needs=("root", "megatron"),
     ),
     Table(
         "pipeline step",
-        (Command("python -m benchmarks.pipeline_step", "--shares 0.5 --rounds 1 --layers 2 --hidden 64"),),
+        (Command("python -m lab.benchmarks.pipeline_step", "--shares 0.5 --rounds 1 --layers 2 --hidden 64"),),
         texts.pipeline_step,
         beside=("pipeline training",),
         needs=("root", "megatron"),
@@ -160,7 +165,8 @@ STEPS = (
         "layer",
         (
             Command(
-                "python -m benchmarks.step_time --layer --hidden 1024 --overlap --shares 0.5 --bits 8 4 --rounds 25",
+                "python -m lab.benchmarks.step_time "
+                "--layer --hidden 1024 --overlap --shares 0.5 --bits 8 4 --rounds 25",
                 "--hidden 128 --rounds 1",
             ),
         ),
@@ -170,7 +176,7 @@ STEPS = (
     Table(
         "DeepSpeed step",
         tuple(
-            Command(f"python -m benchmarks.deepspeed_step --rate {rate}", "--width 128 --layers 1 --rounds 1")
+            Command(f"python -m lab.benchmarks.deepspeed_step --rate {rate}", "--width 128 --layers 1 --rounds 1")
             for rate in ("1gbit", "200mbit --rounds 4")
         ),
         texts.deepspeed_step,
@@ -179,14 +185,14 @@ STEPS = (
     ),
     Table(
         "DDP step",
-        (Command("python -m benchmarks.ddp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
+        (Command("python -m lab.benchmarks.ddp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.ddp_step,
         beside=("DDP training",),
         needs=("root",),
     ),
     Table(
         "FSDP2 step",
-        (Command("python -m benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
+        (Command("python -m lab.benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.timed_steps(texts.ddp_training),
         beside=("FSDP2 training",),
         names_codec=True,
@@ -194,7 +200,7 @@ STEPS = (
     ),
     Table(
         "TP x DP step",
-        (Command("python -m benchmarks.dist_opt_step", "--size 1m --turns 1 --steps 1 --rates 1gbit"),),
+        (Command("python -m lab.benchmarks.dist_opt_step", "--size 1m --turns 1 --steps 1 --rates 1gbit"),),
         texts.timed_steps(texts.pretraining, "10.7 M, %"),  # the size of its model
         beside=("pretraining",),
         names_codec=True,
@@ -227,7 +233,7 @@ TRAINING = (
     Table(
         "pretraining",
         tuple(
-            Command(f"python -m benchmarks.pretraining --size {run}", _QUICK_PRETRAINING)
+            Command(f"python -m lab.benchmarks.pretraining --size {run}", _QUICK_PRETRAINING)
             for run in (
                 "1m --controls",
                 "5m --controls",
@@ -244,7 +250,7 @@ TRAINING = (
     Table(
         "fine-tuning",
         tuple(
-            Command(f"python -m benchmarks.fine_tuning --engines {engine}", _QUICK_TUNING)
+            Command(f"python -m lab.benchmarks.fine_tuning --engines {engine}", _QUICK_TUNING)
             for engine in ("ddp", "zero2 --seeds 1")
         ),
         texts.fine_tuning,
@@ -276,7 +282,7 @@ TRAINING = (
     ),
     Table(
         "held weights",
-        (Command("python -m benchmarks.held_weights", "--steps 4 --every 1 --width 32 --layers 1"),),
+        (Command("python -m lab.benchmarks.held_weights", "--steps 4 --every 1 --width 32 --layers 1"),),
         texts.held_weights,
         slow=True,
         needs=("deepspeed",),
@@ -296,7 +302,7 @@ TRAINING = (
     ),
     Table(
         "pipeline training",
-        (Command("python -m benchmarks.pipeline_training", "--steps 4 --seeds 1 --hidden 64 --layers 2"),),
+        (Command("python -m lab.benchmarks.pipeline_training", "--steps 4 --seeds 1 --hidden 64 --layers 2"),),
         texts.pipeline_training,
         slow=True,
         needs=("megatron",),
@@ -319,13 +325,13 @@ TRAINING = (
     ),
     Table(
         "DDP training",
-        (Command("python -m benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
+        (Command("python -m lab.benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
         texts.ddp_training,
         slow=True,
     ),
     Table(
         "FSDP2 training",
-        (Command("python -m benchmarks.ddp_training --fsdp --seeds 1 2", "--steps 8 --seeds 1 --width 32"),),
+        (Command("python -m lab.benchmarks.ddp_training --fsdp --seeds 1 2", "--steps 8 --seeds 1 --width 32"),),
         texts.ddp_training,
         slow=True,
         names_codec=True,
@@ -336,7 +342,7 @@ TRAINING = (
 def _accuracy(name: str, rows: Callable[[dict[str, Any]], texts.Rows], picture: bool = False) -> Table:
     return Table(
         name,
-        (Command("python -m benchmarks.accuracy", "--numel 2048 --steps 3 --hidden 32 --layers 2"),),
+        (Command("python -m lab.benchmarks.accuracy", "--numel 2048 --steps 3 --hidden 32 --layers 2"),),
         lambda results: rows(results[0]),
         document="accuracy.md",
         names_codec=True,
@@ -349,7 +355,11 @@ def _accuracy(name: str, rows: Callable[[dict[str, Any]], texts.Rows], picture: 
 REAL_MODEL = (
     Table(
         "real model",
-        (Command("python -m benchmarks.real_model --windows 3", "--worlds 3 --windows 1 --tokens 16 --texts sources"),),
+        (
+            Command(
+                "python -m lab.benchmarks.real_model --windows 3", "--worlds 3 --windows 1 --tokens 16 --texts sources"
+            ),
+        ),
         lambda results: real_model.table(results[0]),
         document="accuracy.md",
         names_codec=True,
@@ -367,7 +377,7 @@ ACCURACY = (
 )
 BF16_RING = Table(
     "bf16 ring",
-    (Command("python -m benchmarks.bf16_ring", "--ranks 2 --simulated 4 --elements 4096"),),
+    (Command("python -m lab.benchmarks.bf16_ring", "--ranks 2 --simulated 4 --elements 4096"),),
     texts.bf16_ring,
     document="accuracy.md",
     names_codec=True,

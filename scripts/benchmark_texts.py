@@ -29,7 +29,7 @@ def _signed(values: Sequence[float]) -> str:
 
 
 def codec(results: list[Any]) -> Rows:
-    """Of benchmarks.codec in memory and in the cache: a row a width."""
+    """Of lab.benchmarks.codec in memory and in the cache: a row a width."""
     memory = {
         "encode GB/s": ".1f",
         "decode GB/s": ".1f",
@@ -113,7 +113,7 @@ def exchanges(results: list[Any]) -> Rows:
 
 
 def sends(results: list[Any]) -> Rows:
-    """Of benchmarks.sends: a row a variant, columns for each link and direction."""
+    """Of lab.benchmarks.sends: a row a variant, columns for each link and direction."""
     columns: dict[str, dict[str, Any]] = {}
     for result in results:
         for row in result["rows"]:
@@ -126,7 +126,7 @@ def sends(results: list[Any]) -> Rows:
 
 
 def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
-    """Of benchmarks.step_time. of_training: the rows of benchmarks.training, of which the first with a width counts;
+    """Rows of step_time. of_training: the rows of the training, of which the first with a width counts;
     INT6 with the codebook is the preset int4.
     """
 
@@ -141,7 +141,7 @@ def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], 
 
 
 def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
-    """Of benchmarks.pipeline_step. trained: of benchmarks.pipeline_training."""
+    """Of lab.benchmarks.pipeline_step. trained: of lab.benchmarks.pipeline_training."""
     losses = _losses(pipeline_training, trained)
     for width in (8, 4):
         losses[f"INT{width}"] = losses.get(f"pipeline_bits {width}, pipeline_backward_bits {width}", "")
@@ -182,10 +182,10 @@ def layer(results: list[Any]) -> Rows:
 
 
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
-    """Of benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
+    """Of lab.benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
 
     Args:
-        trainings: of benchmarks.deepspeed_training, for the loss.
+        trainings: of lab.benchmarks.deepspeed_training, for the loss.
     """
     rates = [result["about"]["arguments"]["rate"] for result in results]
     heads = [text for rate in rates for text in (f"{rate}: step, ms", "x bf16", "its gradients, x")]
@@ -219,7 +219,7 @@ def _wire(row: dict[str, Any]) -> str:
 
 
 def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
-    """Of benchmarks.deepspeed_training, by stage and section: the mean over seeds, of its small model."""
+    """Of lab.benchmarks.deepspeed_training, by stage and section: the mean over seeds, of its small model."""
     head, *rows = deepspeed_training(training)
     cells = [(stage, row[0], str(cell)) for row in rows for stage, cell in zip(head[1:], row[1:], strict=True)]
     return {(str(stage).removeprefix("stage "), str(name)): cell.partition(" ")[0] for stage, name, cell in cells}
@@ -237,10 +237,10 @@ def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any], colum
 
 
 def ddp_step(results: list[Any], training: list[Any]) -> Rows:
-    """Of benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run.
+    """Of lab.benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run.
 
     Args:
-        training: of benchmarks.ddp_training, for the loss.
+        training: of lab.benchmarks.ddp_training, for the loss.
     """
     losses = _losses(ddp_training, training)
     tables = results[0]["tables"]
@@ -257,7 +257,7 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
 
 
 def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Callable[..., Rows]:
-    """Of a benchmark of benchmarks/timed_steps.py: a row a variant; time and speed-up for each rate, then the bytes,
+    """Rows of a benchmark of timed_steps.py: one a variant; time and speed-up for each rate, then the bytes,
     and the mean loss where the rows of a training have the variant, in its column of that head or its first.
     """
 
@@ -277,7 +277,7 @@ def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Call
 
 
 def ddp_training(results: list[Any]) -> Rows:
-    """Of benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
+    """Of lab.benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
     seeds = list(results[0]["seeds"].values())
     rows: Rows = [["", "mean, %", "worst, %", "by seed, %", "does not run"]]
     base, *variants = seeds[0]
@@ -289,7 +289,7 @@ def ddp_training(results: list[Any]) -> Rows:
 
 
 def training(*labels: str) -> Callable[[list[Any]], Rows]:
-    """Of benchmarks.training: a row a variant; a label for each command."""
+    """Of lab.benchmarks.training: a row a variant; a label for each command."""
 
     def text(results: list[Any]) -> Rows:
         rows: Rows = [["", "mean, %", "by seed, %"]]
@@ -305,7 +305,7 @@ def training(*labels: str) -> Callable[[list[Any]], Rows]:
 
 
 def deepspeed_training(results: list[Any]) -> Rows:
-    """Of benchmarks.deepspeed_training: a row a model and section, a column a stage: mean and worst seed."""
+    """Of lab.benchmarks.deepspeed_training: a row a model and section, a column a stage: mean and worst seed."""
     cells: dict[str, dict[str, str]] = {}
     for result in results:
         for stage, seeds in result["stages"].items():
@@ -326,7 +326,7 @@ def deepspeed_training(results: list[Any]) -> Rows:
 
 
 def pretraining(results: list[Any]) -> Rows:
-    """Of benchmarks.pretraining, a size a command: a row a variant, a column a size: mean and each seed."""
+    """Of lab.benchmarks.pretraining, a size a command: a row a variant, a column a size: mean and each seed."""
     sizes = [f"{runs[0]['parameters'] / 1e6:.1f} M" for runs in results]
     cells: dict[str, dict[str, str]] = {}
     for size, runs in zip(sizes, results, strict=True):
@@ -342,7 +342,7 @@ def pretraining(results: list[Any]) -> Rows:
 
 
 def fine_tuning(results: list[Any]) -> Rows:
-    """Of benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
+    """Of lab.benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
     rows: Rows = [["", "loss, mean %", "by seed, %", "right, %", "more than full precision"]]
     for name, by_seed in (item for result in results for item in result.items()):
         seeds = list(by_seed.values())
@@ -360,7 +360,7 @@ def fine_tuning(results: list[Any]) -> Rows:
 
 
 def exchange_training(results: list[Any]) -> Rows:
-    """Of benchmarks.deepspeed_training --ulysses and --experts, one stage each: a row a variant."""
+    """Of lab.benchmarks.deepspeed_training --ulysses and --experts, one stage each: a row a variant."""
     rows: Rows = [["", "mean, %", "by seed, %"]]
     for label, result in zip(("Ulysses", "experts"), results, strict=True):
         seeds = list(next(iter(result["stages"].values())).values())
@@ -373,7 +373,7 @@ def exchange_training(results: list[Any]) -> Rows:
 
 
 def bf16_ring(results: list[Any]) -> Rows:
-    """Of benchmarks.bf16_ring: a row for some numbers of ranks, simulated, in brackets measured; columns by variant."""
+    """Rows of bf16_ring: one for some numbers of ranks, simulated, in brackets measured; columns by variant."""
     found: dict[tuple[float, int, str], dict[str, float]] = {}
     for row in results[0]["rows"]:
         found.setdefault((row["correlation"], row["ranks"], row["variant"]), {})[row["how"]] = row["sqnr_db"]
@@ -391,7 +391,7 @@ def bf16_ring(results: list[Any]) -> Rows:
 
 
 def scale(results: list[Any]) -> Rows:
-    """Of benchmarks.scale, a width a command: a row a size and number of ranks."""
+    """Of lab.planning.scale, a width a command: a row a size and number of ranks."""
     names = [f"INT{result['bits']}" for result in results]
     head = ["ranks", "MiB", "bf16 ms", *(f"{name} {what}" for name in names for what in ("flat ms", "two levels ms"))]
     rows: Rows = [[*head, *(f"{names[0]}, KiB a message: {what}" for what in ("flat", "two levels, between nodes"))]]
@@ -408,7 +408,7 @@ def scale(results: list[Any]) -> Rows:
 
 
 def pipeline_training(results: list[Any]) -> Rows:
-    """Of benchmarks.pipeline_training: a row a variant."""
+    """Of lab.benchmarks.pipeline_training: a row a variant."""
     rows: Rows = [["", "mean, %", "by seed, %", "bytes sent / fp32's"]]
     for seeds in ([*result["seeds"].values()] for result in results):
         for variant, first in seeds[0].items():
@@ -431,7 +431,7 @@ def _settings(variant: str) -> str:
 
 
 def _variant(name: str) -> str:
-    """A section, or of benchmarks.fsdp_step a section and the width of parameters."""
+    """A section, or of lab.benchmarks.fsdp_step a section and the width of parameters."""
     section, parameters, bits = name.partition(", parameters ")
     return _section(section) + parameters + bits
 
@@ -453,7 +453,7 @@ def _section(variant: str) -> str:
 
 
 def held_weights(results: list[Any]) -> Rows:
-    """Of benchmarks.held_weights: a row a width, columns for some steps."""
+    """Of lab.benchmarks.held_weights: a row a width, columns for some steps."""
     widths = results[0]["bits"]
     steps = list(next(iter(widths.values())))
     shown = [steps[0], steps[len(steps) // 2 - 1], steps[-1]] if len(steps) > 2 else steps
@@ -472,7 +472,7 @@ def _difference(losses: dict[str, Any], variant: str, against: str = "full preci
 
 
 def guard(results: list[Any]) -> Rows:
-    """Of benchmarks.guard: a row a collective, columns for each width."""
+    """Of lab.benchmarks.guard: a row a collective, columns for each width."""
     cells: dict[str, list[str]] = {}
     widths = list(dict.fromkeys(row["bits"] for row in results[0]["rows"]))
     for row in results[0]["rows"]:
@@ -483,7 +483,7 @@ def guard(results: list[Any]) -> Rows:
 
 
 def handshake(results: list[Any]) -> Rows:
-    """Of benchmarks.handshake: a row a number of ranks."""
+    """Of lab.benchmarks.handshake: a row a number of ranks."""
     rows: Rows = [["ranks", "first call, ms", "later, ms", "difference, ms", "without `check_ranks`, ms"]]
     by_check = {(row["ranks"], row["check_ranks"]): row for row in results[0]["rows"]}
     for (ranks, check), row in by_check.items():

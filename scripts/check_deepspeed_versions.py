@@ -21,8 +21,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from flash_allreduce_plugin.deepspeed import engine
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.integrations.deepspeed import engine
+from flash_allreduce_plugin.integrations.patching import Seam
 from scripts import check_megatron_versions as sources
 from scripts.releases import Read, Unavailable, check, final, pip
 

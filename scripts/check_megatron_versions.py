@@ -27,9 +27,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.patching import Seam
 from scripts.releases import Read, Unavailable, check, final, pip
 
 WINDOW = ((0, 13), (0, 19))

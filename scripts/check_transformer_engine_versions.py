@@ -24,8 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.megatron import attention, transformer_engine
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.integrations.megatron import attention, transformer_engine
+from flash_allreduce_plugin.integrations.patching import Seam
 from scripts import check_megatron_versions as sources
 from scripts.releases import Read, Unavailable, check, final, pip
 

@@ -307,12 +307,12 @@ def steps(arguments: argparse.Namespace, work: Path, gpus: int = 1) -> list[Step
         command += ["-k", "not inductor"] if quick else []
         limit = 600 if arguments.slow else 90 if quick else 150
         found.append(Step(path.stem, command, limit, every, lambda output, report=report: read_tests(report)))
-    for path in sorted((ROOT / "benchmarks").glob("cuda_*.py")):
+    for path in sorted((ROOT / "lab" / "benchmarks").glob("cuda_*.py")):
         results = work / f"{path.stem}.json"
-        command = [python, "-m", f"benchmarks.{path.stem}", "--json", str(results), *(["--quick"] if quick else [])]
+        command = [python, "-m", f"lab.benchmarks.{path.stem}", "--json", str(results), *(["--quick"] if quick else [])]
         found.append(Step(path.stem, command, 180, {}, lambda output, results=results: read_json(results)))
     kernels, cost = work / "cuda_codec.json", work / "cost.json"
-    command = [python, "-m", "benchmarks.cost_estimate", "--kernels", str(kernels), "--json", str(cost)]
+    command = [python, "-m", "lab.planning.cost_estimate", "--kernels", str(kernels), "--json", str(cost)]
     found.append(Step("cost_estimate", command, 60, {}, lambda output: read_json(cost)))
     speeds = work / "nccl.json"
     bench = [python, "-m", "flash_allreduce_plugin", "bench", "--device", "cuda", "--ranks", str(min(gpus, 8))]

@@ -5,8 +5,8 @@
     python -m scripts.make_benchmarks --text               nothing is measured: the tables as the results have them
 
 A table stands between <!-- table: NAME --> and <!-- end -->, with its commands, the machine, the date and the
-codec settings where the commands name none. Results go to benchmarks/results/<date>/, and
-benchmarks/results/tables.json says which files a table is made of. scripts/benchmark_tables.py has the commands. A
+codec settings where the commands name none. Results go to lab/results/<date>/, and
+lab/results/tables.json says which files a table is made of. scripts/benchmark_tables.py has the commands. A
 table that needs something this machine lacks (root, a package) is left out, and the reason is printed.
 """
 
@@ -32,7 +32,7 @@ from scripts.benchmark_tables import TABLES, Table
 from scripts.benchmark_texts import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "lab" / "results"
 DOCUMENTS = ROOT / "docs"
 INDEX = "tables.json"
 END = "<!-- end -->"
@@ -176,7 +176,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small sizes, to try it: give --results and --documents too"
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder (default benchmarks/results)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder (default lab/results)")
     parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder (default docs)")
     arguments = parser.parse_args()
     results, documents = arguments.results.resolve(), arguments.documents.resolve()

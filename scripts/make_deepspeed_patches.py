@@ -12,14 +12,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from flash_allreduce_plugin.deepspeed import engine
+from flash_allreduce_plugin.integrations.deepspeed import engine
 from scripts import make_megatron_patches
 from scripts.check_deepspeed_versions import reader, spelled
 from scripts.releases import Read
 
 RELEASES = ("0.17.6", "0.19.8")
 PATCHES = make_megatron_patches.PATCHES
-IMPORT = "from flash_allreduce_plugin.deepspeed import source as flash_allreduce"
+IMPORT = "from flash_allreduce_plugin.integrations.deepspeed import source as flash_allreduce"
 
 
 def main(releases: list[str]) -> None:

@@ -16,14 +16,14 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from flash_allreduce_plugin import megatron
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.patching import Seam
 from scripts.check_megatron_versions import find, reader
 from scripts.releases import Read
 
 RELEASES = ("0.16.1", "0.19.2")
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
-IMPORT = "from flash_allreduce_plugin.megatron import source as flash_allreduce"
+IMPORT = "from flash_allreduce_plugin.integrations.megatron import source as flash_allreduce"
 
 
 def main(releases: list[str]) -> None:

@@ -47,8 +47,8 @@ QUICK = (
 )
 TESTS = {
     "": [f"tests/{name}.py" for name in QUICK],
-    "megatron-core": ["tests/megatron/test_seams.py"],
-    "deepspeed": ["tests/deepspeed/test_section.py"],
+    "megatron-core": ["tests/integrations/megatron/test_seams.py"],
+    "deepspeed": ["tests/integrations/deepspeed/test_section.py"],
 }
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy")
 # What a framework imports, less what is there anyway; as in the Makefile.

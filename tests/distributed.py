@@ -23,7 +23,7 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 TIMEOUT = 240  # seconds of a case: on a machine that is busy with other things a compiler takes minutes
 MANY_THREADS = 150
 # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
-PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.dispatch")
+PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.api.reductions")
 # For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
 MEGATRON = (
     "megatron.core.distributed",

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
+from flash_allreduce_plugin.runtime import groups
 from tests.codecs import as_bytes
 
 QUANTIZED = {"min_bytes": 0, "chunk_bytes": 4096}

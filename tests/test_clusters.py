@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import netlab
+from lab.benchmarks import netlab
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from flash_allreduce_plugin import FlashConfig, megatron
+from flash_allreduce_plugin import FlashConfig
 from flash_allreduce_plugin.config import refusals
-from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.errors import install_command
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.deepspeed import section
 from scripts import licences
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "benchmarks")
+FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "lab")
 # Sources of other projects that comments and pages name, and names that an example gives to a reader's own file.
 NOT_OURS = {
     "pretrain_gpt.py",

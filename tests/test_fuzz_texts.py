@@ -19,12 +19,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flash_allreduce_plugin import environment, groups
+from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.cli.plan import layout_file
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.deepspeed import section
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.megatron import arguments
+from flash_allreduce_plugin.integrations.deepspeed import section
+from flash_allreduce_plugin.integrations.megatron import arguments
+from flash_allreduce_plugin.runtime import groups
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 # The same ones at every run of the suite; `make fuzz`, which says how many, looks for others each time.

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plan_measured
 from flash_allreduce_plugin import FlashConfig
+from lab.planning import plan_measured
 from scripts.benchmark_tables import TABLES, Table
 from scripts.benchmark_texts import (
     ddp_step,
@@ -250,7 +250,7 @@ def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("python -m benchmarks.accuracy") == 1
+    assert done.stdout.count("python -m lab.benchmarks.accuracy") == 1
     index = json.loads((tmp_path / "r" / INDEX).read_text())
     measured = next(table for table in TABLES if table.name == "accuracy").commands
     of_document = [table for table in TABLES if table.document == "accuracy.md"]

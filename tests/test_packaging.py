@@ -174,7 +174,7 @@ def checkout(tmp_path: Path) -> Path:
     for name in (*check_package.modules(), *check_package.sources()):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    for name in ("tests/test_a.py", "benchmarks/b.py", "scripts/c.py", "notes/d.md", f"{PACKAGE}/_C.abi3.so"):
+    for name in ("tests/test_a.py", "lab/benchmarks/b.py", "scripts/c.py", "notes/d.md", f"{PACKAGE}/_C.abi3.so"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("")
     return folder
@@ -194,7 +194,7 @@ def test_the_sdist_has_what_it_is_to_have(checkout: Path) -> None:
 
 def test_an_sdist_with_more_or_less_is_refused(checkout: Path) -> None:
     manifest = (checkout / "MANIFEST.in").read_text()
-    manifest = manifest.replace("prune tests", "recursive-include benchmarks *").replace("*.h ", "")
+    manifest = manifest.replace("prune tests", "recursive-include lab *").replace("*.h ", "")
     (checkout / "MANIFEST.in").write_text(manifest)
     text = "\n".join(check_package.sdist_problems(sdist(checkout)))
     top = f"{PACKAGE}-{VERSION}"

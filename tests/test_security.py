@@ -47,7 +47,7 @@ _CHILD = "of this package, by the parent's command line"
 ALLOWED: dict[str, dict[str, str]] = {
     "__init__.py": {"importlib.import_module": _OWN_NAME},
     "autoload.py": {"importlib.import_module": _OWN_NAME},
-    "patching.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/patching.py": {"importlib.import_module": _OWN_NAME},
     "megatron/__main__.py": {
         "import runpy": "the launcher runs the script that its command line names, as `python script.py` would",
         "runpy.run_path": "the same",
@@ -57,7 +57,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "megatron/monitor.py": {"importlib.import_module": _OWN_NAME},
     "megatron/transformer_engine.py": {"importlib.import_module": _OWN_NAME},
     "deepspeed/engine.py": {"importlib.import_module": _OWN_NAME},
-    "topology.py": {"socket.gethostname": "the name of the host, to tell which ranks share one"},
+    "policy/topology.py": {"socket.gethostname": "the name of the host, to tell which ranks share one"},
     "codec/ops.py": {"torch.ops.load_library": "the compiled libraries, from the package's own folder"},
     "collectives/two_shot.py": {
         "import ctypes": "an integer that the kernel counts up in memory of this process's own workspace",
@@ -71,12 +71,12 @@ ALLOWED: dict[str, dict[str, str]] = {
         "os.write": "the same",
         "os.unlink": "that file, where `run` has made it to see whether it can be written",
     },
-    "checkpoint.py": {
+    "runtime/checkpoint.py": {
         "os.makedirs": "flash_allreduce/ in the folder of a framework's checkpoint, or of the one that is given",
         "torch.save": "this rank's state, into it; what is read there is read with weights_only=True",
         "os.replace": "the state under its name when it is whole",
     },
-    "autosave.py": {
+    "integrations/autosave.py": {
         "os.unlink": "this rank's states before the last two, by their names, where FLASH_ALLREDUCE_AUTOSAVE says"
     },
     "cli/launch.py": {

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flash_allreduce_plugin.megatron.arguments import add_arguments, config_from  # [flash all-reduce]
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -32,7 +33,6 @@ from megatron.core.transformer.module import Float16Module
 from prepare_data import ByteTokenizer
 
 import flash_allreduce_plugin as fap  # [flash all-reduce]
-from flash_allreduce_plugin.megatron.arguments import add_arguments, config_from  # [flash all-reduce]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Batch = dict[str, torch.Tensor]

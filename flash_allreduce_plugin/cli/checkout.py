@@ -1,4 +1,4 @@
-"""Some options of bench and tune need benchmarks/, which is beside the package in a checkout and not in a wheel."""
+"""Some options of bench and tune need lab/benchmarks/, which is beside the package in a checkout and not in a wheel."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def need(option: str, module: str) -> None:
-    """Make `import benchmarks.<module>` work, from the checkout that this package lies in.
+    """Make `import lab.benchmarks.<module>` work, from the checkout that this package lies in.
 
     Raises ValueError, one sentence that names the option and how to get the module, if there is no checkout.
     """
-    if not (ROOT / "benchmarks" / f"{module}.py").is_file():
+    if not (ROOT / "lab" / "benchmarks" / f"{module}.py").is_file():
         raise ValueError(
-            f"{option} needs benchmarks/{module}.py, which is only in a checkout of the plugin: git clone it and run "
+            f"{option} needs lab/benchmarks/{module}.py, which only a checkout of the plugin has: git clone it and run "
             '`pip install --no-build-isolation -e ".[cli]"` there'
         )
     if str(ROOT) not in sys.path:

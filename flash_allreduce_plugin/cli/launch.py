@@ -1,6 +1,6 @@
 """Starts one process per rank on this machine and ends them together.
 
-benchmarks/netlab.py does the same on hosts with rate-limited links.
+lab/benchmarks/netlab.py does the same on hosts with rate-limited links.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def run(
 
     Args:
         world_size, link: of ranks of our own: on this machine, or with a rate such as "1gbit" on as many hosts
-            (benchmarks/netlab.py; needs a checkout and root). Not used under a launcher.
+            (lab/benchmarks/netlab.py; needs a checkout and root). Not used under a launcher.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
         on_message: given what rank 0 says, from a thread of its own.
         timeout: seconds for all of it, for ranks of our own.
@@ -96,7 +96,7 @@ def _hosts(world_size: int, link: str) -> Iterator[launch.Ranks]:
             yield here
         return
     checkout.need(f"--link {link}", "netlab")
-    from benchmarks import netlab
+    from lab.benchmarks import netlab
 
     try:
         with netlab.hosts(world_size, link) as lab:

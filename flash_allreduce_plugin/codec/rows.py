@@ -1,6 +1,6 @@
 """Encode, decode and sum rows of elements: the compiled operators, or the reference where there are none.
 
-This is what the collectives call; tensors.py has what a user calls.
+This is what the collectives call; api/tensors.py has what a user calls.
 """
 
 from __future__ import annotations

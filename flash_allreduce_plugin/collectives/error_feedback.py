@@ -28,7 +28,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, residual_format
-from flash_allreduce_plugin.shapes import misshapen
+from flash_allreduce_plugin.collectives.state_shapes import misshapen
 from flash_allreduce_plugin.telemetry import counters
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def _finite(groups: Tensor, group_size: int) -> bool:
     return bool(_is_finite(numbers.view(-1)))
 
 
-# The result of state_dict; in the language of shapes.py.
+# The result of state_dict; in the language of collectives/state_shapes.py.
 _RESIDUAL = {"layout": str, "before": _are_kept, "after": _are_kept}
 STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 

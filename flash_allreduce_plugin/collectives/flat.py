@@ -35,9 +35,9 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, shard_multiple, whole_groups
-from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
 from flash_allreduce_plugin.policy import Plan
 
 if TYPE_CHECKING:

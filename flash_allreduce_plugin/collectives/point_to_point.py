@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import WIRE_VERSION, Draw, Format
-from flash_allreduce_plugin.collectives import presence, transport
+from flash_allreduce_plugin.collectives import missing_ranks, transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, whole_groups
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending, Post
 from flash_allreduce_plugin.errors import CollectiveError, MismatchError
@@ -147,7 +147,7 @@ class Message:
             for pending in filter(None, (self._header_pending, *self._pieces_pending)):
                 pending.wait()
         except CollectiveError as error:
-            told = presence.left(self.label.group, _refusal(self.label.group.rank(), self.peer))
+            told = missing_ranks.left(self.label.group, _refusal(self.label.group.rank(), self.peer))
             if told is not None:
                 raise MismatchError(_printable(told)) from error
             raise
@@ -211,7 +211,7 @@ class Message:
             f"recv at site {self.label.site!r}, tag {self._tag}: rank {self.peer} sends {theirs}, and rank {rank} "
             f"expects {self._ends.text()}. Both ends need the same number of elements, dtype and configuration."
         )
-        presence.leave(group, _refusal(self.peer, rank), message)
+        missing_ranks.leave(group, _refusal(self.peer, rank), message)
         raise MismatchError(message)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.collectives.windows import Allocate
 from flash_allreduce_plugin.errors import CollectiveError
-from flash_allreduce_plugin.telemetry.beside import ours
+from flash_allreduce_plugin.telemetry.other_traffic import ours
 
 PLAINLY = "sending in full precision"  # what an error says of the plain collectives
 

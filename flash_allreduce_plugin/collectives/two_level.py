@@ -1,7 +1,7 @@
 """The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
 
 (ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs, of which a rank
-has a part in its node and owns a piece in the group (topology.py). Per slab:
+has a part in its node and owns a piece in the group (policy/topology.py). Per slab:
 
     1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
     2 between   that rank sums its node's in rank order, encodes with plan.reduce; each piece goes to its owner
@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flash_allreduce_plugin import topology
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
-from flash_allreduce_plugin.collectives.differences import HeldWeights
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
-from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.topology import Nodes, Overlap, Part, Slab
+from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
+from flash_allreduce_plugin.policy import Plan, topology
+from flash_allreduce_plugin.policy.topology import Nodes, Overlap, Part, Slab
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.quality.meter import Meter

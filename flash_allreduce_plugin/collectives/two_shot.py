@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import environment, topology
+from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import ConfigError, MismatchError
-from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.policy import Plan, topology
 
 LIMIT, ONE_SHOT, NVLS = environment.TWO_SHOT_BYTES, environment.ONE_SHOT_BYTES, environment.NVLS
 AUTO = "auto"
@@ -56,7 +56,7 @@ def _by_ranks(one_shot_kib: Sequence[int], fused_kib: int) -> dict[int, Limits]:
     return {ranks: Limits(kib << 10, fused_kib << 10) for ranks, kib in enumerate(one_shot_kib, 2)}
 
 
-#: What `auto` stands for with 2, 3, ... 8 ranks: an estimate, which nobody has measured (benchmarks/fused_estimate.py).
+#: What `auto` stands for with 2, 3, ... 8 ranks: an unmeasured estimate (lab/planning/fused_estimate.py).
 NVLINK = _by_ranks((512, 256, 256, 128, 128, 128, 128), fused_kib=4096)
 PCIE = _by_ranks((256, 128, 128, 128, 128, 64, 128), fused_kib=1024)
 _MOST = max(*NVLINK.values(), *PCIE.values(), key=lambda limits: limits.fused)

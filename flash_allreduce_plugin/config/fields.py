@@ -341,7 +341,7 @@ class FlashConfig(_Frozen):
         return value
 
     def format(self, bits: int | None = None) -> Format:
-        """How elements travel at `bits`, default `self.bits`. policy.py has the exceptions."""
+        """How elements travel at `bits`, default `self.bits`. policy/plan.py has the exceptions."""
         return Format(
             self.bits if bits is None else bits,
             self.group_size,

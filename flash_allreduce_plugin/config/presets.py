@@ -10,9 +10,10 @@ Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/b
 spikes, which they did not have then. Spikes are for pretrained models, whose tensors have heavy tails
 (docs/accuracy.md):
 
-    python -m benchmarks.deepspeed_training --sections '{"bits": 8}' '{"preset": "int4"}' '{"preset": "thin"}'
-    python -m benchmarks.training --steps 400 --bits 8
-    python -m benchmarks.training --steps 400 --bits 6 --options '{"codebook": true, "backward_rounding": "stochastic"}'
+    python -m lab.benchmarks.deepspeed_training --sections '{"bits": 8}' '{"preset": "int4"}' '{"preset": "thin"}'
+    python -m lab.benchmarks.training --steps 400 --bits 8
+    python -m lab.benchmarks.training --steps 400 --bits 6 \
+        --options '{"codebook": true, "backward_rounding": "stochastic"}'
 
 Tensor parallelism has 6 bits in int4 and thin, and no bias backward: every layer adds to the error there, and nothing
 gives it back. int8 has the codebook and spikes there, in groups of 256: 8.375 bits. With 4 bits both ways, and the

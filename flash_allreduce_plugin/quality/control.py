@@ -30,10 +30,10 @@ from flash_allreduce_plugin.telemetry import counters
 if TYPE_CHECKING:
     from flash_allreduce_plugin.codec.format import Format
     from flash_allreduce_plugin.config import FlashConfig
-    from flash_allreduce_plugin.groups import GroupState
     from flash_allreduce_plugin.quality.guard import SiteGuard
     from flash_allreduce_plugin.quality.sites import Sums
     from flash_allreduce_plugin.quality.widths import SiteWidth
+    from flash_allreduce_plugin.runtime.groups import GroupState
 
 _MEASURED_EXACTLY = ("all_reduce", "reduce_scatter", "all_gather")  # if quality_measure says so
 

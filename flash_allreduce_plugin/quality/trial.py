@@ -27,7 +27,7 @@ def try_codebook(site: Site, wire: Format, parts: Tensor | Sequence[Tensor]) -> 
     """A call of the site sends parts by `wire`: [numel], [rows, numel] or 1-D tensors."""
     if wire.bits > MOST_BITS or (wire.codebook and wire.spikes) or wire.stochastic:
         return
-    if site.role is Role.PARAMETER_DIFFERENCE:  # has no codebook (policy.py)
+    if site.role is Role.PARAMETER_DIFFERENCE:  # has no codebook (policy/plan.py)
         return
     number = counters.trial(site)
     if number is None or not _is_first_rank():

@@ -16,8 +16,8 @@ from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_CODEBOOK_GROUP_SIZ
 from flash_allreduce_plugin.config import FlashConfig, presets
 from flash_allreduce_plugin.config.refusals import OF_MEGATRON
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.steps import Passes
 from flash_allreduce_plugin.telemetry import counters, run_log
+from flash_allreduce_plugin.telemetry.passes import Passes
 
 Where = Callable[[str], str]
 
@@ -38,16 +38,16 @@ _IN_PART = (policy.SMALL, policy.EVALUATION)
 # The field that a reason is about.
 _FIELDS = {
     policy.SMALL: "min_bytes",
-    policy.BACKWARD_FULL: "backward_bits",
-    policy.GATHER_FULL: "sequence_parallel_gather_bits",
-    policy.GRADIENT_FULL: "grad_bits",
-    policy.PARAMETER_FULL: "param_bits",
-    policy.PARAMETER_BACKWARD_FULL: "param_backward_bits",
-    policy.EXPERT_FULL: "expert_bits",
-    policy.EXPERT_COMBINE_FULL: "expert_combine_bits",
-    policy.ATTENTION_FULL: "attention_bits",
-    policy.PIPELINE_FULL: "pipeline_bits",
-    policy.PIPELINE_BACKWARD_FULL: "pipeline_backward_bits",
+    policy.is_full("backward_bits"): "backward_bits",
+    policy.is_full("sequence_parallel_gather_bits"): "sequence_parallel_gather_bits",
+    policy.is_full("grad_bits"): "grad_bits",
+    policy.is_full("param_bits"): "param_bits",
+    policy.is_full("param_backward_bits"): "param_backward_bits",
+    policy.is_full("expert_bits"): "expert_bits",
+    policy.is_full("expert_combine_bits"): "expert_combine_bits",
+    policy.is_full("attention_bits"): "attention_bits",
+    policy.is_full("pipeline_bits"): "pipeline_bits",
+    policy.is_full("pipeline_backward_bits"): "pipeline_backward_bits",
     policy.EMBEDDING: "quantize_embedding",
     policy.LAYER_NORM: "quantize_layernorm",
     policy.EVALUATION: "quantize_evaluation",

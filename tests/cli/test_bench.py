@@ -22,13 +22,13 @@ pytest.importorskip("typer")
 
 from typer.testing import CliRunner
 
-from benchmarks import netlab
 from flash_allreduce_plugin.cli import checkout, ranks
 from flash_allreduce_plugin.cli.bench import command as bench
 from flash_allreduce_plugin.cli.bench import rank as bench_rank
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.config import FlashConfig
+from lab.benchmarks import netlab
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["-n", "2", "--rounds", "2"]
@@ -349,8 +349,8 @@ def test_progress_goes_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--link", "1gbit"], "--link 1gbit needs benchmarks/netlab.py, which is only in a checkout of the plugin"),
-        (["--algorithm", "ring"], "--algorithm ring needs benchmarks/ring.py, which is only in a checkout"),
+        (["--link", "1gbit"], "--link 1gbit needs lab/benchmarks/netlab.py, which is only in a checkout of the plugin"),
+        (["--algorithm", "ring"], "--algorithm ring needs lab/benchmarks/ring.py, which is only in a checkout"),
     ],
 )
 def test_installed_without_the_checkout_it_says_what_is_needed(
@@ -365,7 +365,7 @@ def test_installed_without_the_checkout_it_says_what_is_needed(
 
 def test_without_benchmarks_the_commands_run(tmp_path: Path) -> None:
     """As in a wheel, which has none."""
-    script = "import sys; sys.modules['benchmarks'] = None\nfrom flash_allreduce_plugin.cli import run; run()"
+    script = "import sys; sys.modules['lab'] = None\nfrom flash_allreduce_plugin.cli import run; run()"
     for command in (["bench", "-b", "64K", "-e", "64K", "-c", "0", *SHORT], ["plan", "--list"], ["tune", "--help"]):
         done = subprocess.run([sys.executable, "-c", script, *command], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

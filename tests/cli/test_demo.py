@@ -194,14 +194,14 @@ def test_the_scale_is_short_unless_asked_and_options_go_before_it(monkeypatch, a
 def test_the_noise_control_needs_a_checkout_and_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr(checkout, "ROOT", tmp_path)
     says = refusal("--noise-control", "--output", str(tmp_path / "output"))
-    assert "--noise-control needs benchmarks/noise.py, which is only in a checkout of the plugin" in says
+    assert "--noise-control needs lab/benchmarks/noise.py, which is only in a checkout of the plugin" in says
     assert not (tmp_path / "output").exists()
 
 
 def test_the_demo_does_not_import_benchmarks():
     """They are not in the wheel."""
     program = (
-        "import sys; sys.modules['benchmarks'] = None; "
+        "import sys; sys.modules['lab'] = None; "
         "import flash_allreduce_plugin.cli.demo.command, flash_allreduce_plugin.cli.demo.training"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -22,7 +22,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import flash_allreduce_plugin
-from flash_allreduce_plugin import megatron, tensors
+from flash_allreduce_plugin.api import tensors
 from flash_allreduce_plugin.cli.doctor import command as doctor
 from flash_allreduce_plugin.cli.doctor import environment as doctor_environment
 from flash_allreduce_plugin.cli.doctor import frameworks as doctor_frameworks
@@ -31,7 +31,8 @@ from flash_allreduce_plugin.cli.doctor import versions as doctor_versions
 from flash_allreduce_plugin.cli.doctor.child import Child, Findings
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.codec import ops
-from flash_allreduce_plugin.patching import Seam
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.patching import Seam
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flash_allreduce_plugin.__file__).parent

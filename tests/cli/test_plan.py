@@ -235,7 +235,7 @@ def test_only_gradients_pay(tmp_path, layout):
 
 
 def test_a_section_of_deepspeed(tmp_path, layout):
-    from flash_allreduce_plugin.deepspeed.section import parse
+    from flash_allreduce_plugin.integrations.deepspeed.section import parse
 
     line = f"{layout(ranks_per_node=4, intra='100GB/s', inter='10gbit')} --dp 16 --zero 3 --bits 4"
     found = planned(tmp_path, line)
@@ -248,7 +248,7 @@ def test_a_section_of_deepspeed(tmp_path, layout):
 @pytest.mark.parametrize("stage, at_four", [(0, None), (1, 4), (2, 4), (3, 8)])
 def test_parameters_of_deepspeed_on_a_slow_link(tmp_path, layout, stage, at_four):
     """As many bits as the gradients where differences travel, 8 where values do, none where nothing is gathered."""
-    from flash_allreduce_plugin.deepspeed.section import parse
+    from flash_allreduce_plugin.integrations.deepspeed.section import parse
 
     line = f"{layout()} --dp 4 --framework deepspeed --zero {stage} --bits 8,4"
     found = planned(tmp_path, line)["widths"]

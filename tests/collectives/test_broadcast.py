@@ -1,4 +1,4 @@
-"""What a broadcast puts on each link; its bits: tests/test_rooted.py."""
+"""What a broadcast puts on each link; its bits: tests/api/test_one_to_many.py."""
 
 from __future__ import annotations
 

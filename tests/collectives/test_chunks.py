@@ -20,7 +20,7 @@ from flash_allreduce_plugin.collectives.chunks import (
     shard_multiple,
     whole_groups,
 )
-from flash_allreduce_plugin.groups import state_of
+from flash_allreduce_plugin.runtime.groups import state_of
 from tests.queued import Queue, queued
 
 MIB = 1 << 20
@@ -79,7 +79,9 @@ def test_every_message_begins_at_16_bytes(world_size: int, given: dict[str, obje
     common = {"min_bytes": 0, "check_ranks": False, **given}
     with queued(world_size) as queue, pytest.MonkeyPatch.context() as patch:
         # 4096 bytes a chunk: tens of chunks of a call of the sizes here.
-        patch.setattr("flash_allreduce_plugin.decision.queued_chunk_bytes", lambda configured, payload: configured)
+        patch.setattr(
+            "flash_allreduce_plugin.runtime.decision.queued_chunk_bytes", lambda configured, payload: configured
+        )
         for levels in ({}, {"hierarchical": {"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2}}):
             config = fap.FlashConfig(chunk_bytes=4096, **common, **levels)
             for _ in range(8):

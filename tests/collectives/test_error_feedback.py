@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import error_feedback, flat
-from flash_allreduce_plugin.ddp.hook import REBUILT, _Reduction
+from flash_allreduce_plugin.integrations.ddp.hook import REBUILT, _Reduction
 from flash_allreduce_plugin.policy import Plan, Site
 from tests.distributed import Ranks
 
@@ -191,7 +191,7 @@ def first_calls(collective: str, dtype: torch.dtype, fields: Case) -> list[torch
 
 def forget_draws() -> None:
     """The random numbers of stochastic rounding go by the call of the group: the same for each."""
-    from flash_allreduce_plugin import groups
+    from flash_allreduce_plugin.runtime import groups
 
     assert dist.group.WORLD is not None
     groups.state_of(dist.group.WORLD).draws = 0

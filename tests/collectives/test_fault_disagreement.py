@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.runtime import groups
 from tests.distributed import Ranks
 
 TIMEOUT = timedelta(seconds=2)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters, run_log
 from tests.distributed import Ranks
 

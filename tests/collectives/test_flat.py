@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import flat, transport
 from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters
 from tests import simulation
 from tests.codecs import gaussian, same_bits

@@ -1,4 +1,4 @@
-"""Headers and tags of messages between two ranks; their bits and their errors: tests/test_sends.py."""
+"""Headers and tags of messages between two ranks; their bits and their errors: tests/api/test_sends.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec.format import Format
-from flash_allreduce_plugin.collectives import point_to_point, presence, transport
+from flash_allreduce_plugin.collectives import missing_ranks, point_to_point, transport
 from flash_allreduce_plugin.collectives.point_to_point import HEADER_BYTES, Ends, header
 from flash_allreduce_plugin.policy import FullPrecision, Plan
 from tests.distributed import Ranks
@@ -87,11 +87,11 @@ def left() -> list[str | None]:
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() == 0:
-        presence.leave(group, "test/0", "Fehler: ä")
+        missing_ranks.leave(group, "test/0", "Fehler: ä")
     dist.barrier()
-    found = [presence.left(group, "test/1")]
+    found = [missing_ranks.left(group, "test/1")]
     if dist.get_rank() == 1:
-        found += [presence.left(group, "test/0") for _ in range(2)]
+        found += [missing_ranks.left(group, "test/0") for _ in range(2)]
     return found
 
 
@@ -101,7 +101,7 @@ def test_what_a_rank_leaves_is_found_once(ranks: GetRanks) -> None:
 
 def nothing_left(calls: int) -> tuple[int, int]:
     """Messages and buffers that are kept after so many sends and receives, beside those of the first."""
-    from flash_allreduce_plugin import groups
+    from flash_allreduce_plugin.runtime import groups
 
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None

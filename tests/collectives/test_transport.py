@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from benchmarks import netlab
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
+from lab.benchmarks import netlab
 from tests.distributed import Ranks
 
 RATE = "20mbit"

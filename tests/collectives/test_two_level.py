@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups, topology
 from flash_allreduce_plugin.codec import reference, rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import messages, transport, two_level
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.policy import Plan, Site, make_plan
+from flash_allreduce_plugin.policy import Plan, Site, make_plan, topology
+from flash_allreduce_plugin.policy.topology import Nodes
+from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters
-from flash_allreduce_plugin.topology import Nodes
 from tests import simulation
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks

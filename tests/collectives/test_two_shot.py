@@ -35,7 +35,7 @@ from flash_allreduce_plugin.collectives import two_shot
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError, ConfigError, MismatchError
 from flash_allreduce_plugin.policy import Plan
-from flash_allreduce_plugin.topology import neighbours
+from flash_allreduce_plugin.policy.topology import neighbours
 from tests.codecs import BITS, CODEBOOK, DTYPES, GROUP_SIZES, LAYOUTS, fits, gaussian, hard_values
 from tests.distributed import GROUP_TIMEOUT, Ranks
 from tests.queued import queued

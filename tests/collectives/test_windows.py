@@ -16,7 +16,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.collectives import windows
 from flash_allreduce_plugin.collectives.transport import BufferPool
-from flash_allreduce_plugin.groups import state_of
+from flash_allreduce_plugin.runtime.groups import state_of
 from tests.distributed import Ranks
 from tests.queued import queued
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.groups import state_of
+from flash_allreduce_plugin.runtime.groups import state_of
 from tests.codecs import same_bits
 from tests.distributed import Ranks
 from tests.queued import Queue, queued

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.runtime import groups
 from tests.distributed import Ranks
 from tests.gpu import device
 from tests.simulation import Call, digest, expected_of

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import flat
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.work import StreamWork
 from flash_allreduce_plugin.policy import Plan
+from flash_allreduce_plugin.runtime import groups
 from tests import simulation
 from tests.codecs import gaussian, same_bits
 from tests.gpu import device

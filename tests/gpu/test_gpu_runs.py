@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import groups
+from flash_allreduce_plugin.runtime import groups
 from tests.collectives.test_runs import CONFIGS, DTYPES, Call, uneven
 from tests.gpu import device
 from tests.gpu.calls import GetRanks, here

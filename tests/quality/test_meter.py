@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin import groups
 from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
+from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters
 from tests.codecs import gaussian, sqnr_db
 from tests.distributed import Ranks

@@ -229,8 +229,8 @@ def tally_of(*calls: tuple[str, Role, str | None]) -> counters.Tally:
 
 def test_every_reason_has_a_way_out_of_it() -> None:
     tally = tally_of(
-        ("t14.0", Role.BACKWARD, policy.BACKWARD_FULL),
-        ("t14.1", Role.GRADIENT, policy.GRADIENT_FULL),
+        ("t14.0", Role.BACKWARD, policy.is_full("backward_bits")),
+        ("t14.1", Role.GRADIENT, policy.is_full("grad_bits")),
         ("t14.2", Role.EMBEDDING, policy.EMBEDDING),
         ("t14.3", Role.ANY, "dtype int64"),
         ("t14.4", Role.ANY, policy.WARM_UP),
@@ -254,12 +254,12 @@ def test_every_reason_has_a_way_out_of_it() -> None:
 def test_every_field_that_keeps_a_call_is_named() -> None:
     """Default fields: a gradient of an exchange needs two; a small message of a role in full precision too."""
     tally = tally_of(
-        ("t39.0", Role.SEQUENCE_PARALLEL_GRADIENT, policy.BACKWARD_FULL),
-        ("t39.1", Role.EXPERT_COMBINE_GRADIENT, policy.BACKWARD_FULL),
+        ("t39.0", Role.SEQUENCE_PARALLEL_GRADIENT, policy.is_full("backward_bits")),
+        ("t39.1", Role.EXPERT_COMBINE_GRADIENT, policy.is_full("backward_bits")),
         ("t39.2", Role.LAYER_NORM, policy.LAYER_NORM),
         ("t39.3", Role.PARAMETER_DIFFERENCE, policy.SMALL),
         ("t39.4", Role.EXPERT, None),
-        ("t39.4", Role.EXPERT_GRADIENT, policy.BACKWARD_FULL),
+        ("t39.4", Role.EXPERT_GRADIENT, policy.is_full("backward_bits")),
     )
     config = fap.FlashConfig(min_bytes=8192)
     lines = list(notices.in_full_precision(tally, config, lambda key: f"--{key}").values())
@@ -411,4 +411,4 @@ def test_else_the_end_is_silent(script: str, environment: dict[str, str]) -> Non
 
 def test_nothing_is_said_by_importing() -> None:
     assert not dist.is_initialized()
-    assert program("import flash_allreduce_plugin.dispatch", FLASH_ALLREDUCE_BITS="4") == ""
+    assert program("import flash_allreduce_plugin.api.reductions", FLASH_ALLREDUCE_BITS="4") == ""

@@ -20,7 +20,7 @@ from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.policy import Collective, Plan
 
 if TYPE_CHECKING:
-    from benchmarks.ring import RingAllReduce
+    from lab.benchmarks.ring import RingAllReduce
 
 PIECE = 1 << 20  # elements that are made and compared at a time: whole groups of any size
 _FLOAT32 = 2.0**-21  # of a group's greatest magnitude: what the float32 arithmetic of a rounding may add

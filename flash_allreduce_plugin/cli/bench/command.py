@@ -121,7 +121,7 @@ def _line_speed(link: str) -> float | None:
     if link == LOOPBACK:
         return None
     checkout.need(f"--link {link}", "netlab")
-    from benchmarks import netlab
+    from lab.benchmarks import netlab
 
     speed = netlab.goodput(link) / 8
     return speed if speed < math.inf else None

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch, environment, groups
+from flash_allreduce_plugin import environment
+from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.cli import checkout
 from flash_allreduce_plugin.cli.bench import check
 from flash_allreduce_plugin.cli.bench.check import Inputs
@@ -23,10 +24,11 @@ from flash_allreduce_plugin.cli.timing import interleaved
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Collective, FullPrecision, Plan, Site, make_plan
+from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters
 
 if TYPE_CHECKING:
-    from benchmarks.ring import RingAllReduce
+    from lab.benchmarks.ring import RingAllReduce
 
 FULL_PRECISION = "full precision"
 BUSBW_FACTOR = {
@@ -211,7 +213,7 @@ def _variants(
             elif isinstance(plan, Plan) and collective == "all_reduce":
                 variants.append(_ring(f"{name} ring", inputs, plan, group))
         if settings["algorithms"] != ["two-step"] and isinstance(plan, Plan):
-            from benchmarks.ring import sent_bytes
+            from lab.benchmarks.ring import sent_bytes
 
             formula = sent_bytes(count, plan.reduce, world)
             for v in variants[1:]:
@@ -252,9 +254,9 @@ def _plan(
 def _two_step(name: str, inputs: Inputs, config: FlashConfig, plan: Plan | FullPrecision) -> Variant:
     run: Callable[[Tensor, Tensor], object]
     if inputs.collective == "all_reduce":
-        run = lambda output, input: dispatch.all_reduce(output, config=config)  # noqa: E731
+        run = lambda output, input: reductions.all_reduce(output, config=config)  # noqa: E731
     else:
-        run = partial(getattr(dispatch, inputs.collective), config=config)
+        run = partial(getattr(reductions, inputs.collective), config=config)
     if isinstance(plan, FullPrecision):
         return Variant(name, run, 0, facts={"full_precision": plan.reason})
     roundings = 2 if inputs.collective == "all_reduce" else 1
@@ -276,7 +278,7 @@ def _two_step(name: str, inputs: Inputs, config: FlashConfig, plan: Plan | FullP
 
 
 def _ring(name: str, inputs: Inputs, plan: Plan, group: dist.ProcessGroup) -> Variant:
-    from benchmarks.ring import RingAllReduce
+    from lab.benchmarks.ring import RingAllReduce
 
     wire = plan.reduce
     ring = RingAllReduce(inputs.numel, wire, plan.chunk_bytes, group)

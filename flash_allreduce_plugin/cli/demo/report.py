@@ -16,7 +16,7 @@ from rich.table import Table
 from flash_allreduce_plugin import policy
 from flash_allreduce_plugin.cli.demo import slow_link
 from flash_allreduce_plugin.cli.demo.training import Settings
-from flash_allreduce_plugin.megatron import sequence_parallel, tensor_parallel
+from flash_allreduce_plugin.integrations.megatron import sequence_parallel, tensor_parallel
 
 _SMOOTHING = 10  # steps, of the loss curves in the picture
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flash_allreduce_plugin import megatron
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import (
     ModelSize,
@@ -32,6 +31,7 @@ from flash_allreduce_plugin.cli.demo.model import (
     replicas_equal,
 )
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.telemetry import counters
 
 # Cool enough that variants can be told apart: at 6e-4 after 20 steps and with betas 0.9 and 0.999, noise of
@@ -236,7 +236,7 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
         finally:
             megatron.disable()
     elif variant.noise:
-        from benchmarks.noise import noise_patchset  # only in a checkout: run_demo has asked for it
+        from lab.benchmarks.noise import noise_patchset  # only in a checkout: run_demo has asked for it
 
         patchset = noise_patchset(variant.noise, settings.seed * 1_000_003 + step)
         patchset.apply()

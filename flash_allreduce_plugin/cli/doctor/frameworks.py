@@ -11,7 +11,7 @@ from flash_allreduce_plugin.cli.doctor.child import described
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor.child import Findings
-    from flash_allreduce_plugin.patching import Seam
+    from flash_allreduce_plugin.integrations.patching import Seam
 
 
 def megatron(report: Findings) -> None:
@@ -19,9 +19,9 @@ def megatron(report: Findings) -> None:
     report.section("Megatron seams")
     if not _imported(report, "megatron.core", "megatron-core"):
         return
-    from flash_allreduce_plugin import megatron as ours
     from flash_allreduce_plugin.config import FlashConfig
-    from flash_allreduce_plugin.megatron import attention, transformer_engine
+    from flash_allreduce_plugin.integrations import megatron as ours
+    from flash_allreduce_plugin.integrations.megatron import attention, transformer_engine
 
     _verify(report, ours.seams(), "pip install a megatron-core of the supported versions; report it if this is one")
     report.section("Transformer Engine seams")
@@ -45,13 +45,13 @@ def deepspeed(report: Findings) -> None:
     report.section("DeepSpeed seams")
     if not _imported(report, "deepspeed", "deepspeed"):
         return
-    from flash_allreduce_plugin.deepspeed import engine
+    from flash_allreduce_plugin.integrations.deepspeed import engine
 
     _verify(report, engine.seams(), "pip install a deepspeed of the supported versions; report it if this is one")
 
 
 def apex(report: Findings) -> None:
-    from flash_allreduce_plugin import apex as ours
+    from flash_allreduce_plugin.integrations import apex as ours
 
     report.section("apex seams")
     missing = ours.missing()
@@ -88,7 +88,7 @@ def remedy(module: str) -> str:
 
 
 def _verify(report: Findings, seams: Iterable[Seam], mend: str) -> None:
-    from flash_allreduce_plugin.patching import Patchset
+    from flash_allreduce_plugin.integrations.patching import Patchset
 
     for seam in seams:
         report.doing(f"checking {seam.target}")

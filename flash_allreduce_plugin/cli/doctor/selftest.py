@@ -35,7 +35,7 @@ def codec(report: Findings) -> None:
     report.doing("encoding and decoding")
     import torch
 
-    from flash_allreduce_plugin import tensors
+    from flash_allreduce_plugin.api import tensors
     from flash_allreduce_plugin.codec import reference, rows
     from flash_allreduce_plugin.config import FlashConfig
 
@@ -170,7 +170,7 @@ def one_rank(report: Findings, rank: str, world_size: str, store: str, seconds: 
     import torch
     import torch.distributed as dist
 
-    from flash_allreduce_plugin import dispatch
+    from flash_allreduce_plugin.api import reductions
     from flash_allreduce_plugin.config import FlashConfig
     from flash_allreduce_plugin.telemetry import counters
 
@@ -187,7 +187,7 @@ def one_rank(report: Findings, rank: str, world_size: str, store: str, seconds: 
         report.doing(f"reducing at {width} bits")
         tensor = inputs[int(rank)].clone()
         counters.reset_stats()
-        dispatch.all_reduce(tensor, config=FlashConfig(bits=width, min_bytes=0))
+        reductions.all_reduce(tensor, config=FlashConfig(bits=width, min_bytes=0))
         answers[str(width)] = {
             "digest": hashlib.sha256(bytes(tensor.view(torch.uint8).tolist())).hexdigest(),
             "sqnr_db": sqnr_db(exact, tensor),

@@ -115,7 +115,7 @@ def _parsed(text: str) -> tuple[tuple[int, ...], bool]:
 
 
 def transformer_engine(report: Findings) -> None:
-    from flash_allreduce_plugin.megatron.transformer_engine import WINDOW
+    from flash_allreduce_plugin.integrations.megatron.transformer_engine import WINDOW
 
     name, window = "transformer-engine", " to ".join(".".join(map(str, end)) for end in WINDOW)
     try:
@@ -136,7 +136,7 @@ def transformer_engine(report: Findings) -> None:
 
 def apex(report: Findings) -> None:
     """NVIDIA's and AMD's apex have the version 0.1 forever: told apart by what is in them."""
-    from flash_allreduce_plugin import apex as installed
+    from flash_allreduce_plugin.integrations import apex as installed
 
     wrong = installed.missing()
     if wrong is None:

@@ -1,4 +1,4 @@
-"""Published shapes of models and speeds of machines, for `plan` and benchmarks/cost_estimate, each with its source."""
+"""Published shapes of models and speeds of machines, each with its source: for `plan` and lab/planning."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ _H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), 
 #: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
 #: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
-#: the two cores of docs/benchmarks.md by `python -m benchmarks.call_overhead --quantized`, the most of its three
+#: the two cores of docs/benchmarks.md by `python -m lab.benchmarks.call_overhead --quantized`, the most of its three
 #: collectives. Another host's is another.
 HOST_CALL, HOST_CHUNK = 59e-6, 8e-6
 #: Launches of a chunk of an all-reduce, of kernels and of NCCL together; the other collectives have three.
@@ -208,6 +208,6 @@ CLUSTERS = {
     "l40": Machine("l40", 8, "pcie4", "ethernet-100g", 1, "8 L40 on PCIe, one 100 Gbit/s Ethernet a node"),
     "v100": Machine("v100", 16, "nvlink-v100", "infiniband-100g", 8, "DGX-2"),
 }
-#: One core of the machine of docs/benchmarks.md over gloo, from step_time.json (benchmarks/plan_measured.py).
+#: One core of the machine of docs/benchmarks.md over gloo, from step_time.json (lab/planning/plan_measured.py).
 CPU = "cpu"
 CPU_FLOPS, CPU_CODEC, CPU_START, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9

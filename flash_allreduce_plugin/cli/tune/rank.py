@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import dispatch
+from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.cli.bench.rank import plain
 from flash_allreduce_plugin.cli.ranks import Say
 from flash_allreduce_plugin.cli.timing import interleaved
@@ -189,11 +189,11 @@ class _Bench:
 
 def _flash(collective: Collective, output: Tensor, input: Tensor, config: FlashConfig) -> None:
     if collective == "all_reduce":
-        dispatch.all_reduce(output, config=config)
+        reductions.all_reduce(output, config=config)
     elif collective == "reduce_scatter":
-        dispatch.reduce_scatter(output, input, config=config)
+        reductions.reduce_scatter(output, input, config=config)
     else:
-        dispatch.all_gather(output, input, config=config)
+        reductions.all_gather(output, input, config=config)
 
 
 def _medians(times: Mapping[str, list[float]]) -> dict[str, float]:

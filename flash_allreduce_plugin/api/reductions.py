@@ -1,0 +1,412 @@
+"""The collectives that a user calls: checked (api/checks.py), decided (runtime/decision.py), run (runtime/stages.py).
+
+Every call either runs quantized, as decision.decide plans it, or is a collective in full precision: `plain`, the one
+that the framework itself would have called, or torch.distributed's. Which of the two, and why, is in stats().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.api import checks
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives import all_to_all as exchanges
+from flash_allreduce_plugin.collectives import replicated_params, transport
+from flash_allreduce_plugin.collectives.error_feedback import Slot
+from flash_allreduce_plugin.collectives.replicated_params import Copied, Copy, Range
+from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
+from flash_allreduce_plugin.collectives.work import StreamWork, Work
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import LOW_SQNR, Collective, Plan, Site
+from flash_allreduce_plugin.runtime import groups, stages, traced
+from flash_allreduce_plugin.runtime.decision import Call, apart, decide, full_precision_bytes, lasts
+from flash_allreduce_plugin.runtime.stages import Apart, Plain
+from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry.other_traffic import ours
+
+_REMEMBERED = 1024  # calls of a group, by shape, dtype, site and configuration
+
+_ALL_REDUCE = Site("all_reduce")
+_REDUCE_SCATTER = Site("reduce_scatter")
+_ALL_GATHER = Site("all_gather")
+_ALL_TO_ALL = Site("all_to_all")
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _ALL_REDUCE,
+    step: int | None = None,
+    feedback: Slot | None = None,
+    exact: Copied = (),
+    plain: Plain | None = None,
+    full_precision: str | None = None,
+) -> Any:
+    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
+
+    Args:
+        tensor: any shape, stride and dtype. float32, bfloat16 and float16 are quantized.
+        op: SUM, AVG and PREMUL_SUM by a number are quantized.
+        group: the default group if None.
+        config: FlashConfig.from_env() if None. All ranks must have the same.
+        async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
+        site: what the counters call this place in the program, the same on all ranks.
+        step: finished training steps, for warmup_steps; None: no warm-up.
+        feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
+        exact: gradients of parameters that other ranks have copies of (collectives/replicated_params.py): ascending
+            ranges (first, end) of elements, summed in full precision by a small all-reduce of their own, and Copy for a
+            whole gradient, which has an all-reduce of its own where it is large.
+        plain: runs a framework's own collective, asynchronously if async_op, and returns its handle: it takes the place
+            of torch.distributed's wherever the call goes in full precision. A graph of torch.compile has torch's.
+        full_precision: a reason to go in full precision, as stats() will show it; None: the configuration decides.
+
+    Returns:
+        A handle with wait() if async_op (a Work of ours, or what `plain` returned), else None.
+
+    Raises:
+        TypeError, ValueError: bad arguments; nothing was sent, the tensor is untouched.
+        MismatchError: the ranks have different configurations.
+        CollectiveError: a peer failed or the group's timeout passed.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        more = {"feedback": feedback, "exact": exact, "full_precision": full_precision}
+        return traced.all_reduce(tensor, op, group, config, async_op, site, step, **more)
+    if config is None:
+        config = default_config()
+    key = None if async_op or full_precision else _key("all_reduce", tensor, tensor, op, config, site)
+    if key is not None and (known := _plain_again(key, group, site)) is not None:
+        try:
+            with ours:
+                dist.all_reduce(tensor, group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise stages.failed("all_reduce", site, known, error) from error
+        return None
+    checks.check_written(tensor, "tensor")
+    call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
+    call.theirs, call.full_precision = plain is not None, full_precision
+    if call.copies and (every := _apart(call, tensor)):
+        return stages.start(call, stages.all_reduce_apart(every, tensor), every[0].plan, async_op, [tensor])
+    plan = _decide(call, key, tensor)
+    if plan is None and plain is not None and not call.exact and not call.quality.watching:
+        return stages.plainly("all_reduce", site, call.group, plain, async_op)
+    steps = stages.plain_all_reduce(call, tensor, plain) if plan is None else stages.all_reduce(call, plan, tensor)
+    return stages.start(call, steps, plan, async_op, [tensor])
+
+
+def reduce_scatter(
+    output: Tensor | Sequence[Tensor],
+    input: Tensor | Sequence[Tensor | Sequence[Tensor]],
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _REDUCE_SCATTER,
+    step: int | None = None,
+    feedback: Slot | None = None,
+    exact: Copied = (),
+    plain: Plain | None = None,
+    full_precision: str | None = None,
+    instead_of: int | None = None,
+) -> Any:
+    """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
+
+    input has world_size times as many elements as output, in row-major order, the same dtype and device; or it is
+    a list of parts, one for each rank, of any sizes on which the ranks agree, and output has the size of this
+    rank's. Such a part, and output, may be lists of tensors one after another. Groups are anchored at the first element
+    of every part. Arguments, results and errors as all_reduce; ValueError too where the sizes do not fit. exact: ranges
+    of the parts one after another. instead_of: the bytes that a rank sends in the collective that this one takes the
+    place of, if that is another one.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        more = {"feedback": feedback, "exact": exact, "full_precision": full_precision, "instead_of": instead_of}
+        return traced.reduce_scatter(output, input, op, group, config, async_op, site, step, **more)
+    if config is None:
+        config = default_config()
+    key = None if async_op or full_precision else _key("reduce_scatter", output, input, op, config, site)
+    if key is not None and (known := _plain_again(key, group, site)) is not None:
+        try:
+            with ours:
+                transport.reduce_scatter_single(_flat(output), _flat(input), group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise stages.failed("reduce_scatter", site, known, error) from error
+        return None
+    outputs = [output] if isinstance(output, Tensor) else _pieces(output, "output")
+    for number, one in enumerate(outputs):
+        checks.check_written(one, "output" if isinstance(output, Tensor) else f"output[{number}]")
+    parts: list[list[Tensor]] | None = None
+    if isinstance(input, Tensor):
+        checks.check_tensor(input, "input")
+        numel, like = input.numel(), input
+    else:
+        parts = _parts(input)
+        numel, like = sum(piece.numel() for part in parts for piece in part), outputs[0]
+    call = call_of("reduce_scatter", like, numel, op, group, config, site, step, feedback, exact)
+    call.theirs, call.full_precision, call.instead_of = plain is not None, full_precision, instead_of
+    if parts is None:
+        checks.check_pair(outputs[0], "output", like, "input", call.world_size)
+    else:
+        checks.check_parts(outputs, parts, call.world_size, call.state.rank)
+        call.parts = [sum(map(Tensor.numel, part)) for part in parts]
+    every = _apart(call, like) if call.copies else []
+    plan = every[0].plan if every else _decide(call, key, like)
+    if plan is None and plain is not None and not call.exact and not call.quality.watching:
+        return stages.plainly("reduce_scatter", site, call.group, plain, async_op)
+    shards = rows.flat(like).view(call.world_size, -1) if parts is None else list(map(_joined, parts))
+    if every:
+        steps = stages.reduce_scatter_apart(call, every, outputs, shards)
+    else:
+        steps = stages.reduce_scatter(call, plan, outputs, shards, plain)
+    return stages.start(call, steps, plan, async_op, outputs, *([shards] if isinstance(shards, Tensor) else shards))
+
+
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    group: dist.ProcessGroup | None = None,
+    config: FlashConfig | None = None,
+    async_op: bool = False,
+    *,
+    site: Site = _ALL_GATHER,
+    step: int | None = None,
+    plain: Plain | None = None,
+    full_precision: str | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    held: HeldWeights | None = None,
+    exact: Sequence[Range] = (),
+    which: object = None,
+) -> Any:
+    """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
+
+    Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
+    output_split_sizes: the rows of output that come from each rank, the same list on all of them; None: as many from
+    every rank.
+    held: output, contiguous, has the weights that the last such call left there on every rank, and input, in float32 or
+    in output's dtype, is what this rank's part is to be: the differences are sent
+    (collectives/weight_differences.py). One HeldWeights for each output. Whole values are sent at first, and after
+    another change of output: counted.
+    exact: then, ascending ranges (first, end) of output's elements whose values travel as they are.
+    which: names the tensors, with a repr that is the same on all ranks. On gloo, calls of other tensors do not meet.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        more: dict[str, Any] = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
+        more.update(held=held, exact=exact)
+        return traced.all_gather(output, input, group, config, async_op, site, step, **more)
+    if config is None:
+        config = default_config()
+    key = None
+    if not async_op and not full_precision and output_split_sizes is None and held is None:
+        key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
+    if key is not None and (known := _plain_again(key, group, site)) is not None:
+        try:
+            with ours:
+                transport.all_gather_single(_flat(output), _flat(input), group=known) if plain is None else plain()
+        except RuntimeError as error:
+            raise stages.failed("all_gather", site, known, error) from error
+        return None
+    checks.check_written(output, "output")
+    checks.check_tensor(input, "input")
+    call = call_of("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
+    call.theirs, call.full_precision, call.which = plain is not None, full_precision, which
+    checks.check_held(held, output, input, exact)
+    like = input if held is None else output
+    if output_split_sizes is None:
+        checks.check_pair(input, "input", output, "output", call.world_size, dtypes=held is None)
+    else:
+        call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
+        checks.check_part(input, output, call.parts[call.state.rank], dtypes=held is None)
+    if held is not None:
+        call.whole = lambda: held.agree(output, call.label)
+    plan = _decide(call, key, like)
+    if held is not None:
+        steps = stages.gather_differences(call, plan, output, input, held, plain)
+        return stages.start(call, steps, plan, async_op, [output], input)
+    if plan is None and plain is not None and not call.quality.watching:
+        return stages.plainly("all_gather", site, call.group, plain, async_op)
+    return stages.start(call, stages.all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
+
+
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _ALL_TO_ALL,
+    step: int | None = None,
+    plain: Plain | None = None,
+    full_precision: str | None = None,
+) -> Any:
+    """Send run r of `input` to rank r and get run r of `output` from it, as torch.distributed.all_to_all_single.
+
+    One rounding. A rank's own run is rounded like the others: what becomes of a row does not depend on where it goes.
+    A run whose bytes times world_size are below min_bytes arrives as it is: nobody but its two ends knows its size.
+    Runs may be empty, and ranks may have other sizes. The error is measured locally, whatever quality_measure says.
+
+    Args:
+        output, input: [rows, ...] of the same dtype on the same device, of any strides; they must not share memory.
+        output_split_sizes, input_split_sizes: rows from and to each rank, which add up to those of the tensor; None:
+            the same number for every rank.
+        async_op: return a handle at once; the tensors must not be touched until its wait() has returned.
+
+    The other arguments, results and errors are those of all_reduce. If two ranks disagree about the size of the run
+    between them, at least one of them gets CollectiveError, within the group's timeout. torch.compile breaks the graph.
+    """
+    config = default_config() if config is None else config
+    checks.check_written(output, "output")
+    checks.check_tensor(input, "input")
+    call = call_of("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
+    world, rank = call.world_size, call.state.rank
+    received = checks.runs_of(output, "output", output_split_sizes, world)
+    sent = checks.runs_of(input, "input", input_split_sizes, world)
+    checks.check_exchange(output, input, received, sent, rank)
+    call.theirs, call.full_precision = plain is not None, full_precision
+    call.numel, call.parts = max(sent) * world, sent  # min_bytes sees a call whose runs are all as long as this one
+    call.rule = rule = exchanges.Rule(call.itemsize, world, config.min_bytes)
+    plan = _decide(call, None, input)
+    if plan is None and plain is not None and not call.quality.watching:
+        return stages.plainly("all_to_all", site, call.group, plain, async_op)
+    steps = stages.all_to_all(call, plan, rule, output, input, received, sent, plain)
+    return stages.start(call, steps, plan, async_op, [output], input)
+
+
+traced.serve_collectives(all_reduce, reduce_scatter, all_gather)
+traced.never_trace(all_to_all, reason="no graph holds an all_to_all of flash_allreduce")
+traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wait, StreamWork.is_completed)
+
+
+# ---- before a call ----
+
+
+def _key(
+    collective: Collective, output: Any, input: Any, op: Any, config: FlashConfig, site: Site
+) -> tuple[Any, ...] | None:
+    """The facts that decide about a call; None if torch.distributed cannot take its tensors as they are."""
+    if (
+        op is dist.ReduceOp.SUM
+        and type(output) is Tensor
+        and type(input) is Tensor
+        and output.layout is torch.strided
+        and input.layout is torch.strided
+        and output.is_contiguous()
+        and input.is_contiguous()
+        and not output.requires_grad
+        and not input.requires_grad
+        and not input.is_neg()
+        and (input is output or not output.is_neg())
+        and (numel := input.numel())
+    ):
+        where = output.device, input.device
+        return collective, numel, output.numel(), input.dtype, output.dtype, *where, id(config), id(site)
+    return None
+
+
+def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Site) -> dist.ProcessGroup | None:
+    """The group of a call that is known to go in full precision, counted; None: it is not known.
+
+    Small messages are the many; beside a plain collective of theirs, checking and planning each anew would show.
+    FLASH_ALLREDUCE_DISABLE is not looked at: it would change nothing.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    state = groups.known(group)
+    if state is None or (answer := state.plain.get(key)) is None:
+        return None
+    counters.record_full_precision(site, answer[0], answer[1])
+    return group
+
+
+def call_of(
+    collective: Collective,
+    like: Tensor,
+    numel: int,
+    op: Any,
+    group: dist.ProcessGroup | None,
+    config: FlashConfig,
+    site: Site,
+    step: int | None,
+    feedback: Slot | None = None,
+    exact: Copied = (),
+) -> Call:
+    """The facts of a call, checked. like: a tensor of its dtype and device."""
+    ranges = replicated_params.ranges_of(exact)
+    replicated_params.check(ranges, numel)
+    name = checks.op_name(op)
+    group = checks.group_of(group)
+    checks.check_named(site, step, feedback)
+    if not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    checks.check_taken(collective, name, like, group)
+    call = Call(collective, numel, like.dtype, like.device, group, config, site, op, name, step)
+    call.feedback, call.exact = feedback, ranges
+    if ranges is not exact:
+        call.copies = [one for one in exact if isinstance(one, Copy)]
+    return call
+
+
+def _apart(call: Call, like: Tensor) -> list[Apart]:
+    """The calls that a call falls into because of large copies, as they are decided; empty: it stays whole."""
+    return [Apart(ranges, part, _decide(part, None, like)) for ranges, part in apart(call)]
+
+
+def _decide(call: Call, key: tuple[Any, ...] | None, like: Tensor) -> Plan | None:
+    """The plan; None if the call goes in full precision: remembered by `key` if it always will."""
+    answer = decide(call)
+    if isinstance(answer, Plan):
+        return answer
+    if answer.reason != LOW_SQNR:  # the one reason that the groups of other copies need not have
+        call.exact = ()
+    if key is not None and lasts(answer) and not like.is_complex():  # whose next one may be a conjugate
+        if len(call.state.plain) == _REMEMBERED:
+            call.state.plain.clear()
+        call.state.plain[key] = answer.reason, full_precision_bytes(call), (call.config, call.site)
+    return None
+
+
+@cache
+def default_config() -> FlashConfig:
+    return FlashConfig.from_env()
+
+
+def _pieces(tensors: Any, name: str) -> list[Tensor]:
+    if not isinstance(tensors, Sequence) or not tensors:
+        raise TypeError(f"{name} is {type(tensors).__name__}; expected a dense tensor, or a list of them.")
+    return list(tensors)
+
+
+def _parts(input: Any) -> list[list[Tensor]]:
+    """The pieces of every rank's part."""
+    if not isinstance(input, Sequence):
+        raise TypeError(f"input is {type(input).__name__}; expected a dense tensor, or a list of one for each rank.")
+    parts = []
+    for rank, part in enumerate(input):
+        pieces = list(part) if isinstance(part, list | tuple) else [part]
+        for piece in pieces:
+            checks.check_tensor(piece, f"input[{rank}]")
+        parts.append(pieces)
+    return parts
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """1-D and contiguous; of one contiguous tensor its own memory."""
+    flat = list(map(rows.flat, pieces))
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _flat(tensor: Any) -> Tensor:
+    """A contiguous tensor in one dimension: gloo compares shapes, and ours need not be alike."""
+    assert isinstance(tensor, Tensor)
+    return tensor if tensor.dim() == 1 else tensor.view(-1)

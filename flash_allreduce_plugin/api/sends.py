@@ -1,0 +1,301 @@
+"""Sends from one rank to another, with torch.distributed's arguments. One rounding.
+
+As dispatch, but no rank knows of a send except its two ends. Both work out from shape, dtype, site and configuration
+how it travels, and the message's header tells the receiver whether they agree (collectives/point_to_point.py). The
+width is the configured one: target_sqnr_db and min_sqnr_db, which the ranks of a group decide together, do not move it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.api import checks
+from flash_allreduce_plugin.api.reductions import call_of, default_config
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives import point_to_point, transport
+from flash_allreduce_plugin.collectives.point_to_point import Ends, Message, header
+from flash_allreduce_plugin.collectives.work import Helper, StreamWork, Work
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.policy import BetweenTwo, Plan, Site
+from flash_allreduce_plugin.quality import sample
+from flash_allreduce_plugin.quality.meter import Meter
+from flash_allreduce_plugin.runtime import traced
+from flash_allreduce_plugin.runtime.decision import Call, decide
+from flash_allreduce_plugin.telemetry import counters
+
+_SEND = Site("send")
+_RECV = Site("recv")
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _SEND,
+    step: int | None = None,
+    full_precision: str | None = None,
+    drawn_as: int | None = None,
+) -> None:
+    """Send `tensor` to rank `dst`, as torch.distributed.send; it may be changed when this returns.
+
+    Args:
+        tensor: any shape, stride and dtype. float32, bfloat16 and float16 of min_bytes and more are quantized; others,
+            integers and masks among them, arrive as they are.
+        dst, group_dst: the receiver, as a rank of the default group or of `group`: one of the two.
+        tag: 0 to 65535, the receiver's too; messages of one tag arrive in the order in which they are sent. NCCL has
+            no tags.
+        group, site, step: as all_reduce. The receiver may name another site, of a role with the same width.
+        config: FlashConfig.from_env() if None. Both ends must have the same settings of the codec.
+        full_precision: why the tensor goes as it is, at both ends; None: the configuration decides.
+        drawn_as: ranks of the same number round the same tensors alike, if stochastically; None: the rank in the group.
+
+    Raises:
+        TypeError, ValueError: bad arguments; nothing was sent.
+        MismatchError: the receiver expects another number of elements, dtype or configuration; both ends are named.
+        CollectiveError: the receiver failed or the group's timeout passed.
+    """
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
+    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    _run([request])
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _RECV,
+    step: int | None = None,
+    full_precision: str | None = None,
+) -> int:
+    """Receive into `tensor` from rank `src`, or on gloo from whoever sends first if neither src nor group_src is given.
+
+    Arguments and errors as send; after a MismatchError or CollectiveError the content of `tensor` is undefined, and the
+    group is not to be used any more.
+
+    Returns:
+        The sender's rank in the default group.
+    """
+    request = _request("recv", tensor, src, group, tag, group_src, config, site, step, from_anybody=True)
+    request.call.full_precision = full_precision
+    [message] = _run([request])
+    assert message.peer is not None
+    return dist.get_global_rank(request.call.group, message.peer)
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _SEND,
+    step: int | None = None,
+    full_precision: str | None = None,
+    drawn_as: int | None = None,
+) -> Work:
+    """send that returns a handle once the tensor is encoded and posted; arguments and errors as send.
+
+    A tensor in full precision must not be changed until wait() has returned.
+    """
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
+    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    return _start([request])
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    config: FlashConfig | None = None,
+    site: Site = _RECV,
+    step: int | None = None,
+    full_precision: str | None = None,
+) -> Work:
+    """recv that returns a handle at once; the tensor is there when wait() has returned. Arguments and errors as recv.
+
+    One of src and group_src is needed: of several receives from anybody none knows which messages are the others'.
+    """
+    request = _request("recv", tensor, src, group, tag, group_src, config, site, step)
+    request.call.full_precision = full_precision
+    return _start([request])
+
+
+class P2POp(dist.P2POp):
+    """torch's P2POp, which takes `isend` and `irecv` of this package too."""
+
+    def __new__(cls, op: Callable[..., Any], *_: Any, **__: Any) -> P2POp:
+        if op not in _KINDS:
+            raise ValueError(f"op is {op!r}; expected isend or irecv.")
+        return object.__new__(cls)
+
+
+def batch_isend_irecv(
+    p2p_op_list: Sequence[dist.P2POp],
+    *,
+    config: FlashConfig | None = None,
+    site: Site | Sequence[Site] | None = None,
+    step: int | None = None,
+    full_precision: str | None = None,
+) -> list[Any]:
+    """Start sends and receives in any order, as torch.distributed.batch_isend_irecv.
+
+    p2p_op_list: torch's P2POp or ours, of one group, with isend or irecv of either. config, step, full_precision: of
+    all of them; site: of all, or one for each; "send" and "recv" if None. Errors as those of send and recv.
+
+    Returns:
+        Handles: one for each, in their order, and where the backend takes the batch as a whole (NCCL) a single one.
+    """
+    if not isinstance(p2p_op_list, list | tuple) or not all(isinstance(one, dist.P2POp) for one in p2p_op_list):
+        raise TypeError("p2p_op_list is not a list of P2POp, torch's or ours.")
+    if len({one.group for one in p2p_op_list}) > 1:
+        raise ValueError("p2p_op_list has operations of several groups; give them in a batch each.")
+    if len({one.tensor.device for one in p2p_op_list}) > 1:
+        raise ValueError("p2p_op_list has tensors on several devices; give them in a batch each.")
+    sites = [site] * len(p2p_op_list) if site is None or isinstance(site, Site) else list(site)
+    requests = []
+    for one, its in zip(p2p_op_list, sites, strict=True):
+        collective, own = _KINDS[one.op]
+        where = (one.group, one.tag, one.group_peer)
+        requests.append(_request(collective, one.tensor, None, *where, config, its or own, step))
+        requests[-1].call.full_precision = full_precision
+    if not requests:
+        return []
+    if not transport.by_messages(requests[0].call.group, requests[0].call.device):
+        return [_start(requests)]
+    # A rank that sends before it says that it is ready to receive holds up its peer (transport._exchange).
+    receives_first = sorted(range(len(requests)), key=lambda i: requests[i].call.collective == "send")
+    works = {i: _start([requests[i]]) for i in receives_first}
+    return [works[i] for i in range(len(requests))]
+
+
+_KINDS: dict[Callable[..., Any], tuple[BetweenTwo, Site]] = {
+    isend: ("send", _SEND),
+    dist.isend: ("send", _SEND),
+    irecv: ("recv", _RECV),
+    dist.irecv: ("recv", _RECV),
+}
+traced.never_trace(
+    *(send, recv, isend, irecv, batch_isend_irecv), reason="no graph holds a send or receive of flash_allreduce"
+)
+
+
+# ---- before a message ----
+
+
+class _Request(NamedTuple):
+    """One end of a message that was asked for, its arguments checked. peer: in the group; None: whoever sends first."""
+
+    call: Call
+    tensor: Tensor
+    peer: int | None
+    tag: int
+
+
+def _request(
+    collective: BetweenTwo,
+    tensor: Tensor,
+    rank: int | None,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    group_rank: int | None,
+    config: FlashConfig | None,
+    site: Site,
+    step: int | None,
+    from_anybody: bool = False,
+) -> _Request:
+    outgoing = collective == "send"
+    (checks.check_tensor if outgoing else checks.check_written)(tensor, "tensor")
+    if not 0 <= operator.index(tag) <= transport.MOST_TAG:
+        raise ValueError(f"tag is {tag}; expected 0 to {transport.MOST_TAG}.")
+    config = default_config() if config is None else config
+    call = call_of(collective, tensor, tensor.numel(), dist.ReduceOp.SUM, group, config, site, step)
+    peer = None
+    if rank is not None or group_rank is not None or not from_anybody:
+        peer = checks.rank_in(call.group, rank, group_rank, "dst" if outgoing else "src")
+    if peer == call.state.rank:
+        raise ValueError(f"{'dst' if outgoing else 'src'} is this rank itself, which has the tensor.")
+    return _Request(call, tensor, peer, operator.index(tag))
+
+
+def _message(request: _Request, flat: Tensor) -> Message:
+    """Decided and counted. flat: the tensor, 1-D and contiguous."""
+    call, meter = request.call, None
+    plan = decide(call)
+    outgoing, sent = call.collective == "send", call.state.sends[call.site.name]
+    ends = Ends(tuple(request.tensor.shape), call.numel, call.dtype, plan)
+    if isinstance(plan, Plan) and outgoing:
+        call.quality.try_codebook(plan, flat)
+    interval = call.config.quality_interval
+    if isinstance(plan, Plan) and outgoing and interval and (sent - 1) % interval == 0:
+        chosen = sample.sample_of(plan.gather.groups(call.numel), plan.gather.group_size, sent // interval)
+        meter = Meter(1.0, call.device, chosen, summed=False)
+    headed = transport.by_messages(call.group, call.device)
+    if not headed and (kind := (request.peer, outgoing, header(ends))) not in call.state.headed:
+        call.state.headed.add(kind)
+        headed = True
+    return Message(
+        *(flat, ends, call.label),
+        outgoing=outgoing,
+        peer=request.peer,
+        tag=request.tag,
+        headed=headed,
+        key=call.key,
+        meter=meter,
+    )
+
+
+# ---- messages on their way, as the calls of runtime/stages.py ----
+
+
+def _run(requests: Sequence[_Request]) -> list[Message]:
+    messages, steps = _prepared(requests)
+    for _ in steps:
+        pass
+    return messages
+
+
+def _start(requests: Sequence[_Request]) -> Work:
+    messages, steps = _prepared(requests)
+    call, tensors = requests[0].call, [one.tensor for one in requests]
+    name = f"{call.collective} at site {call.site.name!r}"
+    if transport.queues(call.group, call.device):
+        stream, looks = call.state.stream(call.device), any(one.headed and not one.outgoing for one in messages)
+        return StreamWork(steps, name, tensors, tensors, stream, call.device, looks)
+    # A thread of its own, if somebody asks is_completed() or get_future(): this message may come after all others.
+    return Work(steps, name, tensors, Helper() if transport.by_messages(call.group, call.device) else None)
+
+
+def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[None]]:
+    flats = [rows.flat(one.tensor) for one in requests]
+    messages = list(map(_message, requests, flats))
+    return messages, _steps(requests, flats, messages)
+
+
+def _steps(requests: Sequence[_Request], flats: Sequence[Tensor], messages: Sequence[Message]) -> Iterator[None]:
+    call = requests[0].call
+    yield from point_to_point.exchange(messages, lambda: call.state.pool(call.device))
+    for one, flat in zip(requests, flats, strict=True):
+        if one.call.collective == "recv" and not one.tensor.is_contiguous():
+            one.tensor.detach().copy_(flat.view(one.tensor.shape))
+    yield
+    for one, message in zip(requests, messages, strict=True):
+        if message.meter is not None:
+            counters.record_sqnr(one.call.site, *sample.fold(message.meter.read()))

@@ -1,0 +1,121 @@
+"""FLASH_ALLREDUCE_AUTOSAVE=FOLDER:STEPS: the state of attached models, for programs whose checkpoints do not carry it.
+
+    step 500: rank r writes FOLDER/rank_r/500-<sum over its weights' bits>.pt     its last two files are kept
+    a later run, first reduction: rank r looks for a file of the weights that it has now; all ranks go on, or none
+
+So a state is found by the weights that it belongs to, whatever the program calls its checkpoints, and a run that begins
+with other weights begins anew. The states are runtime/checkpoint.py's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin.collectives import messages
+from flash_allreduce_plugin.collectives.transport import Label
+from flash_allreduce_plugin.collectives.weight_differences import digest_of
+from flash_allreduce_plugin.environment import AUTOSAVE
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.integrations.attachment import refuse
+from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
+from flash_allreduce_plugin.runtime import checkpoint
+from flash_allreduce_plugin.telemetry import notices
+
+KEPT = 2
+_NAME = re.compile(r"\d+-[0-9a-f]{16}\.pt")
+
+Weights = Callable[[], Iterable[torch.Tensor]]
+
+
+class _Saver:
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.models: list[Weights] = []
+        self.resumed = False
+        optimizer_steps.after.append(self.stepped)  # until nothing is attached any more
+
+    def stepped(self) -> None:
+        """Write the state; of several optimizers each does it, and the last has the weights as they are saved."""
+        if not self.resumed or optimizer_steps.finished % self.every:
+            return
+        path = self.mine() / f"{optimizer_steps.finished}-{self.digest()}.pt"
+        try:
+            checkpoint.write(path, checkpoint.registered())
+            ours = [file for file in self.mine().iterdir() if _NAME.fullmatch(file.name)]
+            for old in sorted(ours, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
+                os.unlink(old)
+        except OSError as error:
+            warnings.warn(f"flash_allreduce: {AUTOSAVE}: {path}: {error.strerror}; training goes on.", stacklevel=2)
+
+    def resume(self) -> None:
+        """Go on from the state of these weights; collective, once."""
+        self.resumed = True
+        group = dist.group.WORLD
+        assert group is not None
+        path = next(self.mine().glob(f"*-{self.digest()}.pt"), None)
+        step = None if path is None else int(path.name.partition("-")[0])
+        label = Label("all_gather", "autosave", group)
+        found = [told["step"] for told in messages.gather_json({"step": step}, label, "looking for a saved state")]
+        known = [count for count in found if count is not None]
+        if not known:
+            if self.mine().exists():
+                notices.say(f"{AUTOSAVE}: no state in {self.folder} is of these weights; residuals begin anew")
+        elif checkpoint.load_file(path, checkpoint.registered(), str(self.folder), step=max(known)):
+            optimizer_steps.finished = max(known)
+            notices.say(f"{AUTOSAVE}: goes on from the state of step {max(known)} in {self.folder}")
+
+    def mine(self) -> Path:
+        return self.folder / f"rank_{dist.get_rank():05d}"
+
+    def digest(self) -> str:
+        """Of this rank's weights, of all models."""
+        sums = [digest_of(one) for weights in self.models for one in weights()]
+        return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+
+
+_saver: _Saver | None = None
+
+
+def watch(weights: Weights | None, ranks: int) -> None:
+    """A model is attached. weights: gives this rank's part of its parameters; None if it has no state. ranks: over how
+    many it is reduced.
+
+    Ends the program before it trains where FLASH_ALLREDUCE_AUTOSAVE is no FOLDER:STEPS, or cannot serve the model.
+    """
+    global _saver
+    text = os.environ.get(AUTOSAVE, "").strip()
+    if not text:
+        return
+    folder, _, steps = text.rpartition(":")
+    if not folder or not steps.isdecimal() or int(steps) == 0:
+        refuse(ConfigError(f"{AUTOSAVE}={text} is not valid; expected FOLDER:STEPS, such as run/flash:500."))
+    if weights is None or ranks < dist.get_world_size():
+        refuse(
+            ConfigError(
+                f"{AUTOSAVE} serves DistributedDataParallel and FSDP2 over all {dist.get_world_size()} ranks, and this "
+                f"model is {'of another kind' if weights is None else f'reduced over {ranks}'}; unset it, and save "
+                "fap.state_dict() with the program's checkpoint."
+            )
+        )
+    if _saver is None or _saver.stepped not in optimizer_steps.after:
+        _saver = _Saver(Path(folder), int(steps))
+    _saver.models.append(weights)
+
+
+def has_resumed() -> bool:
+    """Whether a model that is attached has reduced anything, so that its state is saved."""
+    return _saver is not None and _saver.resumed
+
+
+def before_reduction() -> None:
+    """The first one of a run goes on from a saved state, if there is one of the weights. Collective, over all ranks."""
+    if _saver is not None and not _saver.resumed:
+        _saver.resume()

@@ -1,0 +1,423 @@
+"""DeepSpeedEngine.__init__: reads the section, refuses what is wrong before anything is built, and gives the finished
+engine its reductions.
+
+That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
+What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
+configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
+which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention or experts a few more
+(exchanges.py). Functions whose own source carries the seam (source.py)
+find the replacement there instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError, PatchError
+from flash_allreduce_plugin.integrations.deepspeed import (
+    attention,
+    exchanges,
+    experts,
+    gathering,
+    inference,
+    pipeline,
+    section,
+)
+from flash_allreduce_plugin.integrations.deepspeed.gathering import Gathering
+from flash_allreduce_plugin.integrations.deepspeed.parameters import parameters
+from flash_allreduce_plugin.integrations.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
+from flash_allreduce_plugin.integrations.deepspeed.seams import places
+from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam, below_mark, is_in_source
+from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log
+
+CONSTRUCTOR = "deepspeed.engine"
+
+_engines: WeakSet[Any] = WeakSet()
+# On an engine: its Reduction, its Gathering or None, and what was put on it and on what belongs to it: (owner, name,
+# what was put there, what was there). Kept there, to die with it.
+_BOUND = "_flash_allreduce"
+# On an engine, or on what belongs to it: seam -> replacement, for the functions whose own source carries the seam.
+_IN_SOURCE = "_flash_allreduce_in_source"
+_Bound = tuple[Any, str, Any, Any]
+_NOTHING = object()
+_attached = False
+_for_all: FlashConfig | None = None
+
+
+def attach(config: FlashConfig | None = None) -> None:
+    """Serve engines that are built from now on: those with a section, and with `config` all others as well.
+
+    Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is not as this version knows it.
+    """
+    global _attached, _for_all
+    _patchset().apply()
+    if config is not None:
+        _of_inference().apply()
+    _attached = True
+    _for_all = config if config is not None else _for_all
+
+
+def attached_by_source() -> None:
+    """The constructor's own source carries its seam: nothing is to be replaced for sections to count."""
+    global _attached
+    _attached = True
+
+
+def detach() -> None:
+    """Give DeepSpeed its constructor back and every engine its own functions.
+
+    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    """
+    global _attached, _for_all
+    for engine in list(_engines):
+        _refuse_replaced(engine)
+    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts(), _of_inference()
+    for patchset in patchsets:
+        patchset.refuse_replaced()
+    for patchset in patchsets:
+        patchset.restore()
+    _attached = False
+    _for_all = None
+    for engine in list(_engines):
+        release(engine)
+
+
+def is_attached() -> bool:
+    return _attached
+
+
+def verify() -> None:
+    """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it.
+
+    Those of attention and experts are checked where they are wanted.
+    """
+    Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
+    _of_process().verify()
+
+
+def seams() -> list[Seam]:
+    """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
+    of_process = (*_of_process().seams, *_of_attention().seams, *_of_experts().seams)
+    return [*_patchset().seams, *places(None), *gathering.of_engine(None), *of_process]
+
+
+def sites_in_place() -> set[str]:
+    """The sites of the living engines at which a call may be quantized."""
+    engines = list(_engines)
+    reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in engines]
+    sites = {gradients(reduction.stage).name for reduction in reductions}
+    sites |= {parameters(reduction.stage).name for reduction in reductions if reduction.parameters is not None}
+    for engine, reduction in zip(engines, reductions, strict=True):
+        if (own := getattr(engine, _BOUND)[1]) is not None:
+            sites |= own.sites()
+        if attention.wanted(reduction.config) and attention.is_there(engine):
+            sites |= {attention.FORWARD.name, attention.BACKWARD.name}
+        if experts.wanted(reduction.config) and experts.is_there(engine):
+            sites |= {site.name for site in experts.SITES}
+        if pipeline.widths(reduction.config) and pipeline.has_stages(engine):
+            sites |= {site.name for site in pipeline.COVERS}
+        if reduction.has_tied_weights():
+            sites.add(TIED.name)
+    return sites | {EXPERTS.name for engine in engines if getattr(engine, "has_moe_layers", False)}
+
+
+def bind(engine: Any, config: FlashConfig) -> None:
+    """Replace the reductions of a finished engine and its optimizer, and its gathers; feed its monitor."""
+    reduction = Reduction(engine, config)
+    own = Gathering(engine, reduction) if gathering.wanted(engine, config) else None
+    run_log.start(config, _steps(engine))
+    bound: list[_Bound] = []
+    setattr(engine, _BOUND, (reduction, own, bound))
+    _engines.add(engine)
+    other_traffic.attach(reduction)
+    try:
+        if own is not None:
+            _of_process().apply()
+        for patchset in _of_layers(config):
+            patchset.apply()
+            exchanges.own(engine, reduction)
+        _count_exchanges(engine, reduction)
+        _put_on(engine, reduction, own, bound)
+    except BaseException:
+        release(engine)
+        raise
+
+
+def _count_exchanges(engine: Any, reduction: Reduction) -> None:
+    """Count the exchanges of the model's layers that stay DeepSpeed's own: a field would quantize them."""
+    ways = {
+        attention: ((attention.FORWARD,), (attention.BACKWARD,)),
+        experts: ((experts.DISPATCH, experts.COMBINE), (experts.COMBINE_BACKWARD, experts.DISPATCH_BACKWARD)),
+    }
+    for layers, sites in ways.items():
+        if not layers.wanted(reduction.config):
+            for group in layers.groups(engine):
+                other_traffic.exchanges_of(group, exchanges.counted(reduction, *sites))
+
+
+def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: list[_Bound]) -> None:
+    def put(owner: Any, name: str, new: Any) -> None:
+        bound.append((owner, name, new, vars(owner).get(name, _NOTHING)))
+        setattr(owner, name, new)
+
+    owners = [engine, getattr(engine, "optimizer", None), getattr(engine, "monitor", None)]
+    seams = places(reduction)
+    if own is not None or gathering.counts(engine, reduction.config):
+        owners.append(gathering.coordinator_of(engine))
+        seams += gathering.of_engine(reduction if own is None else own)
+    for place in seams:
+        class_name, name = place.attribute.split(".")
+        owner = getattr(importlib.import_module(place.module), class_name)
+        for candidate in owners:
+            if not isinstance(candidate, owner):
+                continue
+            function = getattr(type(candidate), name)
+            if is_in_source(function, place.id):
+                if _IN_SOURCE not in vars(candidate):
+                    put(candidate, _IN_SOURCE, {})
+                replacements(candidate)[place.id] = place.replacement(below_mark(function))
+            else:
+                put(candidate, name, types.MethodType(place.replacement(function), candidate))
+    if pipeline.has_stages(engine):
+        put(engine, "_INSTRUCTION_MAP", pipeline.instructions(engine))
+
+
+def _steps(engine: Any) -> run_log.StepSource:
+    """Gives the number of an engine's finished steps; does not keep the engine alive."""
+    own = weakref.ref(engine)
+    return lambda: None if (alive := own()) is None else int(alive.global_steps)
+
+
+def replacements(owner: Any) -> dict[str, Function]:
+    """The replacements of those functions of an owner that carry seams, by seam; empty if it is not served."""
+    found: dict[str, Function] = vars(owner).get(_IN_SOURCE, {})
+    return found
+
+
+def reduction_of(engine: Any) -> Reduction:
+    """The Reduction of an engine. Raises ValueError if nothing does."""
+    if not hasattr(engine, _BOUND):
+        raise ValueError(f"this {type(engine).__name__} has no flash_allreduce section and was not built after enable.")
+    reduction: Reduction = getattr(engine, _BOUND)[0]
+    return reduction
+
+
+def release(engine: Any) -> None:
+    """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
+    reduction, own, bound = getattr(engine, _BOUND)
+    other_traffic.detach(reduction)
+    reduction.released = True
+    reduction.reductions.forget()
+    exchanges.disown(reduction)
+    if own is not None:
+        own.close()
+    delattr(engine, _BOUND)
+    _engines.discard(engine)
+    for owner, name, new, before in reversed(bound):
+        if vars(owner).get(name) is not new:
+            continue
+        if before is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _refuse_replaced(engine: Any) -> None:
+    for owner, name, new, before in getattr(engine, _BOUND)[2]:
+        found = vars(owner).get(name, _NOTHING)
+        if found is not new and found is not before:
+            raise PatchError(
+                f"deepspeed: {name} of a {type(owner).__name__} was replaced again after us by {found!r}; undo that "
+                "first, nothing was restored"
+            )
+
+
+@functools.cache
+def _patchset() -> Patchset:
+    return Patchset("deepspeed", [constructor()], _supported())
+
+
+@functools.cache
+def _of_process() -> Patchset:
+    return Patchset("deepspeed", gathering.of_process(), _supported())
+
+
+@functools.cache
+def _of_attention() -> Patchset:
+    return Patchset("deepspeed", attention.of_process(), _supported())
+
+
+@functools.cache
+def _of_experts() -> Patchset:
+    return Patchset("deepspeed", experts.of_process(), _supported())
+
+
+@functools.cache
+def _of_inference() -> Patchset:
+    """Not among `seams`: replaced where a program calls `enable`, whatever DeepSpeed's own source carries."""
+    return Patchset("deepspeed", [inference.seam()], _supported())
+
+
+def _of_layers(config: FlashConfig) -> list[Patchset]:
+    """What is replaced in the process for what the layers of a model exchange."""
+    wanted = (attention.wanted(config), _of_attention), (experts.wanted(config), _of_experts)
+    return [patchset() for is_wanted, patchset in wanted if is_wanted]
+
+
+def constructor() -> Seam:
+    """The seam of DeepSpeedEngine.__init__."""
+    parameters = (
+        *("self", "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "mpu"),
+        *("dist_init_required", "collate_fn", "config", "config_class", "mesh_device", "dont_change_device"),
+    )
+    return Seam(
+        CONSTRUCTOR,
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine.__init__",
+        parameters,
+        _with_section,
+        "reads the section, and gives the engine its reductions",
+    )
+
+
+def _supported() -> str:
+    try:
+        installed = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path
+        installed = "of unknown version"
+    return f"deepspeed 0.17.6 to 0.19 (installed: {installed})"
+
+
+def _with_section(original: Function) -> Function:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind(self, *args, **kwargs).arguments
+        deepspeed, useless = given.get("config_class"), {}
+        try:
+            config = _config_for(deepspeed)
+            if config is not None:
+                trained = _is_trained(given, deepspeed)
+                useless = section.useless_gathers(deepspeed, config)
+                if trained:
+                    _refuse_useless(config, useless)
+                verify()
+                for patchset in _of_layers(config):
+                    patchset.verify()
+        except Exception:
+            # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
+            # Python ends the process.
+            torch.nn.Module.__init__(self)
+            raise
+        original(self, *args, **kwargs)
+        if config is not None:
+            useless.update(_useless(self, config))
+            if trained:
+                _refuse_useless(config, useless)
+            elif useless:
+                config, keys = section.leave_out(config, useless)
+                name, stage = type(self).__name__, int(self.zero_optimization_stage())
+                notices.say(
+                    f"{name}, ZeRO stage {stage}, was given nothing to train (an optimizer, or model_parameters for "
+                    f"the JSON's optimizer). It leaves out {keys}."
+                )
+            bind(self, config)
+            for line in (start_line(self, config), *gathering.doubts(self, config)):
+                notices.say(line)
+
+    return __init__
+
+
+def _is_trained(given: Mapping[str, Any], deepspeed: Any) -> bool:
+    """True if an engine is built to train: it is given an optimizer, or the parameters for the configuration's.
+
+    A reference model is given neither, though a copy of the policy's JSON may name an optimizer (TRL).
+    """
+    parameters = given.get("model_parameters") is not None
+    return given.get("optimizer") is not None or (parameters and deepspeed.optimizer_name is not None)
+
+
+def _refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    try:
+        section.refuse_useless(config, useless)
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error)) from error
+
+
+def _useless(engine: Any, config: FlashConfig) -> dict[str, str]:
+    """Given widths that a finished engine has no use for: key -> reason, after "no effect"."""
+    found = {}
+    if not pipeline.has_stages(engine):
+        widths = [key for key in pipeline.widths(config) if key in config.given()]  # not by a preset
+        found.update(dict.fromkeys(widths, ": there is no pipeline here"))
+    if attention.wanted(config) and not attention.is_there(engine):
+        found["attention_bits"] = (
+            ": no attention of this model spans several ranks (Ulysses' DistributedAttention, or UlyssesSPAttentionHF)"
+        )
+    if experts.wanted(config) and not experts.is_there(engine):
+        widths = [key for key in ("expert_bits", "expert_combine_bits") if getattr(config, key) not in (None, "full")]
+        why = ": no experts of this model lie on several ranks (deepspeed.moe.layer.MoE with ep_size 2 or more)"
+        found.update(dict.fromkeys(widths, why))
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    gathers = hasattr(optimizer, "update_lp_params") and getattr(optimizer, "using_real_optimizer", True)
+    if config.param_bits != "full" and stage < 3 and not gathers:
+        found["param_bits"] = f" {_with(optimizer)} at zero_optimization.stage {stage}, which gathers no parameters"
+    return found
+
+
+def _config_for(deepspeed: Any) -> FlashConfig | None:
+    """The configuration of an engine that is being built with a DeepSpeedConfig, or None.
+
+    Raises DeepSpeedConfigError if it is wrong.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfigError
+
+    for line in section.nearly(deepspeed._param_dict):
+        notices.say(line)
+    try:
+        config = section.parse(deepspeed._param_dict)
+        if config is None:
+            config = _for_all
+        if config is not None:
+            section.refuse_incompatible(deepspeed)
+            section.refuse_gathers(deepspeed, config)
+            run_log.start(config)
+    except ConfigError as error:
+        raise DeepSpeedConfigError(str(error)) from error
+    return config
+
+
+def start_line(engine: Any, config: FlashConfig) -> str:
+    """One line: what is attached, with which bits, and every other setting that is not at its default."""
+    stage = int(engine.zero_optimization_stage())
+    to = f"{type(engine).__name__} {_with(getattr(engine, 'optimizer', None))}, ZeRO stage {stage}"
+    gives = f"gradients in {config.bits} bits"
+    if config.param_bits != "full":
+        what = "parameters" if stage == 3 else "differences of parameters"
+        gives += f", {what} in {config.param_bits}"
+    if attention.wanted(config):
+        back = "exactly" if config.backward_bits == "full" else "too"
+        gives += f", attention's exchanges in {config.attention_bits} (their gradients {back})"
+    if experts.wanted(config):
+        back = "exactly" if config.backward_bits == "full" else "too"
+        combine = config.expert_bits if config.expert_combine_bits is None else config.expert_combine_bits
+        gives += f", tokens to experts in {config.expert_bits}, back in {combine} (their gradients {back})"
+    return notices.attached(to, gives, config, said=("bits", "param_bits"))
+
+
+def _with(optimizer: Any) -> str:
+    return "without an optimizer" if optimizer is None else f"with {type(optimizer).__name__}"

@@ -1,0 +1,244 @@
+"""Megatron's options that replace or bypass the collectives that we quantize, and our fields that have no effect in
+Megatron: they are refused with an error.
+
+The launch flags check Megatron-LM's arguments. While enabled, every configuration that is built is checked too, for
+scripts that call `enable` themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import refusals as keys
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.integrations.megatron.scopes import CurrentConfig
+from flash_allreduce_plugin.integrations.patching import Seam
+
+Spelling = Callable[..., str]
+
+# The options with which gradients and parameters pass other buffers than those of Megatron's DistributedDataParallel.
+OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+OTHER_GRADIENTS = (
+    "the gradients do not pass through Megatron's own data-parallel buffers, and stay in full precision whatever the "
+    "preset says"
+)
+IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
+GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
+_NO_EXPERTS = "has no effect: there is no expert parallelism here; leave it out."
+# Layers that exchange by themselves, whatever cp_comm_type says of attention's.
+_OWN_EXCHANGES = (
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "experimental_attention_variant",
+)
+_LACKS = {"param_backward_bits": "which gathers no parameters for the backward pass alone"}
+
+
+def of_fields(config: FlashConfig, spelled: Callable[[str], str] = str) -> list[str]:
+    """One line for each field that was given and has no effect in Megatron; spelled: names it as its user wrote it."""
+    lines = keys.refusals(config.given(), "Megatron", _LACKS, spelled)
+    if config.quantize_layernorm and config.grad_bits == "full":
+        given = f"{spelled('quantize_layernorm')}={config.quantize_layernorm}"
+        lines.append(f"{given} has no effect while {spelled('grad_bits')} is full; set that too, or leave it out.")
+    return lines
+
+
+def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:
+    """One line for each option of `settings` that does not go with this plugin.
+
+    settings: Megatron-LM's arguments or a ModelParallelConfig. spelled(name) and spelled(name, value) write an option
+    as its user did, `plugin` is what the user wrote for us.
+    """
+    if getattr(settings, "tensor_model_parallel_size", None) == 1:
+        return []  # there is no tensor-parallel collective to bypass
+    lines = []
+
+    def refuse(option: str, why: str) -> None:
+        lines.append(f"{option} and {plugin} exclude each other: {why}")
+
+    if getattr(settings, "tp_comm_overlap", False):
+        refuse(
+            spelled("tp_comm_overlap"),
+            "Transformer Engine's overlapped GEMMs communicate inside their own kernels; drop one of the two.",
+        )
+    symmetric = getattr(settings, "symmetric_ar_type", None)
+    if symmetric is not None:
+        refuse(
+            spelled("symmetric_ar_type", symmetric),
+            "both replace the tensor-parallel all-reduce; drop one of the two.",
+        )
+    if getattr(settings, "use_transformer_engine_op_fuser", False):
+        refuse(
+            spelled("use_transformer_engine_op_fuser"),
+            "Transformer Engine's fused operations have collectives of their own; drop one of the two.",
+        )
+    if getattr(settings, "transformer_impl", None) == "inference_optimized":
+        refuse(
+            spelled("transformer_impl", "inference_optimized"),
+            f"its layers reduce with NVLS kernels of their own; take {spelled('transformer_impl', 'local')}.",
+        )
+    return lines
+
+
+def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list[str]:
+    """One line for each option with which parameters are not gathered from what the distributed optimizer copies.
+
+    settings: Megatron-LM's arguments, or configurations of an optimizer and of DistributedDataParallel. ours: what the
+    user wrote for param_bits.
+    """
+    on = {name for one in settings for name, value in vars(one).items() if value is True}
+    whys = {
+        **dict.fromkeys(OTHER_BUFFERS, "the parameters do not pass through Megatron's own data-parallel buffers"),
+        **dict.fromkeys(("fp8_param_gather", "fp4_param", "fp4_param_gather"), f"it is not for parameters {IN_FP8}"),
+        "use_precision_aware_optimizer": "the exact values lie inside of Transformer Engine's optimizer",
+    }
+    lines = [
+        f"{spelled(name)} and {ours} exclude each other: {why}; leave {ours} at full."
+        for name, why in whys.items()
+        if name in on
+    ]
+    if not lines and "use_distributed_optimizer" not in on:
+        lines.append(f"{ours} {GATHERS_NOTHING}")
+    return lines
+
+
+def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
+    """One line if nothing of what attention exchanges is reached.
+
+    settings: Megatron-LM's arguments or a ModelParallelConfig. ours: what the user wrote for attention_bits.
+    """
+    if getattr(settings, "context_parallel_size", None) == 1 and _context_parallel_ranks() in (None, 1):
+        return [f"{ours} {_no_context(spelled)}"]
+    kinds = getattr(settings, "cp_comm_type", None) or []
+    kinds = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind is not None]
+    reached = any("a2a" in kind for kind in kinds) or any(getattr(settings, name, None) for name in _OWN_EXCHANGES)
+    if reached or not kinds:
+        return []
+    return [
+        f"{ours} has no effect: {spelled('cp_comm_type', kinds[0])} runs in functions of Transformer Engine's own, "
+        f"which are not reached; take {spelled('cp_comm_type', 'a2a')}, or leave it at full."
+    ]
+
+
+def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Callable[[str], str] = str) -> list[str]:
+    """One line for each width of experts' exchanges that was given and is of none that are reached.
+
+    settings: Megatron-LM's arguments or a ModelParallelConfig, where Megatron has made no groups yet. ours: names a key
+    as its user wrote it.
+    """
+    keys_of_experts = _given(config, "expert_bits", "expert_combine_bits")
+    if getattr(settings, "moe_token_dispatcher_type", None) == "flex":
+        why = f"{spelled('moe_token_dispatcher_type', 'flex')} moves tokens in kernels of its own"
+        return [f"{ours(key)} has no effect: {why}; take alltoall, or leave it out." for key in keys_of_experts]
+    ranks = _expert_ranks()
+    if ranks is None:
+        whole: int = getattr(settings, "tensor_model_parallel_size", 1)
+        tensor: int | None = getattr(settings, "expert_tensor_parallel_size", None)
+        ranks = int(getattr(settings, "expert_model_parallel_size", 1)) * (tensor or whole)
+    return [f"{ours(key)} {_NO_EXPERTS}" for key in keys_of_experts if ranks == 1]
+
+
+def of_groups(config: FlashConfig) -> list[str]:
+    """One line for each width of parallelism that Megatron's groups, if they are made already, do not have."""
+    lines = []
+    if config.attention_bits != "full" and _context_parallel_ranks() == 1:
+        lines.append(f"attention_bits {_no_context(field)}")
+    if _expert_ranks() == 1:
+        lines += [f"{key} {_NO_EXPERTS}" for key in _given(config, "expert_bits", "expert_combine_bits")]
+    return lines + of_pipeline(config, stages())
+
+
+def _given(config: FlashConfig, *names: str) -> list[str]:
+    """Of the widths `names` those that quantize and were given: one that only a preset has set is no mistake."""
+    return [name for name in names if config.given().get(name) not in (None, "full")]
+
+
+def _expert_ranks() -> int | None:
+    """Among which an expert layer moves tokens; None as long as Megatron has made no groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(state.get_expert_tensor_and_model_parallel_world_size())
+
+
+def _context_parallel_ranks() -> int | None:
+    """None as long as Megatron has made no groups."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(state.get_context_parallel_world_size())
+
+
+def _no_context(spelled: Spelling) -> str:
+    alone = spelled("context_parallel_size", 1)
+    return f"has no effect: there is no context parallelism here ({alone}); leave it at full."
+
+
+def of_pipeline(config: FlashConfig, stages: int | None, spelled: Callable[[str], str] = str) -> list[str]:
+    """One line for each width that was given for sends between pipeline stages where there is one stage.
+
+    stages: None where nobody knows yet. A width that only a preset has set is no mistake.
+    """
+    found = _given(config, "pipeline_bits", "pipeline_backward_bits") if stages == 1 else []
+    return [
+        f"{spelled(key)}={getattr(config, key)} has no effect: there is no pipeline here; leave it out."
+        for key in found
+    ]
+
+
+def of_ring_exchange(settings: Any, config: FlashConfig, spelled: Spelling) -> list[str]:
+    """A line if the stages send by a function that only NVIDIA's own torch has."""
+    if not getattr(settings, "use_ring_exchange_p2p", False):
+        return []
+    if config.pipeline_bits == config.pipeline_backward_bits == "full":
+        return []
+    option = spelled("use_ring_exchange_p2p")
+    return [f"{option} and pipeline_bits exclude each other: its sends are of one function; drop one of the two."]
+
+
+def stages() -> int | None:
+    """Pipeline stages of this run; None before Megatron has made its groups."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
+        return None
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def helpers(config: CurrentConfig) -> list[Seam]:
+    """The seam that asks every configuration; it moves nothing."""
+    return [
+        Seam(
+            "megatron.config",
+            "megatron.core.model_parallel_config",
+            "ModelParallelConfig.__post_init__",  # TransformerConfig and its heirs pass here
+            ("self",),
+            functools.partial(_checked, config=config),
+            "refuses options that bypass the collectives",
+        )
+    ]
+
+
+def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        original(self)
+        lines = refusals(self, field, "flash_allreduce_plugin")
+        if config().attention_bits != "full":
+            lines += of_attention(self, field, "attention_bits")
+        if getattr(self, "num_moe_experts", None) is not None:  # a layer's, or a model's without experts
+            lines += of_experts(self, config(), field)
+        lines += of_pipeline(config(), stages()) + of_ring_exchange(self, config(), field)
+        if lines:
+            raise ConfigError("\n".join(lines))
+
+    return __post_init__
+
+
+def field(name: str, value: Any = None) -> str:
+    """An option as it stands in Python."""
+    return name if value is None else f"{name}={value!r}"

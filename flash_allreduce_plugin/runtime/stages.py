@@ -1,0 +1,403 @@
+"""A call that was decided, run step by step: quantized, or in full precision.
+
+A call is a generator of three parts, which yields twice: the start, when the call is made; the progress, which writes
+the result; the finish, in wait(). collectives/work.py says who runs which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flash_allreduce_plugin.codec import rows
+from flash_allreduce_plugin.collectives import all_to_all as exchanges
+from flash_allreduce_plugin.collectives import flat, replicated_params, transport, two_level, two_shot
+from flash_allreduce_plugin.collectives.error_feedback import Residual
+from flash_allreduce_plugin.collectives.replicated_params import Exactly, Range
+from flash_allreduce_plugin.collectives.transport import BufferPool, Label
+from flash_allreduce_plugin.collectives.weight_differences import Exact, HeldWeights
+from flash_allreduce_plugin.collectives.work import StreamWork, Work
+from flash_allreduce_plugin.errors import CollectiveError
+from flash_allreduce_plugin.policy import Collective, Plan, Site
+from flash_allreduce_plugin.runtime.decision import Call
+from flash_allreduce_plugin.telemetry.other_traffic import ours
+
+Plain = Callable[[], Any]
+"""Runs a framework's own collective, which leaves its result where ours would; returns its handle, if it has one."""
+
+
+def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain: Plain, async_op: bool = False) -> Any:
+    """A plain collective as it is; its handle if async_op. Raises CollectiveError where it fails."""
+    try:
+        with ours:
+            handle = plain()
+    except RuntimeError as error:
+        raise failed(collective, site, group, error) from error
+    return handle if async_op else None
+
+
+def failed(collective: Collective, site: Site, group: dist.ProcessGroup, cause: BaseException) -> CollectiveError:
+    """Of a plain collective."""
+    return Label(collective, site.name, group).error(transport.PLAINLY, cause)
+
+
+def start(
+    call: Call, steps: Iterator[None], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
+) -> Work | None:
+    """Run the steps through, or, asynchronous, return their handle. plan: None in full precision."""
+    if not async_op:
+        for _ in steps:
+            pass
+        return None
+    name = f"{call.collective} at site {call.site.name!r}"
+    if transport.queues(call.group, call.device):
+        stream = call.state.stream(call.device)
+        return StreamWork(steps, name, outputs, (*outputs, *inputs), stream, call.device)
+    helper = call.state.helper if transport.by_messages(call.group, call.device) else None
+    return Work(steps, name, outputs, helper, at_once=plan is not None)
+
+
+def plain_op(call: Call) -> tuple[Any, float]:
+    """The operator for torch's collective, and what its result is still to be multiplied with: gloo can only sum."""
+    if call.op_name in ("avg", "premul_sum") and call.group._get_backend(call.device).name() == "gloo":
+        return dist.ReduceOp.SUM, call.factor
+    return call.op, 1.0
+
+
+def _exactly(call: Call, parts: Sequence[Tensor]) -> Exactly | None:
+    """Starts what is summed in full precision beside the call; parts: its input, contiguous."""
+    return Exactly(call.exact, parts, call.factor, call.label, call.site) if call.exact else None
+
+
+def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
+    """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
+    if call.feedback is None or plan.nodes is not None:  # the configuration refuses both
+        return None
+    layout = f"{call.collective} of {call.dtype} {list(sizes)} as rank {call.state.rank} of {call.world_size} by {plan}"
+    of_residual = flat.groups_of_residual(call.collective, sizes, plan, call.world_size)
+    return call.feedback.open(layout, call.site, of_residual, plan.reduce.group_size, call.device)
+
+
+def _measure(call: Call, plan: Plan, input: Tensor | Sequence[Tensor]) -> None:
+    """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
+    if not call.quality.measured:
+        return
+    if call.config.quality_measure == "local":
+        sizes = [len(input)] if isinstance(input, Tensor) and input.dim() == 1 else flat.sizes_of(input)
+        call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
+    else:
+        op, factor = plain_op(call)
+        even = input if isinstance(input, Tensor) else _padded(input)
+        call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
+
+
+def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[None]:
+    if call.numel == 0 and plain is None:
+        return
+    tensor = tensor.detach()
+    whole = tensor.contiguous()
+    op, factor = (call.op, 1.0) if plain is not None else plain_op(call)
+    call.quality.watch([whole.view(-1)], call.factor)
+    exactly = _exactly(call, [whole])
+    pending = transport.plainly(plain, call.label) if plain else transport.all_reduce(whole, op, call.label)
+    yield
+    pending.wait()
+    if plain is not None and whole is not tensor:
+        whole.copy_(tensor)
+    if factor != 1.0:
+        whole.mul_(factor)
+    if exactly is not None:
+        exactly.write(whole.view(-1))
+    if whole is not tensor:
+        tensor.copy_(whole)
+    yield
+    call.quality.watched(whole.view(-1))
+
+
+def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
+    tensor = tensor.detach()
+    whole = rows.flat(tensor)
+    exactly = _exactly(call, [whole])
+    call.quality.try_codebook(plan, whole)
+    _measure(call, plan, whole)
+    meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
+    carried = () if residual is None else (residual,)
+    how = {"feedback": residual is not None, "measured": meter is not None}
+    if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
+        arguments = (whole, call.factor, plan, call.label, pool_of(call, plan), call.key, *carried)
+        yield from levels_of(plan).all_reduce(*arguments, meter=meter)
+    if exactly is not None:
+        exactly.write(whole)
+    if not tensor.is_contiguous():
+        tensor.copy_(whole.view(tensor.shape))
+    yield
+    if call.feedback is not None:
+        call.feedback.check(whole)
+    call.quality.end(whole)
+
+
+def reduce_scatter(
+    call: Call, plan: Plan | None, outputs: list[Tensor], shards: Tensor | Sequence[Tensor], plain: Plain | None
+) -> Iterator[None]:
+    """shards [world, numel], or a list of 1-D tensors."""
+    if call.numel == 0 and plain is None:
+        return
+    outputs = [one.detach() for one in outputs]
+    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+    shard = rows.flat(outputs[0]) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
+    exactly = _exactly(call, [shards] if isinstance(shards, Tensor) else shards)
+    if plan is None:
+        call.quality.watch(shards, call.factor)
+        yield from _plain_reduce_scatter(call, shard, shards, plain)
+        if plain is not None and not in_place:
+            torch.cat([one.reshape(-1) for one in outputs], out=shard)
+    else:
+        call.quality.try_codebook(plan, shards)
+        _measure(call, plan, shards)
+        pool = pool_of(call, plan)
+        residual = _residual(call, plan, flat.sizes_of(shards))
+        carried = () if residual is None else (residual,)
+        how = (call.factor, plan, call.label, pool, call.key, *carried)
+        yield from levels_of(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
+    if exactly is not None:
+        exactly.write(shard, call.start)
+    if not in_place:
+        for one, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
+            one.copy_(result.view(one.shape))
+    yield
+    if plan is None:
+        call.quality.watched(shard)
+        return
+    if call.feedback is not None:
+        call.feedback.check(shard)
+    call.quality.end(shard)
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Some elements of a call that another call reduces: ranges of the call's input, in order."""
+
+    ranges: Sequence[Range]
+    call: Call
+    plan: Plan | None
+
+
+def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[None]:
+    """All elements of the tensor, in calls of their own (collectives/replicated_params.py)."""
+    tensor = tensor.detach()
+    whole = tensor.contiguous().view(-1)
+    values = [replicated_params.joined(replicated_params.cut([whole], one.ranges), whole) for one in every]
+    steps = [_all_reduce_of(one, value) for one, value in zip(every, values, strict=True)]
+    yield from _together(steps)
+    for one, value in zip(every, values, strict=True):
+        if len(one.ranges) > 1:  # else the value is the tensor's own memory
+            replicated_params.write(value, one.ranges, whole)
+    if not tensor.is_contiguous():
+        tensor.copy_(whole.view(tensor.shape))
+    yield
+    _finish(steps)
+
+
+def reduce_scatter_apart(
+    call: Call, every: Sequence[Apart], outputs: list[Tensor], shards: Tensor | Sequence[Tensor]
+) -> Iterator[None]:
+    """All elements of the shards, in calls of their own: of one that is all-reduced every rank takes its part."""
+    outputs = [one.detach() for one in outputs]
+    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+    shard = outputs[0].view(-1) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
+    parts, sizes = list(shards), flat.sizes_of(shards)
+    steps, results = [], []
+    for one in every:
+        if one.call.collective == "all_reduce":
+            value, ranges = torch.cat(list(replicated_params.cut(parts, one.ranges))), one.ranges
+            steps.append(_all_reduce_of(one, value))
+        else:
+            of_ranks, cut = replicated_params.split(one.ranges, sizes), replicated_params.cut(parts, one.ranges)
+            values = [replicated_params.joined(islice(cut, len(each)), shard) for each in of_ranks]
+            ranges = of_ranks[call.state.rank]
+            value = shard.new_empty(replicated_params.numel_of(ranges))
+            steps.append(reduce_scatter(one.call, one.plan, [value], values, None))
+        results.append((value, ranges))
+    yield from _together(steps)
+    for value, ranges in results:
+        replicated_params.write(value, ranges, shard, call.start)
+    if not in_place:
+        for output, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
+            output.copy_(result.view(output.shape))
+    yield
+    _finish(steps)
+
+
+def _all_reduce_of(one: Apart, value: Tensor) -> Iterator[None]:
+    return plain_all_reduce(one.call, value, None) if one.plan is None else all_reduce(one.call, one.plan, value)
+
+
+def _together(calls: Sequence[Iterator[None]]) -> Iterator[None]:
+    """Start all calls, yield, and bring them to their results."""
+    for one in calls:
+        next(one, None)
+    yield
+    for one in calls:
+        next(one, None)
+
+
+def _finish(calls: Sequence[Iterator[None]]) -> None:
+    for one in calls:
+        next(one, None)
+
+
+def _plain_reduce_scatter(
+    call: Call, shard: Tensor, shards: Tensor | Sequence[Tensor], plain: Plain | None
+) -> Iterator[None]:
+    """The framework's own, whose result is in the caller's output; else torch's, whose result is in `shard`."""
+    if plain is not None:
+        pending = transport.plainly(plain, call.label)
+        yield
+        pending.wait()
+        return
+    op, factor = plain_op(call)
+    even = shards if isinstance(shards, Tensor) else _padded(shards)
+    sums = shard if even is shards else shard.new_empty(even.shape[1])
+    pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
+    yield
+    pending.wait()
+    if even is not shards:
+        shard.copy_(sums[: len(shard)])
+    if factor != 1.0:
+        shard.mul_(factor)
+
+
+def _padded(shards: Sequence[Tensor]) -> Tensor:
+    """1-D tensors as rows [world, the longest's numel], filled up with zeros."""
+    even = shards[0].new_zeros(len(shards), max(map(len, shards)))
+    for row, shard in zip(even, shards, strict=True):
+        row[: len(shard)] = shard
+    return even
+
+
+def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, plain: Plain | None) -> Iterator[None]:
+    if call.numel == 0 and plain is None:
+        return
+    output = output.detach()
+    in_place = output.is_contiguous()
+    whole = rows.flat(output) if in_place else output.new_empty(output.numel())
+    own = rows.flat(input)
+    if plan is None:
+        call.quality.watch([own], 1.0)
+        if plain is not None:
+            pending = transport.plainly(plain, call.label)
+        elif call.parts is not None:
+            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
+        else:
+            pending = transport.all_gather_plainly(whole, own, call.label)
+        yield
+        pending.wait()
+        if plain is not None and not in_place:
+            whole.view(output.shape).copy_(output)
+    else:
+        call.quality.try_codebook(plan, own)
+        _measure(call, plan, own)
+        pool, how = pool_of(call, plan), {"parts": call.parts, "meter": call.quality.meter}
+        yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
+    if not in_place:
+        output.copy_(whole.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(whole)
+    else:
+        call.quality.end(whole)
+
+
+def gather_differences(
+    call: Call,
+    plan: Plan | None,
+    weights: Tensor,
+    master: Tensor,
+    held: HeldWeights,
+    plain: Plain | None,
+) -> Iterator[None]:
+    """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
+    if call.numel == 0 and plain is None:
+        return
+    weights, master = rows.flat(weights), rows.flat(master)
+    mine = weights[call.start : call.start + len(master)]
+    if plan is None:
+        mine.copy_(master)
+        if plain is not None:
+            pending = transport.plainly(plain, call.label)
+        elif call.parts is not None:
+            pending = transport.all_gather(weights, mine, call.label, transport.PLAINLY, call.parts)
+        else:
+            pending = transport.all_gather_plainly(weights, mine, call.label)
+        yield
+        pending.wait()
+        call.quality.watch_weights(master, mine)
+    else:
+        sizes = call.parts or [len(master)] * call.world_size
+        exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
+        _measure(call, plan, master)
+        pool = pool_of(call, plan)
+        how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
+        yield from levels_of(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
+        if exact is not None:
+            exact.write(weights)
+    held.gathered(weights)
+    yield
+    if plan is None:
+        call.quality.watched(weights)
+    else:
+        call.quality.end(weights)
+
+
+def all_to_all(
+    call: Call,
+    plan: Plan | None,
+    rule: exchanges.Rule,
+    output: Tensor,
+    input: Tensor,
+    received: list[int],
+    sent: list[int],
+    plain: Plain | None,
+) -> Iterator[None]:
+    """A rank that sends and gets nothing takes part as well: the others cannot know."""
+    output = output.detach()
+    in_place = output.is_contiguous()
+    whole = rows.flat(output) if in_place else output.new_empty(output.numel())
+    own = rows.flat(input)
+    if plan is None:
+        call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
+        theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))
+        pending = transport.plainly(theirs, call.label)
+        yield
+        pending.wait()
+        if plain is not None and not in_place:
+            whole.view(output.shape).copy_(output)
+    else:
+        call.quality.try_codebook(plan, own)
+        if call.quality.measured:
+            call.quality.measure_locally(1.0, own.device, plan.gather, sent)
+        pool, meter = call.state.pool(own.device), call.quality.meter
+        yield from exchanges.all_to_all(whole, own, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
+    if not in_place:
+        output.copy_(whole.view(output.shape))
+    yield
+    if plan is None:
+        call.quality.watched(whole)
+    else:
+        call.quality.end(whole)
+
+
+def pool_of(call: Call, plan: Plan) -> BufferPool:
+    """In two levels the ranks' buffers have sizes of their own."""
+    return call.state.pool(call.device, call.group if plan.nodes is None else None)
+
+
+def levels_of(plan: Plan) -> ModuleType:
+    return flat if plan.nodes is None else two_level

@@ -1,0 +1,307 @@
+"""Training with DeepSpeed, quantized gradients against full precision: validation loss by ZeRO stage and seed.
+
+    python -m lab.benchmarks.deepspeed_training                                              0.7 M parameters
+    python -m lab.benchmarks.deepspeed_training --width 288 --layers 5 --stages 0 2 --seeds 1    5.2 M parameters
+    python -m lab.benchmarks.deepspeed_training --sections '{"bits": 4, "group_size": 32}'
+    python -m lab.benchmarks.deepspeed_training --ulysses        every sequence is shared by the ranks
+    python -m lab.benchmarks.deepspeed_training --experts        each layer has four experts, two of them a rank
+
+The transformer of examples/deepspeed, two ranks, on Python's own sources; a variant is a "flash_allreduce" section.
+On the first seed of each stage full precision is also trained with noise on every gradient, tiny and large: if the
+large one made no difference, the comparison could not tell anything. Of one seed and stage all variants see the same
+weights and batches, and the held-out batches are the same for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.cli.demo.data import corpus, split
+from lab.benchmarks.ranks import finish, torchrun
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+FULL_PRECISION, NOISE = "full precision", "noise "
+VALIDATION_BATCHES = 64
+# Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
+SMALL: dict[str, Any] = {"bits": 8, "min_bytes": 65536}
+ULYSSES = [json.dumps(section) for section in (SMALL, {**SMALL, "attention_bits": 8, "backward_bits": 8})]
+OF_EXPERTS = [
+    json.dumps(section)
+    for section in (
+        SMALL,
+        {**SMALL, "expert_bits": 8, "backward_bits": 8},
+        {**SMALL, "expert_bits": 4, "backward_bits": 8, "codebook": True},
+    )
+]
+EXPERTS, BALANCE = 4, 0.01
+WARM_UP_STEPS = 50
+
+
+def example(folder: str) -> Any:
+    """The program examples/<folder>/train.py as a module of its own."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / folder / "train.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
+    module = example("deepspeed")
+    module.WIDTH, module.LAYERS, module.SEQUENCE = arguments.width, arguments.layers, arguments.sequence
+    torch.manual_seed(seed)
+    model: torch.nn.Module = module.Model()
+    return model
+
+
+def layered(model: torch.nn.Module, arguments: argparse.Namespace) -> torch.nn.Module:
+    """With the layers of DeepSpeed's that the arguments ask for."""
+    if arguments.experts:
+        return Mixture(model, arguments.width)
+    return Ulysses(model, example("deepspeed").HEADS) if arguments.ulysses else model
+
+
+class Mixture(torch.nn.Module):
+    """The example's model with EXPERTS of DeepSpeed's instead of each MLP; its loss keeps them in use."""
+
+    def __init__(self, model: torch.nn.Module, width: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.model = model
+        layers: Any = model.layers
+        for layer in layers:
+            layer.mlp = Experts(MoE(width, layer.mlp, EXPERTS, ep_size=2, capacity_factor=2.0, use_rts=False))
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(text)
+        layers: Any = self.model.layers
+        return loss + BALANCE * sum(layer.mlp.imbalance for layer in layers) if self.training else loss
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+        self.imbalance = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor
+        y, self.imbalance, _ = self.experts(x)
+        return y
+
+
+class Causal(torch.nn.Module):
+    def forward(self, *qkv: torch.Tensor) -> torch.Tensor:
+        """[batch, sequence, heads, head], as Ulysses hands it over."""
+        q, k, v = (one.transpose(1, 2) for one in qkv)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Ulysses(torch.nn.Module):
+    """The example's model, of whose sequence every rank has a part: its attention is DeepSpeed's."""
+
+    def __init__(self, model: torch.nn.Module, heads: int) -> None:
+        super().__init__()
+        from deepspeed.sequence.layer import DistributedAttention
+
+        self.model, self.heads = model, heads
+        layers: Any = model.layers
+        self.attention = torch.nn.ModuleList([DistributedAttention(Causal(), dist.group.WORLD, 2, 1) for _ in layers])
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        positions = torch.arange(text.shape[1] - 1).chunk(dist.get_world_size())[dist.get_rank()]
+        x = model.bytes(text[:, positions]) + model.positions(positions)
+        for layer, attention in zip(model.layers, self.attention, strict=True):
+            q, k, v = layer.qkv(layer.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            x = x + layer.out(attention(q, k, v, 0).flatten(2))
+            x = x + layer.mlp(layer.norms[1](x))
+        return torch.nn.functional.cross_entropy(model.head(x).flatten(0, 1), text[:, positions + 1].flatten())
+
+
+def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | None) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": arguments.batch,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": arguments.lr, "betas": [0.9, 0.95], "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": arguments.steps,
+                "warmup_num_steps": min(WARM_UP_STEPS, arguments.steps // 4),
+                "cos_min_ratio": 0.0,
+            },
+        },
+        # Stage 3 would gather matrices of a model as small as these once, and keep them.
+        "zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 2048} if stage == 3 else {})},
+    }
+    if section is not None:
+        config["flash_allreduce"] = section
+    return config
+
+
+def parameters(model: torch.nn.Module, arguments: argparse.Namespace) -> Any:
+    """For the optimizer: those of experts are groups of their own."""
+    if not arguments.experts:
+        return model.parameters()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+
+
+def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
+    """To every gradient: Gaussian, `size` times the gradient's root mean square, of each rank its own."""
+    generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
+
+    def noisy(gradient: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(gradient.shape, generator=generator)
+        return gradient + size * gradient.square().mean().sqrt() * noise
+
+    for parameter in model.parameters():
+        parameter.register_hook(noisy)
+
+
+def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace, rank: int) -> torch.Tensor:
+    """A rank's sequences of a step, each with the byte after it."""
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
+    starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
+    return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
+
+
+def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a rank: train a variant, full precision, "noise <size>" or a section as JSON, and validate it."""
+    import deepspeed
+
+    section = json.loads(variant) if variant.startswith("{") else None
+    fap.reset_stats()
+    model = layered(build_model(arguments, seed), arguments)
+    if variant.startswith(NOISE):
+        add_noise(model, float(variant.removeprefix(NOISE)), seed)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters(model, arguments), config=configuration(arguments, stage, section)
+    )
+    training, validation = split(corpus(None), arguments.sequence)
+    rank = 0 if arguments.ulysses else dist.get_rank()  # whose batches: ranks that share a sequence have the same
+    losses = []
+    for step in range(arguments.steps):
+        loss = engine(batch(training, step, seed, arguments, rank))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    stats = fap.stats()
+    with torch.no_grad():
+        numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
+        held_out = [float(engine(batch(validation, number, seed, arguments, rank))) for number in numbers]
+    mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    engine.destroy()
+    return {
+        "validation loss": float(mean[0]),
+        "losses": mean[1:].tolist(),
+        "parameters": numel,
+        "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
+        "quantized": stats["quantized"],
+        "full precision": stats["full_precision"],
+    }
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    """Every variant after the other; rank 0 prints one JSON object."""
+    import deepspeed
+
+    import flash_allreduce_plugin.integrations.deepspeed.attach  # noqa: F401
+
+    stage, seed = arguments.rank
+    torch.set_num_threads(1)
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
+    deepspeed.utils.logging.logger.setLevel("ERROR")
+    deepspeed.init_distributed("gloo")
+    results = {variant: train(variant, stage, seed, arguments) for variant in arguments.variants}
+    finish(results)
+
+
+def run(stage: int, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [*sys.argv[1:], "--rank", str(stage), str(seed), "--variants", *variants]
+    result: dict[str, Any] = torchrun(
+        "lab.benchmarks.deepspeed_training", arguments.ranks, command, {"DS_ACCELERATOR": "cpu"}
+    )
+    return result
+
+
+def difference(result: dict[str, Any], variant: str) -> float:
+    """Per cent of full precision's validation loss."""
+    return 100 * (result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
+
+
+def show(stage: int, seeds: dict[int, dict[str, Any]]) -> None:
+    first = next(iter(seeds.values()))
+    print(f"\nstage {stage}, {first[FULL_PRECISION]['parameters'] / 1e6:.2f} M parameters")
+    for variant in first:
+        each = {seed: difference(result, variant) for seed, result in seeds.items() if variant in result}
+        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
+        loss = statistics.fmean(result[variant]["validation loss"] for result in seeds.values() if variant in result)
+        sent = first[variant]["bits sent per element"]
+        print(
+            f"  {variant:44}{loss:8.4f}{statistics.fmean(each.values()):+8.3f} %"
+            f"{f'{sent:7.3f} bits' if sent else '':12}  by seed {by_seed}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", help='"flash_allreduce" each')
+    layers = parser.add_mutually_exclusive_group()
+    layers.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
+    layers.add_argument("--experts", action="store_true", help="DeepSpeed's mixture of experts")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sections = ULYSSES if arguments.ulysses else OF_EXPERTS if arguments.experts else ['{"bits": 8}', '{"bits": 4}']
+    arguments.sections = arguments.sections or sections
+    if arguments.rank:
+        return in_rank(arguments)
+    stages: dict[int, dict[int, Any]] = {}
+    for stage in arguments.stages:
+        stages[stage] = {}
+        for index, seed in enumerate(arguments.seeds):
+            control = [NOISE + size for size in arguments.noise] if index == 0 else []
+            stages[stage][seed] = run(stage, seed, [FULL_PRECISION, *arguments.sections, *control], arguments)
+            if arguments.json:
+                kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
+                about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
+                result = {"about": about | {"arguments": kept}, "stages": stages}
+                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        show(stage, stages[stage])
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""A step of Megatron with tensor parallelism, data parallelism and the distributed optimizer, over slow links.
+
+    python -m lab.benchmarks.dist_opt_step              needs root: makes hosts with netlab
+
+The GPT of lab.benchmarks.pretraining, TP 2 x DP 2: four hosts of one rank, which share the machine's cores. All that
+a step sends goes over the links: sums of tensor parallelism forward and backward, gradients, parameters. Every variant
+is a model of its own and takes some steps at a time, in turn with the others; the first of them, in which what the
+ranks hold travels whole, is left out. gloo's reduce-scatter is an all-reduce: full precision sends its gradients, in
+fp32, twice. A time is the median of the slowest rank's, "wire" what a step puts on the
+interface of a host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import torch
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.cli.demo.data import corpus, split
+from lab.benchmarks import pretraining, timed_steps
+from lab.benchmarks.ranks import finish
+
+BASE = pretraining.FULL_PRECISION
+VARIANTS = [
+    '{"preset": "int8"}',
+    '{"preset": "int8", "param_bits": 8}',
+    '{"preset": "int4"}',
+    '{"preset": "int4", "param_bits": 4}',
+    '{"preset": "thin", "param_bits": 4}',
+]
+WARM_UP_STEPS = 1  # of each turn
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import finalize_model_grads
+
+    pretraining.start(arguments.tp)
+    replica = parallel_state.get_data_parallel_rank()
+    text, _ = split(corpus(None), arguments.sequence)
+    variants: list[str] = arguments.rank
+    runs = {variant: pretraining.build(arguments, 1) for variant in variants}
+    times = timed_steps.Times(variants)
+    sites: dict[str, dict[str, int]] = {}
+
+    def step(run: pretraining.Run, number: int) -> None:
+        generator = torch.Generator().manual_seed(number * 1000 + replica)
+        run.model.zero_grad_buffer()
+        run.optimizer.zero_grad()
+        pretraining.loss_of(run.model, text, generator, arguments.batch, arguments.sequence).backward()
+        finalize_model_grads([run.model])
+        run.optimizer.step()
+
+    for turn in range(arguments.turns):
+        at = turn % len(variants)
+        for variant in variants[at:] + variants[:at]:
+            fap.reset_stats()
+            if variant.startswith("{"):
+                fap.megatron.enable(fap.FlashConfig.from_dict({"min_bytes": 65536, **json.loads(variant)}))
+            for number in range(turn * 100, turn * 100 + WARM_UP_STEPS + arguments.steps):
+                times.take(variant, partial(step, runs[variant], number), number % 100 >= WARM_UP_STEPS)
+            sites[variant] = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
+            fap.megatron.disable()
+    finish({**vars(times), "quantized": sites})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    timed_steps.add_arguments(parser, hosts=4, variants=VARIANTS)
+    parser.add_argument("--size", choices=pretraining.SIZES, default="10m")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a replica")
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="timed, of each turn")
+    arguments = parser.parse_args()
+    arguments.vocabulary, arguments.lr = 256, 1e-4
+    if arguments.rank:
+        return in_rank(arguments)
+    return timed_steps.compare("lab.benchmarks.dist_opt_step", [BASE], BASE, arguments)
+
+
+if __name__ == "__main__":
+    main()

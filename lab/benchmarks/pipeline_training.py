@@ -1,0 +1,232 @@
+"""Training over pipeline stages, quantized sends against full precision: validation loss by seed.
+
+    python -m lab.benchmarks.pipeline_training                            two stages, 3.3 M parameters, three seeds
+    python -m lab.benchmarks.pipeline_training --stages 4 --seeds 1 --configs '{"pipeline_bits": 4}'
+
+The demo's GPT (its own embedding and output weights) with Megatron's 1F1B schedule on gloo, on the demo's text. On the
+first seed full precision is also trained with noise on what a stage sends on: if it made no difference, the comparison
+could not tell anything. Of one seed all variants see the same weights and batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flash_allreduce_plugin.cli.demo.data import corpus, split
+from flash_allreduce_plugin.cli.demo.model import VOCABULARY, prepare_cpu
+from flash_allreduce_plugin.cli.demo.training import BETAS, CLIP, learning_rate
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.telemetry import counters
+from lab.benchmarks.megatron_on_cpu import CudaIsCpu
+from lab.benchmarks.ranks import finish, torchrun
+
+FULL_PRECISION, NOISE = "full precision", "noise "
+_HADAMARD, _FINE = '"hadamard": true, "group_size": 64', '"codebook": true'
+CONFIGS = [
+    '{"pipeline_bits": 8, "pipeline_backward_bits": 8}',
+    '{"pipeline_bits": 4, "pipeline_backward_bits": 4}',
+    f'{{"pipeline_bits": 4, "pipeline_backward_bits": 4, {_FINE}}}',
+    '{"preset": "int4"}',
+    f'{{"pipeline_bits": 4, "pipeline_backward_bits": 4, {_HADAMARD}}}',
+    # As TAH-Quant trains: activations in 4 and 3 bits, rotated, in groups of a token's channels.
+    f'{{"pipeline_bits": 4, "pipeline_backward_bits": 8, {_HADAMARD}}}',
+    f'{{"pipeline_bits": 3, "pipeline_backward_bits": 8, {_HADAMARD}}}',
+]
+
+
+def build_model(arguments: argparse.Namespace, seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """This rank's stage; the same weights for the same seed."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(1000 * seed + dist.get_rank())
+    off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+    config = TransformerConfig(
+        num_layers=arguments.layers,
+        hidden_size=arguments.hidden,
+        num_attention_heads=8,
+        pipeline_model_parallel_size=arguments.stages,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        batch_p2p_sync=False,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=arguments.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+    model.model_type = None
+    return model.to(dtype)
+
+
+def batches(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
+    """The micro-batches of a step, each of sequences with the byte after them."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    for _ in range(arguments.micro_batches):
+        starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
+        yield torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
+
+
+def run_step(model: Any, data: Iterator[torch.Tensor], arguments: argparse.Namespace, forward_only: bool) -> float:
+    """One pass of Megatron's schedule; the mean loss, which the last stage knows."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    positions = torch.arange(arguments.sequence).expand(arguments.batch, -1)
+    mask = torch.ones(arguments.sequence, arguments.sequence, dtype=torch.bool).triu(1)[None, None]
+
+    def forward_step(micro_batches: Any, stage: Any, *_: Any) -> Any:
+        windows = next(micro_batches)
+        output = stage(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous())
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+    with CudaIsCpu(), torch.set_grad_enabled(not forward_only):
+        losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data,
+            model=model,
+            num_microbatches=arguments.micro_batches,
+            seq_length=arguments.sequence,
+            micro_batch_size=arguments.batch,
+            forward_only=forward_only,
+        )
+    loss = torch.tensor(statistics.fmean(float(one["loss"]) for one in losses) if losses else 0.0)
+    dist.broadcast(loss, dist.get_world_size() - 1)
+    return float(loss)
+
+
+def clip(model: torch.nn.Module) -> None:
+    """To the norm of all stages' gradients."""
+    square = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum()
+    dist.all_reduce(square)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(min(1.0, CLIP / (float(square.sqrt()) + 1e-6)))
+
+
+def add_noise(model: Any, size: float, seed: int) -> None:
+    """Gaussian, `size` times the root mean square of what a stage sends on."""
+    generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
+
+    def noisy(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + size * output.detach().square().mean().sqrt() * torch.randn(output.shape, generator=generator)
+
+    if not model.post_process:
+        model.register_forward_hook(noisy)
+
+
+def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """In a rank: train a variant, full precision, "noise <size>" or a configuration as JSON, and validate it."""
+    model = build_model(arguments, seed)
+    if variant.startswith(NOISE):
+        add_noise(model, float(variant.removeprefix(NOISE)), seed)
+    counters.reset_stats()
+    if variant.startswith("{"):
+        megatron.enable(FlashConfig.from_dict({"min_bytes": 0, **json.loads(variant)}))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.0)
+    training, validation = split(corpus(None), arguments.sequence)
+    losses = []
+    for step in range(arguments.steps):
+        optimizer.zero_grad()
+        losses.append(run_step(model, batches(training, step, seed, arguments), arguments, forward_only=False))
+        clip(model)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, arguments.steps)
+        optimizer.step()
+    sites = {name: one for name, one in counters.stats()["sites"].items() if "pipeline" in name}
+    megatron.disable()  # held-out text is read in full precision
+    numbers = range(arguments.validation)
+    held_out = [run_step(model, batches(validation, n, seed, arguments), arguments, forward_only=True) for n in numbers]
+    return {
+        "validation loss": statistics.fmean(held_out),
+        "losses": losses,
+        "quantized": sum(one["quantized"] for one in sites.values()),
+        "bytes sent": sum(one["bytes_sent"] for one in sites.values()),
+        "bytes in full precision": sum(one["bytes_full_precision"] for one in sites.values()),
+    }
+
+
+def in_rank(arguments: argparse.Namespace) -> None:
+    """Every variant after the other; rank 0 prints one JSON object."""
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
+    prepare_cpu()
+    results = {variant: train(variant, arguments.rank, arguments) for variant in arguments.variants}
+    finish(results)
+
+
+def run(seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [*sys.argv[1:], "--rank", str(seed), "--variants", *variants]
+    result: dict[str, Any] = torchrun("lab.benchmarks.pipeline_training", arguments.stages, command)
+    return result
+
+
+def show(seeds: dict[int, dict[str, Any]]) -> None:
+    for variant in next(iter(seeds.values())):
+        each = {
+            seed: 100 * (result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
+            for seed, result in seeds.items()
+            if variant in result
+        }
+        first = next(iter(seeds.values()))[variant]
+        whole = first["bytes in full precision"]
+        share = f"{first['bytes sent'] / whole:6.3f} of fp32's bytes" if whole else ""
+        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
+        print(f"{variant:92}{statistics.fmean(each.values()):+8.3f} %  {share:24}  by seed {by_seed}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", nargs="+", default=CONFIGS, help="fields of FlashConfig, as JSON")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=4)
+    parser.add_argument("--validation", type=int, default=64, help="steps of held-out text")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # its seed
+    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        return in_rank(arguments)
+    seeds: dict[int, dict[str, Any]] = {}
+    for index, seed in enumerate(arguments.seeds):
+        control = [NOISE + size for size in arguments.noise] if index == 0 else []
+        seeds[seed] = run(seed, [FULL_PRECISION, *arguments.configs, *control], arguments)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"seeds": seeds}, indent=1) + "\n")
+    show(seeds)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Time of a training step, TP over hosts whose link is slow: what quantizing gains at which share of communication.
+
+    python -m lab.benchmarks.step_time --shares 0.25 0.5 0.75 0.9        needs root: makes hosts with netlab
+
+A GPT of megatron-core in bf16, one rank and one core a host. A first run without any limit measures the step without
+its tensor-parallel collectives; the link's rate for each share follows from that and from the bytes of a step. Then
+every variant takes its steps in turn, so that a machine that drifts drifts for all of them. A time is the
+median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
+collectives over that of the bf16 step. "wire" is what a step puts on the interface of a host.
+
+"waits at once" (--overlap) is the same step with every input gradient's reduction waited for where it starts: what it
+takes longer is what the overlap with the weight gradient hides. With --layer the step is the forward and backward
+of one column-parallel layer, where there is nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.api import reductions
+from flash_allreduce_plugin.cli.demo.model import (
+    VOCABULARY,
+    ModelSize,
+    build_model,
+    finish_gradients,
+    loss_of,
+    prepare_cpu,
+)
+from flash_allreduce_plugin.integrations.megatron.scopes import LAYERS, MAPPINGS
+from flash_allreduce_plugin.integrations.patching import Patchset, Seam, rebound
+from lab.benchmarks import netlab
+from lab.benchmarks.ranks import finish, on_the_wire, result_of
+
+NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
+WAITS, PRESET = ", waits at once", "preset "
+
+
+class _Done:
+    """The handle of a collective that is over."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def _without_collectives() -> Patchset:
+    """Megatron's layers with their tensor-parallel reductions left out: the arithmetic of a step alone."""
+    g = Seam(
+        "benchmark.g",
+        MAPPINGS,
+        "_ReduceFromModelParallelRegion.forward",
+        ("ctx", "input_", "group"),
+        lambda original: rebound(original, "_reduce", lambda input_, group: input_.contiguous()),
+        "nothing is sent",
+    )
+    dgrad = Seam(
+        "benchmark.dgrad",
+        LAYERS,
+        "LinearWithGradAccumulationAndAsyncCommunication.backward",
+        ("ctx", "grad_output"),
+        lambda original: rebound(original, "torch.distributed.all_reduce", lambda *_, **__: _Done()),
+        "nothing is sent",
+    )
+    return Patchset("no collectives", [g, dgrad])
+
+
+@contextlib.contextmanager
+def _waiting_at_once() -> Iterator[None]:
+    """Every reduction that is started asynchronously, Megatron's own or ours, is over when its call returns."""
+
+    def waits(start: Callable[..., Any]) -> Callable[..., Any]:
+        def all_reduce(*arguments: Any, **keywords: Any) -> Any:
+            handle = start(*arguments, **keywords)
+            if handle is not None:
+                handle.wait()
+            return handle
+
+        return all_reduce
+
+    theirs, ours = dist.all_reduce, reductions.all_reduce
+    dist.all_reduce, reductions.all_reduce = waits(theirs), waits(ours)
+    try:
+        yield
+    finally:
+        dist.all_reduce, reductions.all_reduce = theirs, ours
+
+
+@contextlib.contextmanager
+def _active(variant: str) -> Iterator[None]:
+    """The variant in place: "bf16", "INT<bits>", "preset <name>", each with WAITS or not, or "no collectives"."""
+    name = variant.removesuffix(WAITS)
+    with _waiting_at_once() if variant.endswith(WAITS) else contextlib.nullcontext():
+        if name == NO_COLLECTIVES:
+            patchset = _without_collectives()
+            patchset.apply()
+            try:
+                yield
+            finally:
+                patchset.restore()
+        elif name == FULL_PRECISION:
+            yield
+        else:
+            fap.megatron.enable(_config(name))
+            try:
+                yield
+            finally:
+                fap.megatron.disable()
+
+
+def _config(name: str) -> fap.FlashConfig:
+    if name.startswith(PRESET):
+        return fap.FlashConfig.from_dict({"preset": name.removeprefix(PRESET)})
+    bits = int(name.removeprefix("INT"))
+    return fap.FlashConfig(bits=bits, backward_bits=bits)
+
+
+def _training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], None]:
+    """A step of a GPT in bf16, optimizer included; every call does the same."""
+    model = build_model(size, tensor_parallel=group.size(), sequence_parallel=False, seed=1).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    data = torch.randint(VOCABULARY, (1 << 16,), generator=torch.Generator().manual_seed(1))
+    starts = torch.arange(size.batch) * size.sequence
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, data, starts, size.sequence).backward()
+        finish_gradients(model, group, clip=1.0)
+        optimizer.step()
+
+    return step
+
+
+def _layer_step(size: ModelSize, world: int) -> Callable[[], None]:
+    """Forward and backward of one column-parallel layer, hidden -> 4 hidden, in bf16."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        tensor_model_parallel_size=world,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    layer = ColumnParallelLinear(
+        size.hidden, 4 * size.hidden, config=config, init_method=torch.nn.init.xavier_normal_, bias=False
+    ).bfloat16()
+    x = torch.randn(size.sequence, size.batch, size.hidden).bfloat16().requires_grad_()
+
+    def step() -> None:
+        output, _ = layer(x)
+        output.backward(output.detach())
+
+    return step
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """In a rank: time every variant's steps; rank 0 prints one JSON object."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    from megatron.core import parallel_state
+
+    world = dist.get_world_size()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+    group = parallel_state.get_tensor_model_parallel_group()
+    prepare_cpu()
+    size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
+    step = _layer_step(size, world) if arguments.layer else _training_step(size, group)
+    seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
+    wire: dict[str, list[int]] = {variant: [] for variant in arguments.variants}
+    sent = {variant: 0 for variant in arguments.variants}
+    full_precision_bytes = 0
+    for round_ in range(arguments.rounds + 1):
+        for variant in arguments.variants[round_ % len(seconds) :] + arguments.variants[: round_ % len(seconds)]:
+            with _active(variant):
+                fap.reset_stats()
+                dist.barrier()
+                before = on_the_wire()
+                begin = time.perf_counter()
+                step()
+                took = torch.tensor(time.perf_counter() - begin)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            wire[variant].append(on_the_wire() - before)
+            stats = fap.stats()
+            sent[variant] = stats["bytes_sent"]
+            full_precision_bytes = max(full_precision_bytes, stats["bytes_full_precision"])
+            if round_:  # the first round allocates
+                seconds[variant].append(float(took))
+    for variant in seconds:
+        if not variant.startswith(("INT", PRESET)):
+            sent[variant] = 0 if variant == NO_COLLECTIVES else full_precision_bytes
+    finish({"seconds": seconds, "wire": wire, "sent": sent, "full precision": full_precision_bytes})
+
+
+def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train over hosts with links of `rate`; rank 0's measurements."""
+    command = [sys.executable, "-m", "lab.benchmarks.step_time", *sys.argv[1:], "--rank", "--variants", *variants]
+    with netlab.hosts(arguments.hosts, rate) as lab:
+        out = lab.run(command, timeout=arguments.timeout)[0]
+    result: dict[str, Any] = result_of(out)
+    return result
+
+
+def table(rate: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Medians, the share of communication, and every variant against bf16, round by round."""
+    seconds = result["seconds"]
+    medians = {variant: statistics.median(times) for variant, times in seconds.items()}
+    rows = {}
+    for variant, times in seconds.items():
+        ratios = [plain / took for plain, took in zip(seconds[FULL_PRECISION], times, strict=True)]
+        rows[variant] = {
+            "seconds": medians[variant],
+            "megabytes sent": result["sent"][variant] / 1e6,
+            "wire, bytes": statistics.median(result["wire"][variant]),
+            "x bf16": medians[FULL_PRECISION] / medians[variant],
+            "x bf16 by round": [round(ratio, 3) for ratio in ratios],
+        }
+    return {"rate": rate, "share": 1 - medians[NO_COLLECTIVES] / medians[FULL_PRECISION], "variants": rows}
+
+
+def show(tables: list[dict[str, Any]]) -> None:
+    for entry in tables:
+        print(f"\nlink {entry['rate']}: communication is {entry['share']:.0%} of the bf16 step")
+        print(f"{'':24}{'ms':>8}{'MB sent':>9}{'wire MB':>9}{'x bf16':>8}  over the rounds")
+        for variant, row in entry["variants"].items():
+            low, high = min(row["x bf16 by round"]), max(row["x bf16 by round"])
+            print(
+                f"{variant:24}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['wire, bytes'] / 1e6:9.1f}"
+                f"{row['x bf16']:8.2f}  {low:.2f} to {high:.2f}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.25, 0.5, 0.75, 0.9])
+    parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
+    parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
+    parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's; thin is int4 here")
+    parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
+    parser.add_argument("--layer", action="store_true", help="one column-parallel layer in place of a model")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--timeout", type=float, default=1800)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        return measure(arguments)
+    quantized = [*(f"INT{bits}" for bits in arguments.bits), *(PRESET + name for name in arguments.presets)]
+    variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
+    if arguments.overlap:
+        variants += [name + WAITS for name in (FULL_PRECISION, *quantized)]
+    free = run("none", variants, arguments)
+    tables = [table("none", free)]
+    show(tables)
+    arithmetic = statistics.median(free["seconds"][NO_COLLECTIVES])
+    rates = list(arguments.rates)
+    for share in arguments.shares:
+        bits = 8 * free["full precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
+        rates.append(f"{bits / 1e6:.1f}mbit")
+    for rate in rates:
+        tables.append(table(rate, run(rate, variants, arguments)))
+        show(tables[-1:])
+    if arguments.json:
+        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
+        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
+        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1, default=str) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()

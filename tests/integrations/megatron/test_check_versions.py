@@ -1,0 +1,78 @@
+"""The script that checks the seams against sources that are read, not imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flash_allreduce_plugin.integrations import megatron
+from scripts import check_megatron_versions as script
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+SITE = Path(str(importlib.metadata.distribution("megatron-core").locate_file("")))
+MAPPINGS = "megatron/core/tensor_parallel/mappings.py"
+LAYERS = "megatron/core/tensor_parallel/layers.py"
+BUFFERS = "megatron/core/distributed/param_and_grad_buffer.py"
+OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
+
+
+def test_the_installed_release_fits(capsys):
+    assert script.main([str(SITE)]) == 0
+    total = len(megatron.seams())
+    assert f"{total} of {total} seams" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new", "said"),
+    [
+        (MAPPINGS, "class _ReduceFromModelParallelRegion", "class _Reduce", "g.forward: .*it does not exist"),
+        (MAPPINGS, "return _reduce(input_, group)", "return input_", "does not use _reduce"),
+        (MAPPINGS, "def forward(ctx, input_, group):", "def forward(ctx, input_):", r"found \(ctx, input_\)"),
+        (LAYERS, "torch.distributed.all_reduce(", "our_all_reduce(", "does not use torch.distributed.all_reduce"),
+        (LAYERS, "    @custom_bwd\n", "    @jit\n", "the decorator jit hides the function"),
+        (LAYERS, "dist_reduce_scatter_func = ", "scatter = ", "dist_reduce_scatter_func: it does not exist"),
+        (BUFFERS, "_coalescing_manager(", "_coalesce(", "does not use _coalescing_manager"),
+        (BUFFERS, "def start_grad_sync(self", "def start_grad_sync(self, another", r"found \(self, another"),
+        (BUFFERS, "dist_all_gather_func(\n", "gather(\n", "start_param_sync: .*does not use dist_all_gather_func"),
+        (
+            OPTIMIZER,
+            "_copy_main_params_to_model_params(self",
+            "_copy(self",
+            "data_parallel.masters: .*it does not exist",
+        ),
+    ],
+)
+def test_what_a_release_could_change_is_found(tmp_path, capsys, path, old, new, said):
+    for seam in megatron.seams():
+        name = seam.module.replace(".", "/") + ".py"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        source = (SITE / name).read_text(encoding="utf-8")
+        if name == path:
+            assert old in source
+            source = source.replace(old, new)
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    assert script.main([str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert any(re.search(said, line) for line in output.splitlines()), output
+
+
+def test_a_missing_module_and_a_wheel(tmp_path, capsys):
+    """A wheel that is there already is not downloaded."""
+    with zipfile.ZipFile(tmp_path / "megatron_core-0.99.0-py3-none-any.whl", "w") as wheel:
+        wheel.write(SITE / MAPPINGS, MAPPINGS)
+    assert script.main(["0.99.0", "--wheels", str(tmp_path)]) == 1
+    output = capsys.readouterr().out
+    assert "layers.VocabParallelEmbedding.forward: the module does not exist" in output
+    assert "mappings" not in output
+
+
+def test_what_cannot_be_had_has_a_status_of_its_own(tmp_path, capsys):
+    assert script.main([str(tmp_path)]) == 2
+    assert "neither a release nor a folder that holds megatron/core" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""A pytest plugin for the ranks of test_upstream.py: Megatron-LM's own tests, unedited, on gloo and the CPU.
+
+Each rank is a pytest of its own (`torchrun -m pytest -p upstream_ranks`), with cuda_shim.py as its sitecustomize.
+UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for none; into the folder UPSTREAM_RESULTS goes one
+rank-<n>.json: how each test ended here, why, and what each site did in it.
+
+A test that fails on one rank leaves the others waiting in a collective. So the group times out soon, and after a
+test that failed anywhere every rank gives its groups up and the next test starts with new ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Generator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CONFIG, FOLDER = os.environ["UPSTREAM_CONFIG"], Path(os.environ["UPSTREAM_RESULTS"])
+GROUP_TIMEOUT, PATIENCE = timedelta(seconds=30), timedelta(seconds=120)
+
+outcomes: dict[str, tuple[str, str]] = {}
+sites: dict[str, dict[str, Any]] = {}
+groups_made = 0
+meeting = dist.FileStore(str(FOLDER / "meeting"), WORLD_SIZE)
+meeting.set_timeout(PATIENCE)
+
+
+def pytest_configure() -> None:
+    real = dist.init_process_group
+
+    def init_process_group(backend: str, world_size: int, rank: int, store: Any) -> None:
+        """Gloo for NCCL; a store of its own for every group, for one that was given up leaves keys behind."""
+        global groups_made
+        groups_made += 1
+        own = dist.FileStore(str(FOLDER / f"group-{groups_made}"), world_size)
+        real("gloo", store=own, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+
+    dist.init_process_group = init_process_group
+    if CONFIG:
+        from flash_allreduce_plugin import FlashConfig
+        from flash_allreduce_plugin.integrations import megatron
+
+        megatron.enable(FlashConfig.from_dict(json.loads(CONFIG)))
+
+
+def pytest_runtest_setup() -> None:
+    if CONFIG:
+        from flash_allreduce_plugin.telemetry import counters
+
+        counters.reset_stats()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, None]:
+    report = (yield).get_result()
+    if report.outcome != "passed" or item.nodeid not in outcomes:
+        reason = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"
+        outcomes[item.nodeid] = report.outcome, reason.partition("\n")[0]
+    if report.when == "call":
+        if CONFIG:
+            from flash_allreduce_plugin.telemetry import counters
+
+            sites[item.nodeid] = counters.stats()["sites"]
+        if report.outcome == "failed":
+            give_up_groups()  # before a teardown that waits for the others
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    """Meet the other ranks; a group that a test has failed in is not used again by any."""
+    meeting.set(f"{nodeid} {RANK}", outcomes[nodeid][0])
+    if any(meeting.get(f"{nodeid} {rank}") == b"failed" for rank in range(WORLD_SIZE)):
+        give_up_groups()
+
+
+def give_up_groups() -> None:
+    from megatron.core import parallel_state
+    from tests.unit_tests.test_utilities import Utils  # Megatron-LM's, not this project's
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    Utils.inited = False
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    import megatron.core
+
+    result: dict[str, Any] = {"megatron": megatron.core.__file__, "outcomes": outcomes, "sites": sites}
+    if CONFIG:
+        from flash_allreduce_plugin.integrations import megatron as plugin
+
+        result["in place"] = [entry["in_place"] for entry in plugin.report().values()]
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(result))
+    meeting.set(f"written {RANK}", "")
+    for rank in range(WORLD_SIZE):
+        meeting.wait([f"written {rank}"])
+    session.exitstatus = 0  # torchrun must not end the others for a test that failed

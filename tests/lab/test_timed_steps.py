@@ -1,0 +1,71 @@
+"""Benchmarks of a step over links: every variant takes its steps, quantizes what it says, and sends fewer bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.benchmarks import netlab, ranks
+
+ROOT = Path(netlab.__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def available() -> None:
+    try:
+        with netlab.hosts(1, "1gbit"):
+            pass
+    except netlab.NetlabError as error:
+        pytest.skip(str(error))
+
+
+def tables(module: str, file: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"lab.benchmarks.{module}", "--rates", "1gbit", f"--json={file}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    content = json.loads(file.read_text())
+    (table,) = content["tables"]
+    assert table["variants"][content["about"]["base"]]["x base"] == 1
+    for name, row in table["variants"].items():
+        assert name[:30] in done.stdout and row["step, seconds"] > 0
+    return table
+
+
+def test_fsdp(available: None, tmp_path: Path) -> None:
+    variants = ['{"preset": "int8"}', '{"preset": "int8"}, parameters 8']
+    sizes = ["--width=1024", "--layers=2", "--rounds=1"]
+    table = tables("fsdp_step", tmp_path / "fsdp.json", *sizes, "--variants", *variants)
+    wire = {name: row["wire, bytes"] for name, row in table["variants"].items()}
+    fp32, bf16, both, gradients, everything = wire.values()
+    assert 0.6 * fp32 < bf16 < 0.8 * fp32 and 0.4 * fp32 < both < 0.6 * fp32  # gloo reduces twice as much
+    assert gradients < 0.85 * both and everything < 0.7 * gradients
+    both = {"fsdp.gradients", "fsdp.parameters"}
+    assert [set(each) for each in table["quantized"].values()] == [set(), set(), set(), {"fsdp.gradients"}, both]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_megatrons_distributed_optimizer(available: None, tmp_path: Path) -> None:
+    variants = ['{"preset": "int8"}', '{"preset": "int8", "param_bits": 8}']
+    sizes = ["--size=1m", "--turns=1", "--steps=1", "--sequence=64"]
+    table = tables("dist_opt_step", tmp_path / "dist_opt.json", *sizes, "--variants", *variants)
+    full, int8, everything = (row["wire, bytes"] for row in table["variants"].values())
+    assert int8 < 0.7 * full and everything < 0.9 * int8
+    sites = [{name for name, calls in each.items() if calls} for each in table["quantized"].values()]
+    assert not sites[0] and sites[1] and sites[1] < sites[2]
+
+
+def test_a_result_that_is_not_there_is_an_error() -> None:
+    assert ranks.result_of('RESULT {"a": 1}\n') == {"a": 1}
+    with pytest.raises(ValueError, match="expected one result"):
+        ranks.result_of("nothing\n")
+
+
+def test_ranks_that_fail_end_the_benchmark() -> None:
+    with pytest.raises(SystemExit, match="exit status 1"):
+        ranks.torchrun("lab.benchmarks.ranks_that_are_not_there", 1, ["--seed", "1"])
