@@ -147,7 +147,7 @@ def _say_what_nobody_read() -> None:
 
 def _anything_built() -> bool:
     """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
-    rooms = [sys.modules.get(f"flash_allreduce_plugin.{name}.attach") for name in ("ddp", "fsdp")]
+    rooms = [sys.modules.get(f"flash_allreduce_plugin.integrations.{name}.attach") for name in ("ddp", "fsdp")]
     megatron: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron")
     counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
     return (

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.api import checks
+from tests.api.test_reductions import QUANTIZED, still_works
 from tests.distributed import Ranks
-from tests.test_dispatch import QUANTIZED, still_works
 
 GetRanks = Callable[[int], Ranks]
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin.runtime import groups
-from tests.collectives.test_runs import CONFIGS, DTYPES, Call, uneven
+from tests.collectives.test_all_to_all import CONFIGS, DTYPES, Call, uneven
 from tests.gpu import device
 from tests.gpu.calls import GetRanks, here
 from tests.simulation import digest

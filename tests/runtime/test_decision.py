@@ -17,9 +17,9 @@ from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.runtime.decision import Call, decide, ring_bytes
+from tests.api.test_reductions import QUANTIZED, counts
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
-from tests.test_dispatch import QUANTIZED, counts
 
 GetRanks = Callable[[int], Ranks]
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.collectives import transport
+from tests.api.test_reductions import QUANTIZED, counts
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
-from tests.test_dispatch import QUANTIZED, counts
 
 GetRanks = Callable[[int], Ranks]
 
