@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flash_allreduce_plugin.aliases import Finder
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 __version__ = "0.1.0"
 
@@ -54,9 +55,7 @@ _HOMES = {
     "state_dict": "runtime.checkpoint",
     "stats": "telemetry.counters",
 }
-_ROOMS = ("apex", "context_parallel", "ddp", "deepspeed", "fsdp", "megatron", "pipelining")
-
-__all__ = ["__version__", *sorted(_HOMES), *_ROOMS]
+__all__ = ["__version__", *sorted(_HOMES), *BY_NAME]
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.api.one_to_many import broadcast as broadcast
@@ -108,8 +107,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    elif name in _ROOMS:
-        value = importlib.import_module(f"{__name__}.integrations.{name}")
+    elif name in BY_NAME:
+        value = importlib.import_module(BY_NAME[name].module)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value  # the next access does not come here

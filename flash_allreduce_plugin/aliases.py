@@ -16,7 +16,7 @@ from types import ModuleType
 _PACKAGE = __package__
 #: Old name -> name. A module of an old package has the new package's name before its own.
 MOVED = {
-    "attachment": "integrations.attachment",
+    "attachment": "integrations.contract",
     "autosave": "integrations.autosave",
     "checkpoint": "runtime.checkpoint",
     "checks": "api.checks",
@@ -25,7 +25,7 @@ MOVED = {
     "collectives.presence": "collectives.missing_ranks",
     "collectives.runs": "collectives.all_to_all",
     "decision": "runtime.decision",
-    "deepspeed.places": "integrations.deepspeed.seams",
+    "deepspeed.places": "integrations.deepspeed.engine_seams",
     "dispatch": "api.reductions",
     "groups": "runtime.groups",
     "patching": "integrations.patching",

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from flash_allreduce_plugin.integrations import registry
+
 if TYPE_CHECKING:
     import types
     from importlib.machinery import ModuleSpec
@@ -32,17 +34,6 @@ LAUNCH_FLAGS = "flash_allreduce_plugin.integrations.megatron.arguments"
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.integrations.deepspeed.engine"
 ATTACH = f"{PREFIX}ATTACH"
-# What ATTACH may name: the modules of torch's or Megatron's that it waits for, and ours, whose by_environment it calls.
-ATTACHABLE = {
-    "ddp": (("torch.nn.parallel.distributed",), "flash_allreduce_plugin.integrations.ddp"),
-    "fsdp": (("torch.distributed.fsdp",), "flash_allreduce_plugin.integrations.fsdp"),
-    "megatron": (("megatron.core.parallel_state",), "flash_allreduce_plugin.integrations.megatron.attach"),
-    "context_parallel": (
-        ("torch.distributed.tensor.experimental._context_parallel._attention",),
-        "flash_allreduce_plugin.integrations.context_parallel",
-    ),
-    "pipelining": (("torch.distributed.pipelining.schedules",), "flash_allreduce_plugin.integrations.pipelining"),
-}
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
 _log = logging.getLogger("flash_allreduce_plugin")
@@ -65,17 +56,17 @@ def load() -> None:
 
 
 def attached(named: str | None = None) -> set[str]:
-    """What FLASH_ALLREDUCE_ATTACH names of ATTACHABLE. named: its value; None: as it is set.
+    """Return the names in FLASH_ALLREDUCE_ATTACH. named: its value; None: as it is set.
 
     Raises ValueError, one sentence, for a name that it does not know.
     """
     named = os.environ.get(ATTACH, "") if named is None else named
     names = {name.strip().lower() for name in named.split(",")} - {""}
-    unknown = sorted(names - {*ATTACHABLE, "all"})
+    unknown = sorted(names - {*registry.ATTACHABLE, "all"})
     if unknown:
-        known = f"expected all, or names with commas: {', '.join(ATTACHABLE)}"
+        known = f"expected all, or names with commas: {', '.join(registry.ATTACHABLE)}"
         raise ValueError(f"{ATTACH}={named} cannot be served: {known}; {', '.join(unknown)} is none of them.")
-    return set(ATTACHABLE) if "all" in names else names
+    return set(registry.ATTACHABLE) if "all" in names else names
 
 
 def _attach_named(off: bool) -> None:
@@ -89,9 +80,9 @@ def _attach_named(off: bool) -> None:
             importlib.import_module(CONFIG).FlashConfig.from_env()
     except ValueError as error:  # or a ConfigError, which is one
         return _refuse(str(error))
-    for name, (modules, ours) in ATTACHABLE.items():
+    for name, row in registry.ATTACHABLE.items():
         if name in names:
-            _attach_after(modules, ours, "by_environment")
+            _attach_after(row.waits_for, row.attach_module, "by_environment")
 
 
 def _refuse(why: str) -> None:
@@ -151,7 +142,7 @@ def _anything_built() -> bool:
     megatron: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron")
     counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
     return (
-        any(room is not None and room.attachment.built for room in rooms)
+        any(room is not None and room.integration.built for room in rooms)
         or (megatron is not None and megatron.is_enabled())
         or (counters is not None and bool(counters.totals()))
     )

@@ -11,7 +11,7 @@ from flash_allreduce_plugin.errors import ConfigError
 
 PREFIX = "FLASH_ALLREDUCE_"
 
-ATTACH = f"{PREFIX}ATTACH"  # ddp, fsdp, megatron, context_parallel, pipelining, or all: programs that nobody edits
+ATTACH = f"{PREFIX}ATTACH"  # names of integrations/registry.py, or all: programs that are not edited
 AUTOLOAD = f"{PREFIX}AUTOLOAD"  # 0: `import torch` attaches nothing; autoload.py
 AUTOSAVE = f"{PREFIX}AUTOSAVE"  # FOLDER:STEPS, for the state of attached models; integrations/autosave.py
 BUILD = f"{PREFIX}BUILD"  # which compiled libraries are built; setup.py

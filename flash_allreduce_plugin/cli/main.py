@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from flash_allreduce_plugin.cli.plan.command import plan
+from flash_allreduce_plugin.integrations import registry
 
 Json = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, the text to stderr.")
@@ -234,7 +235,7 @@ def run(
     attach: Annotated[
         str | None,
         typer.Option(
-            help="What is served: ddp, fsdp, megatron, context_parallel, pipelining, with commas; or all.",
+            help=f"The integrations to attach: {', '.join(registry.ATTACHABLE)}, with commas; or all.",
             show_default="all",
         ),
     ] = None,

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
+from flash_allreduce_plugin.integrations.contract import Integration
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam, rebound
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.policy import Site
-from flash_allreduce_plugin.telemetry import other_traffic, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
-from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.telemetry.report import Report
 from flash_allreduce_plugin.telemetry.unreduced import Reductions
 
 GRADIENTS = Site("apex.gradients")
@@ -38,12 +39,7 @@ REDUCER = Site("apex.reducer")
 
 _MODULE = "apex.parallel.distributed"
 _ALL_REDUCE = "dist.all_reduce"
-_LACKS = {
-    **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
-    **dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered"),
-}
 
-_config: FlashConfig | None = None
 # Reductions that were begun since `enable`, of each DistributedDataParallel (one a backward pass) and each Reducer.
 _begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _first_steps: WeakKeyDictionary[Any, FirstSteps] = WeakKeyDictionary()
@@ -58,35 +54,20 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises PatchError, changing nothing, if the package `apex` is absent, another project's, or one without these
     functions. Raises ConfigError for `include`, `exclude` and the keys of Megatron's.
     """
-    global _config
-    config = refusals.serve(config, "fap.apex", _LACKS)
-    if not _patchset.applied:
-        _refuse_other_packages()
-    run_log.start(config)
-    _patchset.apply()
-    other_traffic.attach(_patchset)
-    _config = config
+    integration.enable(config)
 
 
 def disable() -> None:
     """Put apex's own methods back. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    Raises PatchError, changing nothing, if one of them was replaced again since.
     """
-    global _config
-    _patchset.restore()
-    other_traffic.detach(_patchset)
-    _config = None
-    _begun.clear()
-    _first_steps.clear()
-    for noted in _reductions.values():
-        noted.forget()
-    _reductions.clear()
-    _feedback.clear()
+    integration.disable()
 
 
 def is_enabled() -> bool:
-    return _config is not None
+    """Return True between enable and disable."""
+    return integration.is_on
 
 
 def feedback(reducing: Any) -> Feedback | None:
@@ -94,16 +75,34 @@ def feedback(reducing: Any) -> Feedback | None:
 
     To be saved beside the model on every rank, with state_dict and load_state_dict.
     """
-    if _config is None or not _config.error_feedback:
+    config = integration.config
+    if config is None or not config.error_feedback:
         return None
     if reducing not in _feedback:
-        _feedback[reducing] = Feedback.from_config(_config)
+        _feedback[reducing] = Feedback.from_config(config)
     return _feedback[reducing]
 
 
 def report() -> Report:
-    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    return of_sites(_patchset.report())
+    """Return the coverage and the counts of each site since `reset_stats`; empty counts if there were no calls."""
+    return integration.report()
+
+
+class _Apex(Integration):
+    counts_steps = False  # of the optimizer: reductions are counted
+
+    def check(self, config: FlashConfig) -> None:
+        if not self.patchset.applied:
+            _refuse_other_packages()
+        super().check(config)
+
+    def stopped(self) -> None:
+        _begun.clear()
+        _first_steps.clear()
+        for noted in _reductions.values():
+            noted.forget()
+        _reductions.clear()
+        _feedback.clear()
 
 
 def _of_buckets(original: Function) -> Function:
@@ -117,7 +116,7 @@ def _of_buckets(original: Function) -> Function:
         site = _steps_of(self).of(GRADIENTS)
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> None:
-            reductions.all_reduce(tensor, op, group, _config, site=site, step=step, feedback=slot)
+            reductions.all_reduce(tensor, op, group, integration.config, site=site, step=step, feedback=slot)
 
         reduced: Tensor = rebound(original, _ALL_REDUCE, all_reduce)(self, bucket, bucket_idx, force_default_stream)
         return reduced
@@ -140,7 +139,7 @@ def _of_reducer(original: Function) -> Function:
 
         def all_reduce_mean(tensor: Tensor) -> None:
             slot = _slot(self, begins=next(begins, False))
-            reductions.all_reduce(tensor, config=_config, site=site, step=step, feedback=slot)
+            reductions.all_reduce(tensor, config=integration.config, site=site, step=step, feedback=slot)
             tensor /= dist.get_world_size()
 
         rebound(original, _ALL_REDUCE, all_reduce_mean)(self)
@@ -161,10 +160,10 @@ def _step(reducing: Any, *, begins: bool) -> int:
 
 def _steps_of(reducing: Any) -> FirstSteps:
     """Return the notices about the reductions of `reducing`; the first one prints the attached settings."""
-    assert _config is not None, "a seam is in place only between enable and disable"
+    assert integration.config is not None, "a seam is in place only between enable and disable"
     found = _first_steps.get(reducing)
     if found is None:
-        found = FirstSteps(_config, attached_to=None if _first_steps else "apex.parallel")
+        found = FirstSteps(integration.config, attached_to=None if _first_steps else "apex.parallel")
         _first_steps[reducing] = found
     return found
 
@@ -185,33 +184,36 @@ def _slot(reducing: Any, *, begins: bool) -> Slot | None:
     return residuals.slot()
 
 
-_patchset = Patchset(
-    "apex",
-    (
-        Seam(
-            GRADIENTS.name,
-            _MODULE,
-            "DistributedDataParallel.allreduce_bucket",
-            ("self", "bucket", "bucket_idx", "force_default_stream"),
-            _of_buckets,
-            "all-reduce of a gradient bucket of apex.parallel.DistributedDataParallel",
-        ),
-        Seam(
-            REDUCER.name,
-            _MODULE,
-            "Reducer.reduce",
-            ("self",),
-            _of_reducer,
-            "all-reduce of the gradients of an apex.parallel.Reducer",
-        ),
+_SEAMS = (
+    Seam(
+        GRADIENTS.name,
+        _MODULE,
+        "DistributedDataParallel.allreduce_bucket",
+        ("self", "bucket", "bucket_idx", "force_default_stream"),
+        _of_buckets,
+        "all-reduce of a gradient bucket of apex.parallel.DistributedDataParallel",
     ),
-    "NVIDIA's apex 23.05 to 25.05, and AMD's",
+    Seam(
+        REDUCER.name,
+        _MODULE,
+        "Reducer.reduce",
+        ("self",),
+        _of_reducer,
+        "all-reduce of the gradients of an apex.parallel.Reducer",
+    ),
 )
 
 
 def seams() -> tuple[Seam, ...]:
-    """Every place in apex that `enable` replaces; reads nothing of apex."""
-    return _patchset.seams
+    """Return every function of apex that `enable` replaces; reads nothing of apex."""
+    return _SEAMS
+
+
+integration = _Apex(
+    "apex",
+    lambda: Patchset("apex", _SEAMS, BY_NAME["apex"].fits),
+    {seam.id: (seam.target, seam.covers) for seam in _SEAMS},
+)
 
 
 class Missing(enum.Enum):

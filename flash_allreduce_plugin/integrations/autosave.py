@@ -24,7 +24,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.weight_differences import digest_of
 from flash_allreduce_plugin.environment import AUTOSAVE
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.integrations.attachment import refuse
+from flash_allreduce_plugin.integrations.contract import refuse
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.runtime import checkpoint
 from flash_allreduce_plugin.telemetry import notices

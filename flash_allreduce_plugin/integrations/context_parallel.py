@@ -13,8 +13,6 @@ A rank's own keys and values stay exact in the ring. In a graph of torch.compile
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -23,40 +21,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.api import reductions
-from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.errors import ConfigError, PatchError
-from flash_allreduce_plugin.integrations.attachment import refuse
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.integrations.contract import Integration
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam, names_used, rebound
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.policy import Role, Site
-from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log
-from flash_allreduce_plugin.telemetry.notices import FirstSteps
-from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.telemetry import notices
+from flash_allreduce_plugin.telemetry.report import Report
 
 FORWARD = Site("context_parallel.forward", Role.ATTENTION)
 BACKWARD = Site("context_parallel.backward", Role.ATTENTION_GRADIENT)
 
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SERVES = ("attention_bits", "backward_bits", "backward_rounding")
-_LACKS = dict.fromkeys(("include", "exclude"), "which does not know modules")
-_OTHERS = dict.fromkeys(
-    (
-        *(key for key in refusals.OF_MEGATRON if key not in _SERVES),
-        "param_bits",
-        "param_backward_bits",
-        "error_feedback",
-    ),
-    "where attention alone exchanges anything",
-)
+_ROW = BY_NAME["context_parallel"]
 _COVERS = {
     FORWARD: "keys and values, in the ring and for flex attention",
     BACKWARD: "gradients of keys and values",
 }
 
-_config: FlashConfig | None = None
-_first_steps: FirstSteps | None = None
 _site: ContextVar[Site] = ContextVar("flash_allreduce_context_parallel", default=FORWARD)
 _HANDLE = "_flash_allreduce_handle"  # of a tensor that is on its way
 
@@ -69,60 +54,49 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if attention_bits
     is "full"; PatchError, changing nothing, if this torch's functions are not as this version knows them.
     """
-    global _config, _first_steps
-    config = refusals.serve(config, "context_parallel", _LACKS if config is None else {**_OTHERS, **_LACKS}, _SERVES)
-    if config.attention_bits == "full":
-        raise ConfigError('attention_bits is "full": context_parallel would quantize nothing; set attention_bits.')
-    fresh = not _patchset().applied
-    _patchset().apply()
-    if fresh:
-        optimizer_steps.start()
-        other_traffic.attach(_patchset())
-    run_log.start(config, lambda: optimizer_steps.finished)
-    _first_steps = _first_steps or FirstSteps(config, framework="context_parallel")
-    _config = _first_steps.config = config
-    back = "exactly" if config.backward_bits == "full" else "too"
-    gives = f"keys and values in {config.attention_bits} bits (their gradients {back})"
-    notices.say(notices.attached("torch's context parallelism", gives, config, said=_SERVES))
+    integration.enable(config)
 
 
 def by_environment() -> None:
-    """As `enable`, by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions: a configuration that
-    cannot be served ends it. Among `all`, one without attention_bits is none.
+    """Enable by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions. A configuration that is
+    refused ends the program. `all` skips one without attention_bits.
     """
-    named = os.environ.get(environment.ATTACH, "")
-    try:
-        if FlashConfig.from_env().attention_bits != "full" or "context_parallel" in named:
-            enable(None)
-    except (ConfigError, PatchError) as error:
-        refuse(error)
+    integration.by_environment()
 
 
 def disable() -> None:
     """Put torch's own functions back. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    Raises PatchError, changing nothing, if one of them was replaced again since.
     """
-    global _config, _first_steps
-    if _patchset().applied:
-        _patchset().restore()
-        other_traffic.detach(_patchset())
-        optimizer_steps.stop()
-    _config = _first_steps = None
+    integration.disable()
 
 
 def is_enabled() -> bool:
-    return _config is not None
+    """Return True between enable and disable."""
+    return integration.is_on
 
 
 def report() -> Report:
-    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    return of_sites(
-        {
-            site.name: {"target": _MODULE, "covers": covers, "in_place": _patchset().applied}
-            for site, covers in _COVERS.items()
-        }
-    )
+    """Return the coverage and the counts of each site since `reset_stats`; empty counts if there were no calls."""
+    return integration.report()
+
+
+class _ContextParallel(Integration):
+    def check(self, config: FlashConfig) -> None:
+        if config.attention_bits == "full":
+            raise ConfigError('attention_bits is "full": context_parallel would quantize nothing; set attention_bits.')
+        super().check(config)
+
+    def wanted(self, config: FlashConfig) -> bool:
+        return config.attention_bits != "full"
+
+    def started(self, config: FlashConfig) -> None:
+        super().started(config)
+        self.watch(config)
+        back = "exactly" if config.backward_bits == "full" else "too"
+        gives = f"keys and values in {config.attention_bits} bits (their gradients {back})"
+        notices.say(notices.attached("torch's context parallelism", gives, config, said=self.row.acts))
 
 
 def seams() -> list[Seam]:
@@ -154,9 +128,13 @@ def seams() -> list[Seam]:
     ]
 
 
-@functools.cache
 def _patchset() -> Patchset:
-    return Patchset("context_parallel", seams(), f"torch 2.11 to 2.13 (installed: {torch.__version__})")
+    return Patchset("context_parallel", seams(), f"{_ROW.fits} (installed: {torch.__version__})")
+
+
+integration = _ContextParallel(
+    "context_parallel", _patchset, {site.name: (_MODULE, covers) for site, covers in _COVERS.items()}
+)
 
 
 # ---- the ring
@@ -278,6 +256,7 @@ def _in_a_graph(tensor: Tensor) -> bool:
 
 
 def _how(site: Site) -> dict[str, Any]:
-    assert _config is not None and _first_steps is not None, "a seam is in place only between enable and disable"
-    _first_steps.at(optimizer_steps.finished)
-    return {"config": _config, "site": site, "step": optimizer_steps.finished}
+    config, first_steps = integration.config, integration.first_steps
+    assert config is not None and first_steps is not None, "a seam is in place only between enable and disable"
+    first_steps.at(optimizer_steps.finished)
+    return {"config": config, "site": site, "step": optimizer_steps.finished}

@@ -12,7 +12,6 @@ methods say what is an activation and what a gradient; shapes, which go before t
 from __future__ import annotations
 
 import functools
-import os
 from contextlib import suppress
 from typing import Any
 
@@ -22,33 +21,23 @@ import torch.distributed as dist
 from flash_allreduce_plugin import environment, policy
 from flash_allreduce_plugin.api import sends
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError, PatchError
-from flash_allreduce_plugin.integrations.attachment import refuse
+from flash_allreduce_plugin.integrations.contract import Integration
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.runtime import groups
-from flash_allreduce_plugin.telemetry import counters, notices, other_traffic, run_log
-from flash_allreduce_plugin.telemetry.notices import FirstSteps
+from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.other_traffic import ours
-from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.telemetry.report import Report
 
 FORWARD = Site("pipelining.forward", Role.PIPELINE)
 BACKWARD = Site("pipelining.backward", Role.PIPELINE_BACKWARD)
 
 _STAGE, _SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
-_SERVES = ("pipeline_bits", "pipeline_backward_bits")
-_LACKS = dict.fromkeys(("include", "exclude"), "which does not know modules")
-_OTHERS = dict.fromkeys(
-    (
-        *(key for key in refusals.OF_MEGATRON if key not in (*_SERVES, "quantize_evaluation")),
-        "param_bits",
-        "param_backward_bits",
-        "error_feedback",
-    ),
-    "where stages send, and nothing else",
-)
+_ROW = BY_NAME["pipelining"]
 _COVERS = {FORWARD: "activations to the next stage", BACKWARD: "gradients to the stage before"}
 _METHODS = {
     "get_fwd_recv_ops": ("fwd_chunk_id", FORWARD),
@@ -57,9 +46,6 @@ _METHODS = {
     "get_bwd_send_ops": ("bwd_chunk_id", BACKWARD),
 }
 _SITE = "_flash_allreduce_site"  # of a P2POp
-
-_config: FlashConfig | None = None
-_first_steps: FirstSteps | None = None
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -70,77 +56,64 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if both widths
     are "full"; PatchError, changing nothing, if this torch's functions are not as this version knows them.
     """
-    global _config
-    config = refusals.serve(
-        config, "pipelining", _LACKS if config is None else {**_OTHERS, **_LACKS}, (*_SERVES, "quantize_evaluation")
-    )
-    if config.pipeline_bits == config.pipeline_backward_bits == "full":
-        raise ConfigError(
-            'pipeline_bits and pipeline_backward_bits are "full": pipelining would quantize nothing; set one of them.'
-        )
-    _notice(config)
-    if _config is None:
-        other_traffic.attach(_patchset())
-    run_log.start(config, lambda: optimizer_steps.finished)
-    _config = config
-    widths = (config.pipeline_bits, config.pipeline_backward_bits)
-    there, back = ("exactly" if bits == "full" else f"in {bits} bits" for bits in widths)
-    gives = f"activations {there}, their gradients {back}"
-    notices.say(notices.attached("torch's pipelining", gives, config, said=_SERVES))
-
-
-def _notice(config: FlashConfig) -> None:
-    """Put the seams in place, and count the steps for the notice. Raises PatchError, changing nothing."""
-    global _first_steps
-    if not _patchset().applied:
-        _patchset().apply()
-        optimizer_steps.start()
-    _first_steps = _first_steps or FirstSteps(config, framework="pipelining")
-    _first_steps.config = config
+    integration.enable(config)
 
 
 def by_environment() -> None:
-    """As `enable`, by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions: a configuration that
-    cannot be served ends it. Among `all`, sends of one without these widths are counted, and stay torch's own.
+    """Enable by FLASH_ALLREDUCE_ATTACH, once the program has imported torch's functions. A configuration that is
+    refused ends the program. `all` counts the sends of a configuration without these widths, in full precision.
     """
-    named = os.environ.get(environment.ATTACH, "")
-    try:
-        config = FlashConfig.from_env()
-        if {config.pipeline_bits, config.pipeline_backward_bits} != {"full"} or "pipelining" in named:
-            enable(None)
-        elif config.enabled and not environment.is_on(environment.DISABLE):
-            with suppress(PatchError):  # a torch that differs: nothing was asked for
-                _notice(config)
-    except (ConfigError, PatchError) as error:
-        refuse(error)
+    integration.by_environment()
 
 
 def disable() -> None:
     """Put torch's own functions back. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    Raises PatchError, changing nothing, if one of them was replaced again since.
     """
-    global _config, _first_steps
-    if _patchset().applied:
-        _patchset().restore()
-        other_traffic.detach(_patchset())
-        optimizer_steps.stop()
-    _config = _first_steps = None
+    integration.disable()
 
 
 def is_enabled() -> bool:
-    return _config is not None
+    """Return True between enable and disable."""
+    return integration.is_on
 
 
 def report() -> Report:
-    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    target = f"{_SCHEDULES}._batch_p2p"
-    return of_sites(
-        {
-            site.name: {"target": target, "covers": covers, "in_place": _patchset().applied}
-            for site, covers in _COVERS.items()
-        }
-    )
+    """Return the coverage and the counts of each site since `reset_stats`; empty counts if there were no calls."""
+    return integration.report()
+
+
+class _Pipelining(Integration):
+    def check(self, config: FlashConfig) -> None:
+        if not self.wanted(config):
+            raise ConfigError(
+                'pipeline_bits and pipeline_backward_bits are "full": pipelining would quantize nothing; '
+                "set one of them."
+            )
+        super().check(config)
+
+    def wanted(self, config: FlashConfig) -> bool:
+        return {config.pipeline_bits, config.pipeline_backward_bits} != {"full"}
+
+    def by_environment(self) -> None:
+        super().by_environment()
+        if not self.is_on:
+            config = FlashConfig.from_env()
+            if config.enabled and not environment.is_on(environment.DISABLE):
+                with suppress(PatchError):  # a torch that differs: nothing was asked for
+                    self.apply()
+                    self.watch(config)
+
+    def started(self, config: FlashConfig) -> None:
+        super().started(config)
+        self.watch(config)
+        widths = (config.pipeline_bits, config.pipeline_backward_bits)
+        there, back = ("exactly" if bits == "full" else f"in {bits} bits" for bits in widths)
+        gives = f"activations {there}, their gradients {back}"
+        notices.say(
+            notices.attached("torch's pipelining", gives, config, said=("pipeline_bits", "pipeline_backward_bits"))
+        )
 
 
 def seams() -> list[Seam]:
@@ -164,9 +137,13 @@ def seams() -> list[Seam]:
     return [*map(lists, _METHODS), start]
 
 
-@functools.cache
 def _patchset() -> Patchset:
-    return Patchset("pipelining", seams(), f"torch 2.11 to 2.13 (installed: {torch.__version__})")
+    return Patchset("pipelining", seams(), f"{_ROW.fits} (installed: {torch.__version__})")
+
+
+integration = _Pipelining(
+    "pipelining", _patchset, {site.name: (f"{_SCHEDULES}._batch_p2p", covers) for site, covers in _COVERS.items()}
+)
 
 
 def _named(original: Function, site: Site) -> Function:
@@ -195,19 +172,20 @@ def _started(original: Function) -> Function:
     def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
         if not p2p_ops or not all(hasattr(one, _SITE) for one in p2p_ops):
             return list(original(p2p_ops, desc))
-        assert _first_steps is not None, "a seam is in place only between enable and disable"
-        _first_steps.at(optimizer_steps.finished)
-        if _config is not None:
-            _agree(p2p_ops[0], _config)
-        reason = _plain(_config)
-        if _config is None or reason is not None:
+        config, first_steps = integration.config, integration.first_steps
+        assert first_steps is not None, "a seam is in place only between enable and disable"
+        first_steps.at(optimizer_steps.finished)
+        if config is not None:
+            _agree(p2p_ops[0], config)
+        reason = _plain(config)
+        if config is None or reason is not None:
             _count(p2p_ops, reason)
             with ours:
                 return list(original(p2p_ops, desc))
-        evaluation = not torch.is_grad_enabled() and not _config.quantize_evaluation
+        evaluation = not torch.is_grad_enabled() and not config.quantize_evaluation
         return sends.batch_isend_irecv(
             p2p_ops,
-            config=_config,
+            config=config,
             site=[getattr(one, _SITE) for one in p2p_ops],
             step=optimizer_steps.finished,
             full_precision=policy.EVALUATION if evaluation else None,

@@ -230,7 +230,7 @@ def test_a_framework_that_hangs_is_a_problem_in_bounded_time(tmp_path: Path, mon
     module(tmp_path / "site", "deepspeed", HANGS)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("HANGING", str(tmp_path / "pid"))
-    with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor.frameworks:deepspeed") as child:
+    with Child(tmp_path, "deepspeed", "flash_allreduce_plugin.cli.doctor.frameworks:check", "deepspeed") as child:
         [found] = doctor._outcome(child, "DeepSpeed seams", 5)
     assert (found.level, found.text) == ("problem", "not finished after 5 s (importing deepspeed)")
     assert "--timeout" in found.remedy
@@ -341,7 +341,8 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     script = (
         "import pathlib, time; from flash_allreduce_plugin.cli.doctor.child import Child; "
-        f"Child(pathlib.Path({str(tmp_path)!r}), 'x', 'flash_allreduce_plugin.cli.doctor.frameworks:deepspeed'); "
+        f"Child(pathlib.Path({str(tmp_path)!r}), 'x', "
+        "'flash_allreduce_plugin.cli.doctor.frameworks:check', 'deepspeed'); "
         "time.sleep(600)"
     )
     env = environment(tmp_path / "site", HANGING=str(pid))

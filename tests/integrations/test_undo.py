@@ -1,8 +1,8 @@
 """Integrations are enabled and disabled in any order, twice, and fail half way: what they replace is what it was
 before, the same objects, as soon as they are off.
 
-Those that can be imported take part: Megatron and its launch flags (against a training package of a few lines),
-DeepSpeed, apex (the stand-in). In a rank of its own: nothing of this is for the other tests.
+Every row of the registry takes part whose package can be imported, and Megatron's launch flags (against a training
+package of a few lines); apex is the stand-in. In a rank of its own: nothing of this is for the other tests.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from torch.optim import optimizer as torch_optimizer
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.integrations import patching
+from flash_allreduce_plugin.integrations import patching, registry
 from tests.distributed import run_ranks
 
 STUB = Path(__file__).parent / "apex_stub"
 # What every integration honours; Megatron's own keys are refused by the others.
 CONFIGS = (FlashConfig(bits=8), FlashConfig(bits=4, error_feedback=True, group_size=64))
-WALKS, STEPS = 4, 60
+ORDERS, WALKS, STEPS = 12, 4, 60
 
 On = Callable[[FlashConfig], None]
 Integrations = dict[str, tuple[On, Callable[[], None], list[tuple[Any, str]]]]
@@ -63,29 +63,49 @@ def owners(seams: Any) -> list[tuple[Any, str]]:
     return found
 
 
-def integrations() -> Integrations:
-    """name: (enable, disable, what it replaces)"""
-    from flash_allreduce_plugin.integrations import apex
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even a parent package
+        return False
 
+
+def integrations() -> Integrations:
+    """name: (enable, disable, replaced functions)"""
     sys.path.insert(0, str(STUB))
-    found: Integrations = {"apex": (apex.enable, apex.disable, owners(apex.seams()))}
-    if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
-        from flash_allreduce_plugin.integrations import megatron
+    found: Integrations = {}
+    for row in registry.ROWS:
+        if row.name == "megatron":
+            launch_flags()
+        if installed(row.probe):
+            module = importlib.import_module(row.module)
+            seams = [engine_constructor()] if row.name == "deepspeed" else module.seams()
+            found[row.name] = (enabling(row, module), module.disable, owners(seams))
+    if "megatron" in found:
         from flash_allreduce_plugin.integrations.megatron import arguments, monitor
 
-        launch_flags()
-        found["megatron"] = (megatron.enable, megatron.disable, owners([*megatron.seams(), *monitor.seams()]))
+        found["megatron"][2].extend(owners(monitor.seams()))
         found["launch flags"] = (
             lambda config: arguments.attach(),
             arguments.detach,
             owners(arguments._patchset().seams),
         )
-    if importlib.util.find_spec("deepspeed"):
-        from flash_allreduce_plugin.integrations import deepspeed
-        from flash_allreduce_plugin.integrations.deepspeed import engine
-
-        found["deepspeed"] = (deepspeed.enable, deepspeed.disable, owners([engine.constructor()]))
     return found
+
+
+def enabling(row: registry.Row, module: Any) -> On:
+    """Return the integration's enable, with a configuration that it accepts."""
+    own = {name: 8 for name in row.acts if name.endswith("_bits")}
+    if not row.elsewhere:
+        return lambda config: module.enable(config)
+    return lambda config: module.enable(FlashConfig(bits=config.bits, group_size=config.group_size, **own))
+
+
+def engine_constructor() -> patching.Seam:
+    """The one function of DeepSpeed's that is replaced in the process; the others are replaced on an engine."""
+    from flash_allreduce_plugin.integrations.deepspeed import engine
+
+    return engine.constructor()
 
 
 def objects(places: list[tuple[Any, str]]) -> list[Any]:
@@ -122,7 +142,7 @@ class Frameworks:
         for name, (_, _, places) in self.all.items():
             same = [x is y for x, y in zip(objects(places), self.before[name], strict=True)]
             assert not any(same) if name in self.on else all(same), (name, sorted(self.on), same)
-        if "megatron" not in self.on:
+        if not self.on - {"apex", "deepspeed", "launch flags"}:  # the others count steps
             assert torch_hooks() == self.hooks
         assert sys.meta_path == self.finders
 
@@ -147,11 +167,13 @@ class Frameworks:
 
 
 def every_order() -> list[str]:
-    """Everything on in every order, off in every order; each twice."""
+    """Everything on in many orders, off in many orders; each twice."""
     frameworks = Frameworks()
     names = sorted(frameworks.all)
     frameworks.check()
-    for on, off in zip(itertools.permutations(names), reversed(list(itertools.permutations(names))), strict=True):
+    draw = random.Random(0)
+    orders = [names, names[::-1], *(draw.sample(names, len(names)) for _ in range(ORDERS))]
+    for on, off in zip(orders, reversed(orders), strict=True):
         for order, change in ((on, frameworks.enable), (off, frameworks.disable)):
             for name in order:
                 change(name)
@@ -173,8 +195,9 @@ def fails_half_way() -> dict[str, int]:
     """Every replacement of every integration fails once, when it is put in place and when it is taken off."""
     frameworks = Frameworks()
     tried = {}
-    for name in frameworks.all:
-        for other in (None, *(n for n in frameworks.all if n != name)):
+    names = list(frameworks.all)
+    for number, name in enumerate(names):
+        for other in (None, names[number - 1], names[(number + 1) % len(names)]):
             if other is not None:
                 frameworks.enable(other)
             at = 1

@@ -24,12 +24,6 @@ _INDENT = 11
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 _HERE = "flash_allreduce_plugin.cli"
 _UNEXPECTED = f"mend the problems above first; if there are none, {REPORT_IT}"
-# Check -> its section, if it does not get to say so itself, and what it imports.
-FRAMEWORKS = {
-    "megatron": ("Megatron seams", "megatron.core"),
-    "deepspeed": ("DeepSpeed seams", "deepspeed"),
-    "apex": ("apex seams", "apex"),
-}
 
 
 def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
@@ -77,10 +71,14 @@ def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, lis
         return
     # The entry point would replace a constructor of DeepSpeed's, which is then no longer what is to be checked.
     off: dict[str, str | None] = {environment.AUTOLOAD: "0"}
-    attached = [Child(folder, name, f"{_HERE}.doctor.frameworks:{name}", environment=off) for name in FRAMEWORKS]
+    packages = frameworks.packages()
+    attached = [
+        Child(folder, package, f"{_HERE}.doctor.frameworks:check", package, environment=off) for package in packages
+    ]
     with children(attached):
-        for (section, module), child in zip(FRAMEWORKS.values(), attached, strict=True):
-            findings = _outcome(child, section, seconds, frameworks.remedy(module))
+        for package, child in zip(packages, attached, strict=True):
+            remedy = frameworks.remedy(packages[package][0].probe)
+            findings = _outcome(child, frameworks.section(package), seconds, remedy)
             yield "importing the frameworks", findings
     yield "testing the codec", []
     plain = selftest.plain_environment()

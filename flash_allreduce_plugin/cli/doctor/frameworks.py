@@ -1,29 +1,64 @@
-"""Checks of `flash-allreduce doctor`: whether each seam would attach. Nothing is replaced."""
+"""Checks of `flash-allreduce doctor`: verify the seams of every row of the registry. Nothing is replaced."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flash_allreduce_plugin.cli.doctor.child import described
+from flash_allreduce_plugin.integrations import registry
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor.child import Findings
     from flash_allreduce_plugin.integrations.patching import Seam
 
 
-def megatron(report: Findings) -> None:
-    """megatron-core's functions and, where Megatron runs with it, Transformer Engine's."""
-    report.section("Megatron seams")
-    if not _imported(report, "megatron.core", "megatron-core"):
+def packages() -> dict[str, list[registry.Row]]:
+    """Return the rows of the registry by the package whose functions they replace. Each package is one check."""
+    found: dict[str, list[registry.Row]] = {}
+    for row in registry.ROWS:
+        found.setdefault(row.package, []).append(row)
+    return found
+
+
+def section(package: str) -> str:
+    """Return the title of a package's findings."""
+    rows = packages()[package]
+    return f"{package if len(rows) > 1 else rows[0].title.removeprefix('fap.')} seams"
+
+
+def check(report: Findings, package: str) -> None:
+    """Import a package and verify every seam of its integrations. One that is not installed is no problem."""
+    report.section(section(package))
+    rows = packages()[package]
+    if package == "apex" and not _is_apex(report):
         return
+    for row in rows:
+        if not _imported(report, row.probe, package):
+            return
+        seams = importlib.import_module(row.module).seams()
+        _verify(report, seams, f"install {row.fits}; report it if this is one", None if len(rows) == 1 else row.name)
+    if package == "megatron-core":
+        _transformer_engine(report)
+
+
+def _is_apex(report: Findings) -> bool:
+    """Return True if the apex that is found has apex.parallel."""
+    from flash_allreduce_plugin.integrations import apex
+
+    missing = apex.missing()
+    if missing is not None:
+        report.ok("apex", f"{missing[0].value}, nothing to attach")
+    return missing is None
+
+
+def _transformer_engine(report: Findings) -> None:
+    """Verify the seams of Transformer Engine where Megatron runs with it."""
     from flash_allreduce_plugin.config import FlashConfig
-    from flash_allreduce_plugin.integrations import megatron as ours
     from flash_allreduce_plugin.integrations.megatron import attention, transformer_engine
 
-    _verify(report, ours.seams(), "pip install a megatron-core of the supported versions; report it if this is one")
     report.section("Transformer Engine seams")
     if importlib.util.find_spec("transformer_engine") is None:
         report.ok("transformer_engine", "not installed, nothing to attach")
@@ -39,26 +74,6 @@ def megatron(report: Findings) -> None:
     seams = transformer_engine.seams(FlashConfig)  # no call is made
     seams += attention.of_transformer_engine(attention.te_module(), FlashConfig)
     _verify(report, seams, "install a Transformer Engine of the supported versions, or do without its layers")
-
-
-def deepspeed(report: Findings) -> None:
-    report.section("DeepSpeed seams")
-    if not _imported(report, "deepspeed", "deepspeed"):
-        return
-    from flash_allreduce_plugin.integrations.deepspeed import engine
-
-    _verify(report, engine.seams(), "pip install a deepspeed of the supported versions; report it if this is one")
-
-
-def apex(report: Findings) -> None:
-    from flash_allreduce_plugin.integrations import apex as ours
-
-    report.section("apex seams")
-    missing = ours.missing()
-    if missing is not None:
-        report.ok("apex", f"{missing[0].value}, nothing to attach")
-    elif _imported(report, "apex", "apex"):
-        _verify(report, ours.seams(), "install NVIDIA's apex 23.05 to 25.05, or AMD's")
 
 
 def _imported(report: Findings, module: str, package: str) -> bool:
@@ -87,9 +102,11 @@ def remedy(module: str) -> str:
     return f"`python -c 'import {module}'` shows all of it; install it again, or uninstall it if it is not used"
 
 
-def _verify(report: Findings, seams: Iterable[Seam], mend: str) -> None:
+def _verify(report: Findings, seams: Sequence[Seam], mend: str, together: str | None = None) -> None:
+    """Write a line for each seam, or one with this name for all that fit."""
     from flash_allreduce_plugin.integrations.patching import Patchset
 
+    fit = 0
     for seam in seams:
         report.doing(f"checking {seam.target}")
         try:
@@ -97,4 +114,8 @@ def _verify(report: Findings, seams: Iterable[Seam], mend: str) -> None:
         except Exception as error:
             report.problem(seam.id, str(error), mend)
         else:
-            report.ok(seam.id, "would attach")
+            fit += 1
+            if together is None:
+                report.ok(seam.id, "would attach")
+    if together is not None and fit:
+        report.ok(together, f"{fit} of {len(seams)} seams would attach")

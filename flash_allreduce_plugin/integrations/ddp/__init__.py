@@ -9,10 +9,13 @@ FLASH_ALLREDUCE_ATTACH=ddp does the same for a program that nobody edits (docs/t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations.ddp import attach
 from flash_allreduce_plugin.integrations.ddp.hook import ddp_hook as ddp_hook
-from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.integrations.patching import Seam
+from flash_allreduce_plugin.telemetry.report import Report
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -24,14 +27,14 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here; PatchError, changing
     nothing, if this torch's DistributedDataParallel is not as this version knows it.
     """
-    attach.attachment.enable(config)
+    attach.integration.enable(config)
 
 
 def by_environment() -> None:
     """As `enable`, by FLASH_ALLREDUCE_ATTACH: a configuration that cannot be served ends the program when the first
     such model is built.
     """
-    attach.attachment.by_environment()
+    attach.integration.by_environment()
 
 
 def disable() -> None:
@@ -39,15 +42,19 @@ def disable() -> None:
 
     Raises PatchError, changing nothing, if somebody has replaced one of DistributedDataParallel's methods since.
     """
-    attach.disable()
+    attach.integration.disable()
 
 
 def is_enabled() -> bool:
-    return attach.attachment.is_on
+    """Return True between enable and disable."""
+    return attach.integration.is_on
 
 
 def report() -> Report:
     """Calls since `reset_stats`, and in `models` a line for each model that was built while enabled."""
-    covers = "the gradients' buckets of every model that is attached"
-    entry = {"target": f"{attach.DDP}.register_comm_hook", "covers": covers, "in_place": is_enabled()}
-    return of_sites({"ddp.gradients": entry}, attach.attachment.models)
+    return attach.integration.report()
+
+
+def seams() -> Sequence[Seam]:
+    """Return every function of torch's that is replaced while enabled."""
+    return attach.integration.patchset.seams

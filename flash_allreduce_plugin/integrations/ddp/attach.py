@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import autosave
-from flash_allreduce_plugin.integrations.attachment import Attachment, described, unknown_group
-from flash_allreduce_plugin.integrations.ddp.hook import LACKS, Hook, started
+from flash_allreduce_plugin.integrations.contract import ModelIntegration, described, unknown_group
+from flash_allreduce_plugin.integrations.ddp.hook import Hook, started
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 MODULE = "torch.nn.parallel.distributed"
 DDP = f"{MODULE}.DistributedDataParallel"
@@ -34,12 +35,13 @@ _BUILTIN = {
 _hooks: WeakKeyDictionary[DistributedDataParallel, Hook] = WeakKeyDictionary()
 
 
-def disable() -> None:
-    attachment.disable()
-    for hook in _hooks.values():
-        reduction = hook.reduction
-        reduction.config = reduction.config.model_copy(update={"enabled": False})
-    _hooks.clear()
+class _DDP(ModelIntegration):
+    def stopped(self) -> None:
+        """Let models that are served reduce in full precision."""
+        for hook in _hooks.values():
+            reduction = hook.reduction
+            reduction.config = reduction.config.model_copy(update={"enabled": False})
+        _hooks.clear()
 
 
 def _patchset() -> Patchset:
@@ -54,16 +56,20 @@ def _patchset() -> Patchset:
         Seam(f"ddp.{name.strip('_')}", MODULE, f"DistributedDataParallel.{name}", signature, replacement, covers)
         for name, signature, replacement, covers in methods
     ]
-    return Patchset("ddp", seams, f"torch 2.11 to 2.13 (installed: {torch.__version__})")
+    return Patchset("ddp", seams, f"{BY_NAME['ddp'].fits} (installed: {torch.__version__})")
 
 
-attachment = Attachment("DistributedDataParallel", _patchset, LACKS)
+integration = _DDP(
+    "ddp",
+    _patchset,
+    {"ddp.gradients": (f"{DDP}.register_comm_hook", "the gradients' buckets of every model that is attached")},
+)
 
 
 def _with_hook(original: Function) -> Function:
     @functools.wraps(original)
     def build(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> None:
-        config = attachment.for_a_model()
+        config = integration.for_a_model()
         original(self, *arguments, **keywords)
         _serve(self, config)
 
@@ -86,14 +92,14 @@ def _serve(ddp: DistributedDataParallel, config: FlashConfig) -> None:
     model = f"DistributedDataParallel ({described(type(ddp.module).__name__, ddp.module.parameters())})"
     why = _why_not(ddp, config)
     if why is not None:
-        attachment.note(f"{model} is left alone: {why}")
+        integration.note(f"{model} is left alone: {why}")
         return
     alive = weakref.ref(ddp.module)
     autosave.watch(lambda: _parameters(alive()), dist.get_world_size(ddp.process_group))
     hook = Hook(config, [], model)
     ddp.register_comm_hook(None, hook)
     _hooks[ddp] = started(hook)
-    attachment.models.append(f"attached to {model}")
+    integration.models.append(f"attached to {model}")
 
 
 def _parameters(module: torch.nn.Module | None) -> Iterable[torch.Tensor]:
@@ -128,7 +134,7 @@ def _gives_way(model: DistributedDataParallel, state: Any, hook: Any, name: str)
     assert model.logger is not None
     model.logger._set_comm_hook_name(name)
     line = f"DistributedDataParallel ({type(model.module).__name__}): the program's own hook {name} goes before ours"
-    attachment.note(line)
+    integration.note(line)
     return True
 
 

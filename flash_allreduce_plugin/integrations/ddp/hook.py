@@ -21,11 +21,13 @@ from torch.nn import Parameter
 from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.collectives import replicated_params
 from flash_allreduce_plugin.collectives.error_feedback import Feedback, Slot
-from flash_allreduce_plugin.config import FlashConfig, refusals
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations import autosave, patching
+from flash_allreduce_plugin.integrations.contract import serve
 from flash_allreduce_plugin.integrations.ddp.owner import Owner, group_of, sharding_of
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.policy import SPARSE, Site
 from flash_allreduce_plugin.runtime import checkpoint
 from flash_allreduce_plugin.telemetry import counters, other_traffic, run_log
@@ -36,10 +38,6 @@ SITE = Site("ddp.gradients")
 
 Future = torch.futures.Future[torch.Tensor]
 REBUILT = "DDP rebuilt its buckets"
-LACKS = {
-    **dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters"),
-    **dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered"),
-}
 
 
 def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Parameter] = ()) -> "Hook":
@@ -58,7 +56,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     `include`, `exclude` and the keys of Megatron's. register_comm_hook, or inside of a wrapper the first step, raises
     ValueError if `replicated` has a parameter of another model, if the hook serves two models, or if it finds no model.
     """
-    config = refusals.serve(config, "ddp_hook", LACKS)
+    config = serve(config, BY_NAME["ddp"], "ddp_hook")
     told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
     for one in told:
         if not isinstance(one, Parameter):

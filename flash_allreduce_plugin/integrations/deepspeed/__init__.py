@@ -14,11 +14,13 @@ changes nothing and does not import DeepSpeed. Every rank must have the same con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig, refusals
-from flash_allreduce_plugin.integrations.deepspeed import engine, seams, section
+from flash_allreduce_plugin.integrations.deepspeed import engine, engine_seams, section
+from flash_allreduce_plugin.integrations.patching import Seam
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
@@ -46,7 +48,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether engines are served when they are built: after `enable`, or attached by the entry point."""
+    """Return True if engines are served when they are built: after `enable`, or attached by the entry point."""
     return engine.is_attached()
 
 
@@ -64,6 +66,11 @@ def report() -> Report:
     return of_sites(
         {
             site: {"target": target, "covers": covers, "in_place": site in in_place}
-            for site, (target, covers) in seams.SITES.items()
+            for site, (target, covers) in engine_seams.SITES.items()
         }
     )
+
+
+def seams() -> Sequence[Seam]:
+    """Return DeepSpeed's functions that are replaced in the process; others are replaced on an engine."""
+    return engine.seams()

@@ -34,10 +34,10 @@ from flash_allreduce_plugin.integrations.deepspeed import (
     pipeline,
     section,
 )
+from flash_allreduce_plugin.integrations.deepspeed.engine_seams import places
 from flash_allreduce_plugin.integrations.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.integrations.deepspeed.parameters import parameters
 from flash_allreduce_plugin.integrations.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
-from flash_allreduce_plugin.integrations.deepspeed.seams import places
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam, below_mark, is_in_source
 from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log
 

@@ -12,11 +12,12 @@ from flash_allreduce_plugin.config import FlashConfig, refusals, wording
 from flash_allreduce_plugin.config.presets import PRESETS
 from flash_allreduce_plugin.config.wording import printable, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
-LACKS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
+LACKS = BY_NAME["deepspeed"].refused
 # Keys of Megatron's that count here too: widths of sends, and of what a model's layers exchange; and what goes with one
 # of the latter.
 SENDS = ("pipeline_bits", "pipeline_backward_bits")

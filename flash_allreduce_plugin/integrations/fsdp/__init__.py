@@ -9,13 +9,16 @@ FLASH_ALLREDUCE_ATTACH=fsdp does the same for a program that nobody edits (docs/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations.fsdp import attach
 from flash_allreduce_plugin.integrations.fsdp.fsdp1 import fsdp1_hook as fsdp1_hook
 from flash_allreduce_plugin.integrations.fsdp.fsdp2 import FlashAllGather as FlashAllGather
 from flash_allreduce_plugin.integrations.fsdp.fsdp2 import FlashAllReduce as FlashAllReduce
 from flash_allreduce_plugin.integrations.fsdp.fsdp2 import FlashReduceScatter as FlashReduceScatter
-from flash_allreduce_plugin.telemetry.report import Report, of_sites
+from flash_allreduce_plugin.integrations.patching import Seam
+from flash_allreduce_plugin.telemetry.report import Report
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -28,14 +31,14 @@ def enable(config: FlashConfig | None = None) -> None:
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here; PatchError, changing
     nothing, if this torch's FSDP is not as this version knows it.
     """
-    attach.attachment.enable(config)
+    attach.integration.enable(config)
 
 
 def by_environment() -> None:
     """As `enable`, by FLASH_ALLREDUCE_ATTACH: a configuration that cannot be served ends the program when the first
     such model is built.
     """
-    attach.attachment.by_environment()
+    attach.integration.by_environment()
 
 
 def disable() -> None:
@@ -43,17 +46,19 @@ def disable() -> None:
 
     Raises PatchError, changing nothing, if somebody has replaced one of torch's functions since.
     """
-    attach.disable()
+    attach.integration.disable()
 
 
 def is_enabled() -> bool:
-    return attach.attachment.is_on
+    """Return True between enable and disable."""
+    return attach.integration.is_on
 
 
 def report() -> Report:
     """Calls of each site since `reset_stats`, and in `models` a line for each model that has trained while enabled."""
-    entries = {
-        site: {"target": target, "covers": covers, "in_place": is_enabled()}
-        for site, (target, covers) in attach.SITES.items()
-    }
-    return of_sites(entries, attach.attachment.models)
+    return attach.integration.report()
+
+
+def seams() -> Sequence[Seam]:
+    """Return every function of torch's that is replaced while enabled."""
+    return attach.integration.patchset.seams

@@ -25,10 +25,11 @@ from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.collectives import replicated_params
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import autosave, patching
-from flash_allreduce_plugin.integrations.attachment import Attachment, described, unknown_group
+from flash_allreduce_plugin.integrations.contract import ModelIntegration, described, unknown_group
 from flash_allreduce_plugin.integrations.fsdp import fsdp1, fsdp2
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry import notices
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at
@@ -45,24 +46,21 @@ SITES = {
     fsdp1.SITE.name: (f"{FSDP1}.FullyShardedDataParallel", "the gradients of FSDP1"),
 }
 _PARAMETERS = Site(fsdp2.PARAMETERS.name, Role.PARAMETER)  # while param_bits is "full"
-# Of fsdp2.LACKS what the attached classes have.
-_SERVED = ("warmup_steps", "param_bits")
-LACKS = {key: why for key, why in fsdp2.LACKS.items() if key not in _SERVED}
-
 _found: WeakKeyDictionary[FSDPParamGroup, tuple[Any, Any]] = WeakKeyDictionary()  # what we put ours in the place of
 _exact: WeakKeyDictionary[FSDPParamGroup, FlashConfig] = WeakKeyDictionary()  # param_bits would quantize their gathers
 _said: WeakSet[Any] = WeakSet()  # what the groups of one model have in common, of models with a line
 _roots: WeakSet[FullyShardedDataParallel] = WeakSet()
 
 
-def disable() -> None:
-    attachment.disable()
-    for group, (reduce_scatter, all_gather) in _found.items():
-        _put_back(group, reduce_scatter, all_gather)
-    for root in list(_roots):
-        _take_hook(root)
-    _found.clear()
-    _exact.clear()
+class _FSDP(ModelIntegration):
+    def stopped(self) -> None:
+        """Give models that are served torch's own communication back."""
+        for group, (reduce_scatter, all_gather) in _found.items():
+            _put_back(group, reduce_scatter, all_gather)
+        for root in list(_roots):
+            _take_hook(root)
+        _found.clear()
+        _exact.clear()
 
 
 def _patchset() -> Patchset:
@@ -81,10 +79,10 @@ def _patchset() -> Patchset:
         if hasattr(FSDPParamGroup, name):  # of recent releases; each refuses a group with communication of others
             seams.append((name, GROUP, f"{group}.{name}", ("self", ...), _given_back, theirs))
     made = [Seam(f"fsdp.{name}", *rest) for name, *rest in seams]
-    return Patchset("fsdp", made, f"torch 2.11 to 2.13 (installed: {torch.__version__})")
+    return Patchset("fsdp", made, f"{BY_NAME['fsdp'].fits} (installed: {torch.__version__})")
 
 
-attachment = Attachment("FSDP", _patchset, LACKS)
+integration = _FSDP("fsdp", _patchset, SITES)
 
 
 # ---- FSDP2 ----
@@ -93,7 +91,7 @@ attachment = Attachment("FSDP", _patchset, LACKS)
 class _Served:
     """Beside a class of fsdp2.py: an object for one group of parameters, which counts the optimizer's steps."""
 
-    _lacks: Mapping[str, str] = LACKS
+    _lacks: Mapping[str, str] = integration.row.refused
     _attached_to: str | None = None
     config: FlashConfig
 
@@ -109,10 +107,10 @@ class _Served:
         group = self._of()
         if group is not None and group.comm_ctx not in _said:
             _said.add(group.comm_ctx)
-            attachment.note(_line(group, self.config))
+            integration.note(_line(group, self.config))
             few = None if self.config.param_bits == "full" else notices.few_bits("param_bits", self.config.param_bits)
             if few is not None:
-                attachment.note(few)
+                integration.note(few)
         return super()._begin(site, calls)  # type: ignore[misc]
 
 
@@ -158,13 +156,13 @@ class _AllGather(_Served, fsdp2.FlashAllGather):
 def _with_ours(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: FSDPParamGroup, *arguments: Any, **keywords: Any) -> None:
-        config = attachment.for_a_model()
+        config = integration.for_a_model()
         original(self, *arguments, **keywords)
         why = unknown_group(_groups(self), self.device)
         if why is not None:
             line = f"FSDP2 ({type(self.modules[0]).__name__}) is left alone: {why}"
-            if line not in attachment.models:
-                attachment.note(line)
+            if line not in integration.models:
+                integration.note(line)
             return
         has_copies = _has_copies(self, config)  # which may refuse the configuration: here, before the model trains
         alive = weakref.ref(self)
@@ -242,7 +240,7 @@ def _noticing(original: Function) -> Function:
         original(self, comm)
         if not isinstance(comm, _Served):
             line = f"FSDP2 ({type(self).__name__}): the program's own {type(comm).__name__} goes before ours"
-            attachment.note(line)
+            integration.note(line)
 
     return set_custom
 
@@ -252,7 +250,7 @@ def _given_back(original: Function) -> Function:
     def set_buffers(self: FSDPParamGroup, *arguments: Any, **keywords: Any) -> None:
         if self in _found:
             name = type(self.modules[0]).__name__
-            attachment.note(f"FSDP2 ({name}) is left alone: {original.__name__} needs torch's own communication")
+            integration.note(f"FSDP2 ({name}) is left alone: {original.__name__} needs torch's own communication")
             _put_back(self, *_found.pop(self))
         original(self, *arguments, **keywords)
 
@@ -283,7 +281,7 @@ def _with_replicas(original: Function) -> Function:
 def _with_hook(original: Function) -> Function:
     @functools.wraps(original)
     def _share_state_and_init_handle_attrs(root_state: Any, root_module: Any) -> None:
-        config = attachment.for_a_model()
+        config = integration.for_a_model()
         original(root_state, root_module)
         if not isinstance(root_state, FullyShardedDataParallel):
             return
@@ -291,7 +289,7 @@ def _with_hook(original: Function) -> Function:
         model = f"FullyShardedDataParallel ({size} on this rank)"
         why = _why_not(root_state, config)
         if why is not None:
-            attachment.note(f"{model} is left alone: {why}")
+            integration.note(f"{model} is left alone: {why}")
             return
         autosave.watch(None, dist.get_world_size(root_state.process_group))
         served = config
@@ -326,7 +324,7 @@ def _giving_way(original: Function) -> Function:
             _take_hook(self)
             name = getattr(hook, "__qualname__", "hook")
             line = f"FullyShardedDataParallel: the program's own hook {name} goes before ours"
-            attachment.note(line)
+            integration.note(line)
         original(self, state, hook)
 
     return register_comm_hook

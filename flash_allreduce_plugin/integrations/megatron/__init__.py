@@ -140,6 +140,7 @@ def _misfit(seams: list[Seam]) -> str | None:
 
 
 def is_enabled() -> bool:
+    """Return True between enable and disable."""
     return _config is not None
 
 

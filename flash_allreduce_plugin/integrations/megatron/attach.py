@@ -19,7 +19,7 @@ from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.integrations import autosave, megatron
-from flash_allreduce_plugin.integrations.attachment import refuse
+from flash_allreduce_plugin.integrations.contract import refuse
 from flash_allreduce_plugin.integrations.megatron import arguments, refusals
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam
 from flash_allreduce_plugin.telemetry import notices

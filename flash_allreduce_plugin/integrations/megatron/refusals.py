@@ -17,6 +17,7 @@ from flash_allreduce_plugin.config import refusals as keys
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.integrations.patching import Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 Spelling = Callable[..., str]
 
@@ -36,12 +37,11 @@ _OWN_EXCHANGES = (
     "hybrid_override_pattern",
     "experimental_attention_variant",
 )
-_LACKS = {"param_backward_bits": "which gathers no parameters for the backward pass alone"}
 
 
 def of_fields(config: FlashConfig, spelled: Callable[[str], str] = str) -> list[str]:
     """One line for each field that was given and has no effect in Megatron; spelled: names it as its user wrote it."""
-    lines = keys.refusals(config.given(), "Megatron", _LACKS, spelled)
+    lines = keys.refusals(config.given(), "Megatron", BY_NAME["megatron"].refused, spelled)
     if config.quantize_layernorm and config.grad_bits == "full":
         given = f"{spelled('quantize_layernorm')}={config.quantize_layernorm}"
         lines.append(f"{given} has no effect while {spelled('grad_bits')} is full; set that too, or leave it out.")

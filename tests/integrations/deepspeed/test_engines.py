@@ -30,7 +30,7 @@ from deepspeed_training import (
 from torch import nn
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.integrations.deepspeed import seams
+from flash_allreduce_plugin.integrations.deepspeed import engine_seams
 from flash_allreduce_plugin.integrations.deepspeed.engine import bind
 from tests.distributed import Ranks
 
@@ -106,7 +106,7 @@ def off_again(stage: int) -> None:
 
 def replaced(built: Any) -> set[str]:
     """Our functions on an engine and its optimizer."""
-    names = {place.attribute.split(".")[1] for place in seams.places(None)}
+    names = {place.attribute.split(".")[1] for place in engine_seams.places(None)}
     return names & {*vars(built), *vars(built.optimizer)}
 
 
@@ -293,8 +293,8 @@ def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int]
 def test_a_slice_with_several_owners_is_for_everybody() -> None:
     """Matrices of Muon; a rank by its number is how 0.17 and 0.18 say it."""
     bucket = [torch.zeros(3), torch.zeros(2, 2)]
-    assert seams._slices(bucket, [1, frozenset({0})]) == [(1, 3), (0, 4)]
-    assert seams._slices(bucket, [frozenset({1}), frozenset({0, 1})]) is None
+    assert engine_seams._slices(bucket, [1, frozenset({0})]) == [(1, 3), (0, 4)]
+    assert engine_seams._slices(bucket, [frozenset({1}), frozenset({0, 1})]) is None
 
 
 def muon(zero: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.integrations.attachment import unknown_group
+from flash_allreduce_plugin.integrations.contract import unknown_group
 from tests.attached import loss_of, program, said
 from tests.distributed import Ranks, run_ranks
 
