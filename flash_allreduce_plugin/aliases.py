@@ -7,11 +7,13 @@ adds the finder to sys.meta_path.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+import importlib.machinery
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 _PACKAGE = __package__
 #: Old name -> name. A module of an old package has the new package's name before its own.
@@ -45,7 +47,7 @@ MOVED = {
 }
 
 
-class Finder(MetaPathFinder):
+class Finder:
     """Finds modules by their old names."""
 
     def find_spec(
@@ -55,20 +57,22 @@ class Finder(MetaPathFinder):
         if new is None:
             return None
         if name.endswith(".__main__"):  # for python -m, which asks the loader for code
-            found = importlib.util.find_spec(new)
-            return None if found is None else importlib.util.spec_from_file_location(name, found.origin)
+            from importlib import util
+
+            found = util.find_spec(new)
+            return None if found is None else util.spec_from_file_location(name, found.origin)
         try:
             module = importlib.import_module(new)
         except ModuleNotFoundError as error:
             if error.name == new:
                 return None
             raise
-        return importlib.util.spec_from_loader(
-            name, _Loader(module), origin=module.__file__, is_package=hasattr(module, "__path__")
+        return importlib.machinery.ModuleSpec(
+            name, cast("Any", _Loader(module)), origin=module.__file__, is_package=hasattr(module, "__path__")
         )
 
 
-class _Loader(Loader):
+class _Loader:
     """Gives a module that has been imported, and leaves it as it is."""
 
     def __init__(self, module: ModuleType) -> None:

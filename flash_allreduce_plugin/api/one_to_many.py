@@ -23,6 +23,7 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import all_to_all as exchanges
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.broadcast import broadcast as broadcast_quantized
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Plan, Site, WithOneRoot
 from flash_allreduce_plugin.runtime import stages, traced
@@ -205,7 +206,7 @@ def _measure(call: Call, plan: Plan, input: Tensor, sizes: Sequence[int]) -> Non
         call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
 
 
-def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
+def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
     if call.numel == 0:
         return
     assert call.root is not None
@@ -214,7 +215,7 @@ def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
     if plan is None:
         call.quality.watch([whole] if call.state.rank == root else [], 1.0)
         pending = transport.broadcast(whole, root, call.label, transport.PLAINLY)
-        yield
+        yield Stage.PROGRESS
         pending.wait()
     else:
         _measure(call, plan, whole if call.state.rank == root else whole[:0], [len(whole)])
@@ -222,11 +223,11 @@ def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         yield from broadcast_quantized(whole, root, plan, call.label, pool, call.key, meter=meter)
     if not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
-    yield
+    yield Stage.FINISH
     _end(call, plan, whole)
 
 
-def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
+def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
     if call.numel == 0:
         return
     tensor = tensor.detach()
@@ -238,7 +239,7 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         pending = transport.plainly(
             lambda: dist.reduce(whole, group_dst=call.root, op=op, group=call.group, async_op=True), call.label
         )
-        yield
+        yield Stage.PROGRESS
         pending.wait()
         if factor != 1.0:
             result.mul_(factor)
@@ -249,11 +250,11 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[None]:
         yield from stages.levels_of(plan).reduce_scatter(result, parts, *how, meter=call.quality.meter)
     if at_root and not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
-    yield
+    yield Stage.FINISH
     _end(call, plan, result)
 
 
-def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Tensor]) -> Iterator[None]:
+def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Tensor]) -> Iterator[Stage]:
     if call.numel == 0:
         return
     own = rows.flat(tensor)
@@ -264,7 +265,7 @@ def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Ten
         pending = transport.plainly(
             lambda: dist.gather(own, parts, group_dst=call.root, group=call.group, async_op=True), call.label
         )
-        yield
+        yield Stage.PROGRESS
         pending.wait()
     else:
         assert call.parts is not None
@@ -272,11 +273,11 @@ def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Ten
         yield from _runs(call, plan, whole, own, received, call.parts)
     for output, part in zip(outputs, parts or (), strict=True):
         output.detach().copy_(part.view(output.shape))
-    yield
+    yield Stage.FINISH
     _end(call, plan, whole)
 
 
-def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Tensor]) -> Iterator[None]:
+def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Tensor]) -> Iterator[Stage]:
     if call.numel == 0:
         return
     tensor = tensor.detach()
@@ -287,7 +288,7 @@ def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Ten
         pending = transport.plainly(
             lambda: dist.scatter(own, flat or None, group_src=call.root, group=call.group, async_op=True), call.label
         )
-        yield
+        yield Stage.PROGRESS
         pending.wait()
     else:
         assert call.parts is not None
@@ -295,13 +296,13 @@ def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Ten
         yield from _runs(call, plan, own, torch.cat(flat) if flat else own[:0], received, call.parts)
     if not tensor.is_contiguous():
         tensor.copy_(own.view(tensor.shape))
-    yield
+    yield Stage.FINISH
     _end(call, plan, own)
 
 
 def _runs(
     call: Call, plan: Plan, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """An all_to_all in which one end of every run is the root, and every run is quantized."""
     _measure(call, plan, input, sent)
     rule, pool, meter = (

@@ -19,7 +19,7 @@ from flash_allreduce_plugin.api.reductions import call_of, default_config
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import point_to_point, transport
 from flash_allreduce_plugin.collectives.point_to_point import Ends, Message, header
-from flash_allreduce_plugin.collectives.work import Helper, StreamWork, Work
+from flash_allreduce_plugin.collectives.work import Helper, Stage, StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import BetweenTwo, Plan, Site
 from flash_allreduce_plugin.quality import sample
@@ -283,19 +283,19 @@ def _start(requests: Sequence[_Request]) -> Work:
     return Work(steps, name, tensors, Helper() if transport.by_messages(call.group, call.device) else None)
 
 
-def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[None]]:
+def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[Stage]]:
     flats = [rows.flat(one.tensor) for one in requests]
     messages = list(map(_message, requests, flats))
     return messages, _steps(requests, flats, messages)
 
 
-def _steps(requests: Sequence[_Request], flats: Sequence[Tensor], messages: Sequence[Message]) -> Iterator[None]:
+def _steps(requests: Sequence[_Request], flats: Sequence[Tensor], messages: Sequence[Message]) -> Iterator[Stage]:
     call = requests[0].call
     yield from point_to_point.exchange(messages, lambda: call.state.pool(call.device))
     for one, flat in zip(requests, flats, strict=True):
         if one.call.collective == "recv" and not one.tensor.is_contiguous():
             one.tensor.detach().copy_(flat.view(one.tensor.shape))
-    yield
+    yield Stage.FINISH
     for one, message in zip(requests, messages, strict=True):
         if message.meter is not None:
             counters.record_sqnr(one.call.site, *sample.fold(message.meter.read()))

@@ -40,6 +40,7 @@ from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import ALIGNMENT, aligned
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def all_to_all(
     key: int = 0,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """Run j of input, sent[j] elements, goes to rank j; run j of output, received[j] elements, comes from it.
 
     One rounding, by plan.gather, of the runs that the rule quantizes; the others arrive as they are.
@@ -234,7 +235,7 @@ def all_to_all(
     for i in range(count):
         send(i)
     keep()
-    yield
+    yield Stage.PROGRESS
     for i in range(count):
         write(i)
     pool.give(outbox, inbox)

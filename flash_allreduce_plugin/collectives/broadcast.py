@@ -22,6 +22,7 @@ from flash_allreduce_plugin.codec.format import Draw
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, whole_groups
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def broadcast(
     key: int = 0,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """tensor [numel], 1-D and contiguous, in place: on every rank what the root's decodes to, by plan.gather.
 
     root: its rank in the group. key, meter: as in flat.py; only the root measures.
@@ -90,7 +91,7 @@ def broadcast(
 
     for i in range(chunks.window):
         send(i)
-    yield
+    yield Stage.PROGRESS
     for i in range(chunks.count):
         pass_on(i)
         if i > 0:  # the chunk before it: one is decoded while another is passed on

@@ -38,6 +38,7 @@ from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, shard_mul
 from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
 
 if TYPE_CHECKING:
@@ -63,13 +64,13 @@ def all_reduce(
     residual: Residual | None = None,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
     call = _AllReduce(tensor, factor, plan, label, pool, key, residual, meter)
     count, window = call.chunks.count, call.chunks.window
     for i in range(window):
         call.send(i)
-    yield
+    yield Stage.PROGRESS
     for i in range(count):
         call.reduce(i)
         if i + window < count:
@@ -238,7 +239,7 @@ def reduce_scatter(
     residual: Residual | None = None,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
     One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
@@ -292,7 +293,7 @@ def all_gather(
     parts: Sequence[int] | None = None,
     meter: Meter | None = None,
     held: HeldWeights | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """input [numel] of every rank -> output [world * numel], one rounding.
 
     parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
@@ -428,11 +429,11 @@ def _cut(tensor: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:
     return (tensor,) if tensor.shape[dim] <= size else tensor.split(size, dim)
 
 
-def _in_turn(chunks: Chunks, send: Callable[[int], None], receive: Callable[[int], None]) -> Iterator[None]:
+def _in_turn(chunks: Chunks, send: Callable[[int], None], receive: Callable[[int], None]) -> Iterator[Stage]:
     """Send the first chunks, yield, then receive every chunk in order and send the one that takes its place."""
     for i in range(chunks.window):
         send(i)
-    yield
+    yield Stage.PROGRESS
     for i in range(chunks.count):
         receive(i)
         if i + chunks.window < chunks.count:

@@ -32,6 +32,7 @@ from flash_allreduce_plugin.codec.format import WIRE_VERSION, Draw, Format
 from flash_allreduce_plugin.collectives import missing_ranks, transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, whole_groups
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending, Post
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.errors import CollectiveError, MismatchError
 from flash_allreduce_plugin.policy import FullPrecision, Plan
 
@@ -215,7 +216,7 @@ class Message:
         raise MismatchError(message)
 
 
-def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Iterator[None]:
+def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Iterator[Stage]:
     """Post the messages, yield, wait for them. Several, where the backend takes them together, are one launch.
 
     pool: those of the stream that this runs on.
@@ -228,7 +229,7 @@ def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Ite
         for message in messages:
             message.post(buffers, batch.add)
         batch.post(messages[0].label)
-    yield
+    yield Stage.PROGRESS
     for message in messages:
         message.finish(buffers)
 

@@ -29,6 +29,7 @@ from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
+from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan, topology
 from flash_allreduce_plugin.policy.topology import Nodes, Overlap, Part, Slab
 
@@ -47,7 +48,7 @@ def all_reduce(
     key: int = 0,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """tensor [numel], in place: the sum over the ranks times factor. Three roundings."""
     slabs = _slabs_of_tensor(tensor.numel(), plan)
     group_size, rank = plan.gather.group_size, label.group.rank()
@@ -92,7 +93,7 @@ def reduce_scatter(
     key: int = 0,
     *,
     meter: Meter | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
 
     Two roundings.
@@ -149,7 +150,7 @@ def all_gather(
     parts: Sequence[int] | None = None,
     meter: Meter | None = None,
     held: HeldWeights | None = None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ.
 
     held: output has what was gathered before, and the differences travel (differences.py).
@@ -299,7 +300,7 @@ class _Stages:
         self._arrived = _Ring(pool, lag, len(plan.nodes), summed * plan.reduce.record_bytes)
         self._pending: dict[int, Pending] = {}
 
-    def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[None]:
+    def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[Stage]:
         """Every stage of every slab; yields once, when the first slabs are on the wire.
 
         Of the stages of one turn the last comes first: it sets free the buffers that the others take.
@@ -316,7 +317,7 @@ class _Stages:
             stages = (*stages, arrive)
         for turn in range(count + self._lag * (len(stages) - 1)):
             if turn == self._lag:
-                yield
+                yield Stage.PROGRESS
             for number, stage in reversed(list(enumerate(stages))):
                 i = turn - number * self._lag
                 if 0 <= i < count:

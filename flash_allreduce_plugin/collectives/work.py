@@ -1,15 +1,15 @@
 """The handle of a call in flight, and the thread that brings it on.
 
-A call is a generator of three parts:
+A call has three stages (Stage), each of which runs once, in this order:
 
-    start     | yield | progress                          | yield | finish
-    encode,           receive, sum, send, write the               what was measured, what error feedback
-    first sends       result                                      has to know: in the order of the waits
+    START                PROGRESS                           FINISH
+    encode,              receive, sum, send, write the      note the measured error and the residual,
+    first sends          result                             in the order of the waits
 
-The start runs when the call is made and the finish in wait(). Over gloo the progress of a quantized call runs in a
-thread of the group (Helper), as torch's own calls progress in a thread of gloo's: handles may be waited for in any
-order, and other collectives may come in between. Over NCCL all of it is on a stream of the GPU (StreamWork). Over other
-backends the progress issues collectives, which are matched by their order, and so it runs in wait().
+START runs when the call is made and FINISH in wait(). Over gloo the PROGRESS of a quantized call runs in a thread of
+the group (Helper), as torch's own calls progress in a thread of gloo's: handles may be waited for in any order, and
+other collectives may come in between. Over NCCL all of it is on a stream of the GPU (StreamWork). Over other backends
+PROGRESS issues collectives, which are matched by their order, and so it runs in wait().
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from enum import IntEnum
 from functools import cache
 from queue import SimpleQueue
 
@@ -29,32 +30,40 @@ from torch import Tensor
 
 from flash_allreduce_plugin.errors import CollectiveError
 
-_STARTED, _IN_PLACE, _FINISHED = 1, 2, 3
 _NO_LIMIT = timedelta(0)  # torch's: the group's timeout is the limit
 _GRACE = 2.0  # seconds that the end of the program waits for calls in flight
 
 Future = torch.futures.Future[list[Tensor]]
 
 
+class Stage(IntEnum):
+    """The stage of a call that comes next. A call yields it before each stage but the first; DONE is never yielded."""
+
+    START = 0
+    PROGRESS = 1
+    FINISH = 2
+    DONE = 3
+
+
 class Work:
-    """A collective that has been started. The generator holds its buffers as long as the wire reads them."""
+    """A collective that has been started. `stages` holds its buffers as long as the wire reads them."""
 
     def __init__(
         self,
-        steps: Iterator[None],
+        stages: Iterator[Stage],
         label: str,
         outputs: Sequence[Tensor] = (),
         helper: Helper | None = None,
         at_once: bool = False,
     ) -> None:
         """outputs: what get_future() gives. helper: may make the call progress; at_once: from now on."""
-        self._steps = steps
+        self._stages = stages
         self._label = label
         self._outputs = list(outputs)
         self._helper = helper
         self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
-        self._stage = 0
+        self._next = Stage.START
         self._error: BaseException | None = None
         self._future: Future | None = None
         self._progressed: threading.Event | None = None  # once the helper has the call
@@ -88,7 +97,7 @@ class Work:
                 self._delegate()
             finally:
                 self._lock.release()
-        return self._stage >= _IN_PLACE if self._progressed is None else self._progressed.is_set()
+        return self._next > Stage.PROGRESS if self._progressed is None else self._progressed.is_set()
 
     def get_future(self) -> Future:
         """Done with the result, as torch's: the tensors written. Over backends that do not progress it waits first."""
@@ -101,14 +110,11 @@ class Work:
             return self._future
 
     def _advance(self) -> None:
-        """To the generator's next yield or its end."""
+        """Run the next stage."""
         try:
-            next(self._steps)
-            self._stage += 1
-        except StopIteration:
-            self._stage = _FINISHED
+            self._next = next(self._stages, Stage.DONE)
         except BaseException as error:
-            self._stage = _FINISHED
+            self._next = Stage.DONE
             self._error = error
             if not isinstance(error, Exception):  # Ctrl-C: for this wait, not for those of the cleaning up
                 self._error = CollectiveError(
@@ -118,14 +124,14 @@ class Work:
             raise
 
     def _finish(self) -> None:
-        while self._stage < _FINISHED:
+        while self._next is not Stage.DONE:
             self._advance()
         if self._error is not None:
             raise self._error
 
     def _delegate(self) -> None:
         """Leave the progress to the helper, if there is one and anything to do."""
-        if self._helper is not None and self._progressed is None and self._stage == _STARTED:
+        if self._helper is not None and self._progressed is None and self._next is Stage.PROGRESS:
             self._progressed = threading.Event()
             self._helper.submit(self)
 
@@ -214,7 +220,7 @@ class StreamWork(Work):
 
     def __init__(
         self,
-        steps: Iterator[None],
+        stages: Iterator[Stage],
         label: str,
         outputs: Sequence[Tensor],
         tensors: Sequence[Tensor],
@@ -232,7 +238,7 @@ class StreamWork(Work):
         for tensor in tensors:
             tensor.record_stream(stream)
         with torch.cuda.stream(stream):
-            super().__init__(steps, label, outputs)
+            super().__init__(stages, label, outputs)
         if not (looks or has_one_queue(device)):
             self._issue()
 

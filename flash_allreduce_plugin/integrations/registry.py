@@ -8,7 +8,7 @@ A new integration is its module, its row here, its test and its page (docs/insid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _BUCKETS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 _NO_MODULES = dict.fromkeys(("include", "exclude"), "which does not know modules")
@@ -16,8 +16,7 @@ _NO_PARAMETERS = dict.fromkeys(("param_bits", "param_backward_bits"), "where no 
 _TORCH = "torch 2.11 to 2.13"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One integration.
 
     name: fap.<name>, and the module integrations.<name>.
@@ -43,7 +42,7 @@ class Row:
     page: str
     probe: str
     acts: tuple[str, ...] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = {}
     elsewhere: tuple[str, ...] = ()
     why: str = "where everything travels at `bits`"
     waits_for: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """A call that was decided, run step by step: quantized, or in full precision.
 
-A call is a generator of three parts, which yields twice: the start, when the call is made; the progress, which writes
-the result; the finish, in wait(). collectives/work.py says who runs which.
+Each function here is one kind of call. It yields the stage that comes next (collectives/work.py, Stage), which keeps
+the local variables of its stages together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flash_allreduce_plugin.collectives.error_feedback import Residual
 from flash_allreduce_plugin.collectives.replicated_params import Exactly, Range
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label
 from flash_allreduce_plugin.collectives.weight_differences import Exact, HeldWeights
-from flash_allreduce_plugin.collectives.work import StreamWork, Work
+from flash_allreduce_plugin.collectives.work import Stage, StreamWork, Work
 from flash_allreduce_plugin.errors import CollectiveError
 from flash_allreduce_plugin.policy import Collective, Plan, Site
 from flash_allreduce_plugin.runtime.decision import Call
@@ -49,9 +49,9 @@ def failed(collective: Collective, site: Site, group: dist.ProcessGroup, cause: 
 
 
 def start(
-    call: Call, steps: Iterator[None], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
+    call: Call, steps: Iterator[Stage], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
 ) -> Work | None:
-    """Run the steps through, or, asynchronous, return their handle. plan: None in full precision."""
+    """Run all stages, or, asynchronous, return their handle. plan: None in full precision."""
     if not async_op:
         for _ in steps:
             pass
@@ -98,7 +98,7 @@ def _measure(call: Call, plan: Plan, input: Tensor | Sequence[Tensor]) -> None:
         call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
 
 
-def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[None]:
+def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[Stage]:
     if call.numel == 0 and plain is None:
         return
     tensor = tensor.detach()
@@ -107,7 +107,7 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
     call.quality.watch([whole.view(-1)], call.factor)
     exactly = _exactly(call, [whole])
     pending = transport.plainly(plain, call.label) if plain else transport.all_reduce(whole, op, call.label)
-    yield
+    yield Stage.PROGRESS
     pending.wait()
     if plain is not None and whole is not tensor:
         whole.copy_(tensor)
@@ -117,11 +117,11 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
         exactly.write(whole.view(-1))
     if whole is not tensor:
         tensor.copy_(whole)
-    yield
+    yield Stage.FINISH
     call.quality.watched(whole.view(-1))
 
 
-def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
+def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[Stage]:
     tensor = tensor.detach()
     whole = rows.flat(tensor)
     exactly = _exactly(call, [whole])
@@ -137,7 +137,7 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
         exactly.write(whole)
     if not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
-    yield
+    yield Stage.FINISH
     if call.feedback is not None:
         call.feedback.check(whole)
     call.quality.end(whole)
@@ -145,7 +145,7 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[None]:
 
 def reduce_scatter(
     call: Call, plan: Plan | None, outputs: list[Tensor], shards: Tensor | Sequence[Tensor], plain: Plain | None
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """shards [world, numel], or a list of 1-D tensors."""
     if call.numel == 0 and plain is None:
         return
@@ -171,7 +171,7 @@ def reduce_scatter(
     if not in_place:
         for one, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
             one.copy_(result.view(one.shape))
-    yield
+    yield Stage.FINISH
     if plan is None:
         call.quality.watched(shard)
         return
@@ -189,7 +189,7 @@ class Apart:
     plan: Plan | None
 
 
-def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[None]:
+def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[Stage]:
     """All elements of the tensor, in calls of their own (collectives/replicated_params.py)."""
     tensor = tensor.detach()
     whole = tensor.contiguous().view(-1)
@@ -201,13 +201,13 @@ def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[None]:
             replicated_params.write(value, one.ranges, whole)
     if not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
-    yield
+    yield Stage.FINISH
     _finish(steps)
 
 
 def reduce_scatter_apart(
     call: Call, every: Sequence[Apart], outputs: list[Tensor], shards: Tensor | Sequence[Tensor]
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """All elements of the shards, in calls of their own: of one that is all-reduced every rank takes its part."""
     outputs = [one.detach() for one in outputs]
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
@@ -231,42 +231,42 @@ def reduce_scatter_apart(
     if not in_place:
         for output, result in zip(outputs, shard.split([one.numel() for one in outputs]), strict=True):
             output.copy_(result.view(output.shape))
-    yield
+    yield Stage.FINISH
     _finish(steps)
 
 
-def _all_reduce_of(one: Apart, value: Tensor) -> Iterator[None]:
+def _all_reduce_of(one: Apart, value: Tensor) -> Iterator[Stage]:
     return plain_all_reduce(one.call, value, None) if one.plan is None else all_reduce(one.call, one.plan, value)
 
 
-def _together(calls: Sequence[Iterator[None]]) -> Iterator[None]:
+def _together(calls: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
     """Start all calls, yield, and bring them to their results."""
     for one in calls:
         next(one, None)
-    yield
+    yield Stage.PROGRESS
     for one in calls:
         next(one, None)
 
 
-def _finish(calls: Sequence[Iterator[None]]) -> None:
+def _finish(calls: Sequence[Iterator[Stage]]) -> None:
     for one in calls:
         next(one, None)
 
 
 def _plain_reduce_scatter(
     call: Call, shard: Tensor, shards: Tensor | Sequence[Tensor], plain: Plain | None
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """The framework's own, whose result is in the caller's output; else torch's, whose result is in `shard`."""
     if plain is not None:
         pending = transport.plainly(plain, call.label)
-        yield
+        yield Stage.PROGRESS
         pending.wait()
         return
     op, factor = plain_op(call)
     even = shards if isinstance(shards, Tensor) else _padded(shards)
     sums = shard if even is shards else shard.new_empty(even.shape[1])
     pending = transport.reduce_scatter(sums, even.view(-1), op, call.label)
-    yield
+    yield Stage.PROGRESS
     pending.wait()
     if even is not shards:
         shard.copy_(sums[: len(shard)])
@@ -282,7 +282,7 @@ def _padded(shards: Sequence[Tensor]) -> Tensor:
     return even
 
 
-def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, plain: Plain | None) -> Iterator[None]:
+def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, plain: Plain | None) -> Iterator[Stage]:
     if call.numel == 0 and plain is None:
         return
     output = output.detach()
@@ -297,7 +297,7 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
             pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
         else:
             pending = transport.all_gather_plainly(whole, own, call.label)
-        yield
+        yield Stage.PROGRESS
         pending.wait()
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
@@ -308,7 +308,7 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
         output.copy_(whole.view(output.shape))
-    yield
+    yield Stage.FINISH
     if plan is None:
         call.quality.watched(whole)
     else:
@@ -322,7 +322,7 @@ def gather_differences(
     master: Tensor,
     held: HeldWeights,
     plain: Plain | None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
     if call.numel == 0 and plain is None:
         return
@@ -336,7 +336,7 @@ def gather_differences(
             pending = transport.all_gather(weights, mine, call.label, transport.PLAINLY, call.parts)
         else:
             pending = transport.all_gather_plainly(weights, mine, call.label)
-        yield
+        yield Stage.PROGRESS
         pending.wait()
         call.quality.watch_weights(master, mine)
     else:
@@ -349,7 +349,7 @@ def gather_differences(
         if exact is not None:
             exact.write(weights)
     held.gathered(weights)
-    yield
+    yield Stage.FINISH
     if plan is None:
         call.quality.watched(weights)
     else:
@@ -365,7 +365,7 @@ def all_to_all(
     received: list[int],
     sent: list[int],
     plain: Plain | None,
-) -> Iterator[None]:
+) -> Iterator[Stage]:
     """A rank that sends and gets nothing takes part as well: the others cannot know."""
     output = output.detach()
     in_place = output.is_contiguous()
@@ -375,7 +375,7 @@ def all_to_all(
         call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
         theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))
         pending = transport.plainly(theirs, call.label)
-        yield
+        yield Stage.PROGRESS
         pending.wait()
         if plain is not None and not in_place:
             whole.view(output.shape).copy_(output)
@@ -387,7 +387,7 @@ def all_to_all(
         yield from exchanges.all_to_all(whole, own, received, sent, plan, rule, call.label, pool, call.key, meter=meter)
     if not in_place:
         output.copy_(whole.view(output.shape))
-    yield
+    yield Stage.FINISH
     if plan is None:
         call.quality.watched(whole)
     else:

@@ -365,7 +365,7 @@ SOURCE = (STUB / DISTRIBUTED).read_text()
 
 MISFITS: dict[str, tuple[dict[str, str], str]] = {
     "the index's": ({"apex/__init__.py": "import pyramid"}, "is not NVIDIA's apex nor AMD's but another package"),
-    "a module": ({"integrations/apex.py": ""}, "is not NVIDIA's apex nor AMD's but another package"),
+    "a module": ({"apex.py": ""}, "is not NVIDIA's apex nor AMD's but another package"),
     "a folder": ({"apex/README": ""}, "is not NVIDIA's apex nor AMD's but another package"),
     "NVIDIA's of today": (
         {"apex/__init__.py": "", "apex/multi_tensor_apply/__init__.py": ""},
