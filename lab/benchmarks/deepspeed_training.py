@@ -31,7 +31,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from lab.benchmarks.ranks import finish, torchrun
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FULL_PRECISION, NOISE = "full precision", "noise "
 VALIDATION_BATCHES = 64
 # Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.

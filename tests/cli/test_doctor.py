@@ -36,7 +36,7 @@ from flash_allreduce_plugin.integrations.patching import Seam
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(flash_allreduce_plugin.__file__).parent
-STUBS = [ROOT / "tests" / "apex_stub", ROOT / "tests" / "megatron" / "te_stub"]
+STUBS = [ROOT / "tests" / "integrations" / "apex_stub", ROOT / "tests" / "integrations" / "megatron" / "te_stub"]
 HANGS = 'import os, pathlib, time\npathlib.Path(os.environ["HANGING"]).write_text(str(os.getpid()))\ntime.sleep(600)\n'
 
 

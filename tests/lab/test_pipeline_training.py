@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 from flash_allreduce_plugin.config import FlashConfig
 from lab.benchmarks import pipeline_training
 
-ROOT = Path(pipeline_training.__file__).parent.parent
+ROOT = Path(pipeline_training.__file__).parents[2]
 
 
 @pytest.mark.parametrize("text", pipeline_training.CONFIGS)

@@ -13,7 +13,7 @@ import pytest
 
 from lab.benchmarks import netlab, ranks
 
-ROOT = Path(netlab.__file__).parent.parent
+ROOT = Path(netlab.__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def fsdp1(config: fap.FlashConfig) -> list[str]:
 
 
 def apex(config: fap.FlashConfig) -> list[str]:
-    sys.path.insert(0, str(ROOT / "tests" / "apex_stub"))
+    sys.path.insert(0, str(ROOT / "tests" / "integrations" / "apex_stub"))
     from apex.parallel import Reducer
 
     fap.apex.enable(config)
@@ -169,7 +169,7 @@ def two_fsdp1_models() -> list[str]:
 
 def two_apex_reducers() -> list[str]:
     """One configuration: the second model is too small for it."""
-    sys.path.insert(0, str(ROOT / "tests" / "apex_stub"))
+    sys.path.insert(0, str(ROOT / "tests" / "integrations" / "apex_stub"))
     from apex.parallel import Reducer
 
     fap.apex.enable(fap.FlashConfig(min_bytes=1 << 14))

@@ -188,7 +188,7 @@ def test_a_call_that_torch_refuses_is_refused_as_before() -> None:
 
 
 def test_apex_stops_counting_when_it_is_disabled() -> None:
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "apex_stub"))
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(__file__)), "integrations", "apex_stub"))
     try:
         apex, before = importlib.import_module("flash_allreduce_plugin.integrations.apex"), methods()
         apex.enable(CONFIG)

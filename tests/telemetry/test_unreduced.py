@@ -139,7 +139,7 @@ def test_steps_without_a_reduction_are_named_once(
 
 
 def apex() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "apex_stub"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations" / "apex_stub"))
     from apex.parallel import DistributedDataParallel as OfApex
 
     fap.apex.enable(CONFIG)

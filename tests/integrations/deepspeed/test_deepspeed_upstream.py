@@ -24,7 +24,7 @@ import pytest
 
 from flash_allreduce_plugin.config import FlashConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKOUT = os.environ.get("DEEPSPEED_PATH", "")
 TESTS = "tests/unit"
 # The classes of each file that reduce gradients and run here; the whole file where none is named.
@@ -167,7 +167,7 @@ def results(mode: str) -> dict[str, Any]:
         folder.mkdir()
         # The two alone, not ROOT: DeepSpeed's tests are no package of this project's.
         (site / "flash_allreduce_plugin").symlink_to(ROOT / "flash_allreduce_plugin")
-        (site / "upstream_plugin.py").symlink_to(ROOT / "tests" / "deepspeed" / "upstream_plugin.py")
+        (site / "upstream_plugin.py").symlink_to(ROOT / "tests" / "integrations" / "deepspeed" / "upstream_plugin.py")
         own = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ALLREDUCE_")}
         environment = {
             **own,

@@ -241,7 +241,7 @@ def test_megatron_lm_resumes_bit_for_bit(tmp_path: Path, kind: str, precision: s
         pytest.importorskip("psutil", reason="psutil is not installed: Megatron hangs at torch_dist")
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     script = str(Path(CHECKOUT, "pretrain_gpt.py").resolve())
     flags = ["--flash-allreduce", "--flash-allreduce-rounding", "stochastic", "--flash-allreduce-bits", "4"]

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 # Hidden states of 256 x 2 x 256 are 512 KiB in fp32 and 256 KiB in bf16: by default too small to be quantized.
 FLAGS = (
@@ -222,7 +222,7 @@ leave()
 
 def test_the_shim_of_cuda_knows_bf16_and_draws_other_weights_on_each_rank(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", tmp_path / "site" / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", tmp_path / "site" / "sitecustomize.py")
     (tmp_path / "shimmed.py").write_text(SHIMMED)
     done = run(tmp_path, *TORCHRUN, "shimmed.py")
     assert done.returncode == 0, done.stdout[-4000:]
@@ -244,7 +244,7 @@ def why_not() -> str:
 def test_megatron_lm_trains_with_flags_only(tmp_path: Path, precision: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
     script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = run(tmp_path, *TORCHRUN, str(script), *ARGUMENTS, *PRECISIONS[precision], *FLAGS, timeout=500, **environment)
@@ -283,7 +283,7 @@ def test_megatron_lm_trains_over_stages_with_flags_only(tmp_path: Path, layout: 
     ranks, options = PIPELINES[layout]
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
     script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     iterations, batches = 12, 4

@@ -160,7 +160,7 @@ def why_no_event_files() -> str:
 def test_megatron_lm_writes_them_to_its_event_files(tmp_path: Path, precision: str) -> None:
     site = tmp_path / "site"
     site.mkdir()
-    shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
     words = ["--train-iters", "6", "--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "2"]
     words += ["--flash-allreduce-quality-interval", "3"]
     environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

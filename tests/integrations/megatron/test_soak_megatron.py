@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow  # 5,000 steps are `make soak`

@@ -23,7 +23,7 @@ import pytest
 
 from flash_allreduce_plugin.config import FlashConfig
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
 TESTS = "tests/unit_tests/tensor_parallel"
 WORLD_SIZE = 8
@@ -86,8 +86,8 @@ def ranks(mode: str) -> list[dict[str, Any]]:
         site, folder = Path(scratch, "site"), Path(scratch, "results")
         site.mkdir()
         folder.mkdir()
-        shutil.copy(ROOT / "tests" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
-        shutil.copy(ROOT / "tests" / "megatron" / "upstream_ranks.py", site)
+        shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+        shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "upstream_ranks.py", site)
         # The package alone, not ROOT: Megatron-LM has a package `tests` of its own.
         (site / "flash_allreduce_plugin").symlink_to(ROOT / "flash_allreduce_plugin")
         own = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ALLREDUCE_")}
