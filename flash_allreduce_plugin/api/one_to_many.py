@@ -92,8 +92,8 @@ def reduce(
     """
     checks.check_written(tensor, "tensor")
     root = checks.rank_in(checks.group_of(group), dst, group_dst, "dst")
-    call = _call("reduce", tensor, tensor.numel(), group, config, site, step, root, op)
-    call.parts = _to_one(call, tensor.numel())
+    parts = _to_one(root, tensor.numel(), checks.group_of(group).size())
+    call = _call("reduce", tensor, tensor.numel(), group, config, site, step, root, op, parts=parts)
     plan = _decided(call)
     outputs = [tensor] if call.state.rank == root else []
     return stages.start(call, _reduce(call, plan, tensor), plan, async_op, outputs, tensor)
@@ -118,9 +118,10 @@ def gather(
     """
     checks.check_tensor(tensor, "tensor")
     root = _root_or_first(group, dst, group_dst, "dst")
-    call = _call("gather", tensor, tensor.numel(), group, config, site, step, root)
-    outputs = _listed(call, gather_list, "gather_list", tensor, written=True)
-    call.parts, call.numel = _to_one(call, tensor.numel()), tensor.numel() * call.world_size
+    group = checks.group_of(group)
+    outputs = _listed(group, root, gather_list, "gather_list", tensor, written=True)
+    parts = _to_one(root, tensor.numel(), group.size())
+    call = _call("gather", tensor, tensor.numel() * group.size(), group, config, site, step, root, parts=parts)
     plan = _decided(call)
     return stages.start(call, _gather(call, plan, tensor, outputs), plan, async_op, outputs, tensor)
 
@@ -145,10 +146,10 @@ def scatter(
     """
     checks.check_written(tensor, "tensor")
     root = _root_or_first(group, src, group_src, "src")
-    call = _call("scatter", tensor, tensor.numel(), group, config, site, step, root)
-    inputs = _listed(call, scatter_list, "scatter_list", tensor, written=False)
-    call.parts = [tensor.numel() if inputs else 0] * call.world_size
-    call.numel = tensor.numel() * call.world_size
+    group = checks.group_of(group)
+    inputs = _listed(group, root, scatter_list, "scatter_list", tensor, written=False)
+    parts = [tensor.numel() if inputs else 0] * group.size()
+    call = _call("scatter", tensor, tensor.numel() * group.size(), group, config, site, step, root, parts=parts)
     plan = _decided(call)
     return stages.start(call, _scatter(call, plan, tensor, inputs), plan, async_op, [tensor], *inputs)
 
@@ -169,10 +170,10 @@ def _call(
     step: int | None,
     root: int,
     op: Any = dist.ReduceOp.SUM,
+    parts: list[int] | None = None,
 ) -> Call:
-    call = call_of(collective, like, numel, op, group, default_config() if config is None else config, site, step)
-    call.root = root
-    return call
+    config = default_config() if config is None else config
+    return call_of(collective, like, numel, op, group, config, site, step, root=root, parts=parts)
 
 
 def _root_or_first(group: dist.ProcessGroup | None, rank: int | None, group_rank: int | None, name: str) -> int:
@@ -180,15 +181,17 @@ def _root_or_first(group: dist.ProcessGroup | None, rank: int | None, group_rank
     return checks.rank_in(checks.group_of(group), 0 if rank is group_rank is None else rank, group_rank, name)
 
 
-def _listed(call: Call, tensors: Any, name: str, like: Tensor, *, written: bool) -> list[Tensor]:
-    at_root = call.state.rank == call.root
-    checks.check_list(tensors, name, like, call.world_size, at_root=at_root, written=written)
+def _listed(
+    group: dist.ProcessGroup, root: int, tensors: Any, name: str, like: Tensor, *, written: bool
+) -> list[Tensor]:
+    at_root = group.rank() == root
+    checks.check_list(tensors, name, like, group.size(), at_root=at_root, written=written)
     return list(tensors) if at_root else []
 
 
-def _to_one(call: Call, numel: int) -> list[int]:
-    """Elements of each rank's part where the root has all."""
-    return [numel if rank == call.root else 0 for rank in range(call.world_size)]
+def _to_one(root: int, numel: int, world_size: int) -> list[int]:
+    """Return the elements of each rank's part where the root has all."""
+    return [numel if rank == root else 0 for rank in range(world_size)]
 
 
 def _decided(call: Call) -> Plan | None:
@@ -201,17 +204,19 @@ def _decided(call: Call) -> Plan | None:
 
 def _measure(call: Call, plan: Plan, input: Tensor, sizes: Sequence[int]) -> None:
     """A quantized call begins. input: of this rank. sizes: elements of its parts."""
+    request = call.request
     call.quality.try_codebook(plan, input)
     if call.quality.measured:
-        call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
+        call.quality.measure_locally(request.factor, request.device, plan.reduce, sizes)
 
 
 def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
-    if call.numel == 0:
+    request = call.request
+    if request.numel == 0:
         return
-    assert call.root is not None
+    assert request.root is not None
     tensor = tensor.detach()
-    whole, root = rows.flat(tensor), call.root
+    whole, root = rows.flat(tensor), request.root
     if plan is None:
         call.quality.watch([whole] if call.state.rank == root else [], 1.0)
         pending = transport.broadcast(whole, root, call.label, transport.PLAINLY)
@@ -228,16 +233,18 @@ def _broadcast(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]
 
 
 def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
-    if call.numel == 0:
+    request = call.request
+    if request.numel == 0:
         return
     tensor = tensor.detach()
-    whole, at_root = rows.flat(tensor), call.state.rank == call.root
+    whole, at_root = rows.flat(tensor), call.state.rank == request.root
     result = whole if at_root else whole[:0]
     if plan is None:
         op, factor = stages.plain_op(call)
-        call.quality.watch([whole], call.factor)
+        call.quality.watch([whole], request.factor)
         pending = transport.plainly(
-            lambda: dist.reduce(whole, group_dst=call.root, op=op, group=call.group, async_op=True), call.label
+            lambda: dist.reduce(whole, group_dst=request.root, op=op, group=request.group, async_op=True),
+            call.label,
         )
         yield Stage.PROGRESS
         pending.wait()
@@ -245,8 +252,8 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
             result.mul_(factor)
     else:
         _measure(call, plan, whole, [len(whole)])
-        parts = [whole if rank == call.root else whole[:0] for rank in range(call.world_size)]
-        how = (call.factor, plan, call.label, stages.pool_of(call, plan), call.key)
+        parts = [whole if rank == request.root else whole[:0] for rank in range(call.world_size)]
+        how = (request.factor, plan, call.label, stages.pool_of(call, plan), call.key)
         yield from stages.levels_of(plan).reduce_scatter(result, parts, *how, meter=call.quality.meter)
     if at_root and not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
@@ -255,7 +262,8 @@ def _reduce(call: Call, plan: Plan | None, tensor: Tensor) -> Iterator[Stage]:
 
 
 def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Tensor]) -> Iterator[Stage]:
-    if call.numel == 0:
+    request = call.request
+    if request.numel == 0:
         return
     own = rows.flat(tensor)
     whole = own.new_empty(len(own) * len(outputs))
@@ -263,14 +271,15 @@ def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Ten
     if plan is None:
         call.quality.watch([own], 1.0)
         pending = transport.plainly(
-            lambda: dist.gather(own, parts, group_dst=call.root, group=call.group, async_op=True), call.label
+            lambda: dist.gather(own, parts, group_dst=request.root, group=request.group, async_op=True),
+            call.label,
         )
         yield Stage.PROGRESS
         pending.wait()
     else:
-        assert call.parts is not None
+        assert request.parts is not None
         received = [len(own) if outputs else 0] * call.world_size
-        yield from _runs(call, plan, whole, own, received, call.parts)
+        yield from _runs(call, plan, whole, own, received, request.parts)
     for output, part in zip(outputs, parts or (), strict=True):
         output.detach().copy_(part.view(output.shape))
     yield Stage.FINISH
@@ -278,7 +287,8 @@ def _gather(call: Call, plan: Plan | None, tensor: Tensor, outputs: Sequence[Ten
 
 
 def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Tensor]) -> Iterator[Stage]:
-    if call.numel == 0:
+    request = call.request
+    if request.numel == 0:
         return
     tensor = tensor.detach()
     own = rows.flat(tensor) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
@@ -286,14 +296,15 @@ def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Ten
     if plan is None:
         call.quality.watch(flat, 1.0)
         pending = transport.plainly(
-            lambda: dist.scatter(own, flat or None, group_src=call.root, group=call.group, async_op=True), call.label
+            lambda: dist.scatter(own, flat or None, group_src=request.root, group=request.group, async_op=True),
+            call.label,
         )
         yield Stage.PROGRESS
         pending.wait()
     else:
-        assert call.parts is not None
-        received = [len(own) if rank == call.root else 0 for rank in range(call.world_size)]
-        yield from _runs(call, plan, own, torch.cat(flat) if flat else own[:0], received, call.parts)
+        assert request.parts is not None
+        received = [len(own) if rank == request.root else 0 for rank in range(call.world_size)]
+        yield from _runs(call, plan, own, torch.cat(flat) if flat else own[:0], received, request.parts)
     if not tensor.is_contiguous():
         tensor.copy_(own.view(tensor.shape))
     yield Stage.FINISH
@@ -304,10 +315,11 @@ def _runs(
     call: Call, plan: Plan, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Iterator[Stage]:
     """An all_to_all in which one end of every run is the root, and every run is quantized."""
+    request = call.request
     _measure(call, plan, input, sent)
     rule, pool, meter = (
-        exchanges.Rule(call.itemsize, call.world_size, 0),
-        call.state.pool(call.device),
+        exchanges.Rule(request.dtype.itemsize, call.world_size, 0),
+        call.state.pool(request.device),
         call.quality.meter,
     )
     yield from exchanges.all_to_all(output, input, received, sent, plan, rule, call.label, pool, call.key, meter=meter)

@@ -25,7 +25,7 @@ from flash_allreduce_plugin.collectives.work import StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import LOW_SQNR, Collective, Plan, Site
 from flash_allreduce_plugin.runtime import groups, stages, traced
-from flash_allreduce_plugin.runtime.decision import Call, apart, decide, full_precision_bytes, lasts
+from flash_allreduce_plugin.runtime.decision import Call, Request, apart, decide, full_precision_bytes, lasts
 from flash_allreduce_plugin.runtime.stages import Apart, Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.other_traffic import ours
@@ -92,13 +92,13 @@ def all_reduce(
             raise stages.failed("all_reduce", site, known, error) from error
         return None
     checks.check_written(tensor, "tensor")
-    call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, feedback, exact)
-    call.theirs, call.full_precision = plain is not None, full_precision
-    if call.copies and (every := _apart(call, tensor)):
+    facts: dict[str, Any] = {"feedback": feedback, "theirs": plain is not None, "full_precision": full_precision}
+    call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, exact=exact, **facts)
+    if call.request.copies and (every := _apart(call, tensor)):
         return stages.start(call, stages.all_reduce_apart(every, tensor), every[0].plan, async_op, [tensor])
     plan = _decide(call, key, tensor)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return stages.plainly("all_reduce", site, call.group, plain, async_op)
+        return stages.plainly("all_reduce", site, call.request.group, plain, async_op)
     steps = stages.plain_all_reduce(call, tensor, plain) if plan is None else stages.all_reduce(call, plan, tensor)
     return stages.start(call, steps, plan, async_op, [tensor])
 
@@ -151,17 +151,20 @@ def reduce_scatter(
     else:
         parts = _parts(input)
         numel, like = sum(piece.numel() for part in parts for piece in part), outputs[0]
-    call = call_of("reduce_scatter", like, numel, op, group, config, site, step, feedback, exact)
-    call.theirs, call.full_precision, call.instead_of = plain is not None, full_precision, instead_of
+    group = checks.group_of(group)
     if parts is None:
-        checks.check_pair(outputs[0], "output", like, "input", call.world_size)
+        checks.check_pair(outputs[0], "output", like, "input", group.size())
+        sizes = None
     else:
-        checks.check_parts(outputs, parts, call.world_size, call.state.rank)
-        call.parts = [sum(map(Tensor.numel, part)) for part in parts]
-    every = _apart(call, like) if call.copies else []
+        checks.check_parts(outputs, parts, group.size(), group.rank())
+        sizes = [sum(map(Tensor.numel, part)) for part in parts]
+    facts: dict[str, Any] = {"feedback": feedback, "theirs": plain is not None, "full_precision": full_precision}
+    facts.update(instead_of=instead_of, parts=sizes)
+    call = call_of("reduce_scatter", like, numel, op, group, config, site, step, exact=exact, **facts)
+    every = _apart(call, like) if call.request.copies else []
     plan = every[0].plan if every else _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
-        return stages.plainly("reduce_scatter", site, call.group, plain, async_op)
+        return stages.plainly("reduce_scatter", site, call.request.group, plain, async_op)
     shards = rows.flat(like).view(call.world_size, -1) if parts is None else list(map(_joined, parts))
     if every:
         steps = stages.reduce_scatter_apart(call, every, outputs, shards)
@@ -216,23 +219,25 @@ def all_gather(
         return None
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
-    call = call_of("all_gather", output, output.numel(), dist.ReduceOp.SUM, group, config, site, step, exact=exact)
-    call.theirs, call.full_precision, call.which = plain is not None, full_precision, which
+    group = checks.group_of(group)
+    facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "which": which}
     checks.check_held(held, output, input, exact)
     like = input if held is None else output
     if output_split_sizes is None:
-        checks.check_pair(input, "input", output, "output", call.world_size, dtypes=held is None)
+        checks.check_pair(input, "input", output, "output", group.size(), dtypes=held is None)
     else:
-        call.parts = checks.runs_of(output, "output", output_split_sizes, call.world_size)
-        checks.check_part(input, output, call.parts[call.state.rank], dtypes=held is None)
+        facts["parts"] = parts = checks.runs_of(output, "output", output_split_sizes, group.size())
+        checks.check_part(input, output, parts[group.rank()], dtypes=held is None)
     if held is not None:
-        call.whole = lambda: held.agree(output, call.label)
+        facts["whole"] = lambda label: held.agree(output, label)
+    sum_ = dist.ReduceOp.SUM
+    call = call_of("all_gather", output, output.numel(), sum_, group, config, site, step, exact=exact, **facts)
     plan = _decide(call, key, like)
     if held is not None:
         steps = stages.gather_differences(call, plan, output, input, held, plain)
         return stages.start(call, steps, plan, async_op, [output], input)
     if plan is None and plain is not None and not call.quality.watching:
-        return stages.plainly("all_gather", site, call.group, plain, async_op)
+        return stages.plainly("all_gather", site, call.request.group, plain, async_op)
     return stages.start(call, stages.all_gather(call, plan, output, input, plain), plan, async_op, [output], input)
 
 
@@ -268,17 +273,18 @@ def all_to_all(
     config = default_config() if config is None else config
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
-    call = call_of("all_to_all", input, 0, dist.ReduceOp.SUM, group, config, site, step)
-    world, rank = call.world_size, call.state.rank
+    group = checks.group_of(group)
+    world = group.size()
     received = checks.runs_of(output, "output", output_split_sizes, world)
     sent = checks.runs_of(input, "input", input_split_sizes, world)
-    checks.check_exchange(output, input, received, sent, rank)
-    call.theirs, call.full_precision = plain is not None, full_precision
-    call.numel, call.parts = max(sent) * world, sent  # min_bytes sees a call whose runs are all as long as this one
-    call.rule = rule = exchanges.Rule(call.itemsize, world, config.min_bytes)
+    checks.check_exchange(output, input, received, sent, group.rank())
+    rule = exchanges.Rule(input.dtype.itemsize, world, config.min_bytes)
+    numel = max(sent) * world  # min_bytes sees a call whose runs are all as long as this one
+    facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "parts": sent, "rule": rule}
+    call = call_of("all_to_all", input, numel, dist.ReduceOp.SUM, group, config, site, step, **facts)
     plan = _decide(call, None, input)
     if plan is None and plain is not None and not call.quality.watching:
-        return stages.plainly("all_to_all", site, call.group, plain, async_op)
+        return stages.plainly("all_to_all", site, call.request.group, plain, async_op)
     steps = stages.all_to_all(call, plan, rule, output, input, received, sent, plain)
     return stages.start(call, steps, plan, async_op, [output], input)
 
@@ -338,10 +344,12 @@ def call_of(
     config: FlashConfig,
     site: Site,
     step: int | None,
+    *,
     feedback: Slot | None = None,
     exact: Copied = (),
+    **facts: Any,
 ) -> Call:
-    """The facts of a call, checked. like: a tensor of its dtype and device."""
+    """Check the arguments of a call and begin it. like: a tensor of its dtype and device. facts: of the request."""
     ranges = replicated_params.ranges_of(exact)
     replicated_params.check(ranges, numel)
     name = checks.op_name(op)
@@ -350,11 +358,10 @@ def call_of(
     if not isinstance(config, FlashConfig):
         raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
     checks.check_taken(collective, name, like, group)
-    call = Call(collective, numel, like.dtype, like.device, group, config, site, op, name, step)
-    call.feedback, call.exact = feedback, ranges
     if ranges is not exact:
-        call.copies = [one for one in exact if isinstance(one, Copy)]
-    return call
+        facts["copies"] = [one for one in exact if isinstance(one, Copy)]
+    whole = (collective, numel, like.dtype, like.device, group, config, site, op, name, step)
+    return Call(Request(*whole, feedback=feedback, exact=ranges, **facts))
 
 
 def _apart(call: Call, like: Tensor) -> list[Apart]:
@@ -372,7 +379,7 @@ def _decide(call: Call, key: tuple[Any, ...] | None, like: Tensor) -> Plan | Non
     if key is not None and lasts(answer) and not like.is_complex():  # whose next one may be a conjugate
         if len(call.state.plain) == _REMEMBERED:
             call.state.plain.clear()
-        call.state.plain[key] = answer.reason, full_precision_bytes(call), (call.config, call.site)
+        call.state.plain[key] = answer.reason, full_precision_bytes(call), (call.request.config, call.request.site)
     return None
 
 

@@ -63,8 +63,7 @@ def send(
         MismatchError: the receiver expects another number of elements, dtype or configuration; both ends are named.
         CollectiveError: the receiver failed or the group's timeout passed.
     """
-    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
-    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step, full_precision, drawn_as)
     _run([request])
 
 
@@ -88,11 +87,12 @@ def recv(
     Returns:
         The sender's rank in the default group.
     """
-    request = _request("recv", tensor, src, group, tag, group_src, config, site, step, from_anybody=True)
-    request.call.full_precision = full_precision
+    request = _request(
+        "recv", tensor, src, group, tag, group_src, config, site, step, full_precision, from_anybody=True
+    )
     [message] = _run([request])
     assert message.peer is not None
-    return dist.get_global_rank(request.call.group, message.peer)
+    return dist.get_global_rank(request.call.request.group, message.peer)
 
 
 def isend(
@@ -112,8 +112,7 @@ def isend(
 
     A tensor in full precision must not be changed until wait() has returned.
     """
-    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step)
-    request.call.full_precision, request.call.drawn_as = full_precision, drawn_as
+    request = _request("send", tensor, dst, group, tag, group_dst, config, site, step, full_precision, drawn_as)
     return _start([request])
 
 
@@ -133,8 +132,7 @@ def irecv(
 
     One of src and group_src is needed: of several receives from anybody none knows which messages are the others'.
     """
-    request = _request("recv", tensor, src, group, tag, group_src, config, site, step)
-    request.call.full_precision = full_precision
+    request = _request("recv", tensor, src, group, tag, group_src, config, site, step, full_precision)
     return _start([request])
 
 
@@ -174,14 +172,13 @@ def batch_isend_irecv(
     for one, its in zip(p2p_op_list, sites, strict=True):
         collective, own = _KINDS[one.op]
         where = (one.group, one.tag, one.group_peer)
-        requests.append(_request(collective, one.tensor, None, *where, config, its or own, step))
-        requests[-1].call.full_precision = full_precision
+        requests.append(_request(collective, one.tensor, None, *where, config, its or own, step, full_precision))
     if not requests:
         return []
-    if not transport.by_messages(requests[0].call.group, requests[0].call.device):
+    if not transport.by_messages(requests[0].call.request.group, requests[0].call.request.device):
         return [_start(requests)]
     # A rank that sends before it says that it is ready to receive holds up its peer (transport._exchange).
-    receives_first = sorted(range(len(requests)), key=lambda i: requests[i].call.collective == "send")
+    receives_first = sorted(range(len(requests)), key=lambda i: requests[i].call.request.collective == "send")
     works = {i: _start([requests[i]]) for i in receives_first}
     return [works[i] for i in range(len(requests))]
 
@@ -219,6 +216,8 @@ def _request(
     config: FlashConfig | None,
     site: Site,
     step: int | None,
+    full_precision: str | None,
+    drawn_as: int | None = None,
     from_anybody: bool = False,
 ) -> _Request:
     outgoing = collective == "send"
@@ -226,10 +225,21 @@ def _request(
     if not 0 <= operator.index(tag) <= transport.MOST_TAG:
         raise ValueError(f"tag is {tag}; expected 0 to {transport.MOST_TAG}.")
     config = default_config() if config is None else config
-    call = call_of(collective, tensor, tensor.numel(), dist.ReduceOp.SUM, group, config, site, step)
+    call = call_of(
+        collective,
+        tensor,
+        tensor.numel(),
+        dist.ReduceOp.SUM,
+        group,
+        config,
+        site,
+        step,
+        full_precision=full_precision,
+        drawn_as=drawn_as,
+    )
     peer = None
     if rank is not None or group_rank is not None or not from_anybody:
-        peer = checks.rank_in(call.group, rank, group_rank, "dst" if outgoing else "src")
+        peer = checks.rank_in(call.request.group, rank, group_rank, "dst" if outgoing else "src")
     if peer == call.state.rank:
         raise ValueError(f"{'dst' if outgoing else 'src'} is this rank itself, which has the tensor.")
     return _Request(call, tensor, peer, operator.index(tag))
@@ -239,15 +249,15 @@ def _message(request: _Request, flat: Tensor) -> Message:
     """Decided and counted. flat: the tensor, 1-D and contiguous."""
     call, meter = request.call, None
     plan = decide(call)
-    outgoing, sent = call.collective == "send", call.state.sends[call.site.name]
-    ends = Ends(tuple(request.tensor.shape), call.numel, call.dtype, plan)
+    outgoing, sent = call.request.collective == "send", call.state.sends[call.request.site.name]
+    ends = Ends(tuple(request.tensor.shape), call.request.numel, call.request.dtype, plan)
     if isinstance(plan, Plan) and outgoing:
         call.quality.try_codebook(plan, flat)
-    interval = call.config.quality_interval
+    interval = call.request.config.quality_interval
     if isinstance(plan, Plan) and outgoing and interval and (sent - 1) % interval == 0:
-        chosen = sample.sample_of(plan.gather.groups(call.numel), plan.gather.group_size, sent // interval)
-        meter = Meter(1.0, call.device, chosen, summed=False)
-    headed = transport.by_messages(call.group, call.device)
+        chosen = sample.sample_of(plan.gather.groups(call.request.numel), plan.gather.group_size, sent // interval)
+        meter = Meter(1.0, call.request.device, chosen, summed=False)
+    headed = transport.by_messages(call.request.group, call.request.device)
     if not headed and (kind := (request.peer, outgoing, header(ends))) not in call.state.headed:
         call.state.headed.add(kind)
         headed = True
@@ -275,12 +285,14 @@ def _run(requests: Sequence[_Request]) -> list[Message]:
 def _start(requests: Sequence[_Request]) -> Work:
     messages, steps = _prepared(requests)
     call, tensors = requests[0].call, [one.tensor for one in requests]
-    name = f"{call.collective} at site {call.site.name!r}"
-    if transport.queues(call.group, call.device):
-        stream, looks = call.state.stream(call.device), any(one.headed and not one.outgoing for one in messages)
-        return StreamWork(steps, name, tensors, tensors, stream, call.device, looks)
+    name = f"{call.request.collective} at site {call.request.site.name!r}"
+    if transport.queues(call.request.group, call.request.device):
+        stream, looks = call.state.stream(call.request.device), any(one.headed and not one.outgoing for one in messages)
+        return StreamWork(steps, name, tensors, tensors, stream, call.request.device, looks)
     # A thread of its own, if somebody asks is_completed() or get_future(): this message may come after all others.
-    return Work(steps, name, tensors, Helper() if transport.by_messages(call.group, call.device) else None)
+    return Work(
+        steps, name, tensors, Helper() if transport.by_messages(call.request.group, call.request.device) else None
+    )
 
 
 def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[Stage]]:
@@ -291,11 +303,11 @@ def _prepared(requests: Sequence[_Request]) -> tuple[list[Message], Iterator[Sta
 
 def _steps(requests: Sequence[_Request], flats: Sequence[Tensor], messages: Sequence[Message]) -> Iterator[Stage]:
     call = requests[0].call
-    yield from point_to_point.exchange(messages, lambda: call.state.pool(call.device))
+    yield from point_to_point.exchange(messages, lambda: call.state.pool(call.request.device))
     for one, flat in zip(requests, flats, strict=True):
-        if one.call.collective == "recv" and not one.tensor.is_contiguous():
+        if one.call.request.collective == "recv" and not one.tensor.is_contiguous():
             one.tensor.detach().copy_(flat.view(one.tensor.shape))
     yield Stage.FINISH
     for one, message in zip(requests, messages, strict=True):
         if message.meter is not None:
-            counters.record_sqnr(one.call.site, *sample.fold(message.meter.read()))
+            counters.record_sqnr(one.call.request.site, *sample.fold(message.meter.read()))

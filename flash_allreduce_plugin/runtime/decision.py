@@ -11,9 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,6 @@ from flash_allreduce_plugin.policy import (
 )
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.runtime import groups
-from flash_allreduce_plugin.runtime.groups import GroupState
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 _PLANS = 1024  # of a group that are remembered
@@ -52,31 +51,28 @@ DISABLED = environment.DISABLE
 """The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""
 
 
-@dataclass(slots=True)
-class Call:
-    """The facts of one call.
+class Request(NamedTuple):
+    """The facts of one call, as its caller states them.
 
-    Args:
-        collective: what is asked for.
-        numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
-        parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a
-            scatter, of what this rank sends to each.
-        root: the rank in the group that has or gets everything, where there is one.
-        alone: of a send or its receiving end: no other rank knows of it, so that the ranks agree on nothing.
-        op: the operator as it was given; op_name: "sum", "avg", "premul_sum", "max" ...
-        step: finished training steps, for warmup_steps; None: no warm-up.
-        exact: ascending ranges (first, end) of elements that are copies: summed in full precision beside the call.
-        copies: those of them that are whole gradients (collectives/replicated_params.py).
-        copy: the number of the copy that the call reduces alone; None: the call reduces something else.
-        feedback: where the residual of this call lies; None: no error feedback.
-        instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
-        theirs: in full precision the framework's own collective serves the call.
-        full_precision: why the caller wants full precision, on all ranks: they agree on nothing else; None: the policy
-            decides.
-        rule: of an all_to_all, which of its runs are quantized. Its ranks know none of each other's sizes.
-        drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
-        whole: of weights that travel by differences: asks all ranks whether their whole values have to, and why.
-        which: names the tensors, the same on all ranks: on gloo, messages of calls of other tensors do not meet.
+    collective: the collective that is asked for.
+    numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
+    op, op_name: the operator as it was given; "sum", "avg", "premul_sum", "max" ...
+    step: finished training steps, for warmup_steps; None: no warm-up.
+    parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a scatter,
+        of the parts that this rank sends.
+    root: the rank in the group that has or gets everything, where there is one.
+    exact: ascending ranges (first, end) of elements that are copies: summed in full precision, by a call of their own.
+    copies: those of them that are whole gradients (collectives/replicated_params.py).
+    copy: the number of the copy that the call reduces alone; None: the call reduces something else.
+    feedback: the place of this call's residual; None: no error feedback.
+    instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
+    theirs: True if the framework's own collective runs the call in full precision.
+    full_precision: the caller's reason for full precision, on all ranks, which agree on nothing else; None: the policy
+        decides.
+    rule: of an all_to_all, which of its runs are quantized. Its ranks do not know each other's sizes.
+    drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
+    whole: of differences of weights: asks all ranks, with the call's label, for a reason to send whole values.
+    which: names the tensors, the same on all ranks: on gloo, messages of calls of other tensors do not meet.
     """
 
     collective: Collective
@@ -100,21 +96,37 @@ class Call:
     full_precision: str | None = None
     rule: Rule | None = None
     drawn_as: int | None = None
-    whole: Callable[[], str | None] | None = None
+    whole: Callable[[Label], str | None] | None = None
     which: object = None
-    label: Label = field(init=False)
-    alone: bool = field(init=False)
-    state: GroupState = field(init=False)
-    quality: Quality = field(init=False)
-    #: of the random numbers of a call that is rounded stochastically; the same on all ranks
-    key: int = field(init=False, default=0)
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a group of the process that this one was forked from."""
-        self.label = Label(self.collective, self.site.name, self.group)
-        self.alone = self.collective in ("send", "recv")
-        self.state = groups.state_of(self.group)
-        self.quality = Quality(self.collective, self.site, self.label, self.state, self.config)
+    @property
+    def factor(self) -> float:
+        """The number that the sum is multiplied with."""
+        if self.op_name == "avg":
+            return 1 / self.group.size()
+        return float(self.op.__getstate__()[1]) if self.op_name == "premul_sum" else 1.0
+
+
+class Call:
+    """A request, and the state of its call.
+
+    label: names the call in messages and errors. state: of the group. alone: True for a send and its receiving end: no
+    other rank sees the call, and the ranks agree on nothing. exact: the request's, or empty once it is known that the
+    whole call is in full precision. key: of stochastic rounding; the same on all ranks.
+
+    Raises ValueError for a group of the process that this one was forked from.
+    """
+
+    __slots__ = ("alone", "exact", "key", "label", "quality", "request", "state")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.exact = request.exact
+        self.label = Label(request.collective, request.site.name, request.group)
+        self.alone = request.collective in ("send", "recv")
+        self.state = groups.state_of(request.group)
+        self.quality = Quality(request.collective, request.site, self.label, self.state, request.config)
+        self.key = 0
 
     @property
     def world_size(self) -> int:
@@ -123,19 +135,8 @@ class Call:
     @property
     def start(self) -> int:
         """The first element of this rank's part."""
-        rank = self.state.rank
-        return sum(self.parts[:rank]) if self.parts is not None else rank * (self.numel // self.world_size)
-
-    @property
-    def factor(self) -> float:
-        """What the sum is multiplied with."""
-        if self.op_name == "avg":
-            return 1 / self.world_size
-        return float(self.op.__getstate__()[1]) if self.op_name == "premul_sum" else 1.0
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
+        rank, parts = self.state.rank, self.request.parts
+        return sum(parts[:rank]) if parts is not None else rank * (self.request.numel // self.world_size)
 
 
 def decide(call: Call) -> Plan | FullPrecision:
@@ -146,59 +147,60 @@ def decide(call: Call) -> Plan | FullPrecision:
         CollectiveError: a peer failed or the group's timeout passed.
         ConfigError: the first call of a configuration, and the log of the run cannot be written.
     """
-    state, config = call.state, call.config
+    request = call.request
+    state, config = call.state, request.config
     if state.logged is not config:
         state.logged = config
         run_log.start(config)
     disabled = environment.is_on(environment.DISABLE)
-    if call.full_precision is None and not call.alone:
-        groups.agree(call.label, config, disabled, call.device)
+    if request.full_precision is None and not call.alone:
+        groups.agree(call.label, config, disabled, request.device)
     answer: Plan | FullPrecision
-    if disabled or call.full_precision is not None:
-        given = ONE_RANK if call.world_size == 1 else str(call.full_precision)
+    if disabled or request.full_precision is not None:
+        given = ONE_RANK if call.world_size == 1 else str(request.full_precision)
         answer = FullPrecision(DISABLED if disabled else given)
     else:
         answer = _planned(call)
         if isinstance(answer, Plan) and not call.alone:
-            answer = call.quality.decide(answer, lambda width: _at_width(call, width), call.device)
-        if isinstance(answer, Plan) and call.whole is not None and (why := call.whole()) is not None:
+            answer = call.quality.decide(answer, lambda width: _at_width(call, width), request.device)
+        if isinstance(answer, Plan) and request.whole is not None and (why := request.whole(call.label)) is not None:
             answer = FullPrecision(why)
     if isinstance(answer, FullPrecision):
         plain = full_precision_bytes(call)
-        message = call.numel * call.itemsize
-        instead_of = plain if call.alone else call.instead_of
+        message = request.numel * request.dtype.itemsize
+        instead_of = plain if call.alone else request.instead_of
         sent = plain + _header_bytes(call)
-        counters.record_full_precision(call.site, answer.reason, sent, instead_of=instead_of, message=message)
+        counters.record_full_precision(request.site, answer.reason, sent, instead_of=instead_of, message=message)
         return answer
-    if not call.alone and call.label.by_messages(call.device):  # whose tags tell calls apart
-        if call.rule is not None:
-            alike: tuple[Any, ...] = (call.rule.min_bytes,)
+    if not call.alone and call.label.by_messages(request.device):  # whose tags tell calls apart
+        if request.rule is not None:
+            alike: tuple[Any, ...] = (request.rule.min_bytes,)
         else:
-            alike = (call.numel, call.parts) if call.root is None else (call.numel, call.root)
+            alike = (request.numel, request.parts) if request.root is None else (request.numel, request.root)
         call.label.sign(
-            *(call.op_name, call.factor, call.dtype, *alike),
+            *(request.op_name, request.factor, request.dtype, *alike),
             *(
                 answer.reduce,
                 answer.gather,
                 answer.inside,
                 answer.chunk_bytes,
-                call.site.layer,
+                request.site.layer,
                 *call.exact,
-                call.which,
+                request.which,
             ),
         )
     _count(call, answer)
-    if call.collective == "send":
-        sender = state.rank if call.drawn_as is None else call.drawn_as
+    if request.collective == "send":
+        sender = state.rank if request.drawn_as is None else request.drawn_as
         call.key = rows.draw_key(config.seed, sender, state.sends.total())
-        state.sends[call.site.name] += 1
+        state.sends[request.site.name] += 1
     elif answer.reduce.stochastic and not call.alone:
-        if call.copy is None:
+        if request.copy is None:
             call.key = rows.draw_key(config.seed, state.draws)
             state.draws += 1
         else:  # the same where other ranks have the copy: nothing else that the group reduces counts
-            name = f"copy {call.copy}"
-            call.key = rows.draw_key(config.seed, call.numel, state.calls[name], _COPY)
+            name = f"copy {request.copy}"
+            call.key = rows.draw_key(config.seed, request.numel, state.calls[name], _COPY)
             state.calls[name] += 1
     return answer
 
@@ -208,41 +210,54 @@ def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
 
     A copy is treated by its own size and the configuration: the same on all ranks that have the copy.
     """
-    config = call.config
-    if call.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
+    request = call.request
+    config = request.config
+    if request.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
         return []
     if config.target_sqnr_db is not None or config.min_sqnr_db is not None:
         return []
     found: list[tuple[Sequence[Range], Call]] = []
     left = total = instead_of_bytes(call)
-    for copy in call.copies:
-        if copy.numel * call.itemsize < config.min_bytes:
+    for copy in request.copies:
+        if copy.numel * request.dtype.itemsize < config.min_bytes:
             continue
-        alone = _part_of(call, copy.pieces, call.collective if copy.cut_alike else "all_reduce")
-        alone.instead_of, alone.copy = total * copy.numel // call.numel, copy.number
-        alone.feedback = None if call.feedback is None else call.feedback.of_copy(copy.number)
+        feedback = request.feedback
+        alone = _part_of(
+            call,
+            copy.pieces,
+            request.collective if copy.cut_alike else "all_reduce",
+            instead_of=total * copy.numel // request.numel,
+            copy=copy.number,
+            feedback=None if feedback is None else feedback.of_copy(copy.number),
+        )
         if isinstance(_planned(alone), Plan):
             found.append((copy.pieces, alone))
-            left -= alone.instead_of
+            left -= total * copy.numel // request.numel
     if not found:
         return []
-    rest = replicated_params.between(sorted(chain.from_iterable(ranges for ranges, _ in found)), call.numel)
+    rest = replicated_params.between(sorted(chain.from_iterable(ranges for ranges, _ in found)), request.numel)
     if rest:
-        other = _part_of(call, rest, call.collective)
-        other.exact = replicated_params.ranges_of(replicated_params.moved(call.exact, rest))
-        other.instead_of, other.feedback = left, call.feedback
+        other = _part_of(
+            call,
+            rest,
+            request.collective,
+            instead_of=left,
+            feedback=request.feedback,
+            exact=replicated_params.ranges_of(replicated_params.moved(call.exact, rest)),
+        )
         found.append((rest, other))
     return found
 
 
-def _part_of(call: Call, ranges: Sequence[Range], collective: Collective) -> Call:
-    """A call for some elements of `call`."""
-    facts = (call.dtype, call.device, call.group, call.config, call.site, call.op, call.op_name, call.step)
-    part = Call(collective, replicated_params.numel_of(ranges), *facts)
+def _part_of(call: Call, ranges: Sequence[Range], collective: Collective, **facts: Any) -> Call:
+    """Return a call for some elements of `call`; facts: of its request."""
+    whole = call.request
+    parts = None
     if collective == "reduce_scatter":
-        sizes = call.parts or [call.numel // call.world_size] * call.world_size
-        part.parts = [replicated_params.numel_of(each) for each in replicated_params.split(ranges, sizes)]
-    return part
+        sizes = whole.parts or [whole.numel // call.world_size] * call.world_size
+        parts = [replicated_params.numel_of(each) for each in replicated_params.split(ranges, sizes)]
+    same = (whole.dtype, whole.device, whole.group, whole.config, whole.site, whole.op, whole.op_name, whole.step)
+    return Call(Request(collective, replicated_params.numel_of(ranges), *same, parts=parts, **facts))
 
 
 def lasts(answer: FullPrecision) -> bool:
@@ -258,26 +273,28 @@ def ring_bytes(collective: str, nbytes: int, world_size: int) -> int:
 
 def full_precision_bytes(call: Call) -> int:
     """What a rank sends in full precision."""
-    if call.theirs and call.instead_of is not None:
-        return call.instead_of
-    if call.parts is not None:
-        return _to_others(call, call.parts) * call.itemsize
-    if call.collective == "broadcast":
-        return _passed_on(call, call.numel * call.itemsize)
+    request = call.request
+    if request.theirs and request.instead_of is not None:
+        return request.instead_of
+    if request.parts is not None:
+        return _to_others(call, request.parts) * request.dtype.itemsize
+    if request.collective == "broadcast":
+        return _passed_on(call, request.numel * request.dtype.itemsize)
     if call.alone:
-        return call.numel * call.itemsize if call.collective == "send" else 0
-    return ring_bytes(call.collective, call.numel * call.itemsize, call.world_size)
+        return request.numel * request.dtype.itemsize if request.collective == "send" else 0
+    return ring_bytes(request.collective, request.numel * request.dtype.itemsize, call.world_size)
 
 
 def instead_of_bytes(call: Call) -> int:
     """Return the bytes that a rank would send without us."""
-    return full_precision_bytes(call) if call.instead_of is None else call.instead_of
+    request = call.request
+    return full_precision_bytes(call) if request.instead_of is None else request.instead_of
 
 
 def _to_others(call: Call, sizes: list[int]) -> int:
     """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
     own = sizes[call.state.rank]
-    return own * (call.world_size - 1) if call.collective == "all_gather" else sum(sizes) - own
+    return own * (call.world_size - 1) if call.request.collective == "all_gather" else sum(sizes) - own
 
 
 def _passed_on(call: Call, nbytes: int) -> int:
@@ -285,50 +302,63 @@ def _passed_on(call: Call, nbytes: int) -> int:
     others = call.world_size - 1
     if others == 0:
         return 0
-    return nbytes if call.state.rank == call.root else nbytes * (others - 1) // others
+    return nbytes if call.state.rank == call.request.root else nbytes * (others - 1) // others
 
 
 def _header_bytes(call: Call) -> int:
     """What goes before a message that this rank sends; on backends where only a few have a header it is not counted."""
-    headed = call.collective == "send" and transport.by_messages(call.group, call.device)
+    request = call.request
+    headed = request.collective == "send" and transport.by_messages(request.group, request.device)
     return point_to_point.HEADER_BYTES if headed else 0
 
 
 def _count(call: Call, plan: Plan) -> None:
     """A call that goes as planned. Of an all_to_all this rank's runs may all be too short to be quantized."""
-    bits, plain = plan.bits(call.collective), instead_of_bytes(call)
-    if call.rule is None or call.parts is None:
+    request = call.request
+    bits, plain = plan.bits(request.collective), instead_of_bytes(call)
+    if request.rule is None or request.parts is None:
         sent, between_nodes = _sent_bytes(call, plan)
-        counters.record_quantized(call.site, sent, plain, between_nodes, bits)
-    elif any(map(call.rule.quantizes, call.parts)):
-        sent, exact = call.rule.sent_bytes(call.parts, call.state.rank, plan.gather)
-        counters.record_quantized(call.site, sent, plain, bits=bits, bytes_plain=exact)
+        counters.record_quantized(request.site, sent, plain, between_nodes, bits)
+    elif any(map(request.rule.quantizes, request.parts)):
+        sent, exact = request.rule.sent_bytes(request.parts, call.state.rank, plan.gather)
+        counters.record_quantized(request.site, sent, plain, bits=bits, bytes_plain=exact)
     else:
-        reason = SMALL if any(call.parts) else EMPTY
-        counters.record_full_precision(call.site, reason, plain, message=call.numel * call.itemsize)
+        reason = SMALL if any(request.parts) else EMPTY
+        counters.record_full_precision(request.site, reason, plain, message=request.numel * request.dtype.itemsize)
 
 
 def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
-    config, known = call.config, call.state.plans
-    warm = call.step is not None and call.step < config.warmup_steps
-    site = call.site.role, call.site.module
-    what = call.collective, call.numel, call.dtype, call.op_name, *site, id(config), warm, width, call.device
+    request = call.request
+    config, known = request.config, call.state.plans
+    warm = request.step is not None and request.step < config.warmup_steps
+    site = request.site.role, request.site.module
+    what = (
+        request.collective,
+        request.numel,
+        request.dtype,
+        request.op_name,
+        *site,
+        id(config),
+        warm,
+        width,
+        request.device,
+    )
     if (remembered := known.get(what)) is not None:
         return remembered[0]
     answer = make_plan(
-        call.collective,
-        numel=call.numel,
-        dtype=call.dtype,
+        request.collective,
+        numel=request.numel,
+        dtype=request.dtype,
         world_size=call.world_size,
-        op=call.op_name,
-        site=call.site,
+        op=request.op_name,
+        site=request.site,
         config=config,
-        step=call.step,
-        nodes=None if call.alone else groups.nodes_of(call.label, config, call.device),
+        step=request.step,
+        nodes=None if call.alone else groups.nodes_of(call.label, config, request.device),
         width=width,
     )
-    if isinstance(answer, Plan) and transport.queues(call.group, call.device):
-        payload = answer.widest.payload_bytes(call.numel)
+    if isinstance(answer, Plan) and transport.queues(request.group, request.device):
+        payload = answer.widest.payload_bytes(request.numel)
         answer = replace(answer, chunk_bytes=queued_chunk_bytes(answer.chunk_bytes, payload))
     if len(known) >= _PLANS:
         known.clear()
@@ -344,16 +374,19 @@ def _at_width(call: Call, width: int) -> Plan:
 
 def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
     """What a rank sends as planned, and what of it goes to another node; 0 where the call knows no nodes."""
+    request = call.request
     if plan.nodes is not None:
-        shards = call.parts or [call.numel // call.world_size] * call.world_size
-        sizes = call.numel if call.collective == "all_reduce" else shards
-        kind = "reduce_scatter" if call.collective == "reduce" else call.collective
+        shards = request.parts or [request.numel // call.world_size] * call.world_size
+        sizes = request.numel if request.collective == "all_reduce" else shards
+        kind = "reduce_scatter" if request.collective == "reduce" else request.collective
         return two_level.sent_bytes(kind, sizes, plan, call.state.rank)
-    if call.collective == "broadcast":
-        return _passed_on(call, plan.gather.payload_bytes(call.numel)), 0
+    if request.collective == "broadcast":
+        return _passed_on(call, plan.gather.payload_bytes(request.numel)), 0
     if call.alone:
-        return _header_bytes(call) + (plan.gather.payload_bytes(call.numel) if call.collective == "send" else 0), 0
-    if call.parts is not None:
-        half = plan.reduce if call.collective in SUMS else plan.gather
-        return _to_others(call, [aligned(half.payload_bytes(numel)) for numel in call.parts]), 0
-    return flat.sent_bytes(call.collective, call.numel, plan, call.world_size), 0
+        return _header_bytes(call) + (
+            plan.gather.payload_bytes(request.numel) if request.collective == "send" else 0
+        ), 0
+    if request.parts is not None:
+        half = plan.reduce if request.collective in SUMS else plan.gather
+        return _to_others(call, [aligned(half.payload_bytes(numel)) for numel in request.parts]), 0
+    return flat.sent_bytes(request.collective, request.numel, plan, call.world_size), 0

@@ -52,59 +52,66 @@ def start(
     call: Call, steps: Iterator[Stage], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
 ) -> Work | None:
     """Run all stages, or, asynchronous, return their handle. plan: None in full precision."""
+    request = call.request
     if not async_op:
         for _ in steps:
             pass
         return None
-    name = f"{call.collective} at site {call.site.name!r}"
-    if transport.queues(call.group, call.device):
-        stream = call.state.stream(call.device)
-        return StreamWork(steps, name, outputs, (*outputs, *inputs), stream, call.device)
-    helper = call.state.helper if transport.by_messages(call.group, call.device) else None
+    name = f"{request.collective} at site {request.site.name!r}"
+    if transport.queues(request.group, request.device):
+        stream = call.state.stream(request.device)
+        return StreamWork(steps, name, outputs, (*outputs, *inputs), stream, request.device)
+    helper = call.state.helper if transport.by_messages(request.group, request.device) else None
     return Work(steps, name, outputs, helper, at_once=plan is not None)
 
 
 def plain_op(call: Call) -> tuple[Any, float]:
     """The operator for torch's collective, and what its result is still to be multiplied with: gloo can only sum."""
-    if call.op_name in ("avg", "premul_sum") and call.group._get_backend(call.device).name() == "gloo":
-        return dist.ReduceOp.SUM, call.factor
-    return call.op, 1.0
+    request = call.request
+    if request.op_name in ("avg", "premul_sum") and request.group._get_backend(request.device).name() == "gloo":
+        return dist.ReduceOp.SUM, request.factor
+    return request.op, 1.0
 
 
 def _exactly(call: Call, parts: Sequence[Tensor]) -> Exactly | None:
     """Starts what is summed in full precision beside the call; parts: its input, contiguous."""
-    return Exactly(call.exact, parts, call.factor, call.label, call.site) if call.exact else None
+    request = call.request
+    return Exactly(call.exact, parts, request.factor, call.label, request.site) if call.exact else None
 
 
 def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
     """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
-    if call.feedback is None or plan.nodes is not None:  # the configuration refuses both
+    request = call.request
+    if request.feedback is None or plan.nodes is not None:  # the configuration refuses both
         return None
-    layout = f"{call.collective} of {call.dtype} {list(sizes)} as rank {call.state.rank} of {call.world_size} by {plan}"
-    of_residual = flat.groups_of_residual(call.collective, sizes, plan, call.world_size)
-    return call.feedback.open(layout, call.site, of_residual, plan.reduce.group_size, call.device)
+    place = f"rank {call.state.rank} of {call.world_size}"
+    layout = f"{request.collective} of {request.dtype} {list(sizes)} as {place} by {plan}"
+    of_residual = flat.groups_of_residual(request.collective, sizes, plan, call.world_size)
+    return request.feedback.open(layout, request.site, of_residual, plan.reduce.group_size, request.device)
 
 
 def _measure(call: Call, plan: Plan, input: Tensor | Sequence[Tensor]) -> None:
     """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
+    request = call.request
     if not call.quality.measured:
         return
-    if call.config.quality_measure == "local":
+    if request.config.quality_measure == "local":
         sizes = [len(input)] if isinstance(input, Tensor) and input.dim() == 1 else flat.sizes_of(input)
-        call.quality.measure_locally(call.factor, call.device, plan.reduce, sizes)
+        call.quality.measure_locally(request.factor, request.device, plan.reduce, sizes)
     else:
         op, factor = plain_op(call)
         even = input if isinstance(input, Tensor) else _padded(input)
-        call.quality.measure_exactly(even, op, factor, call.parts if call.collective == "all_gather" else None)
+        call.quality.measure_exactly(even, op, factor, request.parts if request.collective == "all_gather" else None)
 
 
 def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterator[Stage]:
-    if call.numel == 0 and plain is None:
+    request = call.request
+    if request.numel == 0 and plain is None:
         return
     tensor = tensor.detach()
     whole = tensor.contiguous()
-    op, factor = (call.op, 1.0) if plain is not None else plain_op(call)
-    call.quality.watch([whole.view(-1)], call.factor)
+    op, factor = (request.op, 1.0) if plain is not None else plain_op(call)
+    call.quality.watch([whole.view(-1)], request.factor)
     exactly = _exactly(call, [whole])
     pending = transport.plainly(plain, call.label) if plain else transport.all_reduce(whole, op, call.label)
     yield Stage.PROGRESS
@@ -122,6 +129,7 @@ def plain_all_reduce(call: Call, tensor: Tensor, plain: Plain | None) -> Iterato
 
 
 def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[Stage]:
+    request = call.request
     tensor = tensor.detach()
     whole = rows.flat(tensor)
     exactly = _exactly(call, [whole])
@@ -130,16 +138,16 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[Stage]:
     meter, residual = call.quality.meter, _residual(call, plan, [whole.numel()])
     carried = () if residual is None else (residual,)
     how = {"feedback": residual is not None, "measured": meter is not None}
-    if not (whole.is_cuda and two_shot.all_reduce(whole, call.factor, plan, call.label, call.key, **how)):
-        arguments = (whole, call.factor, plan, call.label, pool_of(call, plan), call.key, *carried)
+    if not (whole.is_cuda and two_shot.all_reduce(whole, request.factor, plan, call.label, call.key, **how)):
+        arguments = (whole, request.factor, plan, call.label, pool_of(call, plan), call.key, *carried)
         yield from levels_of(plan).all_reduce(*arguments, meter=meter)
     if exactly is not None:
         exactly.write(whole)
     if not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
     yield Stage.FINISH
-    if call.feedback is not None:
-        call.feedback.check(whole)
+    if request.feedback is not None:
+        request.feedback.check(whole)
     call.quality.end(whole)
 
 
@@ -147,14 +155,15 @@ def reduce_scatter(
     call: Call, plan: Plan | None, outputs: list[Tensor], shards: Tensor | Sequence[Tensor], plain: Plain | None
 ) -> Iterator[Stage]:
     """shards [world, numel], or a list of 1-D tensors."""
-    if call.numel == 0 and plain is None:
+    request = call.request
+    if request.numel == 0 and plain is None:
         return
     outputs = [one.detach() for one in outputs]
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
     shard = rows.flat(outputs[0]) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
     exactly = _exactly(call, [shards] if isinstance(shards, Tensor) else shards)
     if plan is None:
-        call.quality.watch(shards, call.factor)
+        call.quality.watch(shards, request.factor)
         yield from _plain_reduce_scatter(call, shard, shards, plain)
         if plain is not None and not in_place:
             torch.cat([one.reshape(-1) for one in outputs], out=shard)
@@ -164,7 +173,7 @@ def reduce_scatter(
         pool = pool_of(call, plan)
         residual = _residual(call, plan, flat.sizes_of(shards))
         carried = () if residual is None else (residual,)
-        how = (call.factor, plan, call.label, pool, call.key, *carried)
+        how = (request.factor, plan, call.label, pool, call.key, *carried)
         yield from levels_of(plan).reduce_scatter(shard, shards, *how, meter=call.quality.meter)
     if exactly is not None:
         exactly.write(shard, call.start)
@@ -175,8 +184,8 @@ def reduce_scatter(
     if plan is None:
         call.quality.watched(shard)
         return
-    if call.feedback is not None:
-        call.feedback.check(shard)
+    if request.feedback is not None:
+        request.feedback.check(shard)
     call.quality.end(shard)
 
 
@@ -215,7 +224,7 @@ def reduce_scatter_apart(
     parts, sizes = list(shards), flat.sizes_of(shards)
     steps, results = [], []
     for one in every:
-        if one.call.collective == "all_reduce":
+        if one.call.request.collective == "all_reduce":
             value, ranges = torch.cat(list(replicated_params.cut(parts, one.ranges))), one.ranges
             steps.append(_all_reduce_of(one, value))
         else:
@@ -283,7 +292,8 @@ def _padded(shards: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, plain: Plain | None) -> Iterator[Stage]:
-    if call.numel == 0 and plain is None:
+    request = call.request
+    if request.numel == 0 and plain is None:
         return
     output = output.detach()
     in_place = output.is_contiguous()
@@ -293,8 +303,8 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         call.quality.watch([own], 1.0)
         if plain is not None:
             pending = transport.plainly(plain, call.label)
-        elif call.parts is not None:
-            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, call.parts)
+        elif request.parts is not None:
+            pending = transport.all_gather(whole, own, call.label, transport.PLAINLY, request.parts)
         else:
             pending = transport.all_gather_plainly(whole, own, call.label)
         yield Stage.PROGRESS
@@ -304,7 +314,7 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
     else:
         call.quality.try_codebook(plan, own)
         _measure(call, plan, own)
-        pool, how = pool_of(call, plan), {"parts": call.parts, "meter": call.quality.meter}
+        pool, how = pool_of(call, plan), {"parts": request.parts, "meter": call.quality.meter}
         yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
     if not in_place:
         output.copy_(whole.view(output.shape))
@@ -324,7 +334,8 @@ def gather_differences(
     plain: Plain | None,
 ) -> Iterator[Stage]:
     """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
-    if call.numel == 0 and plain is None:
+    request = call.request
+    if request.numel == 0 and plain is None:
         return
     weights, master = rows.flat(weights), rows.flat(master)
     mine = weights[call.start : call.start + len(master)]
@@ -332,19 +343,19 @@ def gather_differences(
         mine.copy_(master)
         if plain is not None:
             pending = transport.plainly(plain, call.label)
-        elif call.parts is not None:
-            pending = transport.all_gather(weights, mine, call.label, transport.PLAINLY, call.parts)
+        elif request.parts is not None:
+            pending = transport.all_gather(weights, mine, call.label, transport.PLAINLY, request.parts)
         else:
             pending = transport.all_gather_plainly(weights, mine, call.label)
         yield Stage.PROGRESS
         pending.wait()
         call.quality.watch_weights(master, mine)
     else:
-        sizes = call.parts or [len(master)] * call.world_size
-        exact = Exact(call.exact, weights, master, sizes, call.label, call.site) if call.exact else None
+        sizes = request.parts or [len(master)] * call.world_size
+        exact = Exact(call.exact, weights, master, sizes, call.label, request.site) if call.exact else None
         _measure(call, plan, master)
         pool = pool_of(call, plan)
-        how = {"parts": call.parts, "meter": call.quality.meter, "held": held}
+        how = {"parts": request.parts, "meter": call.quality.meter, "held": held}
         yield from levels_of(plan).all_gather(weights, master, plan, call.label, pool, call.key, **how)
         if exact is not None:
             exact.write(weights)
@@ -373,7 +384,9 @@ def all_to_all(
     own = rows.flat(input)
     if plan is None:
         call.quality.watch((run for run in own.split(sent) if rule.quantizes(len(run))), 1.0)
-        theirs = plain or (lambda: dist.all_to_all_single(whole, own, received, sent, group=call.group, async_op=True))
+        theirs = plain or (
+            lambda: dist.all_to_all_single(whole, own, received, sent, group=call.request.group, async_op=True)
+        )
         pending = transport.plainly(theirs, call.label)
         yield Stage.PROGRESS
         pending.wait()
@@ -396,7 +409,8 @@ def all_to_all(
 
 def pool_of(call: Call, plan: Plan) -> BufferPool:
     """In two levels the ranks' buffers have sizes of their own."""
-    return call.state.pool(call.device, call.group if plan.nodes is None else None)
+    request = call.request
+    return call.state.pool(request.device, request.group if plan.nodes is None else None)
 
 
 def levels_of(plan: Plan) -> ModuleType:

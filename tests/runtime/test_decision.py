@@ -16,7 +16,7 @@ from flash_allreduce_plugin.codec.format import WIRE_VERSION
 from flash_allreduce_plugin.collectives import messages
 from flash_allreduce_plugin.policy import Plan
 from flash_allreduce_plugin.runtime import groups
-from flash_allreduce_plugin.runtime.decision import Call, decide, ring_bytes
+from flash_allreduce_plugin.runtime.decision import Call, Request, decide, ring_bytes
 from tests.api.test_reductions import QUANTIZED, counts
 from tests.codecs import gaussian, same_bits
 from tests.distributed import Ranks
@@ -198,7 +198,8 @@ def decided() -> list[tuple[Any, ...]]:
 
     def once(**facts: Any) -> None:
         given = {"numel": 8000, "config": QUANTIZED, "site": fap.Site("facts"), **facts}
-        call = Call("all_reduce", dtype=torch.float32, device=torch.device("cpu"), group=dist.group.WORLD, **given)
+        where = {"dtype": torch.float32, "device": torch.device("cpu"), "group": dist.group.WORLD}
+        call = Call(Request("all_reduce", **where, **given))
         fap.reset_stats()
         answer = decide(call)
         counted = fap.stats()["sites"]["facts"]
