@@ -1,4 +1,4 @@
-"""The one wheel with other Pythons, releases of torch and of the frameworks: the table of docs/developers.md.
+"""The one wheel with other Pythons, releases of torch and of the frameworks: the table of docs/trust/releases.md.
 
     make matrix                                                    # all of it: some 30 GB are downloaded, an hour
     python -m scripts.support_matrix --cells 3.12:2.11.0 3.13:2.13.0
@@ -32,7 +32,7 @@ from scripts.environments import CommandFailed, Environment, found
 from scripts.package import doctor_problems
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "developers.md"
+DOCUMENT = ROOT / "docs" / "trust" / "releases.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 HEADER = ("Python", "torch", "with", "doctor", "tests", "date")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -203,7 +203,7 @@ def main() -> int:
         metavar="PYTHON:TORCH=FOLDER",
         help="a site-packages that has this torch for this Python, instead of a download",
     )
-    parser.add_argument("--no-write", action="store_true", help="leave docs/developers.md as it is")
+    parser.add_argument("--no-write", action="store_true", help="leave docs/trust/releases.md as it is")
     arguments = parser.parse_args()
     if arguments.list:
         for cell in arguments.cells:

@@ -81,7 +81,7 @@ def test_the_command_to_install_is_the_readmes_and_its_extras_exist() -> None:
 
 def test_megatrons_start_line_has_the_number_of_seams() -> None:
     pytest.importorskip("megatron.core")
-    [said] = re.findall(r"^flash all-reduce: (\d+) seams attached", texts()["docs/megatron.md"], flags=re.MULTILINE)
+    [said] = re.findall(r"^flash all-reduce: (\d+) seams attached", texts()["docs/use/megatron.md"], flags=re.MULTILINE)
     seams = megatron.report()
     assert int(said) == len(seams) - len([name for name in seams if "transformer_engine" in name])
 
@@ -99,7 +99,7 @@ def test_deepspeeds_start_lines_have_the_default_of_min_bytes() -> None:
 
 
 def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
-    keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
+    keys = re.findall(r"^## Keys$(.*?)^## ", texts()["docs/use/deepspeed.md"], flags=re.MULTILINE | re.DOTALL)[0]
     fields, others = keys.split("An unknown key", 1)
     lacks = refusals.with_megatrons(section.LACKS, (*section.SENDS, *section.EXCHANGES, *section.OF_EXCHANGES))
     for field in FlashConfig.model_fields:
@@ -116,9 +116,8 @@ def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page() -> None:
         headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
         slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in slugs, f"{page}#{anchor}"
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} == {
-        page.removeprefix("docs/") for page, _ in links if page.startswith("docs/")
-    }
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert pages == {page for page, _ in links if page.startswith("docs/")}
 
 
 def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is published: versions, metadata, what is in an sdist and a wheel, licences, the tables of docs/developers.md.
+"""What is published: versions, metadata, contents of sdist and wheel, licences, the tables of docs/trust/releases.md.
 
 The real wheel is made, installed and tested by `make package`; here the checks of it are held to what they are to find.
 """
@@ -142,7 +142,7 @@ def test_nothing_in_common_is_said(tmp_path: Path) -> None:
 def test_every_dependency_has_its_licence() -> None:
     rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
     for name, place in licences.declared().items():
-        assert name in rows, f"{name} is not in docs/developers.md: python -m scripts.licences --write"
+        assert name in rows, f"{name} is not in docs/trust/releases.md: python -m scripts.licences --write"
         assert rows[name][1] == place
     assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
 

@@ -51,7 +51,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     for the model once (ddp/owner.py).
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
     stay the same (layer norms beside tensor parallelism): their gradients are reduced apart from the others, in full
-    precision where they are small. DTensors are recognised (docs/torch.md).
+    precision where they are small. DTensors are recognised (docs/use/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
     in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
     Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
