@@ -6,7 +6,7 @@
 A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
 of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
 
-Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (copies.py).
+Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (replicated_params.py).
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
