@@ -20,7 +20,7 @@
 #   make check-ptx   nvcc's PTX of the kernels and their launches, run on the CPU against the CPU codec, a part of the cases
 #                    (PTX= PTX_EVERY=1: all, minutes, as test-slow does it); no GPU needed; PTX_ARCHITECTURE=80: that generation's
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
-#                    (docs/trust/releases.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
+#                    (docs/inside/testing.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
 #   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
 #                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/trust/cuda.md)
