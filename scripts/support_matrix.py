@@ -43,7 +43,8 @@ FRAMEWORKS += ("deepspeed==0.17.6", "deepspeed==0.19.8")
 ELSEWHERE = {"megatron-core==0.19.2": ("3.12", "2.11.0")}
 QUICK = (
     *("codec/test_format", "codec/test_ops", "codec/test_rows", "collectives/test_flat", "collectives/test_work"),
-    *("config/test_fields", "test_policy", "ddp/test_hook", "fsdp/test_fsdp2"),
+    *("config/test_fields", "policy/test_plan", "policy/test_roles", "integrations/ddp/test_hook"),
+    "integrations/fsdp/test_fsdp2",
 )
 TESTS = {
     "": [f"tests/{name}.py" for name in QUICK],
