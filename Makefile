@@ -20,18 +20,18 @@
 #   make check-ptx   nvcc's PTX of the kernels and their launches, run on the CPU against the CPU codec, a part of the cases
 #                    (PTX= PTX_EVERY=1: all, minutes, as test-slow does it); no GPU needed; PTX_ARCHITECTURE=80: that generation's
 #   make fuzz        the codec with any bytes under AddressSanitizer and UBSan, the library too, and what parses text
-#                    (docs/developers.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
+#                    (docs/inside/testing.md); FUZZ_SECONDS=3600, or FUZZ_RUNS=10000000 executions; FUZZ="codec": only that
 #   make fuzz-check  the codec and its CUDA text for seconds, three of the widths, as CI does it
 #   make gpu-check   on a machine with a GPU, with its own python3 and torch: builds, tests and measures; no network
-#                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/cuda.md)
+#                    needed; GPU="--quick", GPU="--wheels FOLDER": python -m scripts.gpu_check --help (docs/trust/cuda.md)
 #   make package     the sdist and the wheel, into dist/: built, checked, each installed into an empty environment and tested
 #   make package-cuda  a wheel with the CUDA library for H100, compiled against a CUDA build of torch for Python 3.12 and
 #                    imported without a GPU: ten minutes, 5 GB; PACKAGE_CUDA="--architectures 8.0": python -m scripts.package_cuda --help
-#   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/developers.md:
+#   make matrix      that wheel with other Pythons, releases of torch and of the frameworks, into the table of docs/trust/releases.md:
 #                    downloads gigabytes; MATRIX="--cells 3.12:2.11.0": python -m scripts.support_matrix --help
 #   make soak        100,000 random collectives and sends, 5,000 steps each with Megatron, DeepSpeed, DDP and FSDP2: wrong results,
-#                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/reliability.md)
-#   make bench       measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there (the links need
+#                    drift, hangs and memory (an hour or two on two cores); into SOAK_OUT (docs/trust/reliability.md)
+#   make bench       measures the tables of docs/decide/benchmarks.md and docs/decide/accuracy.md and writes them there (the links need
 #                    root); BENCH="--only codec sizes": these; python -m scripts.make_benchmarks --help
 
 PYTHON ?= python3
@@ -53,7 +53,7 @@ EVALUATE ?= 0.4.6
 TORCHTITAN ?= 0.2.2
 # For check-cuda and check-ptx where there is no nvcc.
 NVCC_WHEELS := "nvidia-cuda-nvcc==13.0.*" "nvidia-cuda-crt==13.0.*" "nvidia-nvvm==13.0.*" "nvidia-cuda-runtime==13.0.*" "nvidia-cuda-cccl==13.0.*"
-# For check-cuda where there is no nvdisasm; its options: CUDA=--write writes the table of docs/cuda.md.
+# For check-cuda where there is no nvdisasm; its options: CUDA=--write writes the table of docs/trust/cuda.md.
 NVDISASM_WHEEL := "nvidia-cuda-nvdisasm==13.*"
 CUDA ?=
 # Of check-ptx: which tests, and of widths, group sizes and dtypes, crossed, every which one.

@@ -42,7 +42,7 @@
 //     Levels: of a table at 2, 3 and 4 bits, computed at 5 and 6, equal steps at 7 and 8. Cells grow with the
 //     distance from 0, as those that are best for Gaussian values (S. Lloyd, "Least squares quantization in
 //     PCM", 1982; J. Max, 1960). A level is the mean of the values in its cell. Values beyond the last cell
-//     are clipped (docs/numerics.md). With mse the step of a part is the one of five with the least sum of
+//     are clipped (docs/trust/numerics.md). With mse the step of a part is the one of five with the least sum of
 //     squared errors, in whole 1/32 of a step.
 //
 // Metadata are rounded outwards, which keeps every element inside the range of the codes, so nothing is

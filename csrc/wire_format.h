@@ -1,5 +1,5 @@
 // The byte layout of a payload: the one place where it is written down.
-// Host and device, no torch. docs/wire_format.md explains it in words.
+// Host and device, no torch. docs/trust/wire_format.md explains it in words.
 //
 // A payload is an array of records, one record a group of g = `group_size` consecutive elements, the last
 // group padded with code 0. Records have one size, so the payload of a part that starts at a group

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md and docs/accuracy.md that scripts/make_benchmarks.py makes: commands and needs."""
+"""Commands and needs of the tables of docs/decide/benchmarks.md and accuracy.md (scripts/make_benchmarks.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of each table of docs/benchmarks.md, of what its commands wrote with --json, in their order."""
+"""The rows of each table of docs/decide/benchmarks.md, of what its commands wrote with --json, in their order."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Compile the CUDA library for every architecture, and hold the compiler's report to limits. Needs no GPU.
 
-    python -m scripts.check_cuda            # --write: the table of docs/cuda.md too
+    python -m scripts.check_cuda            # --write: the table of docs/trust/cuda.md too
 
 What it refuses: a warning, a kernel that spills or keeps a stack frame (registers that went to memory), one that uses
 more registers than its blocks of 256 threads leave it, a symbol that the library asks for and that neither this torch
 nor the list below has (a CUDA build of torch would not load it), a main kernel of more instructions or more waits an
-element than its limit (cuda_model.py), and a table of docs/cuda.md that is not what the model says of this nvcc's code.
+element than its limit (cuda_model.py), and a table of docs/trust/cuda.md that is not what the model says of this nvcc's
+code.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REGISTERS_ALONE = 255  # what a thread can have
 # Of which four blocks share a multiprocessor, or three (codec.cu says which).
 PLAIN = re.compile(r"plain_\w+_kernel")
 REGISTERS_PLAIN = 80
-DOCS = ROOT / "docs" / "cuda.md"
+DOCS = ROOT / "docs" / "trust" / "cuda.md"
 # What libtorch_cuda.so has of torch's stable ABI, checked on torch 2.11.0+cu130; the CPU build has it not.
 OF_TORCH_CUDA = {
     "aoti_torch_get_current_cuda_stream",
@@ -124,7 +125,7 @@ def disassembler() -> str | None:
 
 
 def modelled(kernels: Sequence[Kernel], folder: Path, tool: str) -> tuple[list[str], list[str]]:
-    """The table of docs/cuda.md, and what is above its limit. folder: where nvcc left its binaries."""
+    """The table of docs/trust/cuda.md, and what is above its limit. folder: where nvcc left its binaries."""
     compiled = {}
     for gpu in cuda_model.GPUS:
         architecture = gpu.architecture
@@ -144,7 +145,7 @@ def modelled(kernels: Sequence[Kernel], folder: Path, tool: str) -> tuple[list[s
 
 
 def documented(text: str) -> tuple[str, str, str]:
-    """docs/cuda.md before its table, the table, and what comes after it."""
+    """docs/trust/cuda.md before its table, the table, and what comes after it."""
     before, begin, rest = text.partition("<!-- python -m scripts.check_cuda --write -->\n")
     written, end, after = rest.partition("<!-- end -->\n")
     return before + begin, written, end + after
@@ -163,7 +164,7 @@ def short(names: Sequence[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build-lib", type=Path, help="keep the library here")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/cuda.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/trust/cuda.md")
     arguments = parser.parse_args()
     tool = disassembler()
     if tool is None:
@@ -203,9 +204,9 @@ def main() -> int:
     if arguments.write:
         DOCS.write_text(before + written + after)
     elif not there.startswith(head):
-        print("The table of docs/cuda.md is of another nvcc: it is not compared.")
+        print("The table of docs/trust/cuda.md is of another nvcc: it is not compared.")
     elif there != written:
-        found.append("the table of docs/cuda.md is another one: python -m scripts.check_cuda --write")
+        found.append("the table of docs/trust/cuda.md is another one: python -m scripts.check_cuda --write")
     print(
         "\n".join(found)
         if found

@@ -1,4 +1,4 @@
-"""Fuzz what takes bytes, text and tensors from elsewhere, under AddressSanitizer and UBSan (docs/developers.md).
+"""Fuzz what takes bytes, text and tensors from elsewhere, under AddressSanitizer and UBSan (docs/inside/testing.md).
 
     python -m scripts.fuzz [codec device seeded library python ...] [--seconds 60] [--runs 10000000] [--quick]
 

@@ -1,7 +1,7 @@
-"""The licences of what the package depends on, from the installed metadata: the table of docs/developers.md.
+"""The licences of what the package depends on, from the installed metadata: the table of docs/trust/releases.md.
 
     python -m scripts.licences            # print it
-    python -m scripts.licences --write    # put it into docs/developers.md
+    python -m scripts.licences --write    # put it into docs/trust/releases.md
 
 Of a package that is not installed the row that the document has is kept, and those of what it brings.
 """
@@ -24,7 +24,7 @@ else:
     import tomli as tomllib  # mypy, of the dev extra, brings it there
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "developers.md"
+DOCUMENT = ROOT / "docs" / "trust" / "releases.md"
 BEGIN, END = "<!-- licences -->", "<!-- end of licences -->"
 HEADER = ("package", "of", "licence, as its metadata say", "version")
 BROUGHT = ("licence", "packages that these bring (by which)")

@@ -1,4 +1,4 @@
-"""Measures the tables of docs/benchmarks.md and docs/accuracy.md and writes them there: `make bench`.
+"""Measures the tables of docs/decide/benchmarks.md and docs/decide/accuracy.md and writes them there: `make bench`.
 
     python -m scripts.make_benchmarks                      all that take minutes; --all: those that take hours too
     python -m scripts.make_benchmarks --only codec sizes   these
@@ -33,7 +33,7 @@ from scripts.benchmark_texts import Rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "lab" / "results"
-DOCUMENTS = ROOT / "docs"
+DOCUMENTS = ROOT / "docs" / "decide"
 INDEX = "tables.json"
 END = "<!-- end -->"
 
@@ -177,7 +177,7 @@ def main() -> int:
         "--quick", action="store_true", help="small sizes, to try it: give --results and --documents too"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder (default lab/results)")
-    parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder (default docs)")
+    parser.add_argument("--documents", type=Path, default=DOCUMENTS, help="folder (default docs/decide)")
     arguments = parser.parse_args()
     results, documents = arguments.results.resolve(), arguments.documents.resolve()
     if arguments.quick and (documents == DOCUMENTS or results == RESULTS):

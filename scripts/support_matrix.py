@@ -1,4 +1,4 @@
-"""The one wheel with other Pythons, releases of torch and of the frameworks: the table of docs/developers.md.
+"""The one wheel with other Pythons, releases of torch and of the frameworks: the table of docs/trust/releases.md.
 
     make matrix                                                    # all of it: some 30 GB are downloaded, an hour
     python -m scripts.support_matrix --cells 3.12:2.11.0 3.13:2.13.0
@@ -32,7 +32,7 @@ from scripts.environments import CommandFailed, Environment, found
 from scripts.package import doctor_problems
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "developers.md"
+DOCUMENT = ROOT / "docs" / "trust" / "releases.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 HEADER = ("Python", "torch", "with", "doctor", "tests", "date")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -43,7 +43,8 @@ FRAMEWORKS += ("deepspeed==0.17.6", "deepspeed==0.19.8")
 ELSEWHERE = {"megatron-core==0.19.2": ("3.12", "2.11.0")}
 QUICK = (
     *("codec/test_format", "codec/test_ops", "codec/test_rows", "collectives/test_flat", "collectives/test_work"),
-    *("config/test_fields", "test_policy", "ddp/test_hook", "fsdp/test_fsdp2"),
+    *("config/test_fields", "policy/test_plan", "policy/test_roles", "integrations/ddp/test_hook"),
+    "integrations/fsdp/test_fsdp2",
 )
 TESTS = {
     "": [f"tests/{name}.py" for name in QUICK],
@@ -203,7 +204,7 @@ def main() -> int:
         metavar="PYTHON:TORCH=FOLDER",
         help="a site-packages that has this torch for this Python, instead of a download",
     )
-    parser.add_argument("--no-write", action="store_true", help="leave docs/developers.md as it is")
+    parser.add_argument("--no-write", action="store_true", help="leave docs/trust/releases.md as it is")
     arguments = parser.parse_args()
     if arguments.list:
         for cell in arguments.cells:

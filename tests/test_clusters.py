@@ -1,4 +1,4 @@
-"""docs/clusters.md: its commands, as written, on two hosts made of network namespaces; needs root."""
+"""docs/use/clusters.md: its commands, as written, on two hosts made of network namespaces; needs root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from lab.benchmarks import netlab
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "clusters.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "clusters.md").read_text()
 BITS = {bits: bits + 0.25 for bits in (4, 8)}  # of an element, with its part of the metadata
 
 
@@ -66,7 +66,7 @@ def test_torchrun_as_written(lab: netlab.Lab, tmp_path: Path) -> None:
     counts = re.findall(r"^ddp.gradients: (\d+) of (\d+) calls quantized, (\S+) of (\S+) MB sent", first, re.MULTILINE)
     [(quantized, calls, sent, full)] = counts
     assert quantized == calls != "0"
-    # The second export has reached the ranks, and they know their hosts: the bytes of docs/clusters.md.
+    # The second export has reached the ranks, and they know their hosts: the bytes of docs/use/clusters.md.
     between, inside = BITS[4] / 2, (BITS[8] + BITS[4]) / 2
     assert float(sent) / float(full) == pytest.approx((between + inside) / (1.5 * 32), rel=0.03)
 

@@ -1,4 +1,4 @@
-"""The commands of docs/torch.md (with fewer steps) and docs/collectives.md: DDP, FSDP, pipelining and SUMMA."""
+"""The commands of docs/use/torch.md (with fewer steps) and docs/use/collectives.md: DDP, FSDP, pipelining and SUMMA."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = re.findall(r"^torchrun .*", (ROOT / "docs" / "torch.md").read_text(), flags=re.MULTILINE)
+COMMANDS = re.findall(r"^torchrun .*", (ROOT / "docs" / "use" / "torch.md").read_text(), flags=re.MULTILINE)
 STEPS = 20
 
 
@@ -80,7 +80,7 @@ def test_two_replicas_of_two_shards() -> None:
 
 
 def test_a_matrix_product_by_broadcasts_and_reduces() -> None:
-    page = (ROOT / "docs" / "collectives.md").read_text()
+    page = (ROOT / "docs" / "use" / "collectives.md").read_text()
     plain, quantized = re.findall(r"^torchrun .*", page, flags=re.MULTILINE)
     [says] = re.findall(r"^The second prints.*?^```\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     assert printed(quantized) == says

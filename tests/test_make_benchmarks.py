@@ -49,7 +49,7 @@ def test_a_changed_figure_is_noticed(name: str, row: str) -> None:
 
 
 def test_every_result_makes_a_table() -> None:
-    """Of these documents, or of docs/planning.md (`plan --check`)."""
+    """Of these documents, or of docs/decide/planning.md (`plan --check`)."""
     used = {file for entry in INDEX_OF_RESULTS.values() for file in entry["files"]}
     left = {str(file.relative_to(RESULTS)) for file in RESULTS.glob("*/*")} - used
     assert {Path(name).name for name in left} <= set(plan_measured.FILES)
@@ -236,7 +236,7 @@ def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, 
 
 
 def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
-    """All of docs/accuracy.md, with its picture."""
+    """All of docs/decide/accuracy.md, with its picture."""
     if need := missing(next(table for table in TABLES if table.name == "accuracy")):
         pytest.skip(f"it needs {need}")
     for name in NAMES:

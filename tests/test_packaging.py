@@ -1,4 +1,4 @@
-"""What is published: versions, metadata, what is in an sdist and a wheel, licences, the tables of docs/developers.md.
+"""What is published: versions, metadata, contents of sdist and wheel, licences, the tables of docs/trust/releases.md.
 
 The real wheel is made, installed and tested by `make package`; here the checks of it are held to what they are to find.
 """
@@ -142,7 +142,7 @@ def test_nothing_in_common_is_said(tmp_path: Path) -> None:
 def test_every_dependency_has_its_licence() -> None:
     rows = licences.read(licences.DOCUMENT.read_text(encoding="utf-8"))
     for name, place in licences.declared().items():
-        assert name in rows, f"{name} is not in docs/developers.md: python -m scripts.licences --write"
+        assert name in rows, f"{name} is not in docs/trust/releases.md: python -m scripts.licences --write"
         assert rows[name][1] == place
     assert all(row[2] and row[2] not in ("not said", "not installed here") for row in rows.values())
 
@@ -199,7 +199,7 @@ def test_an_sdist_with_more_or_less_is_refused(checkout: Path) -> None:
     text = "\n".join(check_package.sdist_problems(sdist(checkout)))
     top = f"{PACKAGE}-{VERSION}"
     assert f"{top}/tests/test_a.py does not belong here" in text
-    assert f"{top}/benchmarks/b.py does not belong here" in text
+    assert f"{top}/lab/benchmarks/b.py does not belong here" in text
     assert f"{top}/csrc/wire_format.h is missing" in text
 
 
@@ -301,11 +301,11 @@ def test_a_file_that_was_changed_after_the_record_is_refused(tmp_path: Path) -> 
     path = write_wheel(tmp_path / WHEEL, _wheel_files())
     with zipfile.ZipFile(path) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
-    files[f"{PACKAGE}/policy.py"] += b"#"
+    files[f"{PACKAGE}/errors.py"] += b"#"
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
-    assert check_package.wheel_problems(path) == [f"RECORD does not have {PACKAGE}/policy.py as it is"]
+    assert check_package.wheel_problems(path) == [f"RECORD does not have {PACKAGE}/errors.py as it is"]
 
 
 @pytest.fixture(scope="module")

@@ -46,17 +46,18 @@ _OWN_NAME = "of a module of this package or of a framework, written in the code:
 _CHILD = "of this package, by the parent's command line"
 ALLOWED: dict[str, dict[str, str]] = {
     "__init__.py": {"importlib.import_module": _OWN_NAME},
+    "aliases.py": {"importlib.import_module": _OWN_NAME},
     "autoload.py": {"importlib.import_module": _OWN_NAME},
     "integrations/patching.py": {"importlib.import_module": _OWN_NAME},
-    "megatron/__main__.py": {
+    "integrations/megatron/__main__.py": {
         "import runpy": "the launcher runs the script that its command line names, as `python script.py` would",
         "runpy.run_path": "the same",
     },
-    "megatron/attention.py": {"importlib.import_module": _OWN_NAME},
-    "megatron/checkpoints.py": {"importlib.import_module": _OWN_NAME},
-    "megatron/monitor.py": {"importlib.import_module": _OWN_NAME},
-    "megatron/transformer_engine.py": {"importlib.import_module": _OWN_NAME},
-    "deepspeed/engine.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/megatron/attention.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/megatron/checkpoints.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/megatron/monitor.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/megatron/transformer_engine.py": {"importlib.import_module": _OWN_NAME},
+    "integrations/deepspeed/engine.py": {"importlib.import_module": _OWN_NAME},
     "policy/topology.py": {"socket.gethostname": "the name of the host, to tell which ranks share one"},
     "codec/ops.py": {"torch.ops.load_library": "the compiled libraries, from the package's own folder"},
     "collectives/two_shot.py": {
@@ -302,7 +303,7 @@ def _partly_installed(folder: Path, files: list[str]) -> str:
 @pytest.mark.parametrize(
     ("files", "hidden"),
     [
-        (["__init__.py", "autoload.py"], []),  # the rest of the package is gone
+        (["__init__.py", "aliases.py", "autoload.py"], []),  # the rest of the package is gone
         (list(SOURCES), ["pydantic"]),  # what it requires is gone
     ],
     ids=["half the package", "no pydantic"],

@@ -1,11 +1,11 @@
 """The collectives in which one rank has or gets everything: broadcast, reduce, gather, scatter. One rounding each.
 
-As dispatch: every call is checked, decided, and runs quantized or as torch.distributed's own.
+As in reductions.py, every call is checked, decided, and runs quantized or as torch.distributed's own.
 
     broadcast   encode at the root -> decode on all ranks, the root too                       collectives/broadcast.py
     reduce      encode on all ranks -> decode, sum at the root: a reduce_scatter of one part     flat.py, two_level.py
-    gather      encode on all ranks -> decode at the root, its own too: an all_to_all of runs to it            runs.py
-    scatter     encode at the root -> decode on all ranks, its own too: an all_to_all of runs from it          runs.py
+    gather      encode on all ranks -> decode at the root, its own too: an all_to_all of runs to it      all_to_all.py
+    scatter     encode at the root -> decode on all ranks, its own too: an all_to_all of runs from it    all_to_all.py
 """
 
 from __future__ import annotations

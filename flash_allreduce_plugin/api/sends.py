@@ -1,8 +1,8 @@
 """Sends from one rank to another, with torch.distributed's arguments. One rounding.
 
-As dispatch, but no rank knows of a send except its two ends. Both work out from shape, dtype, site and configuration
-how it travels, and the message's header tells the receiver whether they agree (collectives/point_to_point.py). The
-width is the configured one: target_sqnr_db and min_sqnr_db, which the ranks of a group decide together, do not move it.
+As in reductions.py, but only the two ends know of a send. Both make its plan from shape, dtype, site and
+configuration, and the header lets the receiver compare (collectives/point_to_point.py). The width
+is the configured one: target_sqnr_db and min_sqnr_db, which the ranks of a group decide together, do not move it.
 """
 
 from __future__ import annotations

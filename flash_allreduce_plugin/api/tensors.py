@@ -32,7 +32,7 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0, *, out: Tensor | 
 
     Returns:
         The payload, 1-D uint8 of payload_bytes(tensor.numel(), config), on the tensor's device. Its layout is
-        drawn in docs/wire_format.md.
+        drawn in docs/trust/wire_format.md.
 
     Raises:
         TypeError: the tensor has another dtype.

@@ -1,6 +1,6 @@
 """Sizes of a payload.
 
-The byte layout itself is drawn in ``docs/wire_format.md`` and written down in ``csrc/wire_format.h``; this
+The byte layout itself is drawn in ``docs/trust/wire_format.md`` and written down in ``csrc/wire_format.h``; this
 leaf repeats only its sizes, so that a plan can be made without the compiled library. ``tests/codec/test_format.py``
 holds the two together.
 """

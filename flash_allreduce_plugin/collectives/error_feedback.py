@@ -13,8 +13,9 @@ With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what
 error and little of its noise. Either way the sum of what was lost stays bounded.
 
 A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
-or without. Residuals of copies (copies.py) are the same on all ranks that have the copy: nothing that happens to other
-residuals drops them. It is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
+or without. Residuals of copies (replicated_params.py) are the same on all ranks that have the
+copy: they outlive other residuals. A residual is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an
+element and 2 a group.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def all_gather(
     """input [numel] of every rank -> output [world * numel], one rounding.
 
     parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
-    it reaches. held: output has what was gathered before, and the differences travel (differences.py).
+    it reaches. held: output has the previous result, and the ranks send differences (weight_differences.py).
     """
     world, rank, wire, even = label.group.size(), label.group.rank(), plan.gather, parts is None
     numels = (input.numel(),) * world if parts is None else tuple(parts)

@@ -153,7 +153,7 @@ def all_gather(
 ) -> Iterator[Stage]:
     """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ.
 
-    held: output has what was gathered before, and the differences travel (differences.py).
+    held: output has the previous result, and the ranks send differences (weight_differences.py).
     """
     world, rank = label.group.size(), label.group.rank()
     sizes = [len(input)] * world if parts is None else list(parts)

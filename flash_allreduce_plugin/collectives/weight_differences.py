@@ -114,7 +114,7 @@ class Exact:
     """Ranges of weights whose values travel beside the differences: of parameters that other ranks have copies of.
 
     Copies stay copies because they get the same bits; differences are rounded beside neighbours that are others on
-    every tensor-parallel rank (copies.py).
+    every tensor-parallel rank (replicated_params.py).
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class FlashConfig(_Frozen):
     Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
     constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
     call, one per line.  A preset fills in what is not given (presets.py).  The defaults of chunk_bytes and
-    min_bytes are what `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/benchmarks.md).
+    min_bytes are what `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/decide/benchmarks.md).
     """
 
     from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)

@@ -6,9 +6,9 @@ int8    8.25      +0.003 / +0.000 / +0.001 %                    +0.000 %
 int4    4.75      -0.010 / -0.008 / -0.007 %                    +0.030 %, at 6 bits
 thin    2.75      -0.029 / +0.051 / +0.058 %                    as int4
 
-Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/benchmarks.md), int4 and thin without
-spikes, which they did not have then. Spikes are for pretrained models, whose tensors have heavy tails
-(docs/accuracy.md):
+Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/decide/benchmarks.md), int4 and thin
+without spikes, which they did not have then. Spikes are for pretrained models, whose tensors have heavy tails
+(docs/decide/accuracy.md):
 
     python -m lab.benchmarks.deepspeed_training --sections '{"bits": 8}' '{"preset": "int4"}' '{"preset": "thin"}'
     python -m lab.benchmarks.training --steps 400 --bits 8
@@ -33,7 +33,7 @@ _BACKWARD = {"backward_bits": 6, "backward_rounding": "stochastic"}
 
 
 def _sends(bits: int) -> dict[str, int]:
-    """Between pipeline stages: -0.002 % of the loss at 8 bits, -0.003 % at 6, +0.119 % at 4 (docs/benchmarks.md)."""
+    """Between pipeline stages: -0.002 % of the loss at 8 bits, -0.003 % at 6, +0.119 % at 4."""
     return {"pipeline_bits": bits, "pipeline_backward_bits": bits}
 
 

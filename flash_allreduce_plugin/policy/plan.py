@@ -174,7 +174,7 @@ def make_plan(
 
 
 def _format(role: Role, config: FlashConfig, bits: int) -> Format:
-    """The configured format, but for two kinds of tensors (docs/benchmarks.md, "Pretraining with everything on").
+    """Return the configured format, except for two kinds of tensors ("Pretraining" in docs/decide/benchmarks.md).
 
     What backward_bits quantizes is rounded as backward_rounding says. Stochastic rounding knows no codebook and no
     searched range, which only round to the nearest. Spikes stay: as bf16, rounded at random.

@@ -1,6 +1,6 @@
 """The error of a call from the values of each rank: quality_measure "local".
 
-How-to: docs/accuracy_controls.md#what-is-measured.
+How-to: docs/decide/accuracy_controls.md#what-is-measured.
 
 A rank decodes its own payloads and compares, at the runs of a Sample. Where errors of different ranks are independent,
 a run has

@@ -1,6 +1,6 @@
 """What a graph of torch.compile holds of a call: operators that take what a graph can hold, and run the eager code.
 
-Under Dynamo a call comes here instead of going on in dispatch or codec. It is said in strings and numbers (a
+Under Dynamo a call comes here instead of going on in api/reductions.py or codec. It is said in strings and numbers (a
 configuration is FlashConfig.text, a group its name), and becomes one node. The nodes are functional, as those of
 torch.distributed._functional_collectives are, and the collectives among them are marked as effects: no pass drops one,
 runs it twice or exchanges two, whatever becomes of their results. A call that cannot be said so breaks the graph.
@@ -44,7 +44,7 @@ _plainly: dict[str, Eager] = {}  # what a graph that was broken goes on with
 
 
 def all_reduce(tensor: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any) -> Any:
-    """dispatch.all_reduce under Dynamo. more: what a graph does not hold."""
+    """reductions.all_reduce under Dynamo. more: what a graph does not hold."""
     if not (_is_tensor(tensor) and _can_be_said(op, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
         return _plainly["all_reduce"](tensor, op, group, config, async_op, site=site, step=step, **more)
@@ -55,7 +55,7 @@ def all_reduce(tensor: Any, op: Any, group: Any, config: Any, async_op: bool, si
 def reduce_scatter(
     output: Any, input: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any
 ) -> Any:
-    """dispatch.reduce_scatter under Dynamo; a list of inputs breaks the graph, as torch's does."""
+    """reductions.reduce_scatter under Dynamo; a list of inputs breaks the graph, as torch's does."""
     tensors = _is_tensor(output) and _is_tensor(input)
     if not (tensors and _can_be_said(op, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
@@ -68,7 +68,7 @@ def reduce_scatter(
 def all_gather(
     output: Any, input: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any
 ) -> Any:
-    """dispatch.all_gather under Dynamo."""
+    """reductions.all_gather under Dynamo."""
     tensors = _is_tensor(output) and _is_tensor(input)
     if not (tensors and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op ...")
@@ -158,7 +158,7 @@ def never_trace(*functions: Eager, reason: str = "flash_allreduce runs this with
 
 
 def serve_collectives(all_reduce: Eager, reduce_scatter: Eager, all_gather: Eager) -> None:
-    """Define the operators that stand for dispatch's functions."""
+    """Define the operators that stand for the functions of api/reductions.py."""
 
     def reduced(tensor: Tensor, op: str, *call: Any) -> Tensor:
         result = tensor.clone()
@@ -219,7 +219,7 @@ def _heard(
 
 @lru_cache(256)
 def config_of(text: str) -> FlashConfig | None:
-    """The configuration that a graph names: one object for one text, since dispatch remembers calls by it."""
+    """The configuration that a graph names: one object for one text, since api/reductions.py caches plans by it."""
     return FlashConfig.from_dict(json.loads(text)) if text else None
 
 

@@ -324,7 +324,7 @@ def stats() -> dict[str, Any]:
 
     bytes_full_precision is what would have been sent without this plugin, whichever way the calls went.
     bytes_plain is what of bytes_sent went in full precision, by our decision; beside, what torch.distributed sent while
-    an integration was attached and never asked us about (beside.py).
+    an integration was attached and never asked us about (other_traffic.py).
     bytes_between_nodes is what of bytes_sent went to another node, in two-level calls: others know no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.

@@ -129,7 +129,7 @@ class FirstSteps:
             counters.watch(framework, self._tally)
 
     def of(self, site: Site) -> Site:
-        """Return the site whose calls count here: always the same object, which dispatch remembers calls by."""
+        """Return the site whose calls count here: always the same object, by which api/reductions.py caches plans."""
         if self.over:
             return site
         own = self._sites.get(site)

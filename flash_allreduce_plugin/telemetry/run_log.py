@@ -1,4 +1,4 @@
-"""The log of a run: FLASH_ALLREDUCE_LOG=FILE, JSON lines that `flash-allreduce report` reads (docs/monitoring.md).
+"""The log of a run: FLASH_ALLREDUCE_LOG=FILE, JSON lines that `flash-allreduce report` reads (docs/use/monitoring.md).
 
 Rank 0 writes; with %r in the name every rank writes a file of its own. The first line says what runs, the others what
 each site has counted since the line before. A thread writes them, so that a slow disk does not hold up the training: a

@@ -299,7 +299,7 @@ def _rounded(value: Any) -> Any:
 
 
 def show(found: dict[str, Any], where: str) -> None:
-    """Print the tables of docs/accuracy.md on the tensors that `where` names."""
+    """Print the tables of docs/decide/accuracy.md on the tensors that `where` names."""
     for title, lines in (
         ("Ours (**) and others' formats, mean dB of one rounding", accuracy_report.by_kind(found)),
         ("Our best setting at as many bits or fewer, less the rival's format, in dB", accuracy_report.rivals(found)),

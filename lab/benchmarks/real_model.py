@@ -183,7 +183,7 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> list[list[object]]:
-    """Return the header and a row a world and format, for docs/accuracy.md."""
+    """Return the header and a row a world and format, for docs/decide/accuracy.md."""
     texts = found["perplexity"]
     header: list[object] = ["world", "format", "bits"]
     header += [f"{text}: {what}" for text in texts for what in ("KL x 1000", "perplexity, %")]

@@ -14,7 +14,7 @@ An estimate, from three kernels a rank and the bytes that it sends, of a bf16 te
 A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
 of kernels and link, "overlapped" the longer of them: chunks in flight come close to the second for large tensors. Both
 take what the host needs for the call at least. No GPU has confirmed the model of the kernels.
-Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/clusters.md): INT8
+Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/use/clusters.md): INT8
 inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
 
 Not in it: barriers, contention inside a switch or between the sockets of a PCIe machine, that kernels and transfers
@@ -44,7 +44,7 @@ WIDTHS = (8, 4)
 INSIDE = Format(8, 128)
 #: Flash Communication, arXiv 2412.04964: INT4 over NCCL's ring, above 64 MB, L40 on PCIe.
 PAPER = 3.18
-HOST = f"measured without a GPU (docs/cuda.md), and {presets.LAUNCHES} launches of {1e6 * LAUNCH:g} us, assumed"
+HOST = f"measured without a GPU (docs/trust/cuda.md), and {presets.LAUNCHES} launches of {1e6 * LAUNCH:g} us, assumed"
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def flat(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
 
 
 def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
-    """Between N nodes of L ranks: INT8 inside, c between and back (docs/clusters.md).
+    """Between N nodes of L ranks: INT8 inside, c between and back (docs/use/clusters.md).
 
     Kernels: encode inside; sums of L payloads of an L-th each; of N payloads of an (N L)-th; decode.
     """

@@ -4,7 +4,7 @@
     python -m lab.planning.plan_check --results FOLDER --json check.json
 
 Exit status 0 only if every measurement of this project is predicted within 15 %; published figures are shown, not
-judged (docs/planning.md).
+judged (docs/decide/planning.md).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def full_precision(nbytes: int, ranks: int, c: Cluster) -> tuple[float, str]:
 
 
 def plan_of(nbytes: int, ranks: int, bits: int, levels: int) -> Plan:
-    """As the dispatch makes it of a call over NCCL."""
+    """As api/reductions.py makes it of a call over NCCL."""
     hierarchical: Any = {"intra_bits": 8, "inter_bits": bits, "ranks_per_node": PER_NODE} if levels == 2 else "off"
     plan = make_plan(
         "all_reduce",

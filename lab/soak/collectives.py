@@ -1,4 +1,4 @@
-"""Random calls on several groups from several threads, every result checked: what soak.py does in every rank.
+"""Random calls on several groups from several threads, every result checked: what command.py does in every rank.
 
 A lane is a thread with groups of its own, whose calls all ranks make in one order. The ranks draw the same calls from
 the seed; a rank that is not in a call's group goes on to the next one. In a round every lane makes its share of calls;

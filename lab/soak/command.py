@@ -5,10 +5,10 @@
     python -m lab.soak.command deepspeed --steps 5000          and ddp, fsdp
 
 collectives: random collectives and sends, sizes, dtypes, widths and options on several groups from three threads,
-synchronous and asynchronous, waited for out of order (soak_collectives.py). Every result is within the bound of
-guarantee 6 (docs/numerics.md); where all ranks get the same, they have the same bits; inputs are as they were.
+synchronous and asynchronous, waited for out of order (collectives.py). Every result is within the bound of
+guarantee 6 (docs/trust/numerics.md); where all ranks get the same, they have the same bits; inputs are as they were.
 
-megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (soak_training.py). What
+megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (training.py). What
 must be the same on several ranks is compared bit for bit; the loss is finite and falls.
 
 Memory is VmRSS of every rank after a garbage collection: its growth is from the first to the last fifth of the samples

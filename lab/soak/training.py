@@ -1,4 +1,4 @@
-"""Long trainings with Megatron, DeepSpeed, DDP and FSDP2, the plugin on: what soak.py does in every rank.
+"""Long trainings with Megatron, DeepSpeed, DDP and FSDP2, the plugin on: what command.py does in every rank.
 
 megatron: two small GPTs in turn, tensor parallel over pairs of ranks and data parallel over what is left. One has g and
 f and all-reduced gradients, the other sequence parallelism and the distributed optimizer with overlap: every quantized

@@ -22,7 +22,7 @@ OPTIONS = [
     for spikes, hadamard, mse in itertools.product((False, True), (False, True), (False, True))
 ]
 NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for options in OPTIONS]
-#: docs/numerics.md: the largest error of an element, against the largest of its part: without a search in groups
+#: docs/trust/numerics.md: the largest error of an element, against the largest of its part: without a search in groups
 #: without and with a 0, then with a search.
 LARGEST_ERROR = {2: (0.36, 0.48, 0.61), 3: (0.20, 0.23, 0.39), 4: (0.125, 0.125, 0.34)}
 LARGEST_ERROR |= {5: (0.055, 0.08, 0.31), 6: (0.06, 0.07, 0.31)}
@@ -90,7 +90,7 @@ def test_any_bytes_decode_alike(options: dict[str, bool], bits: int, group_size:
 
 
 def largest_errors(codec: Format, x: Tensor) -> Tensor:
-    """What docs/numerics.md allows to each element of x [numel], whole groups."""
+    """What docs/trust/numerics.md allows to each element of x [numel], whole groups."""
     parts = x.double().abs().view(-1, 8, codec.group_size // 8).amax(-1)
     held = (x == 0).view(-1, codec.group_size).any(-1, keepdim=True)
     plain, with_zero, searched = LARGEST_ERROR[codec.bits]
@@ -163,7 +163,7 @@ def sqnr_db(exact: Tensor, result: Tensor) -> float:
 def test_sqnr_of_gaussian_values(
     bits: int, plain: float, searched: float, plain_zero: float, searched_zero: float
 ) -> None:
-    """The figures of docs/numerics.md, in groups of 256: 1/4 bit an element more than the codes."""
+    """The figures of docs/trust/numerics.md, in groups of 256: 1/4 bit an element more than the codes."""
     x = gaussian(1, 1 << 18)
     assert Format(bits, 256, codebook=True).bits_per_element == bits + 0.25
     for values, floors in ((x, (plain, searched)), (with_a_zero(x, 256), (plain_zero, searched_zero))):

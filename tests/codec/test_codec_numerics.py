@@ -19,7 +19,7 @@ FITTING = [(name, dtype) for name in FINITE for dtype in DTYPES if HARD[name].to
 
 
 def metadata(payload: Tensor, codec: Format) -> tuple[Tensor, Tensor]:
-    """scale, zero of every group, float64, read from the payload as docs/wire_format.md draws it."""
+    """scale, zero of every group, float64, read from the payload as docs/trust/wire_format.md draws it."""
     words = payload.view(-1, codec.record_bytes)[:, : codec.metadata_bytes].contiguous().view(torch.bfloat16)
     if codec.compact:
         word = words[:, 0].view(torch.int16).int() & 0xFFFF
@@ -48,7 +48,7 @@ def test_guarantee_6_the_error_is_at_most_half_a_step_of_the_group(name: str, dt
             payload = fap.encode(x, config_of(codec))
             decoded = fap.decode(payload, x.shape, torch.float32, config_of(codec)).double()
             scale, zero = (v.repeat_interleave(64)[: x.numel()] for v in metadata(payload, codec))
-            # Groups whose range float32 or bf16 cannot hold are NaN, on purpose (docs/numerics.md).
+            # Groups whose range float32 or bf16 cannot hold are NaN, on purpose (docs/trust/numerics.md).
             served = scale.isfinite()
             assert (decoded.isnan() == ~served).all()
             if name != "near the end of float32":

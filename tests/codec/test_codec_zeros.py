@@ -168,7 +168,7 @@ def test_guarantee_6_the_step_of_a_group_with_a_zero(options: dict[str, bool]) -
     [(8, 44.4, 44.0), (6, 32.3, 31.9), (4, 20.0, 19.7), (3, 13.6, 13.3), (2, 6.2, 5.9)],
 )
 def test_what_a_zero_costs_on_average(bits: int, asymmetric: float, compact: float) -> None:
-    """Gaussian groups of 128 with one 0 each: the figures of docs/numerics.md."""
+    """Gaussian groups of 128 with one 0 each: the figures of docs/trust/numerics.md."""
     x = gaussian(1, 1 << 18)
     x[0, ::128] = 0.0
     for options, floor in (({}, asymmetric), ({"compact": True}, compact)):

@@ -341,8 +341,8 @@ def test_there_are_golden_bytes() -> None:
 
 
 def _wire_format_example() -> tuple[Tensor, bytes]:
-    """The worked example of docs/wire_format.md: its input and the bytes it prints."""
-    text = (Path(__file__).parents[2] / "docs/wire_format.md").read_text()
+    """The worked example of docs/trust/wire_format.md: its input and the bytes it prints."""
+    text = (Path(__file__).parents[2] / "docs/trust/wire_format.md").read_text()
     block = re.split("<!-- worked example: checked by [^>]*-->", text)[1].split("```")[1]
     rows = [line.split("|") for line in block.strip().splitlines()[1:] if "|" in line]
     printed = b"".join(bytes.fromhex(row[1].strip()) for row in rows)

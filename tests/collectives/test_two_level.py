@@ -286,7 +286,7 @@ def test_guarantee_2_what_is_not_finite_takes_its_group_only(ranks: GetRanks, ki
 
 
 def step(x: Tensor, bits: int) -> Tensor:
-    """At most the quantization step of each element's group (docs/numerics.md, guarantee 6)."""
+    """At most the quantization step of each element's group (docs/trust/numerics.md, guarantee 6)."""
     padded = torch.nn.functional.pad(x.double().view(1, -1), (0, -x.numel() % 128), "replicate").view(-1, 128)
     low, high = padded.amin(1), padded.amax(1)
     steps = (high - low + low.abs() * 2.0**-7) / (2**bits - 1) * (1 + 2.0**-7)

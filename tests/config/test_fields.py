@@ -20,7 +20,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.errors import ConfigError, FlashAllReduceError
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "use" / "configuration.md"
 
 WIDTHS = st.integers(2, 8)
 AVAILABLE = {

@@ -18,7 +18,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.presets import PRESETS
 from tests.distributed import Ranks
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "use" / "configuration.md"
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -33,7 +33,7 @@ def build(kind: str) -> Any:
     torch.manual_seed(7)
     model: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     world = dist.get_world_size()
-    if kind == "ddp":  # which forms its buckets once (docs/checkpoints.md)
+    if kind == "ddp":  # which forms its buckets once (docs/use/checkpoints.md)
         return DistributedDataParallel(model, find_unused_parameters=True)
     if kind == "fsdp1":
         return FullyShardedDataParallel(model, device_id=torch.device("cpu"))

@@ -2,7 +2,7 @@
 and with the same hook registered by hand.
 
 Two ranks on gloo and the CPU, started by torchrun. Nothing of a program is changed: "by hand" is a sitecustomize, which
-does after the wrapper's constructor what docs/torch.md tells a user to write there.
+does after the wrapper's constructor what docs/use/torch.md tells a user to write there.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from tests.distributed import Ranks
 GetRanks = Callable[[int], Ranks]
 
 FLOOR = 14.0
-# gaussian() reaches 17 dB in an all-reduce at 4 bits, 10 at 3 (docs/numerics.md).
+# gaussian() reaches 17 dB in an all-reduce at 4 bits, 10 at 3 (docs/trust/numerics.md).
 CONFIG = fap.FlashConfig(bits=4, min_bytes=1024, quality_interval=1, min_sqnr_db=FLOOR)
 SITE = fap.Site("guarded")
 

@@ -173,7 +173,7 @@ def long_calls(measure: str) -> float:
 
 
 def test_a_long_gaussian_call_has_17_db_at_4_bits(ranks: GetRanks) -> None:
-    """As the whole tensor (docs/numerics.md)."""
+    """As the whole tensor (docs/trust/numerics.md)."""
     for measure in ("local", "exact"):
         first, second = ranks(2).run(long_calls, measure)
         assert first == second == pytest.approx(17.1, abs=0.2)

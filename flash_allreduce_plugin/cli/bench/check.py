@@ -1,7 +1,7 @@
 """What `bench` checks: inputs that every rank can make again, the exact result, and the error allowed.
 
-The allowed error is guarantee 6 of docs/numerics.md, from the groups' own extremes: at most half a step of the group at
-every rounding, the widening of the range by the roundings before counted in.
+The allowed error is guarantee 6 of docs/trust/numerics.md, from the groups' own extremes: at most half a step of the
+group at every rounding, the widening of the range by the roundings before counted in.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
         step = (high - low + low.abs() * 2.0**-7) / levels * (1 + 2.0**-7)
         if wire.mse:  # a zero point inside of the range is rounded down by more than one at its end
             step = step * (1 + 2.0**-7)
-    if not wire.symmetric and not (wire.compact and wire.bits >= 5):  # a group that may hold a 0 (docs/numerics.md)
+    # A group that may hold a 0 (docs/trust/numerics.md).
+    if not wire.symmetric and not (wire.compact and wire.bits >= 5):
         with_zero = (
             (high - low) / (levels - (1 if wire.stochastic else 1 / 8)) * (9 / 8 if wire.compact else 1 + 2.0**-7)
         )
@@ -164,7 +165,7 @@ def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
 
 
 def _codebook_share(wire: Format) -> float:
-    """Of the largest element of a group (docs/numerics.md, "The error with the codebook")."""
+    """Of the largest element of a group (docs/trust/numerics.md, "The error with the codebook")."""
     shares = {2: (0.48, 0.61), 3: (0.23, 0.39), 4: (0.125, 0.34), 5: (0.08, 0.31), 6: (0.07, 0.31)}
     plain, searched = shares.get(wire.bits, (2 / 2**wire.bits, 16 / 2**wire.bits))
     return (searched if wire.mse else plain) * (1 + 1e-4)

@@ -236,7 +236,7 @@ def plain(collective: Collective, output: Tensor, input: Tensor) -> None:
 def _plan(
     inputs: Inputs, count: int, config: FlashConfig, device: torch.device, group: dist.ProcessGroup
 ) -> Plan | FullPrecision:
-    """What the dispatch will do."""
+    """Return the plan of the call, as api/reductions.py makes it."""
     if environment.is_on(environment.DISABLE):
         return FullPrecision(environment.DISABLE)
     return make_plan(

@@ -1,4 +1,4 @@
-"""The rows of `bench` as text, in nccl-tests' manner; the tables of docs/benchmarks.md are made from the same cells."""
+"""The rows of `bench` as text, like nccl-tests'. The tables of docs/decide/benchmarks.md have the same cells."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def machine(report: Findings) -> None:
         report.note(
             "host name",
             f"{name} resolves to {address}: other hosts cannot reach gloo there",
-            "with several hosts set GLOO_SOCKET_IFNAME to the interface between them (docs/clusters.md)",
+            "with several hosts set GLOO_SOCKET_IFNAME to the interface between them (docs/use/clusters.md)",
         )
     else:
         report.ok("host name", f"{name}, {address}")

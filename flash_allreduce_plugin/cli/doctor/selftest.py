@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SECTION = "self-test"
 WIDTHS = (8, 4, 2)
-# dB, of Gaussian values in groups of 128: one below what the codec has (docs/numerics.md), and what an all-reduce
+# dB, of Gaussian values in groups of 128: one below what the codec has (docs/trust/numerics.md), and what an all-reduce
 # loses by its second rounding.
 LEAST_SQNR = {8: 43.4, 4: 18.9, 2: 4.9}
 SECOND_ROUNDING = 3.5

@@ -1,4 +1,4 @@
-"""`flash-allreduce plan`: what quantizing would bring, before there is a cluster to try it on (docs/planning.md)."""
+"""`flash-allreduce plan`: estimate the effect of quantizing before there is a cluster (docs/decide/planning.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step spends on communication, in full precision and quantized: pure arithmetic (docs/planning.md).
+"""Estimate the communication of a training step, in full precision and quantized (docs/decide/planning.md).
 
 A collective of a group takes the longer of two times, because chunks in flight keep both busy, and a fixed one:
 
@@ -11,8 +11,8 @@ What the training computes at the same time can hide the link, not what keeps th
 
     hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
-Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/clusters.md), the faster. An
-all-to-all goes to every rank at once either way.
+Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/use/clusters.md), the faster.
+An all-to-all goes to every rank at once either way.
 
 Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
 messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.
@@ -263,7 +263,7 @@ def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
 
 
 def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
-    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/clusters.md)."""
+    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/use/clusters.md)."""
     node, nodes, n = t.group.per_node, t.group.nodes, t.group.ranks
     wide, narrow = _payload(replace(codec, bits=MAX_BITS), t.numel), _payload(codec, t.numel)
     tensor, collective = t.numel * t.itemsize, _quantized_collective(t)

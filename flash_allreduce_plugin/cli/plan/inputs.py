@@ -266,7 +266,7 @@ def _core(name: str | None, peak_flops: str | None, efficiency: float | None, la
     return Cluster(
         name or "", peak, presets.CPU_CODEC, 1, 0.0, 0.0, latency or 0.0, latency or 0.0, presets.CPU_START,
         transport=presets.CPU_TRANSPORT, backend="gloo",
-        sources=("device: one core of the machine of docs/benchmarks.md, measured; gloo",),
+        sources=("device: one core of the machine of docs/decide/benchmarks.md, measured; gloo",),
     )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def _gpus(
         f"arithmetic: {share:g} of {peak / 1e12:g} TFLOPS ({said})",
         f"codec: {moved / 1e9:.0f} GB/s read and written ({_codec_source(shares, sheet is not None)})",
         f"host: {1e6 * host[0]:.0f} us a quantized call, {1e6 * host[1]:.0f} us each chunk after the first: measured "
-        f"without a GPU (docs/cuda.md), plus {presets.LAUNCHES} launches of {1e6 * presets.LAUNCH:g} us, assumed",
+        f"without a GPU (docs/trust/cuda.md), plus {presets.LAUNCHES} launches of {1e6 * presets.LAUNCH:g} us, assumed",
     )
     near = presets.LATENCY_PCIE if pcie else presets.LATENCY_NVLINK
     return Cluster(

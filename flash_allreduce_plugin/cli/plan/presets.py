@@ -95,7 +95,7 @@ class Device:
 
 #: Of a data sheet's memory bandwidth, what a copy reaches: the H100's share (below), assumed of the others.
 COPY = 0.9
-#: The most of a copy's speed that a kernel of the codec is taken to reach: the benchmarks' aim (docs/cuda.md).
+#: The most of a copy's speed that a kernel of the codec is taken to reach: the benchmarks' aim (docs/trust/cuda.md).
 CODEC = 0.9
 
 
@@ -106,7 +106,7 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
 
 # Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks. No GPU has measured it.
 #
-# 8 and 4 bits: the model of scripts/cuda_model.py, an upper bound: docs/cuda.md has its table. Other widths
+# 8 and 4 bits: the model of scripts/cuda_model.py, an upper bound: docs/trust/cuda.md has its table. Other widths
 # take the general kernels: the lower end of an estimate, from the instructions that they have at 4 bits (27 an element,
 # 122 to 144 for a sum of 8 ranks), on H100 and H200. The A100 can issue as many for a byte of its memory as the H100.
 _A100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.86))
@@ -115,8 +115,8 @@ _H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), 
 #: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
 #: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
-#: the two cores of docs/benchmarks.md by `python -m lab.benchmarks.call_overhead --quantized`, the most of its three
-#: collectives. Another host's is another.
+#: the two cores of docs/decide/benchmarks.md by `python -m lab.benchmarks.call_overhead --quantized`, the most of
+#: its three collectives. Another host's is another.
 HOST_CALL, HOST_CHUNK = 59e-6, 8e-6
 #: Launches of a chunk of an all-reduce, of kernels and of NCCL together; the other collectives have three.
 LAUNCHES = 5
@@ -208,6 +208,6 @@ CLUSTERS = {
     "l40": Machine("l40", 8, "pcie4", "ethernet-100g", 1, "8 L40 on PCIe, one 100 Gbit/s Ethernet a node"),
     "v100": Machine("v100", 16, "nvlink-v100", "infiniband-100g", 8, "DGX-2"),
 }
-#: One core of the machine of docs/benchmarks.md over gloo, from step_time.json (lab/planning/plan_measured.py).
+#: One core of the machine of docs/decide/benchmarks.md over gloo, from step_time.json (lab/planning/plan_measured.py).
 CPU = "cpu"
 CPU_FLOPS, CPU_CODEC, CPU_START, CPU_TRANSPORT = 0.272e12, 20e9, 4.7e-3, 0.48e9

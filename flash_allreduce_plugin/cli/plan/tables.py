@@ -39,7 +39,9 @@ def show_presets(console: Console) -> None:
         device = presets.DEVICES[machine.device]
         figures = (str(machine.adapters), f"{device.peak_flops / 1e12:g}", f"{device.memory / 1e9:g}")
         table.add_row(name, machine.about, str(machine.ranks), machine.intra, machine.inter, *figures)
-    table.add_row(presets.CPU, "a core of docs/benchmarks.md, gloo", "1", "", "ethernet-1g", "1", "0.27, reached", "")
+    table.add_row(
+        presets.CPU, "a core, docs/decide/benchmarks.md, gloo", "1", "", "ethernet-1g", "1", "0.27, reached", ""
+    )
     console.print(table)
     table = grid("Links (intra, inter of --layout), GB/s in one direction", ["name", "reached", "peak", "source"])
     for name, link in presets.LINKS.items():

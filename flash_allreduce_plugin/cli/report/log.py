@@ -224,7 +224,7 @@ def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
     if counters.bits is not None and not counters.quantized:
         raise _WrongField(f'"bits" is {counters.bits}, and no call was quantized')
     sent, in_full = counters.bytes_sent, counters.bytes_full_precision
-    if sent < in_full and not counters.quantized:  # more: copies are reduced exactly beside a call (copies.py)
+    if sent < in_full and not counters.quantized:  # more: replicated_params.py
         raise _WrongField(f'"bytes_sent" is {sent} of {in_full} bytes, and no call was quantized')
     if counters.bytes_between_nodes > sent:
         raise _WrongField(f'"bytes_between_nodes" is {counters.bytes_between_nodes} of {sent} bytes that were sent')

@@ -4,7 +4,7 @@ By hand, a hook for one model (hook.py); or every model that is built from now o
 
     fap.ddp.enable(fap.FlashConfig(bits=8))
 
-FLASH_ALLREDUCE_ATTACH=ddp does the same for a program that nobody edits (docs/torch.md).
+FLASH_ALLREDUCE_ATTACH=ddp does the same for a program that nobody edits (docs/use/torch.md).
 """
 
 from __future__ import annotations

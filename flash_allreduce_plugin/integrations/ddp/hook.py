@@ -6,7 +6,7 @@
 A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
 of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
 
-Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (copies.py).
+Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (replicated_params.py).
 """
 
 # No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
@@ -49,7 +49,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
     for the model once (ddp/owner.py).
     replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
     stay the same (layer norms beside tensor parallelism): their gradients are reduced apart from the others, in full
-    precision where they are small. DTensors are recognised (docs/torch.md).
+    precision where they are small. DTensors are recognised (docs/use/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
     in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
     Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for

@@ -96,7 +96,7 @@ def all_to_all(
 def counted(
     reduction: Reduction, forward: Sequence[Site], backward: Sequence[Site]
 ) -> Callable[[], tuple[Site, FlashConfig] | None]:
-    """Give the site of each all-to-all that stays DeepSpeed's own, for beside.exchanges_of; None once it is released.
+    """Give the site of each all-to-all that stays DeepSpeed's own (other_traffic.exchanges_of); None after its release.
 
     A layer makes one exchange at each of the sites, in their order.
     """

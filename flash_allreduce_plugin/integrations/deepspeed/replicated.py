@@ -1,4 +1,4 @@
-"""Which gradients of a bucket are of parameters that other ranks have a copy of (copies.py).
+"""Find the gradients of a bucket whose parameter other ranks keep too (replicated_params.py).
 
 Tied weights of a PipelineModule: DeepSpeed adds up the gradients of the stages' copies before it reduces those of data
 parallelism, in whose buckets every stage has other neighbours for them.

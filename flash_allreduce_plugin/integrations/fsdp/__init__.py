@@ -4,7 +4,7 @@ By hand, objects for torch's own interfaces (fsdp2.py, fsdp1.py); or every model
 
     fap.fsdp.enable(fap.FlashConfig(bits=8))
 
-FLASH_ALLREDUCE_ATTACH=fsdp does the same for a program that nobody edits (docs/torch.md).
+FLASH_ALLREDUCE_ATTACH=fsdp does the same for a program that nobody edits (docs/use/torch.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ shards are replicated (HSDP on a mesh of two dimensions), the all-reduce between
 in full precision. To quantize it too, shard over one dimension and reduce over the other by FlashAllReduce.
 
 Beside tensor parallelism (DTensors on a mesh of more dimensions) a module has parameters that are split and others that
-every tensor-parallel rank has a copy of; these stay the same (copies.py).
+every tensor-parallel rank has a copy of; these stay the same (replicated_params.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     import flash_allreduce_plugin as fap
     fap.megatron.enable(fap.FlashConfig(bits=8, backward_bits=8))
 
-`enable` replaces functions of megatron-core in this process (docs/megatron.md lists them), `disable` puts
+`enable` replaces functions of megatron-core in this process (docs/use/megatron.md lists them), `disable` puts
 them back, `report` says what each has done. Importing this module changes nothing and does not import
 Megatron. Every rank must enable the same thing.
 """

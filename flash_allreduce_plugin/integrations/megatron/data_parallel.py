@@ -68,7 +68,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
     @functools.wraps(original)
     def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
         # The ranks compare configurations before they part ways: one that keeps its gradients in full precision
-        # never reaches dispatch.
+        # never reaches api/reductions.py.
         sharded = self.ddp_config.use_distributed_optimizer
         if not sharded and config().param_bits != "full":
             raise ConfigError(f"param_bits {refusals.GATHERS_NOTHING}")

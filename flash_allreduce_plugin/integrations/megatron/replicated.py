@@ -1,4 +1,4 @@
-"""What a bucket has of parameters that every tensor-parallel rank has a copy of (copies.py).
+"""Find the gradients of a bucket whose parameter every tensor-parallel rank keeps (replicated_params.py).
 
 With sequence parallelism gradients of such parameters are parts, which Megatron adds up over the tensor-parallel ranks
 after the data-parallel ones: they end up the same in whatever way each part is reduced. The parameters themselves do

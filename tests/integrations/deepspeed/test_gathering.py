@@ -216,7 +216,7 @@ def in_flight() -> dict[str, Any]:
         step(built, number)
     events: list[str] = []
     done: list[bool] = []
-    theirs = gathering.dispatch.all_gather
+    theirs = gathering.reductions.all_gather
 
     def all_gather(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == 1:
@@ -231,13 +231,13 @@ def in_flight() -> dict[str, Any]:
         for layer in built.module
         if isinstance(layer, nn.Linear)
     ]
-    gathering.dispatch.all_gather = all_gather  # type: ignore[assignment]
+    gathering.reductions.all_gather = all_gather  # type: ignore[assignment]
     try:
         with torch.no_grad():
             dist.barrier()
             built(batch(built, 9))
     finally:
-        gathering.dispatch.all_gather = theirs
+        gathering.reductions.all_gather = theirs
         for hook in hooks:
             hook.remove()
     built.destroy()

@@ -41,7 +41,7 @@ EMBEDDING, GRADIENTS = tensor_parallel.EMBEDDING.name, data_parallel.GRADIENTS.n
 
 
 class Groups:
-    """Counts the collectives that reach dispatch, by the ranks of their group."""
+    """Counts the collectives that reach api/reductions.py, by the ranks of their group."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[int, ...], int] = {}
@@ -336,7 +336,7 @@ def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any)
 
 
 def twice(run: Any) -> dict[str, Any]:
-    """The same without and with the plugin; what dispatch was given, by group, and the counters."""
+    """The same without and with the plugin; what api/reductions.py was given, by group, and the counters."""
     from megatron.core import parallel_state
 
     megatron.disable()

@@ -44,7 +44,7 @@ def config(**changes: Any) -> FlashConfig:
 
 
 class Spy:
-    """Writes down every collective that the seams hand to dispatch: site, module, and copies of what it did."""
+    """Record the site, module, inputs and outputs of every collective that the seams hand to api/reductions.py."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str | None]] = []
