@@ -63,15 +63,14 @@ LONG_FILES = {
 MOST_LINES_OF_A_FUNCTION = 60
 #: Longer functions. They may shrink.
 LONG_FUNCTIONS = {
-    "flash_allreduce_plugin/api/reductions.py:all_reduce": 63,
-    "flash_allreduce_plugin/api/reductions.py:reduce_scatter": 65,
+    "flash_allreduce_plugin/api/reductions.py:all_reduce": 62,
+    "flash_allreduce_plugin/api/reductions.py:reduce_scatter": 63,
     "flash_allreduce_plugin/api/reductions.py:all_gather": 64,
     "flash_allreduce_plugin/cli/main.py:demo": 71,
     "flash_allreduce_plugin/collectives/all_to_all.py:all_to_all": 70,
     "flash_allreduce_plugin/collectives/broadcast.py:broadcast": 71,
     "flash_allreduce_plugin/integrations/megatron/__init__.py:enable": 63,
     "flash_allreduce_plugin/policy/plan.py:make_plan": 67,
-    "flash_allreduce_plugin/runtime/decision.py:decide": 63,
     "lab/benchmarks/pretraining.py:train": 61,
     "tests/collectives/test_replicated_params.py:reduced_among": 65,
     "tests/integrations/fsdp/test_fsdp2.py:with_replicas": 67,

@@ -303,7 +303,10 @@ def _partly_installed(folder: Path, files: list[str]) -> str:
 @pytest.mark.parametrize(
     ("files", "hidden"),
     [
-        (["__init__.py", "aliases.py", "autoload.py"], []),  # the rest of the package is gone
+        (
+            ["__init__.py", "aliases.py", "autoload.py", "integrations/__init__.py", "integrations/registry.py"],
+            [],
+        ),  # the rest of the package is gone
         (list(SOURCES), ["pydantic"]),  # what it requires is gone
     ],
     ids=["half the package", "no pydantic"],

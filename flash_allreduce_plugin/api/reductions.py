@@ -7,7 +7,7 @@ that the framework itself would have called, or torch.distributed's. Which of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -81,8 +81,7 @@ def all_reduce(
     if torch.compiler.is_dynamo_compiling():
         more = {"feedback": feedback, "exact": exact, "full_precision": full_precision}
         return traced.all_reduce(tensor, op, group, config, async_op, site, step, **more)
-    if config is None:
-        config = default_config()
+    config = default_config() if config is None else config
     key = None if async_op or full_precision else _key("all_reduce", tensor, tensor, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         try:
@@ -131,8 +130,7 @@ def reduce_scatter(
     if torch.compiler.is_dynamo_compiling():
         more = {"feedback": feedback, "exact": exact, "full_precision": full_precision, "instead_of": instead_of}
         return traced.reduce_scatter(output, input, op, group, config, async_op, site, step, **more)
-    if config is None:
-        config = default_config()
+    config = default_config() if config is None else config
     key = None if async_op or full_precision else _key("reduce_scatter", output, input, op, config, site)
     if key is not None and (known := _plain_again(key, group, site)) is not None:
         try:
@@ -144,20 +142,16 @@ def reduce_scatter(
     outputs = [output] if isinstance(output, Tensor) else _pieces(output, "output")
     for number, one in enumerate(outputs):
         checks.check_written(one, "output" if isinstance(output, Tensor) else f"output[{number}]")
-    parts: list[list[Tensor]] | None = None
+    group, parts, sizes = checks.group_of(group), None, None
     if isinstance(input, Tensor):
         checks.check_tensor(input, "input")
         numel, like = input.numel(), input
-    else:
-        parts = _parts(input)
-        numel, like = sum(piece.numel() for part in parts for piece in part), outputs[0]
-    group = checks.group_of(group)
-    if parts is None:
         checks.check_pair(outputs[0], "output", like, "input", group.size())
-        sizes = None
     else:
+        parts, like = _parts(input), outputs[0]
         checks.check_parts(outputs, parts, group.size(), group.rank())
         sizes = [sum(map(Tensor.numel, part)) for part in parts]
+        numel = sum(sizes)
     facts: dict[str, Any] = {"feedback": feedback, "theirs": plain is not None, "full_precision": full_precision}
     facts.update(instead_of=instead_of, parts=sizes)
     call = call_of("reduce_scatter", like, numel, op, group, config, site, step, exact=exact, **facts)
@@ -205,8 +199,7 @@ def all_gather(
         more: dict[str, Any] = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
         more.update(held=held, exact=exact)
         return traced.all_gather(output, input, group, config, async_op, site, step, **more)
-    if config is None:
-        config = default_config()
+    config = default_config() if config is None else config
     key = None
     if not async_op and not full_precision and output_split_sizes is None and held is None:
         key = _key("all_gather", output, input, dist.ReduceOp.SUM, config, site)
@@ -221,6 +214,7 @@ def all_gather(
     checks.check_tensor(input, "input")
     group = checks.group_of(group)
     facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "which": which}
+    how = (dist.ReduceOp.SUM, group, config, site, step)
     checks.check_held(held, output, input, exact)
     like = input if held is None else output
     if output_split_sizes is None:
@@ -228,10 +222,8 @@ def all_gather(
     else:
         facts["parts"] = parts = checks.runs_of(output, "output", output_split_sizes, group.size())
         checks.check_part(input, output, parts[group.rank()], dtypes=held is None)
-    if held is not None:
-        facts["whole"] = lambda label: held.agree(output, label)
-    sum_ = dist.ReduceOp.SUM
-    call = call_of("all_gather", output, output.numel(), sum_, group, config, site, step, exact=exact, **facts)
+    facts["whole"] = None if held is None else partial(held.agree, output)
+    call = call_of("all_gather", output, output.numel(), *how, exact=exact, **facts)
     plan = _decide(call, key, like)
     if held is not None:
         steps = stages.gather_differences(call, plan, output, input, held, plain)

@@ -177,18 +177,9 @@ def decide(call: Call) -> Plan | FullPrecision:
             alike: tuple[Any, ...] = (request.rule.min_bytes,)
         else:
             alike = (request.numel, request.parts) if request.root is None else (request.numel, request.root)
-        call.label.sign(
-            *(request.op_name, request.factor, request.dtype, *alike),
-            *(
-                answer.reduce,
-                answer.gather,
-                answer.inside,
-                answer.chunk_bytes,
-                request.site.layer,
-                *call.exact,
-                request.which,
-            ),
-        )
+        formats = (answer.reduce, answer.gather, answer.inside, answer.chunk_bytes)
+        named = (request.site.layer, *call.exact, request.which)
+        call.label.sign(request.op_name, request.factor, request.dtype, *alike, *formats, *named)
     _count(call, answer)
     if request.collective == "send":
         sender = state.rank if request.drawn_as is None else request.drawn_as

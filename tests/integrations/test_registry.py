@@ -15,6 +15,7 @@ from flash_allreduce_plugin.config import refusals
 from flash_allreduce_plugin.integrations.contract import Contract, Integration, without_effect
 from flash_allreduce_plugin.integrations.registry import ATTACHABLE, ROWS, Row
 from flash_allreduce_plugin.policy import Role
+from scripts import make_field_matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = {"include": ["layers.0"], "exclude": ["layers.0"], "error_feedback": True, "backward_rounding": "stochastic"}
@@ -84,3 +85,9 @@ def test_seams_name_upstream_functions_without_importing_the_framework(row: Row)
         seams = module.seams()
         assert seams and len({seam.id for seam in seams}) == len(seams)
         assert all(seam.covers and seam.module for seam in seams)
+
+
+def test_the_page_of_the_configuration_has_the_fields_by_integration() -> None:
+    page = make_field_matrix.PAGE.read_text(encoding="utf-8")
+    table = make_field_matrix.BEGIN + make_field_matrix.matrix() + make_field_matrix.END
+    assert table in page, "the rows have changed: python -m scripts.make_field_matrix"
