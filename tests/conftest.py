@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests import selection
 from tests.distributed import POOLS, Pool, Ranks
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would every process that they start:
@@ -31,3 +35,34 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+# ---- which tests run when, and how long they take ----
+
+DURATIONS = Path(__file__).with_name("durations.json")
+_seconds: dict[str, float] = defaultdict(float)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, on a quiet machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not selection.is_product(item.nodeid):
+            item.add_marker("thorough")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _seconds[report.nodeid] += report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--record-durations"):
+        modules: dict[str, float] = defaultdict(float)
+        for test, seconds in _seconds.items():
+            modules[test.partition("::")[0]] += seconds
+        long = {test: seconds for test, seconds in _seconds.items() if seconds > selection.MOST_SECONDS}
+        found = {"modules": modules, "long tests": long}
+        rounded = {kind: {name: round(each[name], 1) for name in sorted(each)} for kind, each in found.items()}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")

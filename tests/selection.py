@@ -1,0 +1,39 @@
+"""The tests of `make test`. All others have the mark `thorough` and run in `make test-all`.
+
+`make test` proves the product: the folders below whole, of every integration one real training with its seams fired,
+counted and undone, the script of the README, and the gates.
+"""
+
+from __future__ import annotations
+
+#: Seconds that a test of `make test` may take on two quiet cores (tests/durations.json).
+MOST_SECONDS = 3.0
+FOLDERS = ("codec", "config", "policy", "telemetry", "collectives", "quality", "runtime", "api")
+GATES = ("aliases", "autoload", "changed_tests", "docs", "durations", "environment", "house", "layering")
+#: Files and tests of other folders; a name ends where a test's name, or a parameter in brackets, begins.
+OTHERS = (
+    "tests/integrations/test_patching.py",
+    "tests/integrations/test_registry.py",
+    "tests/integrations/test_undo.py",
+    "tests/integrations/test_apex.py",
+    "tests/integrations/test_context_parallel.py::test_an_exchange_is_what_rounding_and_exchanging_plainly_gives",
+    "tests/integrations/test_pipelining.py::test_every_schedule_sends_quantized_and_full_precision_is_torchs",
+    "tests/integrations/test_pipelining.py::test_undoing_restores_every_function",
+    "tests/integrations/ddp/test_ddp_attach.py::test_the_same_bits_as_a_hook_registered_by_hand",
+    "tests/integrations/ddp/test_ddp_attach.py::test_disable_restores_ddps_own_bits_and_methods",
+    "tests/integrations/ddp/test_hook.py::test_trains_as_without_and_counts_every_bucket",
+    "tests/integrations/fsdp/test_fsdp_attach.py::test_the_same_bits_as_set_by_hand",
+    "tests/integrations/fsdp/test_fsdp_attach.py::test_disable_restores",
+    "tests/integrations/fsdp/test_fsdp_attach.py::test_fsdp1_has_the_bits_of_the_hook_by_hand",
+    "tests/integrations/fsdp/test_fsdp2.py::test_trains_as_without_and_counts_every_call",
+    "tests/integrations/megatron/test_seams.py",
+    "tests/integrations/megatron/test_data_parallel.py",
+    "tests/integrations/deepspeed/test_stages.py",
+    "tests/integrations/deepspeed/test_section.py",
+)
+_WHOLE = tuple(f"tests/{folder}/" for folder in FOLDERS) + tuple(f"tests/test_{gate}.py" for gate in GATES)
+
+
+def is_product(test: str) -> bool:
+    """Return True if `make test` runs the test (a node's id)."""
+    return test.startswith(_WHOLE) or any(test == one or test.startswith((f"{one}::", f"{one}[")) for one in OTHERS)
