@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import shlex
 import sys
@@ -27,6 +26,7 @@ from torch import Tensor
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli import machine, ranks
+from lab.benchmarks.results import write_json
 
 RING, TREE, FP32_SUM = "bf16 ring", "bf16 tree", "bf16, summed in fp32"
 SCATTERED = "INT8 reduce-scatter"
@@ -180,8 +180,7 @@ def main() -> None:
             print(f"correlation {correlation}: {name} overtakes at {crossover(rows, correlation, name)} ranks")
     about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.bf16_ring", *sys.argv[1:]])}
     result = {"about": about, **settings, "rows": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(arguments.json, result)
     if arguments.plot:
         plot(result, arguments.plot)
 

@@ -11,7 +11,6 @@ tensors they stand for: below 1 is faster.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import time
@@ -24,6 +23,7 @@ import torch
 
 from flash_allreduce_plugin.codec import ops, reference, rows
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks.results import write_json
 
 FBGEMM = {
     8: (torch.ops.quantized.embedding_bag_byte_prepack, torch.ops.quantized.embedding_bag_byte_unpack),
@@ -129,7 +129,7 @@ def main() -> None:
             "torch": torch.__version__,
             "capability": ops.cpu_capability(),
         }
-        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=2) + "\n")
+        write_json(arguments.json, {"about": about, "rows": measured})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ residuals of 8 bits or bf16. Groups below 128 have no codebook.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -25,6 +24,7 @@ import torch
 from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE, Draw, Format, residual_format
 from lab.benchmarks.codec import time_in_turn
+from lab.benchmarks.results import write_json
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "compact": {"compact": True},
@@ -107,7 +107,7 @@ def main() -> None:
         print(f"{row['bits']:4}  {row['option']:16}" + "".join(f"{row[part]:18.2f}" for part in (*PARTS, "call")))
     if arguments.json:
         about = {"machine": platform.processor(), "torch": torch.__version__, "capability": ops.cpu_capability()}
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import statistics
@@ -31,6 +30,7 @@ import flash_allreduce_plugin as fap
 from lab.benchmarks import ddp_hooks, netlab
 from lab.benchmarks.ddp_hooks import FULL_PRECISION, NOT_SENT, ONE_BUCKET, POWERSGD, QUANTIZATION
 from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks.results import write_json
 
 VARIANTS = [
     NOT_SENT,
@@ -164,7 +164,7 @@ def main() -> None:
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
         about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "tables": tables})
     return None
 
 

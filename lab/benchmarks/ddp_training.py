@@ -37,6 +37,7 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 from lab.benchmarks import ddp_hooks, fsdp_step
 from lab.benchmarks.ddp_hooks import FULL_PRECISION, NOISE, ONE_BUCKET, POWERSGD, QUANTIZATION
 from lab.benchmarks.deepspeed_training import VALIDATION_BATCHES, WARM_UP_STEPS, add_noise, batch, example
+from lab.benchmarks.results import LOSSES, smooth, write_json
 
 THEIRS = ["fp16_compress_hook", *(name + ONE_BUCKET for name in POWERSGD), *QUANTIZATION]
 OURS = [json.dumps({**json.loads(config), "min_bytes": 0}) for config in ddp_hooks.OURS]  # the buckets are small
@@ -88,7 +89,7 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"validation loss": float(mean[0]), "losses": mean[1:].tolist(), "parameters": parameters}
+    return {"validation loss": float(mean[0]), LOSSES: smooth(mean[1:].tolist()), "parameters": parameters}
 
 
 def in_rank(arguments: argparse.Namespace) -> None:
@@ -175,7 +176,7 @@ def main() -> None:
             kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
             about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
             result = {"about": about, "seeds": seeds, "cannot run": failed}
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(arguments.json, result)
     show(seeds, failed)
     return None
 

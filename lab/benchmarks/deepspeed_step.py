@@ -17,7 +17,6 @@ bits, of which qwZ has as many. Its loss cannot be measured here.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -38,6 +37,7 @@ from flash_allreduce_plugin.integrations.deepspeed import engine as attachment
 from flash_allreduce_plugin.integrations.deepspeed.reduction import Reduction
 from lab.benchmarks import netlab
 from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks.results import write_json
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
 PRESET, ZERO_PLUS_PLUS = "preset ", "ZeRO++, its bytes"
@@ -214,7 +214,7 @@ def main() -> None:
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
         about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
-        arguments.json.write_text(json.dumps({"about": about | {"arguments": kept}, "tables": tables}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about | {"arguments": kept}, "tables": tables})
     return None
 
 

@@ -30,8 +30,9 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.results import LOSSES, smooth, write_json
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FULL_PRECISION, NOISE = "full precision", "noise "
 VALIDATION_BATCHES = 64
 # Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
@@ -213,7 +214,7 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
     engine.destroy()
     return {
         "validation loss": float(mean[0]),
-        "losses": mean[1:].tolist(),
+        LOSSES: smooth(mean[1:].tolist()),
         "parameters": numel,
         "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
         "quantized": stats["quantized"],
@@ -298,7 +299,7 @@ def main() -> None:
                 kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
                 about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
                 result = {"about": about | {"arguments": kept}, "stages": stages}
-                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+                write_json(arguments.json, result)
         show(stage, stages[stage])
     return None
 

@@ -29,6 +29,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from lab.benchmarks.deepspeed_training import FULL_PRECISION, NOISE, WARM_UP_STEPS, add_noise, configuration, example
 from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.results import write_json
 
 SECTIONS = ['{"preset": "int8"}', '{"preset": "int4"}', '{"preset": "thin"}']
 METHODS, ENGINES = ("full", "lora"), ("ddp", "zero2")
@@ -258,8 +259,7 @@ def main() -> None:
                 control = [NOISE + size for size in arguments.noise] if index == 0 else []
                 variants = [FULL_PRECISION, *arguments.sections, *control]
                 seeds[seed] = run(engine, method, seed, variants, arguments)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+                write_json(arguments.json, found)
             show(f"{engine}, {method}", seeds)
     return None
 

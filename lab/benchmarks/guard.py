@@ -12,7 +12,6 @@ a hundredth of the difference. A training step computes as well, so that it adds
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any
 
 from flash_allreduce_plugin.cli import ranks
 from flash_allreduce_plugin.cli.launch import LOOPBACK
+from lab.benchmarks.results import write_json
 
 INTERVAL = 100
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def main() -> None:
     )
     if arguments.json and rows:
         about = {"machine": platform.processor(), "ranks": arguments.ranks, "link": arguments.link, **settings}
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ group.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli import machine, ranks
+from lab.benchmarks.results import write_json
 
 LATER = 5  # calls
 FIGURE_MS = 2.0
@@ -95,7 +95,7 @@ def main() -> int:
         )
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.handshake", *sys.argv[1:]])}
-        arguments.json.write_text(json.dumps({"about": about, **settings, "rows": rows}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, **settings, "rows": rows})
     slow = [row["ranks"] for row in rows if row["check_ranks"] and row["handshake ms"] > FIGURE_MS]
     print(f"asked: {FIGURE_MS:g} ms with check_ranks; {f'more with {slow} ranks' if slow else 'met'}")
     return 0

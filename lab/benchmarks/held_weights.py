@@ -10,7 +10,6 @@ weights have the same bits on all ranks.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from lab.benchmarks import deepspeed_training
 from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.results import write_json
 
 
 def distances(engine: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def main() -> None:
             print(f"{step:>8}{row['held']:12.3e}{row['bf16']:12.3e}  {row['same bits on all ranks']}")
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
-        arguments.json.write_text(json.dumps({"about": {"arguments": kept}, "bits": results}, indent=1) + "\n")
+        write_json(arguments.json, {"about": {"arguments": kept}, "bits": results})
     return None
 
 

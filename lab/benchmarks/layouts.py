@@ -10,7 +10,6 @@ below 1 the compact layout is slower. "plain again" is the plain layout against 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -26,6 +25,7 @@ from flash_allreduce_plugin.cli import machine, ranks
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
 from lab.benchmarks.codec import time_in_turn
+from lab.benchmarks.results import write_json
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {"group_size": 128, "compact": False},
@@ -104,7 +104,7 @@ def main() -> int:
         print(f"{row['dtype']:10}{row['bits']:5}  {row['what']:24}{row['plain again']:12.3f}{row['compact']:12.3f}")
     if arguments.json:
         about = {"machine": machine.about(), "torch": torch.__version__, **settings}
-        arguments.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "rows": found})
     return 0
 
 

@@ -12,7 +12,6 @@ over that of the bf16 step. "wire" is what a step puts on the interfaces of both
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -30,6 +29,7 @@ from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.telemetry import counters
 from lab.benchmarks import netlab, pipeline_training
 from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks.results import write_json
 
 STAGES = 2
 FULL_PRECISION, PRESET = "bf16", "preset "
@@ -166,7 +166,7 @@ def main() -> None:
             **machine.about(),
             "command": shlex.join(["python", "-m", "lab.benchmarks.pipeline_step", *sys.argv[1:]]),
         }
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "tables": tables})
     return None
 
 

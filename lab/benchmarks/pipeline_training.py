@@ -29,6 +29,7 @@ from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.telemetry import counters
 from lab.benchmarks.megatron_on_cpu import CudaIsCpu
 from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.results import LOSSES, smooth, write_json
 
 FULL_PRECISION, NOISE = "full precision", "noise "
 _HADAMARD, _FINE = '"hadamard": true, "group_size": 64', '"codebook": true'
@@ -160,7 +161,7 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     held_out = [run_step(model, batches(validation, n, seed, arguments), arguments, forward_only=True) for n in numbers]
     return {
         "validation loss": statistics.fmean(held_out),
-        "losses": losses,
+        LOSSES: smooth(losses),
         "quantized": sum(one["quantized"] for one in sites.values()),
         "bytes sent": sum(one["bytes_sent"] for one in sites.values()),
         "bytes in full precision": sum(one["bytes_full_precision"] for one in sites.values()),
@@ -222,8 +223,7 @@ def main() -> None:
     for index, seed in enumerate(arguments.seeds):
         control = [NOISE + size for size in arguments.noise] if index == 0 else []
         seeds[seed] = run(seed, [FULL_PRECISION, *arguments.configs, *control], arguments)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"seeds": seeds}, indent=1) + "\n")
+        write_json(arguments.json, {"seeds": seeds})
     show(seeds)
     return None
 

@@ -40,6 +40,7 @@ from flash_allreduce_plugin.config.refusals import for_megatron
 from lab.benchmarks import smollm2
 from lab.benchmarks.accuracy import label, our_all_reduce
 from lab.benchmarks.llama import Llama, SumUp, pretrained
+from lab.benchmarks.results import write_json
 
 BF16 = "bf16"
 _SPIKES: dict[str, Any] = {"codebook": True, "spike_reserving": True}
@@ -247,8 +248,7 @@ def main() -> int:
     about |= {"python": platform.python_version(), "windows": arguments.windows, "tokens": arguments.tokens}
     found = {"about": about, "perplexity": perplexities, "rows": rows}
     show(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(arguments.json, found)
     return 0
 
 

@@ -35,6 +35,7 @@ from lab.benchmarks import fine_tuning, smollm2
 from lab.benchmarks.deepspeed_training import FULL_PRECISION, NOISE, add_noise
 from lab.benchmarks.llama import Llama, pretrained
 from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.results import write_json
 
 RANKS = 2
 TEXT_BYTES = 1 << 20
@@ -198,8 +199,7 @@ def run(arguments: argparse.Namespace) -> int:
             control = [NOISE + size for size in arguments.noise] if index == 0 else []
             for variant in (FULL_PRECISION, *arguments.sections, *control):
                 runs.append(one_run(engine, variant, seed, arguments))
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(runs) + "\n")
+                write_json(arguments.json, runs)
     before = statistics.fmean(runs[0]["before"])
     print(f"{runs[0]['parameters'] / 1e6:.0f} M parameters, held-out loss before: {before:.4f}\n")
     lines = table(runs)

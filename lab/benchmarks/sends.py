@@ -10,7 +10,6 @@ for all of them; a time is the median over the rounds of the slower rank's, from
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli import machine, ranks
+from lab.benchmarks.results import write_json
 
 WARM_UP = 2  # rounds
 FIGURES = {"INT8": 1.85, "INT4": 3.5}  # asked for, over bf16 at 1 Gbit/s
@@ -98,7 +98,7 @@ def main() -> int:
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.sends", *sys.argv[1:]])}
         result = {"about": about, "link": arguments.link, **settings, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(arguments.json, result)
     if (arguments.link, arguments.dtype) == ("1gbit", "bfloat16"):
         missed = [shown(row) for row in rows if row["speed-up"] < FIGURES.get(row["variant"], 0)]
         print(f"asked: {FIGURES} over bf16; " + ("met" if not missed else "missed:\n" + "\n".join(missed)))

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import platform
 import statistics
 import sys
@@ -43,6 +42,7 @@ from flash_allreduce_plugin.integrations.megatron.scopes import LAYERS, MAPPINGS
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam, rebound
 from lab.benchmarks import netlab
 from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks.results import write_json
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
 WAITS, PRESET = ", waits at once", "preset "
@@ -283,7 +283,7 @@ def main() -> None:
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
         about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1, default=str) + "\n")
+        write_json(arguments.json, {"about": about, "tables": tables})
     return None
 
 

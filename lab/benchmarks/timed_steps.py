@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin.cli import machine
 from lab.benchmarks import netlab
 from lab.benchmarks.ranks import on_the_wire, result_of
+from lab.benchmarks.results import write_json
 
 
 class Times:
@@ -65,7 +65,7 @@ def compare(module: str, theirs: Sequence[str], base: str, arguments: argparse.N
     if arguments.json:
         kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
         about = {**machine.about(), "arguments": kept, "base": base}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "tables": tables})
 
 
 def _rows(seconds: dict[str, list[float]], wire: dict[str, list[int]], base: str) -> dict[str, dict[str, Any]]:

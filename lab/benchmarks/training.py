@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.demo.report import difference_percent
+from lab.benchmarks.results import write_json
 
 
 def run(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> dict[str, Any]:
@@ -71,8 +72,7 @@ def main() -> None:
     for row in rows:
         each = "  ".join(f"{seed}: {value:+.3f} %" for seed, value in row["difference %"].items())
         print(f"{row['variant']:16}{row['mean difference %']:+8.3f}%  {row['time / full precision']:5.2f}x  {each}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

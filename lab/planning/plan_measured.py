@@ -56,7 +56,7 @@ class Row:
 
 def results_folder() -> Path | None:
     """The newest day of lab/results that has all files; None: no day has."""
-    days = sorted(Path(__file__).resolve().with_name("results").glob("????-??-??"))
+    days = sorted((Path(__file__).resolve().parents[1] / "results").glob("????-??-??"))
     return next((day for day in reversed(days) if all((day / name).is_file() for name in FILES)), None)
 
 

@@ -19,7 +19,6 @@ advanced for --patience seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli import machine, ranks
+from lab.benchmarks.results import write_json
 from lab.soak.watch import MIB, growth
 
 MEASURES = {
@@ -119,7 +119,7 @@ def main() -> int:
             about[NEEDS[arguments.what]] = metadata.version(NEEDS[arguments.what])
         about["ranks"] = world_size
         found = {"about": about, "growth": rows, **result}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(arguments.json, found)
     if too_much:
         print(f"soak: {groups_shown(too_much)} grew by more than {arguments.most_growth:g} MiB", file=sys.stderr)
         return 1

@@ -24,7 +24,7 @@ from lab.benchmarks import llama, real_model, real_model_tuning, smollm2
 from tests.distributed import Ranks
 from tests.lab import tiny_gguf
 
-ROOT = Path(real_model.__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 INT8, INT4 = '{"bits": 8}', '{"bits": 4}'
 # Not imported here: tests of the autoload in the same process need it to be missing yet.
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")

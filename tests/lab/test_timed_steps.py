@@ -13,7 +13,7 @@ import pytest
 
 from lab.benchmarks import netlab, ranks
 
-ROOT = Path(netlab.__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
