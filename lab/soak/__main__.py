@@ -1,14 +1,14 @@
 """Long runs: memory does not grow, nothing hangs, every result is right, replicas stay the same.
 
-    python -m lab.soak.command collectives --calls 100000 --ranks 4 --json collectives.json
-    python -m lab.soak.command megatron --steps 5000
-    python -m lab.soak.command deepspeed --steps 5000          and ddp, fsdp
+    python -m lab.soak collectives --calls 100000 --ranks 4 --json collectives.json
+    python -m lab.soak megatron --steps 5000
+    python -m lab.soak deepspeed --steps 5000          and ddp, fsdp
 
 collectives: random collectives and sends, sizes, dtypes, widths and options on several groups from three threads,
-synchronous and asynchronous, waited for out of order (soak_collectives.py). Every result is within the bound of
+synchronous and asynchronous, waited for out of order (collectives.py). Every result is within the bound of
 guarantee 6 (docs/numerics.md); where all ranks get the same, they have the same bits; inputs are as they were.
 
-megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (soak_training.py). What
+megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (training.py). What
 must be the same on several ranks is compared bit for bit; the loss is finite and falls.
 
 Memory is VmRSS of every rank after a garbage collection: its growth is from the first to the last fifth of the samples
@@ -59,7 +59,7 @@ class Progress:
 
 
 def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, float]]]:
-    """Of every rank: the growth of all that soak_watch.sample tells of."""
+    """Of every rank: the growth of all that watch.sample tells of."""
     done, kinds = [sample["done"] for sample in samples], [kind for kind in samples[0] if kind != "done"]
     return [
         {kind: growth(done, [sample[kind][rank] for sample in samples], of) for kind in kinds}
@@ -114,7 +114,7 @@ def main() -> int:
         print(f"{rank:4}{mib}{told:>16}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
     too_much = [rank for rank, row in enumerate(rows) if row["rss"]["growth"] > arguments.most_growth * MIB]
     if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.soak.command", *sys.argv[1:]])}
+        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.soak", *sys.argv[1:]])}
         if arguments.what in NEEDS:
             about[NEEDS[arguments.what]] = metadata.version(NEEDS[arguments.what])
         about["ranks"] = world_size
