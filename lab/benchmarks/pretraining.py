@@ -44,8 +44,9 @@ from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 from lab.benchmarks.megatron_on_cpu import CudaIsCpu
 from lab.benchmarks.results import LOSSES, SMOOTHED, smooth, write_json
+from lab.benchmarks.trainings import FULL_PRECISION, NOISE, windows
 
-FULL_PRECISION, NOISE, FP32 = "full precision", "noise ", "fp32"
+FP32 = "fp32"
 #: The relative error of a call at 8 bits and at 4 with the codebook: 45.5 and 22.1 dB.
 CONTROLS = [f"{NOISE}0.0053", f"{NOISE}0.079", FP32]
 CONFIGS = ['{"preset": "int8", "param_bits": 8}', '{"preset": "int4", "param_bits": 4}']
@@ -132,11 +133,10 @@ def device() -> torch.device:
 
 def loss_of(model: torch.nn.Module, data: torch.Tensor, generator: torch.Generator, batch: int, length: int) -> Any:
     """Mean cross entropy in nats a token of `batch` sequences."""
-    starts = torch.randint(len(data) - length, (batch,), generator=generator)
-    windows = torch.stack([data[start : start + length + 1] for start in starts.tolist()]).long().to(device())
+    text = windows(data, batch, length, generator).long().to(device())
     positions = torch.arange(length, device=device()).expand(batch, -1)
     mask = torch.ones(length, length, dtype=torch.bool, device=device()).triu(1)[None, None]
-    return model(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous()).float().mean()
+    return model(text[:, :-1], positions, mask, labels=text[:, 1:].contiguous()).float().mean()
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:

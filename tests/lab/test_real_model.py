@@ -213,7 +213,7 @@ def test_perplexity_end_to_end(
     assert real_model.main() == 0
     printed, found = capsys.readouterr().out, json.loads(output.read_text())
     assert [(row["world"], row["sums"]) for row in found["rows"]] == [(3, 4), (3, 4), (2, 2), (2, 2)]
-    assert found["about"]["windows"] == 2 and set(found["perplexity"]) == {"sources"}
+    assert found["about"]["arguments"]["windows"] == 2 and set(found["perplexity"]) == {"sources"}
     header, *lines = real_model.table(found)
     assert len(lines) == 4 and all(len(line) == len(header) for line in lines)
     assert all(str(cell) in printed for line in (header, *lines) for cell in line)
