@@ -142,11 +142,11 @@ bench: $(VENV)/.installed $(DEEPSPEED_SITE)
 soak: $(VENV)/.installed $(DEEPSPEED_SITE)
 	mkdir -p $(SOAK_OUT)
 	$(BIN)/python -m lab.benchmarks.handshake --json $(SOAK_OUT)/handshake.json
-	$(BIN)/python -m lab.soak.command collectives --json $(SOAK_OUT)/soak-collectives.json
-	$(BIN)/python -m lab.soak.command megatron --json $(SOAK_OUT)/soak-megatron.json
-	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m lab.soak.command deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
-	$(BIN)/python -m lab.soak.command ddp --json $(SOAK_OUT)/soak-ddp.json
-	$(BIN)/python -m lab.soak.command fsdp --json $(SOAK_OUT)/soak-fsdp.json
+	$(BIN)/python -m lab.soak collectives --json $(SOAK_OUT)/soak-collectives.json
+	$(BIN)/python -m lab.soak megatron --json $(SOAK_OUT)/soak-megatron.json
+	PYTHONPATH=$(DEEPSPEED_SITE) $(BIN)/python -m lab.soak deepspeed --json $(SOAK_OUT)/soak-deepspeed.json
+	$(BIN)/python -m lab.soak ddp --json $(SOAK_OUT)/soak-ddp.json
+	$(BIN)/python -m lab.soak fsdp --json $(SOAK_OUT)/soak-fsdp.json
 
 check-versions: $(VENV)/.installed
 	$(BIN)/python -m scripts.check_megatron_versions --wheels $(VENV)/wheels $(VERSIONS)

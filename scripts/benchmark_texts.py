@@ -156,15 +156,10 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
     for table in tables:
         variants = table["variants"]
         link = "no limit" if table["rate"] == "none" else f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s"
-        ratios = [f"{variants[name]['x bf16']:.2f}" for name in widths]
-        rows.append([link, _percent(table["share"]), _number(variants["bf16"]["seconds"], ".0f", 1e3), *ratios])
-    bytes_ = [f"{_sent(tables[0]['variants'][name]) / 1e6:.1f}" for name in ("bf16", *widths)]
+        ratios = [f"{variants[name]['x base']:.2f}" for name in widths]
+        rows.append([link, _percent(table["share"]), _number(variants["bf16"]["step, seconds"], ".0f", 1e3), *ratios])
+    bytes_ = [_wire(tables[0]["variants"][name]) for name in ("bf16", *widths)]
     return [*rows, [sent, "", *bytes_], ["validation loss, %", "", "", *(losses.get(name, "") for name in widths)]]
-
-
-def _sent(row: dict[str, Any]) -> float:
-    """Bytes on the wire of a variant of step_time or pipeline_step; of results before it was measured, as counted."""
-    return float(row.get("wire, bytes", 1e6 * row["megabytes sent"]))
 
 
 def layer(results: list[Any]) -> Rows:
@@ -175,9 +170,9 @@ def layer(results: list[Any]) -> Rows:
     ]
     for name, row in variants.items():
         if not name.endswith(waits):
-            slower = variants.get(name + waits, {}).get("seconds")
-            hidden = None if slower is None else slower - row["seconds"]
-            rows.append([name, *(_number(seconds, ".0f", 1e3) for seconds in (row["seconds"], slower, hidden))])
+            slower = variants.get(name + waits, {}).get("step, seconds")
+            hidden = None if slower is None else slower - row["step, seconds"]
+            rows.append([name, *(_number(seconds, ".0f", 1e3) for seconds in (row["step, seconds"], slower, hidden))])
     return rows
 
 
@@ -209,8 +204,8 @@ def _parameters_too(variant: str) -> str:
 
 
 def _of_a_step(row: dict[str, Any], gradients_alone: bool) -> tuple[str, str, str]:
-    gradients = _number(row["x bf16, gradients"]) if gradients_alone else ""
-    return f"{1e3 * row['step, seconds']:.0f}", f"{row['x bf16, step']:.2f}", gradients
+    gradients = _number(row["x base, gradients"]) if gradients_alone else ""
+    return f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}", gradients
 
 
 def _wire(row: dict[str, Any]) -> str:
@@ -248,7 +243,7 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
     rows: Rows = [["", *heads, "MB on the wire", "bits an element", "loss, %", "does not run"]]
     for variant in tables[0]["variants"]:
         found = [table["variants"][variant] for table in tables]
-        times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x fp32"))) for row in found]
+        times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x base"))) for row in found]
         ran = next((row for row in found if "cannot run" not in row), {})
         wire = [_wire(ran), _number(ran.get("bits on the wire per element")), losses.get(_section(variant), "")]
         why = next((row["cannot run"] for row in found if "cannot run" in row), "")
@@ -257,12 +252,12 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
 
 
 def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Callable[..., Rows]:
-    """Rows of a benchmark of timed_steps.py: one a variant; time and speed-up for each rate, then the bytes,
+    """Rows of a benchmark of steps.py: one a variant; time and speed-up for each rate, then the bytes,
     and the mean loss where the rows of a training have the variant, in its column of that head or its first.
     """
 
     def text(results: list[Any], trained: Sequence[Any] = ()) -> Rows:
-        tables, base = results[0]["tables"], results[0]["about"]["base"]
+        tables, base = results[0]["tables"], results[0]["base"]
         heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
         rows: Rows = [["", *heads, "MB on the wire", "loss, %"]]
         losses = _losses(training, trained, column)
@@ -344,7 +339,7 @@ def pretraining(results: list[Any]) -> Rows:
 def fine_tuning(results: list[Any]) -> Rows:
     """Of lab.benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
     rows: Rows = [["", "loss, mean %", "by seed, %", "right, %", "more than full precision"]]
-    for name, by_seed in (item for result in results for item in result.items()):
+    for name, by_seed in (item for result in results for item in result["runs"].items()):
         seeds = list(by_seed.values())
         for variant in seeds[0]:
             runs = [(seed[variant], seed["full precision"]) for seed in seeds if variant in seed]

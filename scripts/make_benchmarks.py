@@ -28,6 +28,7 @@ from typing import Any
 
 from flash_allreduce_plugin import FlashConfig
 from flash_allreduce_plugin.cli import machine
+from lab.benchmarks.results import write_json
 from scripts.benchmark_tables import TABLES, Table
 from scripts.benchmark_texts import Rows
 
@@ -104,6 +105,7 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
         file.unlink(missing_ok=True)
         run([*line, "--json", os.path.relpath(file, ROOT)], command.fine)
         took = time.monotonic() - begin
+        write_json(file, json.loads(file.read_text()))  # the commands of the plugin write one figure a line
         seconds += took
         print(f"{table.name}: {took:.0f} s", flush=True)
         files.append(str(file.relative_to(results)))
@@ -161,7 +163,7 @@ def make(tables: Sequence[Table], results: Path, documents: Path, quick: bool) -
         if table.picture is not None:
             name, draw = table.picture
             draw([json.loads((results / made).read_text()) for made in entry["files"]], documents / name)
-        file.write_text(json.dumps(index, indent=1) + "\n")  # each measurement is kept, whatever comes next
+        write_json(file, index)  # each measurement is kept, whatever comes next
         write(documents, index, results)
     write(documents, index, results)
     return failed

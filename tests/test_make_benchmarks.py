@@ -110,11 +110,11 @@ def test_a_training_with_deepspeed_has_the_mean_and_the_worst_seed_of_each_stage
 
 
 def test_a_variant_that_does_not_run_is_a_row_with_the_reason() -> None:
-    ran = {"step, seconds": 0.1, "x fp32": 2.0, "wire, bytes": 3e6, "bits on the wire per element": 8.25}
+    ran = {"step, seconds": 0.1, "x base": 2.0, "wire, bytes": 3e6, "bits on the wire per element": 8.25}
     failed = {"cannot run": "did not return within 60 s"}
     tables = [
         {"rate": "1gbit", "variants": {'{"bits": 8}': ran, "hook": failed}},
-        {"rate": "200mbit", "variants": {'{"bits": 8}': ran | {"x fp32": 3.0}, "hook": failed}},
+        {"rate": "200mbit", "variants": {'{"bits": 8}': ran | {"x base": 3.0}, "hook": failed}},
     ]
     assert ddp_step([{"tables": tables}], [])[1:] == [
         ["INT8", "100", "2.00", "100", "3.00", "3.0", "8.25", "", ""],
@@ -135,7 +135,7 @@ def test_a_variant_that_does_not_run_is_a_row_with_the_reason() -> None:
 
 def test_a_step_has_the_loss_of_its_training() -> None:
     """Each training has names of its own for what a step calls INT4 or preset int4."""
-    row = {"seconds": 1.0, "x bf16": 1.0, "megabytes sent": 2.0, "wire, bytes": 3e6}
+    row = {"step, seconds": 1.0, "x base": 1.0, "wire, bytes": 3e6}
     names = ("bf16", "INT8", "INT4", "preset int4")
     tables = [{"rate": "none", "share": 0.1, "variants": dict.fromkeys(names, row)}]
     runs = [
@@ -152,7 +152,7 @@ def test_a_step_has_the_loss_of_its_training() -> None:
         for name, loss in variants.items()
     }
     assert pipeline_step([{"tables": tables}], [{"seeds": {"1": seed}}])[-1][3:] == ["", "+0.200", "+0.100"]
-    step = {"step, seconds": 0.1, "x bf16, step": 2.0, "x bf16, gradients": 3.0, "wire, bytes": 3e6}
+    step = {"step, seconds": 0.1, "x base": 2.0, "x base, gradients": 3.0, "wire, bytes": 3e6}
     found = {
         "about": {"arguments": {"rate": "1gbit"}},
         "tables": [{"stage": 2, "variants": {"bf16": step, "INT4": step, "INT4 + 2": step}}],

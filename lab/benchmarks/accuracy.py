@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import json
 import math
 import platform
 import statistics
@@ -39,6 +38,7 @@ from lab.benchmarks import accuracy_report, smollm2
 from lab.benchmarks.accuracy_report import KINDS
 from lab.benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up, of_pretrained
 from lab.benchmarks.peer_codecs import FLOATS, PEERS, Peer
+from lab.benchmarks.results import write_json
 
 BUDGETS = (2.25, 2.5, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
 #: Settings that are a default, a preset or advice somewhere, and two tensors that they differ on.
@@ -280,11 +280,17 @@ def as_json(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "tensor": result["tensor"],
             "kind": result["kind"],
             "frontier": [_rounded([at.name, at.bits, at.db]) for at in result["frontier"].points],
-            "others": [_rounded(row) for row in result["others"]],
+            "others": columns([_rounded(row) for row in result["others"]]),
         }
         for result in results
     ]
     return {"tensors": tensors, "settings": _named(results), "recommended": _recommended(results)}
+
+
+def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of each key of any row; accuracy_report.others returns the rows."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [row.get(key) for row in rows] for key in keys}
 
 
 def _rounded(value: Any) -> Any:
@@ -354,8 +360,7 @@ def main() -> int:
         show(found["real"], "real tensors: SmolLM2-135M")
     show(found, "made-up tensors and a small training")
     print("\n" + ("\n".join(lost) if lost else "No peer wins anywhere."))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found) + "\n")
+    write_json(arguments.json, found)
     if arguments.plot:
         accuracy_report.plot([found], arguments.plot)
     return 1 if arguments.check and lost else 0

@@ -21,6 +21,12 @@ KINDS = (
 PLOTTED = ("Gaussian", "Student t, 3 degrees", "outlier channels")
 
 
+def others(tensor: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the other formats on a tensor, which the results keep as columns."""
+    columns = tensor["others"]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
 def lead(row: dict[str, Any], ranks: int | None = None) -> float | None:
     """Our best setting at as many bits or fewer, less the format, in dB: of one rounding, or of an all-reduce over
     `ranks`. None: not measured.
@@ -32,18 +38,18 @@ def lead(row: dict[str, Any], ranks: int | None = None) -> float | None:
 
 
 def _leads(result: dict[str, Any], name: str, ranks: int | None = None) -> list[float]:
-    found = [lead(row, ranks) for tensor in result["tensors"] for row in tensor["others"] if row["name"] == name]
+    found = [lead(row, ranks) for tensor in result["tensors"] for row in others(tensor) if row["name"] == name]
     return [value for value in found if value is not None]
 
 
 def _formats(result: dict[str, Any], is_peer: bool) -> list[str]:
-    return [row["name"] for row in result["tensors"][0]["others"] if row["is peer"] == is_peer]
+    return [row["name"] for row in others(result["tensors"][0]) if row["is peer"] == is_peer]
 
 
 def _by_format(result: dict[str, Any], names: Sequence[str]) -> Rows:
     rows: Rows = [["format", "bits", "one rounding: least", "mean", "8 ranks: least", "mean"]]
     for name in names:
-        bits = [row["bits"] for tensor in result["tensors"] for row in tensor["others"] if row["name"] == name]
+        bits = [row["bits"] for tensor in result["tensors"] for row in others(tensor) if row["name"] == name]
         least, most = f"{min(bits):.3f}", f"{max(bits):.3f}"
         cells: list[object] = [name, least if least == most else f"{least} to {most}"]
         for leads in (_leads(result, name), _leads(result, name, 8)):
@@ -59,12 +65,10 @@ def by_kind(result: dict[str, Any]) -> Rows:
     for name, of in result["settings"].items():
         cells = [f"{of['dB'][head]:.1f}" for _, head in shown]
         found.append((of["bits"], [f"**{name}**", f"{of['bits']:g}", *cells]))
-    for name in (row["name"] for row in result["tensors"][0]["others"]):
+    for name in (row["name"] for row in others(result["tensors"][0])):
         if " g" in name:  # floats in this codec's groups, which no project sends
             continue
-        rows = [
-            (tensor["kind"], row) for tensor in result["tensors"] for row in tensor["others"] if row["name"] == name
-        ]
+        rows = [(tensor["kind"], row) for tensor in result["tensors"] for row in others(tensor) if row["name"] == name]
         bits = statistics.fmean(row["bits"] for _, row in rows)
         means = [statistics.fmean(row["dB"] for of_kind, row in rows if of_kind == kind) for kind, _ in shown]
         found.append((bits, [name, f"{bits:.2f}", *(f"{mean:.1f}" for mean in means)]))
@@ -81,7 +85,7 @@ def lost(result: dict[str, Any]) -> Rows:
     """A row a rival's format and tensor on which it is ahead of us, once rounded or in an all-reduce; or "none"."""
     rows: Rows = [["format", "tensor", "one rounding", "2 ranks", "8 ranks"]]
     for tensor in result["tensors"]:
-        for row in tensor["others"]:
+        for row in others(tensor):
             leads = [lead(row, ranks) for ranks in (None, 2, 8)]
             if row["is peer"] and any(value is not None and value < 0 for value in leads):
                 cells = ["" if value is None else f"{value:+.2f}" for value in leads]
@@ -135,8 +139,8 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
         _, bits, db = zip(*tensor["frontier"], strict=True)
         axis.step(bits, db, where="post", label="this codec, best setting")
         for is_peer, marker, name in ((True, "o", "rivals"), (False, "x", "floats")):
-            others = [row for row in tensor["others"] if row["is peer"] == is_peer]
-            axis.plot([r["bits"] for r in others], [r["dB"] for r in others], marker, markersize=4, label=name)
+            formats = [row for row in others(tensor) if row["is peer"] == is_peer]
+            axis.plot([r["bits"] for r in formats], [r["dB"] for r in formats], marker, markersize=4, label=name)
         axis.set(title=tensor["tensor"], xlabel="bits per element", ylabel="SQNR, dB", xlim=(2, 9.5))
         axis.grid(alpha=0.3)
     axes.flat[0].legend()

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli import machine, ranks
+from flash_allreduce_plugin.cli import ranks
+from lab.benchmarks import command
 
 RING, TREE, FP32_SUM = "bf16 ring", "bf16 tree", "bf16, summed in fp32"
 SCATTERED = "INT8 reduce-scatter"
@@ -151,17 +150,17 @@ def plot(result: dict[str, Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, nargs="*", default=[2, 4, 8, 16, 32, 64], help="measured, and simulated too"
     )
     parser.add_argument("--simulated", type=int, nargs="*", default=[12, 24, 48, 128, 256, 512, 1024])
     parser.add_argument("--correlations", type=float, nargs="+", default=[0.0, 0.5])
     parser.add_argument("--elements", type=int, default=1 << 18)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     settings = {"elements": arguments.elements, "correlations": arguments.correlations}
     rows: list[dict[str, Any]] = []
     for world in arguments.ranks:
@@ -178,13 +177,11 @@ def main() -> None:
                 print(shown(rows[-1]), flush=True)
         for name in ("INT8", SCATTERED):
             print(f"correlation {correlation}: {name} overtakes at {crossover(rows, correlation, name)} ranks")
-    about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.bf16_ring", *sys.argv[1:]])}
-    result = {"about": about, **settings, "rows": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {**settings, "rows": rows}
+    keep(result)
     if arguments.plot:
         plot(result, arguments.plot)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

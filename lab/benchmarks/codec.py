@@ -11,19 +11,18 @@ tensors they stand for: below 1 is faster.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_allreduce_plugin.codec import ops, reference, rows
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks import command
 
 FBGEMM = {
     8: (torch.ops.quantized.embedding_bag_byte_prepack, torch.ops.quantized.embedding_bag_byte_unpack),
@@ -97,15 +96,15 @@ def _cell(value: float | None, width: int) -> str:
     return " " * width if value is None else f"{value:{width}.{0 if isinstance(value, int) else 2}f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 16777216: 64 MiB)")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--symmetric", action="store_true")
     parser.add_argument("--threads", type=int, default=1, help="of torch's, for all that is timed")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     torch.set_num_threads(arguments.threads)
     # Correctness first: a fast codec that is wrong has no speed.
     sample = torch.randn(1, 10_000)
@@ -123,14 +122,8 @@ def main() -> None:
     print("  ".join(f"{name:>6}" for name in columns))
     for row in measured:
         print("  ".join(_cell(row.get(name), max(len(name), 6)) for name in columns))
-    if arguments.json:
-        about = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "capability": ops.cpu_capability(),
-        }
-        arguments.json.write_text(json.dumps({"about": about, "rows": measured}, indent=2) + "\n")
+    keep({"rows": measured})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -11,19 +11,18 @@ residuals of 8 bits or bf16. Groups below 128 have no codebook.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE, Draw, Format, residual_format
+from lab.benchmarks import command
 from lab.benchmarks.codec import time_in_turn
 
 OPTIONS: dict[str, dict[str, bool]] = {
@@ -91,24 +90,22 @@ def measure(bits: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 16777216: 64 MiB)")
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 2])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     torch.set_num_threads(1)
     rows = [row for bits in arguments.bits for row in measure(bits, arguments)]
     print(f"one core, {ops.cpu_capability()}, {arguments.numel} fp32, groups of {arguments.group_size}: on / off")
     print(f"{'bits':>4}  {'option':16}" + "".join(f"{part:>18}" for part in (*PARTS, "call")))
     for row in rows:
         print(f"{row['bits']:4}  {row['option']:16}" + "".join(f"{row[part]:18.2f}" for part in (*PARTS, "call")))
-    if arguments.json:
-        about = {"machine": platform.processor(), "torch": torch.__version__, "capability": ops.cpu_capability()}
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    keep({"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

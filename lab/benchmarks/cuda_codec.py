@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import platform
 import statistics
 import time
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks.results import write_json
 
 MIB = 1 << 20
 RANKS = 8
@@ -260,8 +260,7 @@ def main() -> int:
     results: dict[str, Any] = {"about": about(), "launch us": 1e6 * launch_time(clock), "rows": [], "failed": {}}
 
     def save() -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+        write_json(arguments.json, results)
 
     print(f"{results['about']['device']}, an encode of one group: {results['launch us']:.1f} us")
     print(f"{'kernel':27}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':8}{'us':>9}{'GB/s':>8}{'share':>7}")

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks.results import write_json
 
 KIB = 1 << 10
 ELEMENT = 2
@@ -152,8 +153,7 @@ def main() -> int:
             + f"{row['other path us']:15.1f}{row['traffic us']:12.2f}{row['share']:7.2f}"
             + ("" if row["took the kernel"] else "  NOT the kernel")
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+    write_json(arguments.json, results)
     return 0 if all(row["took the kernel"] for row in results["rows"]) else 1
 
 

@@ -15,22 +15,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import platform
-import statistics
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import flash_allreduce_plugin as fap
-from lab.benchmarks import ddp_hooks, netlab
+from lab.benchmarks import command, ddp_hooks, netlab, ranks, steps
 from lab.benchmarks.ddp_hooks import FULL_PRECISION, NOT_SENT, ONE_BUCKET, POWERSGD, QUANTIZATION
-from lab.benchmarks.ranks import finish, on_the_wire, result_of
 
 VARIANTS = [
     NOT_SENT,
@@ -40,51 +33,39 @@ VARIANTS = [
     *(name + ONE_BUCKET for name in POWERSGD),
     *QUANTIZATION,
 ]
+BITS: steps.Columns = {
+    "bits": ("bits on the wire per element", 1, ".3f"),
+    "counted": ("bits sent per element", 1, ".3f"),
+}
 WARM_UP_ROUNDS = 1 + ddp_hooks.POWERSGD_FIRST_STEP  # the first step of each way to reduce allocates
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """In a rank: time every variant's steps; rank 0 prints one JSON object."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    ranks.start()
     width = arguments.width
     x = torch.randn(arguments.rows, width, generator=torch.Generator().manual_seed(dist.get_rank()))
     models = {}
-    for variant in arguments.rank:
+    for variant in arguments.variants:
         torch.manual_seed(1)
         layers = [torch.nn.Linear(width, width) for _ in range(arguments.layers)]
         with ddp_hooks.watched(variant, arguments.limit):
             models[variant] = ddp_hooks.wrapped(variant, torch.nn.Sequential(*layers))
     optimizers = {variant: torch.optim.SGD(model.parameters(), lr=1e-3) for variant, model in models.items()}
-    variants = list(models)
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    wire: dict[str, list[int]] = {variant: [] for variant in variants}
-    sent: dict[str, int] = {}
-    for round_ in range(arguments.rounds + WARM_UP_ROUNDS):
-        turn = round_ % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            model, optimizer = models[variant], optimizers[variant]
-            fap.reset_stats()
-            dist.barrier()
-            before = on_the_wire()
-            with ddp_hooks.watched(variant, arguments.limit):
-                begin = time.perf_counter()
-                with model.no_sync() if variant == NOT_SENT else contextlib.nullcontext():
-                    model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                took = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            sent[variant] = fap.stats()["bytes_sent"]
-            if round_ >= WARM_UP_ROUNDS:
-                seconds[variant].append(float(took))
-                wire[variant].append(on_the_wire() - before)
+
+    def step(variant: str) -> None:
+        model = models[variant]
+        with ddp_hooks.watched(variant, arguments.limit):
+            with model.no_sync() if variant == NOT_SENT else contextlib.nullcontext():
+                model(x).square().mean().backward()
+            optimizers[variant].step()
+            optimizers[variant].zero_grad()
+
+    times = steps.in_turn(arguments.variants, arguments.rounds, WARM_UP_ROUNDS, step)
     for variant, model in models.items():
         if variant != NOT_SENT:
             with ddp_hooks.watched(variant, arguments.limit):
                 ddp_hooks.check_same_weights(model)
-    elements = sum(parameter.numel() for parameter in models[FULL_PRECISION].parameters())
-    finish({"elements": elements, "seconds": seconds, "wire": wire, "sent": sent})
+    return times.result()
 
 
 def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -94,8 +75,8 @@ def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with netlab.hosts(arguments.hosts, rate) as lab:
         while True:
             running = [variant for variant in variants if variant not in failed]
-            command = [sys.executable, "-m", "lab.benchmarks.ddp_step", *sys.argv[1:], "--rank", *running]
-            outputs, failure = ddp_hooks.run(lab, command, arguments.timeout)
+            line = [sys.executable, *ranks.command(in_rank, arguments, variants=running)]
+            outputs, failure = ddp_hooks.run(lab, line, arguments.timeout)
             if failure is None:
                 break
             variant, why = failure
@@ -103,70 +84,39 @@ def run(rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
                 raise SystemExit(f"{variant}: {why}")
             print(f"{rate}: {variant} {why}; again without it", flush=True)
             failed[variant] = why
-    rows = table(result_of(outputs[0]))
-    return {"rate": rate, "variants": {name: rows.get(name) or {"cannot run": failed[name]} for name in variants}}
+    entry = steps.table(rate, ranks.result_of(outputs[0]), FULL_PRECISION)
+    rows, elements = entry["variants"], parameters(arguments)
+    for row in rows.values():
+        row["bits on the wire per element"] = 8 * row["wire, bytes"] / elements
+        row["bits sent per element"] = 8 * row["bytes sent"] / elements or None  # ours are counted
+    entry["variants"] = {name: rows.get(name) or {"cannot run": failed[name]} for name in variants}
+    return entry
 
 
-def table(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Medians, and every variant against fp32."""
-    medians = {variant: statistics.median(times) for variant, times in result["seconds"].items()}
-    wire = {variant: statistics.median(sizes) for variant, sizes in result["wire"].items()}
-    return {
-        variant: {
-            "step, seconds": seconds,
-            "x fp32": medians[FULL_PRECISION] / seconds,
-            "wire, bytes": wire[variant],
-            "bits on the wire per element": 8 * wire[variant] / result["elements"],
-            "bits sent per element": 8 * result["sent"][variant] / result["elements"] or None,  # ours are counted
-            "step by round": result["seconds"][variant],
-        }
-        for variant, seconds in medians.items()
-    }
+def parameters(arguments: argparse.Namespace) -> int:
+    """Return the elements of a model."""
+    return int(arguments.layers * (arguments.width + 1) * arguments.width)
 
 
-def show(entry: dict[str, Any]) -> None:
-    print(f"\nlinks of {entry['rate']}\n{'':34}{'step ms':>9}{'x fp32':>9}{'wire MB':>9}{'bits':>9}{'counted':>9}")
-    for variant, row in entry["variants"].items():
-        if "cannot run" in row:
-            print(f"{variant:34}  {row['cannot run']}")
-            continue
-        counted = row["bits sent per element"]
-        print(
-            f"{variant:34}{1e3 * row['step, seconds']:9.0f}{row['x fp32']:9.2f}{row['wire, bytes'] / 1e6:9.2f}"
-            f"{row['bits on the wire per element']:9.3f}{f'{counted:.3f}' if counted else '':>9}",
-            flush=True,
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "200mbit"])
-    parser.add_argument("--hosts", type=int, default=2)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps.add_arguments(parser, hosts=2)
     parser.add_argument("--configs", nargs="+", default=ddp_hooks.OURS, help="ours: a FlashConfig each, as JSON")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--limit", type=float, default=60, help="seconds that a step may take")
-    parser.add_argument("--timeout", type=float, default=1800)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        return measure(arguments)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     os.environ["FLASH_ALLREDUCE_AUTOLOAD"] = "0"
-    parameters = arguments.layers * (arguments.width + 1) * arguments.width
-    print(f"{parameters / 1e6:.1f} M parameters, {arguments.hosts} hosts", flush=True)
+    print(f"{parameters(arguments) / 1e6:.1f} M parameters, {arguments.hosts} hosts", flush=True)
     tables = []
     for rate in arguments.rates:
         tables.append(run(rate, arguments))
-        show(tables[-1])
-    if arguments.json:
-        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
-        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1) + "\n")
-    return None
+        steps.show(tables[-1], FULL_PRECISION, BITS)
+    keep({"base": FULL_PRECISION, "tables": tables})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

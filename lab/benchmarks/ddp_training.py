@@ -21,11 +21,8 @@ import argparse
 import json
 import math
 import os
-import platform
-import statistics
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +31,11 @@ from torch import nn
 
 from flash_allreduce_plugin.cli import launch
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from lab.benchmarks import ddp_hooks, fsdp_step
+from lab.benchmarks import command, ddp_hooks, fsdp_step, ranks, trainings
 from lab.benchmarks.ddp_hooks import FULL_PRECISION, NOISE, ONE_BUCKET, POWERSGD, QUANTIZATION
-from lab.benchmarks.deepspeed_training import VALIDATION_BATCHES, WARM_UP_STEPS, add_noise, batch, example
+from lab.benchmarks.trainings import VALIDATION_BATCHES, WARM_UP_STEPS, add_noise, batch, example, outcome
 
+_DONE = "DONE "
 THEIRS = ["fp16_compress_hook", *(name + ONE_BUCKET for name in POWERSGD), *QUANTIZATION]
 OURS = [json.dumps({**json.loads(config), "min_bytes": 0}) for config in ddp_hooks.OURS]  # the buckets are small
 THEIRS_WITH_FSDP = [policy for policy in fsdp_step.POLICIES if policy != fsdp_step.BASE]
@@ -84,37 +82,29 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
         held_out = [float(model(batch(validation, number, seed, arguments, dist.get_rank()))) for number in numbers]
-    mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"validation loss": float(mean[0]), "losses": mean[1:].tolist(), "parameters": parameters}
+    return outcome(held_out, losses, parameters=parameters)
 
 
 def in_rank(arguments: argparse.Namespace) -> None:
-    """Every variant after the other; rank 0 prints one JSON object each."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=arguments.timeout))  # it may be stopped for a while
+    """Train every variant, one after the other. Rank 0 prints each result, for a later variant may end the process."""
+    ranks.start(timeout=timedelta(seconds=arguments.timeout))  # it may be stopped for a while
     for variant in arguments.variants:
-        result = train(variant, arguments.rank, arguments)
+        result = train(variant, arguments.seed, arguments)
         if dist.get_rank() == 0:
-            print("RESULT " + json.dumps({variant: result}), flush=True)
-    dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+            print(_DONE + json.dumps({variant: result}), flush=True)
 
 
 def run(seed: int, variants: list[str], failed: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
     """The results of a seed; `failed` are the variants left out, by now and from now on."""
     results: dict[str, Any] = {}
-    with launch.on_this_machine(arguments.ranks) as ranks:
+    with launch.on_this_machine(arguments.ranks) as machine:
         while left := [variant for variant in variants if variant not in {**results, **failed}]:
-            command = [sys.executable, "-m", "lab.benchmarks.ddp_training", *sys.argv[1:]]
-            outputs, failure = ddp_hooks.run(
-                ranks, [*command, "--rank", str(seed), "--variants", *left], arguments.timeout
-            )
-            for line in outputs[0].splitlines() if outputs else []:
-                if line.startswith("RESULT "):
-                    results |= json.loads(line.removeprefix("RESULT "))
+            line = [sys.executable, *ranks.command(in_rank, arguments, seed=seed, variants=left)]
+            outputs, failure = ddp_hooks.run(machine, line, arguments.timeout)
+            for text in outputs[0].splitlines() if outputs else []:
+                if text.startswith(_DONE):
+                    results |= json.loads(text.removeprefix(_DONE))
             if failure is not None:
                 variant, why = failure
                 print(f"{variant}: {why}", flush=True)
@@ -124,31 +114,10 @@ def run(seed: int, variants: list[str], failed: dict[str, str], arguments: argpa
     return results
 
 
-def difference(result: dict[str, Any], variant: str) -> float:
-    """Per cent of the first variant's validation loss."""
-    full = next(iter(result.values()))
-    return 100 * float(result[variant]["validation loss"] / full["validation loss"] - 1)
-
-
-def show(seeds: dict[int, dict[str, Any]], failed: dict[str, str]) -> None:
-    first = next(iter(seeds.values()))
-    print(f"\n{next(iter(first.values()))['parameters'] / 1e6:.2f} M parameters")
-    for variant in first:
-        each = {seed: difference(result, variant) for seed, result in seeds.items() if variant in result}
-        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
-        loss = statistics.fmean(result[variant]["validation loss"] for result in seeds.values() if variant in result)
-        print(f"  {variant:44}{loss:8.4f}{statistics.fmean(each.values()):+8.3f} %  by seed {by_seed}", flush=True)
-    for variant, why in failed.items():
-        print(f"  {variant:44}  {why}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 instead")
     parser.add_argument("--configs", nargs="+", help="ours: a FlashConfig each, as JSON")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
-    parser.add_argument("--steps", type=int, default=400)
+    trainings.add_arguments(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--sequence", type=int, default=128)
@@ -156,29 +125,26 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--limit", type=float, default=300, help="seconds that a step may take")
     parser.add_argument("--timeout", type=float, default=14400, help="seconds that a seed may take")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        return in_rank(arguments)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     os.environ["FLASH_ALLREDUCE_AUTOLOAD"] = "0"
-    theirs, ours = [FULL_PRECISION, *THEIRS], OURS
+    variants = [FULL_PRECISION, *THEIRS, *(arguments.configs or OURS)]
     if arguments.fsdp:
-        theirs, ours = [fsdp_step.BASE, *THEIRS_WITH_FSDP], OURS_WITH_FSDP
-    seeds: dict[int, Any] = {}
+        variants = [fsdp_step.BASE, *THEIRS_WITH_FSDP, *(arguments.configs or OURS_WITH_FSDP)]
+        arguments.noise = []
     failed: dict[str, str] = {}
-    for index, seed in enumerate(arguments.seeds):
-        control = [NOISE + size for size in arguments.noise] if index == 0 and not arguments.fsdp else []
-        seeds[seed] = run(seed, [*theirs, *(arguments.configs or ours), *control], failed, arguments)
-        if arguments.json:
-            kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
-            about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-            result = {"about": about, "seeds": seeds, "cannot run": failed}
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    show(seeds, failed)
-    return None
+    seeds = trainings.by_seed(
+        arguments,
+        variants,
+        lambda seed, chosen: run(seed, chosen, failed, arguments),
+        lambda found: keep({"seeds": found, "cannot run": failed}),
+    )
+    print(f"\n{seeds[arguments.seeds[0]][variants[0]]['parameters'] / 1e6:.2f} M parameters")
+    trainings.show(seeds)
+    for variant, why in failed.items():
+        print(f"  {variant:44}  {why}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

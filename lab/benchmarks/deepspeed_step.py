@@ -17,15 +17,8 @@ bits, of which qwZ has as many. Its loss cannot be measured here.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import platform
-import statistics
 import sys
-import time
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -33,15 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.integrations.deepspeed import engine as attachment
 from flash_allreduce_plugin.integrations.deepspeed.reduction import Reduction
-from lab.benchmarks import netlab
-from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks import command, ranks, steps
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
 PRESET, ZERO_PLUS_PLUS = "preset ", "ZeRO++, its bytes"
 PIECES = 8  # in flight at once: one exchange of gloo's alone fills half of a link
+COLUMNS: steps.Columns = {
+    "gradients ms": ("gradients, seconds", 1e3, ".0f"),
+    "x, gradients": ("x base, gradients", 1, ".2f"),
+    "bits": ("bits sent per element", 1, ".3f"),
+}
 NOTHING_SENT = "nothing sent"  # nor parameters: at stages 1 and 2, what is left for no width to gain
 
 
@@ -98,17 +94,12 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
     return built
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """In a rank: time every variant's steps at every stage; rank 0 prints one JSON object."""
-    import deepspeed
+def in_rank(arguments: argparse.Namespace) -> dict[int, Any]:
+    """Time every variant's steps at every stage."""
+    ranks.start_deepspeed()
     from deepspeed.runtime.zero import stage_1_and_2
 
     gathers = (stage_1_and_2.all_gather_dp_groups, lambda **_: None)
-    torch.set_num_threads(1)
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
-    deepspeed.utils.logging.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo")
-    attachment.attach()
     quantized = [f"INT{bits}" for bits in arguments.bits]
     presets = [PRESET + preset for preset in arguments.presets]
     x = torch.randn(arguments.rows, arguments.width).bfloat16()
@@ -119,73 +110,39 @@ def measure(arguments: argparse.Namespace) -> None:
         variants = [*unsent, FULL_PRECISION, *quantized, *presets, *(f"{quantized[-1]} + {bits}" for bits in params)]
         variants += [ZERO_PLUS_PLUS] if stage == 3 else []
         engines = {variant: build_engine(variant, stage, arguments) for variant in variants}
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        sent = {variant: 0 for variant in variants}
-        wire: dict[str, list[float]] = {variant: [] for variant in variants}
-        for round_ in range(arguments.rounds + 2):
-            turn = round_ % len(variants)
-            for variant in variants[turn:] + variants[:turn]:
-                engine = engines[variant]
-                fap.reset_stats()
-                dist.barrier()
-                before = on_the_wire()
-                begin = time.perf_counter()
-                with mock.patch.object(stage_1_and_2, "all_gather_dp_groups", gathers[variant == NOTHING_SENT]):
-                    engine.backward(engine(x).float().square().mean())
-                    engine.step()
-                took = torch.tensor(time.perf_counter() - begin)
-                dist.all_reduce(took, dist.ReduceOp.MAX)
-                sent[variant] = fap.stats()["bytes_sent"]
-                if round_ > 1:  # the first round allocates, and what is gathered by differences goes whole once
-                    seconds[variant].append(float(took))
-                    wire[variant].append(on_the_wire() - before)
-        optimizer = type(engines[FULL_PRECISION].optimizer).__name__
-        results[stage] = {"optimizer": optimizer, "seconds": seconds, "sent": sent, "wire": wire}
+
+        def step(variant: str, engines: dict[str, Any] = engines) -> None:
+            engine = engines[variant]
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+
+        def active(variant: str) -> Any:
+            return mock.patch.object(stage_1_and_2, "all_gather_dp_groups", gathers[variant == NOTHING_SENT])
+
+        # The first round allocates, and what is gathered by differences is sent whole once.
+        times = steps.in_turn(variants, arguments.rounds, 2, step, active)
+        results[stage] = times.result(optimizer=type(engines[FULL_PRECISION].optimizer).__name__)
         for engine in engines.values():
             engine.destroy()
-    finish(results)
+    return results
 
 
-def table(stage: int, result: dict[str, Any], elements: int) -> dict[str, Any]:
-    """Medians, and every variant against bf16."""
-    medians = {variant: statistics.median(times) for variant, times in result["seconds"].items()}
-    gradients = {variant: seconds - medians[NOT_SENT] for variant, seconds in medians.items()}
-    rows = {
-        variant: {
-            "step, seconds": seconds,
-            "gradients, seconds": gradients[variant],
-            "x bf16, gradients": None if "sent" in variant else gradients[FULL_PRECISION] / gradients[variant],
-            "x bf16, step": medians[FULL_PRECISION] / seconds,
-            "bits sent per element": 8 * result["sent"][variant] / elements,
-            "wire, bytes": statistics.median(result["wire"][variant]),
-            "step by round": result["seconds"][variant],
-        }
-        for variant, seconds in medians.items()
-    }
-    return {"stage": stage, "optimizer": result["optimizer"], "variants": rows}
+def table(rate: str, stage: int, found: dict[str, Any], elements: int) -> dict[str, Any]:
+    """Return the table of a stage, with the gradients' part of each step."""
+    entry = steps.table(rate, found, FULL_PRECISION, stage=stage, optimizer=found["optimizer"])
+    rows = entry["variants"]
+    rest = rows[NOT_SENT]["step, seconds"]
+    for variant, row in rows.items():
+        row["gradients, seconds"] = row["step, seconds"] - rest
+        full = rows[FULL_PRECISION]["step, seconds"] - rest
+        row["x base, gradients"] = None if "sent" in variant else full / row["gradients, seconds"]
+        row["bits sent per element"] = 8 * row["bytes sent"] / elements
+    return entry
 
 
-def show(tables: list[dict[str, Any]]) -> None:
-    for entry in tables:
-        print(f"\nstage {entry['stage']}, {entry['optimizer']}")
-        print(
-            f"{'':20}{'step ms':>9}{'gradients ms':>14}{'x bf16':>8}{'whole step':>12}{'bits sent':>11}"
-            f"{'wire MB':>9}{'x bf16':>8}"
-        )
-        for variant, row in entry["variants"].items():
-            ratio, bits, wire = row["x bf16, gradients"], row["bits sent per element"], row["wire, bytes"]
-            of_bf16 = wire / entry["variants"][FULL_PRECISION]["wire, bytes"]
-            print(
-                f"{variant:20}{1e3 * row['step, seconds']:9.0f}{1e3 * row['gradients, seconds']:14.0f}"
-                f"{f'{ratio:.2f}' if ratio else '':>8}{row['x bf16, step']:12.2f}{f'{bits:.3f}' if bits else '':>11}"
-                f"{wire / 1e6:9.2f}{of_bf16:8.3f}"
-            )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--hosts", type=int, default=2)
+    steps.add_arguments(parser, hosts=2, rates=False)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--presets", nargs="*", default=["int4", "thin"], help="of the plugin's")
@@ -195,28 +152,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=1800)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        return measure(arguments)
-    os.environ |= {"DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
-    with netlab.hosts(arguments.hosts, arguments.rate) as lab:
-        out = lab.run(
-            [sys.executable, "-m", "lab.benchmarks.deepspeed_step", *sys.argv[1:], "--rank"], timeout=arguments.timeout
-        )[0]
-    result = result_of(out)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
+    found = steps.over_links(in_rank, arguments.rate, arguments)
     elements = arguments.layers * arguments.width**2
-    tables = [table(int(stage), entry, elements) for stage, entry in result.items()]
+    tables = [table(arguments.rate, int(stage), one, elements) for stage, one in found.items()]
     print(f"{elements / 1e6:.1f} M parameters, {arguments.hosts} hosts, links of {arguments.rate}")
-    show(tables)
-    if arguments.json:
-        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank")}
-        about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
-        arguments.json.write_text(json.dumps({"about": about | {"arguments": kept}, "tables": tables}, indent=1) + "\n")
-    return None
+    for entry in tables:
+        steps.show(entry, FULL_PRECISION, COLUMNS, f"stage {entry['stage']}, {entry['optimizer']}")
+    keep({"base": FULL_PRECISION, "tables": tables})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -15,13 +15,9 @@ weights and batches, and the held-out batches are the same for all.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import platform
-import statistics
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +25,18 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks import command, ranks, trainings
+from lab.benchmarks.trainings import (
+    FULL_PRECISION,
+    NOISE,
+    VALIDATION_BATCHES,
+    WARM_UP_STEPS,
+    add_noise,
+    batch,
+    example,
+    outcome,
+)
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-FULL_PRECISION, NOISE = "full precision", "noise "
-VALIDATION_BATCHES = 64
 # Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
 SMALL: dict[str, Any] = {"bits": 8, "min_bytes": 65536}
 ULYSSES = [json.dumps(section) for section in (SMALL, {**SMALL, "attention_bits": 8, "backward_bits": 8})]
@@ -46,16 +49,6 @@ OF_EXPERTS = [
     )
 ]
 EXPERTS, BALANCE = 4, 0.01
-WARM_UP_STEPS = 50
-
-
-def example(folder: str) -> Any:
-    """The program examples/<folder>/train.py as a module of its own."""
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / folder / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def build_model(arguments: argparse.Namespace, seed: int) -> torch.nn.Module:
@@ -163,25 +156,6 @@ def parameters(model: torch.nn.Module, arguments: argparse.Namespace) -> Any:
     return split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
 
 
-def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
-    """To every gradient: Gaussian, `size` times the gradient's root mean square, of each rank its own."""
-    generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
-
-    def noisy(gradient: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(gradient.shape, generator=generator)
-        return gradient + size * gradient.square().mean().sqrt() * noise
-
-    for parameter in model.parameters():
-        parameter.register_hook(noisy)
-
-
-def batch(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace, rank: int) -> torch.Tensor:
-    """A rank's sequences of a step, each with the byte after it."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + number) * dist.get_world_size() + rank)
-    starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
-    return torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
-
-
 def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """In a rank: train a variant, full precision, "noise <size>" or a section as JSON, and validate it."""
     import deepspeed
@@ -207,101 +181,58 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
         held_out = [float(engine(batch(validation, number, seed, arguments, rank))) for number in numbers]
-    mean = torch.tensor([statistics.fmean(held_out), *losses], dtype=torch.float64)
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
+    result = outcome(held_out, losses, parameters=numel, quantized=stats["quantized"])
     engine.destroy()
-    return {
-        "validation loss": float(mean[0]),
-        "losses": mean[1:].tolist(),
-        "parameters": numel,
-        "bits sent per element": 8 * stats["bytes_sent"] / (arguments.steps * numel),
-        "quantized": stats["quantized"],
-        "full precision": stats["full_precision"],
-    }
+    sent = 8 * stats["bytes_sent"] / (arguments.steps * numel)
+    return result | {"bits sent per element": sent, "full precision": stats["full_precision"]}
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    """Every variant after the other; rank 0 prints one JSON object."""
-    import deepspeed
-
-    import flash_allreduce_plugin.integrations.deepspeed.attach  # noqa: F401
-
-    stage, seed = arguments.rank
-    torch.set_num_threads(1)
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
-    deepspeed.utils.logging.logger.setLevel("ERROR")
-    deepspeed.init_distributed("gloo")
-    results = {variant: train(variant, stage, seed, arguments) for variant in arguments.variants}
-    finish(results)
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train every variant, one after the other."""
+    ranks.start_deepspeed()
+    return {variant: train(variant, arguments.stage, arguments.seed, arguments) for variant in arguments.variants}
 
 
-def run(stage: int, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [*sys.argv[1:], "--rank", str(stage), str(seed), "--variants", *variants]
-    result: dict[str, Any] = torchrun(
-        "lab.benchmarks.deepspeed_training", arguments.ranks, command, {"DS_ACCELERATOR": "cpu"}
-    )
-    return result
+def sent(results: list[dict[str, Any]]) -> str:
+    bits = results[0]["bits sent per element"]
+    return f"{f'{bits:7.3f} bits' if bits else '':12}"
 
 
-def difference(result: dict[str, Any], variant: str) -> float:
-    """Per cent of full precision's validation loss."""
-    return 100 * (result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
-
-
-def show(stage: int, seeds: dict[int, dict[str, Any]]) -> None:
-    first = next(iter(seeds.values()))
-    print(f"\nstage {stage}, {first[FULL_PRECISION]['parameters'] / 1e6:.2f} M parameters")
-    for variant in first:
-        each = {seed: difference(result, variant) for seed, result in seeds.items() if variant in result}
-        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
-        loss = statistics.fmean(result[variant]["validation loss"] for result in seeds.values() if variant in result)
-        sent = first[variant]["bits sent per element"]
-        print(
-            f"  {variant:44}{loss:8.4f}{statistics.fmean(each.values()):+8.3f} %"
-            f"{f'{sent:7.3f} bits' if sent else '':12}  by seed {by_seed}",
-            flush=True,
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", nargs="+", help='"flash_allreduce" each')
     layers = parser.add_mutually_exclusive_group()
     layers.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
     layers.add_argument("--experts", action="store_true", help="DeepSpeed's mixture of experts")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
-    parser.add_argument("--steps", type=int, default=400)
+    trainings.add_arguments(parser)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     sections = ULYSSES if arguments.ulysses else OF_EXPERTS if arguments.experts else ['{"bits": 8}', '{"bits": 4}']
     arguments.sections = arguments.sections or sections
-    if arguments.rank:
-        return in_rank(arguments)
-    stages: dict[int, dict[int, Any]] = {}
+    stages: dict[int, trainings.Seeds] = {}
     for stage in arguments.stages:
-        stages[stage] = {}
-        for index, seed in enumerate(arguments.seeds):
-            control = [NOISE + size for size in arguments.noise] if index == 0 else []
-            stages[stage][seed] = run(stage, seed, [FULL_PRECISION, *arguments.sections, *control], arguments)
-            if arguments.json:
-                kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
-                about = {"machine": platform.processor(), "torch": torch.__version__, "deepspeed": version("deepspeed")}
-                result = {"about": about | {"arguments": kept}, "stages": stages}
-                arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        show(stage, stages[stage])
-    return None
+
+        def run(seed: int, variants: list[str], stage: int = stage) -> dict[str, Any]:
+            result: dict[str, Any] = ranks.torchrun(
+                in_rank, arguments.ranks, arguments, stage=stage, seed=seed, variants=variants
+            )
+            return result
+
+        def kept(seeds: trainings.Seeds, stage: int = stage) -> None:
+            stages[stage] = seeds
+            keep({"deepspeed": version("deepspeed"), "stages": stages})
+
+        seeds = trainings.by_seed(arguments, [FULL_PRECISION, *arguments.sections], run, kept)
+        print(f"\nstage {stage}, {seeds[arguments.seeds[0]][FULL_PRECISION]['parameters'] / 1e6:.2f} M parameters")
+        trainings.show(seeds, sent)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
+from typing import Any
 
 import torch
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from lab.benchmarks import pretraining, timed_steps
-from lab.benchmarks.ranks import finish
+from lab.benchmarks import command, pretraining, steps
 
 BASE = pretraining.FULL_PRECISION
 VARIANTS = [
@@ -34,19 +35,18 @@ VARIANTS = [
 WARM_UP_STEPS = 1  # of each turn
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
     pretraining.start(arguments.tp)
     replica = parallel_state.get_data_parallel_rank()
     text, _ = split(corpus(None), arguments.sequence)
-    variants: list[str] = arguments.rank
-    runs = {variant: pretraining.build(arguments, 1) for variant in variants}
-    times = timed_steps.Times(variants)
-    sites: dict[str, dict[str, int]] = {}
+    runs = {variant: pretraining.build(arguments, 1) for variant in arguments.variants}
+    times = steps.Times(arguments.variants)
 
-    def step(run: pretraining.Run, number: int) -> None:
+    def step(number: int, variant: str) -> None:
+        run = runs[variant]
         generator = torch.Generator().manual_seed(number * 1000 + replica)
         run.model.zero_grad_buffer()
         run.optimizer.zero_grad()
@@ -55,33 +55,29 @@ def in_rank(arguments: argparse.Namespace) -> None:
         run.optimizer.step()
 
     for turn in range(arguments.turns):
-        at = turn % len(variants)
-        for variant in variants[at:] + variants[:at]:
-            fap.reset_stats()
+        for variant in steps.rotated(arguments.variants, turn):
             if variant.startswith("{"):
                 fap.megatron.enable(fap.FlashConfig.from_dict({"min_bytes": 65536, **json.loads(variant)}))
             for number in range(turn * 100, turn * 100 + WARM_UP_STEPS + arguments.steps):
-                times.take(variant, partial(step, runs[variant], number), number % 100 >= WARM_UP_STEPS)
-            sites[variant] = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
+                times.take(variant, partial(step, number), number % 100 >= WARM_UP_STEPS)
             fap.megatron.disable()
-    finish({**vars(times), "quantized": sites})
+    return times.result()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed_steps.add_arguments(parser, hosts=4, variants=VARIANTS)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps.add_arguments(parser, hosts=4, variants=VARIANTS)
     parser.add_argument("--size", choices=pretraining.SIZES, default="10m")
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a replica")
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="timed, of each turn")
-    arguments = parser.parse_args()
-    arguments.vocabulary, arguments.lr = 256, 1e-4
-    if arguments.rank:
-        return in_rank(arguments)
-    return timed_steps.compare("lab.benchmarks.dist_opt_step", [BASE], BASE, arguments)
+    parser.set_defaults(vocabulary=256, lr=1e-4)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
+    steps.compare(in_rank, [BASE, *arguments.variants], BASE, arguments, keep)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -13,6 +13,7 @@ precision is also trained with noise on every gradient.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -27,13 +28,15 @@ from torch import Tensor, nn
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from lab.benchmarks.deepspeed_training import FULL_PRECISION, NOISE, WARM_UP_STEPS, add_noise, configuration, example
-from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks import command, ranks, trainings
+from lab.benchmarks.deepspeed_training import configuration
+from lab.benchmarks.trainings import FULL_PRECISION, NOISE, WARM_UP_STEPS, add_noise, example, windows
 
 SECTIONS = ['{"preset": "int8"}', '{"preset": "int4"}', '{"preset": "thin"}']
 METHODS, ENGINES = ("full", "lora"), ("ddp", "zero2")
 LORA_RANK, LORA_SCALE = 8, 2.0
 WIDTH, LAYERS, SEQUENCE = 128, 3, 128
+PRETRAINED = "pretrained.pt"  # in the folder
 
 
 class Lora(nn.Module):
@@ -100,8 +103,7 @@ def pretrain(file: Path, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps)
     for step in range(steps):
-        starts = torch.randint(len(text) - SEQUENCE, (32,), generator=torch.Generator().manual_seed(step))
-        loss = model(torch.stack([text[start : start + SEQUENCE + 1] for start in starts]))
+        loss = model(windows(text, 32, SEQUENCE, torch.Generator().manual_seed(step)))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -165,7 +167,7 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """In a rank: tune a variant, and validate it in full precision on rank 0's batches, the same for all."""
     texts = packages(arguments.classes)
     model = build(arguments.seed)
-    model.load_state_dict(torch.load(arguments.folder / "pretrained.pt", weights_only=True))
+    model.load_state_dict(torch.load(Path(arguments.folder) / PRETRAINED, weights_only=True))
     torch.manual_seed(arguments.seed)
     classifier = Classifier(model, arguments.classes, arguments.method == "lora")
     if variant.startswith(NOISE):
@@ -193,76 +195,49 @@ def train(variant: str, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    if arguments.engine == "zero2":
-        import deepspeed
-
-        import flash_allreduce_plugin.integrations.deepspeed.attach  # noqa: F401
-
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
-        deepspeed.utils.logging.logger.setLevel("ERROR")
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    results = {variant: train(variant, arguments) for variant in arguments.variants}
-    finish(results)
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Tune every variant, one after the other."""
+    ranks.start_engine(arguments.engine)
+    return {variant: train(variant, arguments) for variant in arguments.variants}
 
 
-def run(engine: str, method: str, seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [*sys.argv[1:], "--engine", engine, "--method", method, "--seed", str(seed), "--variants", *variants]
-    command += ["--folder", str(arguments.folder)]
-    result: dict[str, Any] = torchrun("lab.benchmarks.fine_tuning", 2, command, {"DS_ACCELERATOR": "cpu"})
-    return result
+def accuracy(results: list[dict[str, Any]]) -> str:
+    return f"{100 * statistics.fmean(one['accuracy'] for one in results):8.2f} % right"
 
 
-def show(name: str, seeds: dict[int, dict[str, Any]]) -> None:
-    print(f"\n{name}, {next(iter(seeds.values()))[FULL_PRECISION]['trained']} parameters trained")
-    for variant in next(iter(seeds.values())):
-        runs = [(result[variant], result[FULL_PRECISION]) for result in seeds.values() if variant in result]
-        loss = [100 * (one["validation loss"] / full["validation loss"] - 1) for one, full in runs]
-        points = [100 * (one["accuracy"] - full["accuracy"]) for one, full in runs]
-        accuracy = 100 * statistics.fmean(one["accuracy"] for one, _ in runs)
-        each = "  ".join(f"{value:+.3f} %, {more:+.2f}" for value, more in zip(loss, points, strict=True))
-        print(f"  {variant:24}{statistics.fmean(loss):+8.3f} %{accuracy:8.2f} % right  {each}", flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", nargs="+", default=SECTIONS, help="fields of FlashConfig, as JSON")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--noise", nargs="*", default=["1"], help="sizes, on the first seed; none: no control")
-    parser.add_argument("--steps", type=int, default=300)
+    trainings.add_arguments(parser, noise=["1"], steps=300)
     parser.add_argument("--pretraining", type=int, default=1000, help="steps")
     parser.add_argument("--classes", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16, help="pieces a rank and step")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--validation", type=int, default=64, help="batches of 64 pieces")
     parser.add_argument("--folder", type=Path, default=Path("runs/fine_tuning"))
-    parser.add_argument("--json", type=Path)
-    for name in ("engine", "method"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.engine:
-        return in_rank(arguments)
-    pretrain(arguments.folder / "pretrained.pt", arguments.pretraining)
-    found: dict[str, dict[int, Any]] = {}
-    for engine in arguments.engines:
-        for method in arguments.methods:
-            seeds = found[f"{engine}, {method}"] = {}
-            for index, seed in enumerate(arguments.seeds):
-                control = [NOISE + size for size in arguments.noise] if index == 0 else []
-                variants = [FULL_PRECISION, *arguments.sections, *control]
-                seeds[seed] = run(engine, method, seed, variants, arguments)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-            show(f"{engine}, {method}", seeds)
-    return None
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
+    pretrain(arguments.folder / PRETRAINED, arguments.pretraining)
+    runs: dict[str, trainings.Seeds] = {}
+    for engine, method in itertools.product(arguments.engines, arguments.methods):
+        name = f"{engine}, {method}"
+
+        def run(seed: int, variants: list[str], engine: str = engine, method: str = method) -> dict[str, Any]:
+            result: dict[str, Any] = ranks.torchrun(
+                in_rank, 2, arguments, engine=engine, method=method, seed=seed, variants=variants
+            )
+            return result
+
+        def kept(seeds: trainings.Seeds, name: str = name) -> None:
+            runs[name] = seeds
+            keep({"runs": runs})
+
+        seeds = trainings.by_seed(arguments, [FULL_PRECISION, *arguments.sections], run, kept)
+        print(f"\n{name}, {seeds[arguments.seeds[0]][FULL_PRECISION]['trained']} parameters trained")
+        trainings.show(seeds, accuracy)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import flash_allreduce_plugin as fap
-from lab.benchmarks import timed_steps
-from lab.benchmarks.ranks import finish
+from lab.benchmarks import command, ranks, steps
 
 BASE = "bf16, reduced in fp32"
 POLICIES = {
@@ -65,42 +65,31 @@ def sharded(variant: str, model: torch.nn.Module, layers: Iterable[torch.nn.Modu
     return model
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    ranks.start()
     x = torch.randn(arguments.rows, arguments.width, generator=torch.Generator().manual_seed(dist.get_rank()))
-    variants: list[str] = arguments.rank
-    models = {variant: build(variant, arguments) for variant in variants}
+    models = {variant: build(variant, arguments) for variant in arguments.variants}
     optimizers = {variant: torch.optim.SGD(model.parameters(), lr=1e-3) for variant, model in models.items()}
-    times = timed_steps.Times(variants)
-    sites: dict[str, dict[str, int]] = {}  # of a step
 
     def step(variant: str) -> None:
         models[variant](x).float().square().mean().backward()
         optimizers[variant].step()
         optimizers[variant].zero_grad()
 
-    for round_ in range(arguments.rounds + WARM_UP_ROUNDS):
-        turn = round_ % len(variants)
-        for variant in variants[turn:] + variants[:turn]:
-            fap.reset_stats()
-            times.take(variant, partial(step, variant), warm=round_ >= WARM_UP_ROUNDS)
-            sites[variant] = {name: site["quantized"] for name, site in fap.stats()["sites"].items()}
-    finish({**vars(times), "quantized": sites})
+    return steps.in_turn(arguments.variants, arguments.rounds, WARM_UP_ROUNDS, step).result()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    timed_steps.add_arguments(parser, hosts=2, variants=OURS)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    steps.add_arguments(parser, hosts=2, variants=OURS)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        return in_rank(arguments)
-    return timed_steps.compare("lab.benchmarks.fsdp_step", list(POLICIES), BASE, arguments)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
+    steps.compare(in_rank, [*POLICIES, *arguments.variants], BASE, arguments, keep)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -12,15 +12,14 @@ a hundredth of the difference. A training step computes as well, so that it adds
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
+import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli import ranks
 from flash_allreduce_plugin.cli.launch import LOOPBACK
+from lab.benchmarks import command
 
 INTERVAL = 100
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -74,16 +73,16 @@ def shown(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate such as 1gbit (root)")
     parser.add_argument("--mib", type=int, nargs="+", default=[1, 16, 64], help="of the whole tensor, fp32")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--calls", type=int, default=5, help="in a row, in each round")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     settings = {key: getattr(arguments, key) for key in ("mib", "bits", "rounds", "calls")}
     print(f"{arguments.ranks} ranks over {arguments.link}, one core a rank, fp32")
     print(f"{'collective':15}{'MiB':>5}{'bits':>6}{'off ms':>10}{'local':>9}{'exact':>9}{f'at {INTERVAL}':>14}")
@@ -94,10 +93,9 @@ def main() -> None:
         link=arguments.link,
         on_message=lambda content: print(shown(content["row"]), flush=True),
     )
-    if arguments.json and rows:
-        about = {"machine": platform.processor(), "ranks": arguments.ranks, "link": arguments.link, **settings}
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    if rows:
+        keep({"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

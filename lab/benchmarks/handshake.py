@@ -12,16 +12,14 @@ group.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli import machine, ranks
+from flash_allreduce_plugin.cli import ranks
+from lab.benchmarks import command
 
 LATER = 5  # calls
 FIGURE_MS = 2.0
@@ -76,13 +74,13 @@ def shown(row: dict[str, Any]) -> str:
     return f"{row['ranks']:5}{check:>13}{times}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--groups", type=int, default=50)
     parser.add_argument("--elements", type=int, default=4096, help="of each call, fp32")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     settings = {"groups": arguments.groups, "elements": arguments.elements}
     print(f"{'ranks':>5}{'check_ranks':>13}{'first ms':>10}{'later ms':>10}{'handshake ms':>14}{'CPU':>8}")
     rows: list[dict[str, Any]] = []
@@ -93,13 +91,10 @@ def main() -> int:
             world_size=world_size,
             on_message=lambda content: print(shown(content["row"]), flush=True),
         )
-    if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.handshake", *sys.argv[1:]])}
-        arguments.json.write_text(json.dumps({"about": about, **settings, "rows": rows}, indent=1) + "\n")
+    keep({"rows": rows})
     slow = [row["ranks"] for row in rows if row["check_ranks"] and row["handshake ms"] > FIGURE_MS]
     print(f"asked: {FIGURE_MS:g} ms with check_ranks; {f'more with {slow} ranks' if slow else 'met'}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -10,21 +10,20 @@ below 1 the compact layout is slower. "plain again" is the plain layout against 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli import machine, ranks
+from flash_allreduce_plugin.cli import ranks
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks import command
 from lab.benchmarks.codec import time_in_turn
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -89,24 +88,21 @@ def calls(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements (default 16777216)")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--only-calls", action="store_true", help="leave the codec on one core out")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     settings = {"numel": arguments.numel, "rounds": arguments.rounds}
     found = [] if arguments.only_calls else codec(**settings)
     found += ranks.run("lab.benchmarks.layouts:calls", settings, world_size=2)
     print(f"{'':10}{'bits':>5}  {'speed over plain, 128':24}{'plain again':>12}{'compact, 64':>12}")
     for row in found:
         print(f"{row['dtype']:10}{row['bits']:5}  {row['what']:24}{row['plain again']:12.3f}{row['compact']:12.3f}")
-    if arguments.json:
-        about = {"machine": machine.about(), "torch": torch.__version__, **settings}
-        arguments.json.write_text(json.dumps({"about": about, "rows": found}, indent=1) + "\n")
-    return 0
+    keep({"rows": found})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

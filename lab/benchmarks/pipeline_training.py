@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from flash_allreduce_plugin.cli.demo.training import BETAS, CLIP, learning_rate
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.telemetry import counters
+from lab.benchmarks import command, ranks, trainings
 from lab.benchmarks.megatron_on_cpu import CudaIsCpu
-from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.trainings import FULL_PRECISION, NOISE, outcome, windows
 
-FULL_PRECISION, NOISE = "full precision", "noise "
 _HADAMARD, _FINE = '"hadamard": true, "group_size": 64', '"codebook": true'
 CONFIGS = [
     '{"pipeline_bits": 8, "pipeline_backward_bits": 8}',
@@ -85,8 +84,7 @@ def batches(data: torch.Tensor, number: int, seed: int, arguments: argparse.Name
     """The micro-batches of a step, each of sequences with the byte after them."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     for _ in range(arguments.micro_batches):
-        starts = torch.randint(len(data) - arguments.sequence, (arguments.batch,), generator=generator)
-        yield torch.stack([data[start : start + arguments.sequence + 1] for start in starts])
+        yield windows(data, arguments.batch, arguments.sequence, generator)
 
 
 def run_step(model: Any, data: Iterator[torch.Tensor], arguments: argparse.Namespace, forward_only: bool) -> float:
@@ -154,79 +152,52 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, arguments.steps)
         optimizer.step()
-    sites = {name: one for name, one in counters.stats()["sites"].items() if "pipeline" in name}
+    sites = [one for name, one in counters.stats()["sites"].items() if "pipeline" in name]
     megatron.disable()  # held-out text is read in full precision
     numbers = range(arguments.validation)
     held_out = [run_step(model, batches(validation, n, seed, arguments), arguments, forward_only=True) for n in numbers]
-    return {
-        "validation loss": statistics.fmean(held_out),
-        "losses": losses,
-        "quantized": sum(one["quantized"] for one in sites.values()),
-        "bytes sent": sum(one["bytes_sent"] for one in sites.values()),
-        "bytes in full precision": sum(one["bytes_full_precision"] for one in sites.values()),
-    }
-
-
-def in_rank(arguments: argparse.Namespace) -> None:
-    """Every variant after the other; rank 0 prints one JSON object."""
-    from megatron.core import parallel_state
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
-    prepare_cpu()
-    results = {variant: train(variant, arguments.rank, arguments) for variant in arguments.variants}
-    finish(results)
-
-
-def run(seed: int, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [*sys.argv[1:], "--rank", str(seed), "--variants", *variants]
-    result: dict[str, Any] = torchrun("lab.benchmarks.pipeline_training", arguments.stages, command)
+    result = outcome(held_out, losses, quantized=sum(one["quantized"] for one in sites))
+    result["bytes sent"] = sum(one["bytes_sent"] for one in sites)
+    result["bytes in full precision"] = sum(one["bytes_full_precision"] for one in sites)
     return result
 
 
-def show(seeds: dict[int, dict[str, Any]]) -> None:
-    for variant in next(iter(seeds.values())):
-        each = {
-            seed: 100 * (result[variant]["validation loss"] / result[FULL_PRECISION]["validation loss"] - 1)
-            for seed, result in seeds.items()
-            if variant in result
-        }
-        first = next(iter(seeds.values()))[variant]
-        whole = first["bytes in full precision"]
-        share = f"{first['bytes sent'] / whole:6.3f} of fp32's bytes" if whole else ""
-        by_seed = "  ".join(f"{seed}: {value:+.3f}" for seed, value in each.items())
-        print(f"{variant:92}{statistics.fmean(each.values()):+8.3f} %  {share:24}  by seed {by_seed}", flush=True)
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train every variant, one after the other."""
+    from megatron.core import parallel_state
+
+    ranks.start()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=arguments.stages)
+    prepare_cpu()
+    return {variant: train(variant, arguments.seed, arguments) for variant in arguments.variants}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def share(results: list[dict[str, Any]]) -> str:
+    whole = results[0]["bytes in full precision"]
+    return f"{results[0]['bytes sent'] / whole:7.3f} of fp32's bytes" if whole else ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--configs", nargs="+", default=CONFIGS, help="fields of FlashConfig, as JSON")
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--noise", nargs="*", default=["1e-6", "1"], help="sizes, on the first seed; none: no control")
-    parser.add_argument("--steps", type=int, default=400)
+    trainings.add_arguments(parser)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=4)
     parser.add_argument("--validation", type=int, default=64, help="steps of held-out text")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)  # its seed
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank is not None:
-        return in_rank(arguments)
-    seeds: dict[int, dict[str, Any]] = {}
-    for index, seed in enumerate(arguments.seeds):
-        control = [NOISE + size for size in arguments.noise] if index == 0 else []
-        seeds[seed] = run(seed, [FULL_PRECISION, *arguments.configs, *control], arguments)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"seeds": seeds}, indent=1) + "\n")
-    show(seeds)
-    return None
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
+    seeds = trainings.by_seed(
+        arguments,
+        [FULL_PRECISION, *arguments.configs],
+        lambda seed, chosen: ranks.torchrun(in_rank, arguments.stages, arguments, seed=seed, variants=chosen),
+        lambda found: keep({"seeds": found}),
+    )
+    trainings.show(seeds, share)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

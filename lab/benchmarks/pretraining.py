@@ -43,8 +43,10 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
 from lab.benchmarks.megatron_on_cpu import CudaIsCpu
+from lab.benchmarks.results import LOSSES, SMOOTHED, smooth, write_json
+from lab.benchmarks.trainings import FULL_PRECISION, NOISE, windows
 
-FULL_PRECISION, NOISE, FP32 = "full precision", "noise ", "fp32"
+FP32 = "fp32"
 #: The relative error of a call at 8 bits and at 4 with the codebook: 45.5 and 22.1 dB.
 CONTROLS = [f"{NOISE}0.0053", f"{NOISE}0.079", FP32]
 CONFIGS = ['{"preset": "int8", "param_bits": 8}', '{"preset": "int4", "param_bits": 4}']
@@ -131,11 +133,10 @@ def device() -> torch.device:
 
 def loss_of(model: torch.nn.Module, data: torch.Tensor, generator: torch.Generator, batch: int, length: int) -> Any:
     """Mean cross entropy in nats a token of `batch` sequences."""
-    starts = torch.randint(len(data) - length, (batch,), generator=generator)
-    windows = torch.stack([data[start : start + length + 1] for start in starts.tolist()]).long().to(device())
+    text = windows(data, batch, length, generator).long().to(device())
     positions = torch.arange(length, device=device()).expand(batch, -1)
     mask = torch.ones(length, length, dtype=torch.bool, device=device()).triu(1)[None, None]
-    return model(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous()).float().mean()
+    return model(text[:, :-1], positions, mask, labels=text[:, 1:].contiguous()).float().mean()
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
@@ -354,8 +355,13 @@ def read(arguments: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:-held_out], tokens[-held_out:]
 
 
-def results(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(arguments.folder.glob("*.json"))]
+def finished(folder: Path) -> list[dict[str, Any]]:
+    """Return the runs that are done, without what each step was."""
+    runs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return [
+        {key: value for key, value in run.items() if key not in ("losses", "norms")} | {LOSSES: smooth(run["losses"])}
+        for run in runs
+    ]
 
 
 def show(runs: list[dict[str, Any]]) -> None:
@@ -370,7 +376,7 @@ def show(runs: list[dict[str, Any]]) -> None:
 
 
 def plot(files: list[Any], picture: Path) -> None:
-    """Loss by step, and its difference to full precision, each a mean over 50 steps, of the first seed of each file."""
+    """Draw the loss by step and its difference to full precision, for the first seed of each file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -379,10 +385,10 @@ def plot(files: list[Any], picture: Path) -> None:
     figure, axes = pyplot.subplots(len(files), 2, figsize=(11, 3.6 * len(files)), squeeze=False)
     for (losses, differences), runs in zip(axes, files, strict=True):
         seed = min(run["seed"] for run in runs)
-        mine = {run["variant"]: smooth(run["losses"]) for run in runs if run["seed"] == seed}
+        mine = {run["variant"]: run[LOSSES] for run in runs if run["seed"] == seed}
         base = mine[FULL_PRECISION]
         for number, (variant, curve) in enumerate(mine.items()):
-            steps, look = range(25, 25 + len(curve)), {"color": f"C{number}", "linewidth": 1}
+            steps, look = [SMOOTHED * (i + 0.5) for i in range(len(curve))], {"color": f"C{number}", "linewidth": 1}
             losses.plot(steps, curve, label=variant, **look)
             differences.plot(steps, [100 * (a / b - 1) for a, b in zip(curve, base, strict=True)], **look)
         losses.set_title(f"{runs[0]['parameters'] / 1e6:.0f} M parameters, seed {seed}: loss, nats a token")
@@ -395,10 +401,6 @@ def plot(files: list[Any], picture: Path) -> None:
     figure.tight_layout()
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
-
-
-def smooth(values: list[float], width: int = 50) -> list[float]:
-    return [statistics.fmean(values[i : i + width]) for i in range(max(1, len(values) - width + 1))]
 
 
 def main() -> None:
@@ -431,10 +433,9 @@ def main() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     environment = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     subprocess.run([*command, "-m", "lab.benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
-    runs = results(arguments)
+    runs = finished(arguments.folder)
     show(runs)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(runs) + "\n")
+    write_json(arguments.json, runs)
     if arguments.plot:
         plot([runs], arguments.plot)
     return None

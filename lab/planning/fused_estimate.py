@@ -18,7 +18,6 @@ than the next one, at both widths. Meetings, launches and the latency of an exch
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from flash_allreduce_plugin.cli.plan.presets import HOST_CALL, LAUNCH
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import two_shot
 from flash_allreduce_plugin.collectives.two_shot import Limits
+from lab.benchmarks.results import write_json
 from lab.planning.cost_estimate import ELEMENT, H100, MACHINES, WIDTHS, Kernels, Machine, flat
 
 SIZES = [1 << power for power in range(10, 27)]  # bytes of the tensor
@@ -119,8 +119,7 @@ def main() -> int:
             times.append(usual_seconds(numel, c, box, ranks))
             print(f"    {ranks:5}{found.one_shot / 1024:20g}{found.fused / 1024:17g}", end="")
             print("{:27.1f}{:10.1f}{:8.1f}".format(*(1e6 * seconds for seconds in times)))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(arguments.json, rows)
     return 0
 
 

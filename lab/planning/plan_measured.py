@@ -85,7 +85,7 @@ def _model(arguments: dict[str, Any]) -> tuple[Model, Layout]:
 
 
 def _seconds(table: dict[str, Any], variant: str) -> float:
-    return float(table["variants"][variant]["seconds"])
+    return float(table["variants"][variant]["step, seconds"])
 
 
 def calibrated(steps: dict[str, Any]) -> Cluster:

@@ -14,7 +14,6 @@ has run on a GPU. "KiB": a message, in two levels one between nodes; "pad": byte
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -34,6 +33,7 @@ from flash_allreduce_plugin.collectives.chunks import queued_chunk_bytes
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Plan, Site, make_plan
 from flash_allreduce_plugin.policy.topology import neighbours
+from lab.benchmarks.results import write_json
 
 MIB, PER_NODE = 1 << 20, 8
 RING_NVLINK, RING_NETWORK = 3.4e-6, 14.0e-6  # seconds a step
@@ -151,7 +151,7 @@ def main() -> int:
             print(shown(rows[-1]), flush=True)
     if arguments.json:
         about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.planning.scale", *sys.argv[1:]])}
-        arguments.json.write_text(json.dumps({"about": about, "bits": arguments.bits, "rows": rows}, indent=1) + "\n")
+        write_json(arguments.json, {"about": about, "bits": arguments.bits, "rows": rows})
     return 0
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,20 +270,21 @@ def other(name: str, lead: float, at_2: float, at_8: float, *, is_peer: bool = T
     return {"name": name, "bits": 4.5, "is peer": is_peer, "difference": lead, **two}
 
 
+def tensor(name: str, *rows: dict[str, object]) -> dict[str, Any]:
+    return {"tensor": name, "others": accuracy.columns(rows)}
+
+
 def test_tables_have_the_least_and_mean_leads_and_every_loss() -> None:
     result = {
         "tensors": [
-            {"tensor": "a", "others": [other("rival", 1.0, 2.0, 3.0), other("e2m1 g64", 0.5, 1.0, 0.2, is_peer=False)]},
-            {
-                "tensor": "b",
-                "others": [other("rival", 2.0, -0.5, 1.0), other("e2m1 g64", 1.5, 1.0, 0.4, is_peer=False)],
-            },
+            tensor("a", other("rival", 1.0, 2.0, 3.0), other("e2m1 g64", 0.5, 1.0, 0.2, is_peer=False)),
+            tensor("b", other("rival", 2.0, -0.5, 1.0), other("e2m1 g64", 1.5, 1.0, 0.4, is_peer=False)),
         ]
     }
     assert accuracy_report.rivals(result)[1:] == [["rival", "4.500", "+1.00", "+1.50", "+1.00", "+2.00"]]
     assert accuracy_report.lost(result)[1:] == [["rival", "b", "+2.00", "-0.50", "+1.00"]]
     assert accuracy_report.floats(result)[1:] == []  # with this codec's groups, and behind everywhere
-    result["tensors"][1]["others"][1]["difference"] = -0.25
+    result["tensors"][1]["others"]["difference"][1] = -0.25
     assert accuracy_report.floats(result)[1:] == [["e2m1 g64", "4.500", "-0.25", "+0.12", "+0.20", "+0.30"]]
 
 
@@ -300,7 +302,7 @@ def test_end_to_end(tmp_path: Path) -> None:
     names = [tensor["tensor"] for tensor in tensors]
     assert len(names) == len(set(names)) == 4 + 18
     assert {name.rpartition(" ")[2] for name in names if "gradient" in name} == {"early", "middle", "late"}
-    assert all(math.isfinite(row["dB"]) for tensor in tensors for row in tensor["others"])
+    assert all(math.isfinite(db) for tensor in tensors for db in tensor["others"]["dB"])
     assert set(found["recommended"]) == {"activation", "activation gradient", "weight gradient", ""}
     assert [len(of["dB"]) for of in found["settings"].values()] == [5] * len(accuracy.NAMED)
     assert "8 ranks: least" in done.stdout and "The setting least behind each tensor's own best" in done.stdout

@@ -16,7 +16,7 @@ from lab.benchmarks import fine_tuning
 # Not imported here: tests of the autoload in the same process need it to be missing yet.
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
-ROOT = Path(fine_tuning.__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_lora_begins_as_the_matrix() -> None:
@@ -62,7 +62,7 @@ def test_two_steps(engine: str, method: str, trained: int, tmp_path: Path) -> No
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    full, int8 = json.loads(output.read_text())[f"{engine}, {method}"]["1"].values()
+    full, int8 = json.loads(output.read_text())["runs"][f"{engine}, {method}"]["1"].values()
     assert full["quantized"] == 0 and int8["quantized"] >= 4
     assert int8["validation loss"] == pytest.approx(full["validation loss"], rel=1e-2)
     assert int8["validation loss"] != full["validation loss"]

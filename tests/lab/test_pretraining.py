@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 
 from lab.benchmarks import pretraining
 
-ROOT = Path(pretraining.__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 INT4 = pretraining.CONFIGS[1]
 COMMAND = [sys.executable, "-m", "lab.benchmarks.pretraining", "--size=1m", "--steps=16", "--save=2", "--validation=1"]
 COMMAND += ["--batch=2", "--sequence=16", "--configs", INT4, "--controls", "noise 0.1", pretraining.FP32]

@@ -24,7 +24,7 @@ from lab.benchmarks import llama, real_model, real_model_tuning, smollm2
 from tests.distributed import Ranks
 from tests.lab import tiny_gguf
 
-ROOT = Path(real_model.__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 INT8, INT4 = '{"bits": 8}', '{"bits": 4}'
 # Not imported here: tests of the autoload in the same process need it to be missing yet.
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -213,7 +213,7 @@ def test_perplexity_end_to_end(
     assert real_model.main() == 0
     printed, found = capsys.readouterr().out, json.loads(output.read_text())
     assert [(row["world"], row["sums"]) for row in found["rows"]] == [(3, 4), (3, 4), (2, 2), (2, 2)]
-    assert found["about"]["windows"] == 2 and set(found["perplexity"]) == {"sources"}
+    assert found["about"]["arguments"]["windows"] == 2 and set(found["perplexity"]) == {"sources"}
     header, *lines = real_model.table(found)
     assert len(lines) == 4 and all(len(line) == len(header) for line in lines)
     assert all(str(cell) in printed for line in (header, *lines) for cell in line)

@@ -1,4 +1,4 @@
-"""lab/soak/command.py and handshake.py, briefly; and that a soak finds what it looks for."""
+"""lab/soak and lab/benchmarks/handshake.py, briefly; and that a soak finds what it looks for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL = Call(0, 0, (0, 1), 0, "all_reduce", torch.float32, 0, False, (1000,), 0, 
 
 
 def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lab.soak.command", *arguments]
+    command = [sys.executable, "-m", "lab.soak", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 

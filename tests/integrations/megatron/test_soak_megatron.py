@@ -1,4 +1,4 @@
-"""lab/soak/command.py megatron, briefly."""
+"""lab/soak megatron, briefly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow  # 5,000 steps are `make soak`
 def test_twenty_steps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lab.soak.command", "megatron", "--steps", "20", "--most-growth", "100"]
+    command = [sys.executable, "-m", "lab.soak", "megatron", "--steps", "20", "--most-growth", "100"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "soak.json")], cwd=ROOT, capture_output=True, text=True, timeout=280
     )

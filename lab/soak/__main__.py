@@ -1,8 +1,8 @@
 """Long runs: memory does not grow, nothing hangs, every result is right, replicas stay the same.
 
-    python -m lab.soak.command collectives --calls 100000 --ranks 4 --json collectives.json
-    python -m lab.soak.command megatron --steps 5000
-    python -m lab.soak.command deepspeed --steps 5000          and ddp, fsdp
+    python -m lab.soak collectives --calls 100000 --ranks 4 --json collectives.json
+    python -m lab.soak megatron --steps 5000
+    python -m lab.soak deepspeed --steps 5000          and ddp, fsdp
 
 collectives: random collectives and sends, sizes, dtypes, widths and options on several groups from three threads,
 synchronous and asynchronous, waited for out of order (collectives.py). Every result is within the bound of
@@ -19,7 +19,6 @@ advanced for --patience seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli import machine, ranks
+from lab.benchmarks.results import write_json
 from lab.soak.watch import MIB, growth
 
 MEASURES = {
@@ -59,7 +59,7 @@ class Progress:
 
 
 def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, float]]]:
-    """Of every rank: the growth of all that soak_watch.sample tells of."""
+    """Of every rank: the growth of all that watch.sample tells of."""
     done, kinds = [sample["done"] for sample in samples], [kind for kind in samples[0] if kind != "done"]
     return [
         {kind: growth(done, [sample[kind][rank] for sample in samples], of) for kind in kinds}
@@ -114,12 +114,12 @@ def main() -> int:
         print(f"{rank:4}{mib}{told:>16}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
     too_much = [rank for rank, row in enumerate(rows) if row["rss"]["growth"] > arguments.most_growth * MIB]
     if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.soak.command", *sys.argv[1:]])}
+        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.soak", *sys.argv[1:]])}
         if arguments.what in NEEDS:
             about[NEEDS[arguments.what]] = metadata.version(NEEDS[arguments.what])
         about["ranks"] = world_size
         found = {"about": about, "growth": rows, **result}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(arguments.json, found)
     if too_much:
         print(f"soak: {groups_shown(too_much)} grew by more than {arguments.most_growth:g} MiB", file=sys.stderr)
         return 1
