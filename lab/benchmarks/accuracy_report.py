@@ -18,6 +18,11 @@ KINDS = (
     ("parameter step", "AdamW steps"),
     ("", "all"),
 )
+_COMPACT = ("8/64 c", "4/64 c", "4/256 bHm")
+_SHOWN = {
+    *("8/128", "8/128 b", "8/256 bp", "6/128", "6/128 b", "6/128 bp", "5/128 bp", "4/128", "4/128 b", "4/128 bp"),
+    *("4/128 bpHm", "4/32 cm", "4/256 bm", "3/32 cm", "2/32 cm", "2/128 b", "2/128 bp"),
+}
 PLOTTED = ("Gaussian", "Student t, 3 degrees", "outlier channels")
 
 
@@ -76,6 +81,11 @@ def by_kind(result: dict[str, Any]) -> Rows:
     return [header, *(cells for _, cells in sorted(found, key=lambda pair: -pair[0]))]
 
 
+def shown(result: dict[str, Any]) -> Rows:
+    """Return by_kind for the documents, with fewer of our settings."""
+    return [row for row in by_kind(result) if not str(row[0]).startswith("**") or str(row[0]).strip("*") in _SHOWN]
+
+
 def rivals(result: dict[str, Any]) -> Rows:
     """A row a rival's format: bits, then the least and the mean of our leads."""
     return _by_format(result, _formats(result, is_peer=True))
@@ -103,8 +113,8 @@ def floats(result: dict[str, Any]) -> Rows:
 
 
 def settings(result: dict[str, Any]) -> Rows:
-    """A row a setting: its bits, and its dB on each kind of tensor."""
-    named = result["settings"]
+    """Return a row a setting that the documents show: its bits, and its dB on each kind of tensor."""
+    named = {name: of for name, of in result["settings"].items() if name in _SHOWN or name in _COMPACT}
     heads = list(next(iter(named.values()))["dB"])
     rows: Rows = [["setting", "bits", *heads]]
     return rows + [

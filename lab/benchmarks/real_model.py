@@ -182,13 +182,23 @@ def measure(
 
 
 def table(found: dict[str, Any]) -> list[list[object]]:
-    """Return the header and a row a world and format, for docs/decide/accuracy.md."""
+    """Return the header and a row a world and format, for docs/decide/accuracy.md.
+
+    A preset ("preset int8 (8/256 bp)") has the row of its format, with its name.
+    """
     texts = found["perplexity"]
     header: list[object] = ["world", "format", "bits"]
     header += [f"{text}: {what}" for text in texts for what in ("KL x 1000", "perplexity, %")]
     rows = [[*header, "dB a token: median", "10th percentile"]]
+    presets: dict[str, list[str]] = {}
+    for name in dict.fromkeys(row["format"] for row in found["rows"] if row["format"].startswith("preset ")):
+        preset, _, form = name.removeprefix("preset ").partition(" (")
+        presets.setdefault(form.rstrip(")"), []).append(preset)
     for row in found["rows"]:
-        cells: list[object] = [row["world"], row["format"], f"{row['bits']:g}"]
+        if row["format"].startswith("preset "):
+            continue
+        form = ": ".join([row["format"], *filter(None, [", ".join(presets.get(row["format"], ()))])])
+        cells: list[object] = [row["world"], form, f"{row['bits']:g}"]
         for text in texts:
             of = row["texts"][text]
             cells += [f"{of['KL x 1000']:.2f}", f"{of['change %']:+.2f} ± {of['error %']:.2f}"]
