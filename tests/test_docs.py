@@ -54,7 +54,8 @@ NOT_OURS = {
 def texts() -> dict[str, str]:
     """Everything that a user reads or that speaks to one, by its name."""
     files = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".sh")]
-    files += [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "setup.py")]
+    others = ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "noxfile.py", "setup.py")
+    files += [ROOT / name for name in others]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 
@@ -175,3 +176,21 @@ def test_source_files_that_comments_and_docs_name_exist() -> None:
     }
     assert not missing
     assert sources_named(prose(ROOT / "csrc" / "ops.cpp")) == ["flash_allreduce_plugin/codec/ops.py"]
+
+
+def test_targets_and_sessions_that_are_named_exist() -> None:
+    """`make X` in the Makefile, `nox -s X` in noxfile.py."""
+    made = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = {name for names in made for name in names.split()}
+    sessions = re.findall(r"^@(?:here|above)\ndef (\w+)", (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
+    names = {name.replace("_", "-") for name in sessions}
+    assert len(names) > 10 and {"demo", "test", "test-all", "lint", "format", "bench"} <= targets
+    files = {**texts(), ".ci/run": (ROOT / ".ci" / "run").read_text()}
+    files |= {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    del files["CHANGELOG.md"]  # names targets of their day
+    wrong = []
+    for file, text in files.items():
+        for command, known in ((r"(?:^|`)make ", targets), (r"nox -s ", names)):
+            named = re.findall(command + "([a-z][a-z-]*)", text, flags=re.MULTILINE)
+            wrong += [f"{file}: {name}" for name in named if name not in known]
+    assert not wrong
