@@ -168,7 +168,7 @@ def main() -> int:
     arguments = parser.parse_args()
     tool = disassembler()
     if tool is None:
-        sys.exit("no nvdisasm: put it on PATH, or name it in NVDISASM; `make check-cuda` installs one with its nvcc")
+        sys.exit("no nvdisasm: put it on PATH, or name it in NVDISASM; `nox -s check-cuda` installs one with its nvcc")
     with tempfile.TemporaryDirectory() as folder:
         target = arguments.build_lib or Path(folder)
         build = subprocess.run(

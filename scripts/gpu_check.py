@@ -1,4 +1,6 @@
-"""Builds, tests and measures everything that needs a GPU, on a bare machine without a network: `make gpu-check`.
+"""Build, test and measure everything that needs a GPU, on a bare machine without a network.
+
+    python3 -m scripts.gpu_check
 
 On one GPU the kernels; on two to eight of a machine also NCCL's all-reduce beside ours, and steps of the examples.
 

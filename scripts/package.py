@@ -1,6 +1,6 @@
 """Build the sdist and one wheel into dist/, check what is inside, install each into an empty environment, and try it.
 
-    make package                       # or: python -m scripts.package
+    nox -s package                       # or: python -m scripts.package
 
 1. The sdist is made, and its contents are checked (scripts/check_package.py).
 2. The wheel is compiled from that sdist, in an environment that has torch, setuptools and ninja and nothing else: a

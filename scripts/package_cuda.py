@@ -1,16 +1,16 @@
 """Build a wheel with the CUDA library, and import it where there is no compiler. Needs nvcc, and no GPU.
 
-    make package-cuda                  # or: python -m scripts.package_cuda; ten minutes, 5 GB to download
+    nox -s package-cuda                  # or: python -m scripts.package_cuda; ten minutes, 5 GB to download
     python -m scripts.package_cuda --architectures "8.0;9.0;10.0+PTX" --python 3.12 --torch 2.11.0
 
 1. The sdist is made, and compiled in an empty environment that has a CUDA build of torch: the one that the package
    index has for that Python and release, or the one of --site.
-2. What is inside the wheel is checked, as `make package` checks it.
+2. What is inside the wheel is checked, as `nox -s package` checks it.
 3. It is installed into another environment, whose programs find no compiler: doctor has to find no problem and to load
    the CUDA library, two ranks to end an all-reduce with the same bits, every CUDA operator to be registered, and to
    refuse in a sentence what is not on a GPU.
 
-What a kernel computes is not seen: `make check-ptx`, and `make gpu-check` on a GPU.
+What a kernel computes is not seen: `nox -s check-ptx`, and `python -m scripts.gpu_check` on a GPU.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def package(out: Path, work: Path, python: str, torch: str, site: Path | None, a
     variables |= {name: os.environ[name] for name in ("NVCC", "CUDA_HOME", "MAX_JOBS") if name in os.environ}
     sdist = build_sdist(out)
     _, wheel = build_wheel(sdist, builder, out, variables)
-    sdist.unlink()  # `make package` has it
+    sdist.unlink()  # `nox -s package` has it
     step(f"{wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB for {architectures}: made")
     refuse(wheel, check_package.wheel_problems(wheel))
     needs = check_package.needs_of_wheel(wheel)

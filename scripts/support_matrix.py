@@ -1,6 +1,6 @@
 """The one wheel with other Pythons, releases of torch and of the frameworks: the table of docs/trust/releases.md.
 
-    make matrix                                                    # all of it: some 30 GB are downloaded, an hour
+    nox -s matrix                                                    # all of it: some 30 GB are downloaded, an hour
     python -m scripts.support_matrix --cells 3.12:2.11.0 3.13:2.13.0
     python -m scripts.support_matrix --cells 3.11:2.13.0:megatron-core==0.13.1 3.11:2.13.0:deepspeed==0.19.8
     python -m scripts.support_matrix --list
@@ -52,11 +52,6 @@ TESTS = {
     "deepspeed": ["tests/integrations/deepspeed/test_section.py"],
 }
 TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "numpy")
-# What a framework imports, less what is there anyway; as in the Makefile.
-BESIDE = {
-    "megatron-core": ("packaging",),
-    "deepspeed": ("einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "tqdm"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +67,9 @@ class Cell:
         python, torch, framework, *rest = [*text.split(":"), "", ""]
         if not re.fullmatch(r"3\.\d+", python) or not re.fullmatch(r"\d+\.\d+\.\d+", torch) or any(rest):
             raise argparse.ArgumentTypeError(f"{text}: expected PYTHON:TORCH or PYTHON:TORCH:NAME==RELEASE")
-        if framework and framework.partition("==")[0] not in BESIDE:
-            raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(BESIDE)} with its release")
+        if framework and framework.partition("==")[0] not in TESTS:
+            names = ", ".join(filter(None, TESTS))
+            raise argparse.ArgumentTypeError(f"{text}: expected one of {names} with its release")
         return cls(python, torch, framework)
 
     def __str__(self) -> str:
@@ -134,12 +130,10 @@ def _install(cell: Cell, wheel: Path, environment: Environment, sites: dict[str,
         environment.install("--no-cache-dir", f"torch=={cell.torch}")
     environment.install("--only-binary=:all:", f"{wheel}[cli]", *TOOLS)
     if cell.framework:
-        name = cell.framework.partition("==")[0]
         # DeepSpeed's setup.py asks bash for commands. It compiles nothing here, and ours is installed by now.
         more = {"DS_BUILD_OPS": "0", "PATH": os.pathsep.join([str(environment.bin), os.environ["PATH"]])}
-        beside = ("setuptools>=77", *BESIDE[name])
-        environment.install(*beside)
-        environment.install("--no-deps", "--no-build-isolation", cell.framework, env=more)
+        environment.install("setuptools>=77")
+        environment.install("--no-build-isolation", cell.framework, env=more)
 
 
 def _doctor(environment: Environment, framework: bool) -> str:
@@ -212,7 +206,7 @@ def main() -> int:
         return 0
     wheels = [arguments.wheel] if arguments.wheel else sorted((ROOT / "dist").glob("*.whl"))
     if len(wheels) != 1 or not wheels[0].is_file():
-        parser.error("expected one wheel in dist/; make package")
+        parser.error("expected one wheel in dist/; nox -s package")
     sites = {name: Path(folder).resolve() for name, _, folder in (text.partition("=") for text in arguments.site)}
     os.environ.pop("PYTHONPATH", None)
     failed = False

@@ -1,4 +1,4 @@
-"""scripts/check_cuda.py on reports as the compiler writes them; the compilation itself is `make check-cuda`."""
+"""scripts/check_cuda.py on reports as the compiler writes them; the compilation itself is `nox -s check-cuda`."""
 
 from __future__ import annotations
 

@@ -124,13 +124,12 @@ for process in "${{started[@]}}"; do wait "$process" || exit; done
 def test_deepspeeds_launcher_as_written(lab: netlab.Lab, tmp_path: Path, ssh: bool) -> None:
     (tmp_path / "hostfile").write_text(block("DeepSpeed's launcher", "slots="))
     (tmp_path / "settings").write_text("GLOO_SOCKET_IFNAME=eth0\nFLASH_ALLREDUCE_HIERARCHICAL=auto\n")
-    deepspeed = Path(importlib.util.find_spec("deepspeed").origin).parents[1] / "bin"  # where pip --target puts it
     (tmp_path / "bin").mkdir()
     for name, source in {"ssh": SSH, "pdsh": PDSH}.items():
         path = tmp_path / "bin" / name
         path.write_text(source.format(address=lab.address(0), prefix=lab.prefix, folder=tmp_path))
         path.chmod(0o755)
-    path = os.pathsep.join([str(tmp_path / "bin"), environment()["PATH"], str(deepspeed)])
+    path = os.pathsep.join([str(tmp_path / "bin"), environment()["PATH"]])
     variables = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "DS_ENV_FILE": str(tmp_path / "settings"), "PATH": path}
     script = block("DeepSpeed's launcher", "--no_ssh" if not ssh else "hostfile examples").rstrip()
     script = script.replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile") + " --steps 10\n"

@@ -24,7 +24,8 @@ FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "lab")
 def texts() -> dict[str, str]:
     """Everything that a user reads or that speaks to one, by its name."""
     files = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".sh")]
-    files += [ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "setup.py")]
+    others = ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "noxfile.py", "setup.py")
+    files += [ROOT / name for name in others]
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 

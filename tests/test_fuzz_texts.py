@@ -28,7 +28,7 @@ from flash_allreduce_plugin.integrations.megatron import arguments
 from flash_allreduce_plugin.runtime import groups
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
-# The same ones at every run of the suite; `make fuzz`, which says how many, looks for others each time.
+# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,

@@ -1,6 +1,6 @@
 """What is published: versions, metadata, contents of sdist and wheel, licences, the tables of docs/trust/releases.md.
 
-The real wheel is made, installed and tested by `make package`; here the checks of it are held to what they are to find.
+`nox -s package` makes, installs and tests the real wheel. Here its checks meet archives with planted faults.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_the_gpus_are_those_that_nvcc_and_torch_know(
 
 
 def test_the_operators_that_the_cuda_wheel_has_to_register_are_those_of_its_sources() -> None:
-    """make package-cuda asks for them; not for those that csrc/cuda gives CPU tensors."""
+    """nox -s package-cuda asks for them; not for those that csrc/cuda gives CPU tensors."""
     codec = {"encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedback", "decode_sum_encode_feedback"}
     assert set(package_cuda.operators()) == {*codec, "two_shot_all_reduce", "load_two_shot"}
 
@@ -351,7 +351,7 @@ def test_a_library_with_a_fault_is_refused(
     assert any(problem in text for text in problems), problems
 
 
-# What `make package` and `make matrix` make of doctor's report, and the table.
+# What `nox -s package` and `nox -s matrix` make of doctor's report, and the table.
 
 
 def _report(**levels: str) -> dict[str, object]:

@@ -100,7 +100,7 @@ def test_kernels_that_no_gpu_has_measured_are_not_promised_more_than_the_aim():
 
 
 def test_shares_of_the_kernels_are_those_of_the_model():
-    """The table that make check-cuda holds to the machine code; none above the aim."""
+    """The table that nox -s check-cuda holds to the machine code; none above the aim."""
     document = (Path(__file__).parents[2] / "docs" / "trust" / "cuda.md").read_text(encoding="utf-8")
     rows = [re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if re.match(r"\| .*, [84] bits \|", line)]
     heads = next(re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if "| A100 | H100 |" in line)

@@ -1,6 +1,6 @@
 """The operators with arguments that do not fit: an error that leaves everything as it was, or the reference's result.
 
-FUZZ_EXAMPLES: how many examples of each test (`make fuzz`).
+FUZZ_EXAMPLES: how many examples of each test (`nox -s fuzz`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.codecs import DTYPES, as_bytes, compiled, fits, same_bits
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
-# The same ones at every run of the suite; `make fuzz`, which says how many, looks for others each time.
+# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -348,7 +348,7 @@ def test_rows_too_long_to_have_a_size() -> None:
 
 
 def test_rows_of_no_elements_with_any_stride() -> None:
-    """What their strides would reach is no int64: the sanitizer of `make fuzz FUZZ=library` sees it computed."""
+    """What their strides would reach is no int64: the sanitizer of `nox -s fuzz -- library` sees it computed."""
     payloads = torch.empty(0, dtype=torch.uint8).as_strided((9, 0), (1 << 61, 1))
     output = torch.empty(0)
     compiled.decode_sum(payloads, output, 1.0, 4, 64, 0)

@@ -1,7 +1,7 @@
 """The device that these tests run on, and the operators on it.
 
-`make gpu-check` runs them. GPU_TESTS_ON=cpu puts CPU tensors in the place of CUDA tensors, for all tests
-but those of streams, graphs and NCCL: it tests the tests. GPU_TESTS_ON=ptx, which `make check-ptx` sets, runs nvcc's
+`python -m scripts.gpu_check` runs them. GPU_TESTS_ON=cpu puts CPU tensors in the place of CUDA tensors, for all tests
+but those of streams, graphs and NCCL: it tests the tests. GPU_TESTS_ON=ptx, which `nox -s check-ptx` sets, runs nvcc's
 PTX of the kernels on the CPU (tests/ptx), with the operators' own host code.
 """
 

@@ -192,7 +192,7 @@ def same_bits_for_less(served: Run, hand: Run, site: str) -> None:
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skips where a package cannot be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}: make test-programs")
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}: nox -s test-programs")
 
 
 def source(repository: str, tag: str, variable: str, path: str, folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Accelerate's own training examples, unmodified: complete_nlp_example.py, and the one that has a hook of its own.
 
-    make test-programs ACCELERATE_PATH=<a checkout of accelerate>
+    ACCELERATE_PATH=<a checkout of accelerate> nox -s test-programs
 
 They fetch "bert-base-cased", "nyu-mll/glue" and the metric "glue" by these names. Folders of these names, in the folder
 where they run, go before the network: a small BERT, pairs of sentences that are the same or not, a metric.

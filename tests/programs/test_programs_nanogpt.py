@@ -1,6 +1,6 @@
 """nanoGPT's train.py, unmodified, with DistributedDataParallel.
 
-    make test-programs NANOGPT_PATH=<a checkout of nanoGPT>
+    NANOGPT_PATH=<a checkout of nanoGPT> nox -s test-programs
 
 train.py gives every rank a GPU, whatever --device says. On the CPU it needs what ON_CPU does, before and without it.
 """
@@ -19,7 +19,7 @@ import pytest
 import torch
 from programs import BY_HAND, OFF, SETTINGS, Run, same_bits_for_less, source, torchrun
 
-# slow: `make test` fetches nothing; `make test-programs` does.
+# slow: `make test` fetches nothing; `nox -s test-programs` does.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"

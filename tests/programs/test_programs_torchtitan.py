@@ -1,7 +1,7 @@
 """torchtitan's train.py, unmodified, with its debug model: FSDP2 alone, with replicas, beside tensor parallelism, with
 gradient accumulation and torch.compile, and DDP (`replicate`).
 
-    make test-programs        (torchtitan 0.2.2; 0.3.0 needs a newer torch than 2.13 and, for its attention, a GPU)
+    nox -s test-programs        (torchtitan 0.2.2; 0.3.0 needs a newer torch than 2.13 and, for its attention, a GPU)
 
 train.py imports triton and takes a GPU. On the CPU it needs what ON_CPU does, before and without it. Two things that
 torchtitan allows do not start there, with the plugin or without it: CPU offload (it names the CPU's backend twice), and

@@ -1,6 +1,6 @@
 """transformers' Trainer: its own example run_clm.py, unmodified, and a Trainer with the FSDP2 of transformers.
 
-    make test-programs TRANSFORMERS_PATH=<a checkout of transformers>
+    TRANSFORMERS_PATH=<a checkout of transformers> nox -s test-programs
 
 Only --do_train: the evaluation of run_clm.py loads its metric from the network (evaluate.load("accuracy")).
 """

@@ -1,7 +1,7 @@
 """torch's own tests of DDP, its communication hooks, replicate and FSDP2, unedited: without the plugin, attached with
 every message below min_bytes; those of the wheel at 8 bits too.
 
-    make test-programs PYTORCH_PATH=<a checkout of pytorch>
+    PYTORCH_PATH=<a checkout of pytorch> nox -s test-programs
 
 Without a checkout the files come from GitHub, of the very commit that the installed torch was built from; those of
 `distributed_test` are in torch's wheel, where only the lines that start the ranks are missing. On gloo and the CPU:

@@ -38,7 +38,7 @@ def missing() -> str | None:
     """Why nothing can be built here."""
     nvcc, cxx = compilers()
     if nvcc is None:
-        return "no nvcc: put it on PATH, or name it in NVCC; `make check-ptx` installs one"
+        return "no nvcc: put it on PATH, or name it in NVCC; `nox -s check-ptx` installs one"
     return "no C++ compiler" if cxx is None else None
 
 

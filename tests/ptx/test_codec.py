@@ -1,5 +1,5 @@
 """What is left of the codec's kernels beside tests/gpu/test_gpu_codec.py, which runs on the machine too
-(`make check-ptx`): that mistakes are seen, and that every kernel was looked at."""
+(`nox -s check-ptx`): that mistakes are seen, and that every kernel was looked at."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ptx import build
 from tests.ptx.operators import machine
 from tests.ptx.translate import UnknownInstruction
 
-reason = build.missing() or (None if device.ON_PTX else "`make check-ptx` runs it, with GPU_TESTS_ON=ptx")
+reason = build.missing() or (None if device.ON_PTX else "`nox -s check-ptx` runs it, with GPU_TESTS_ON=ptx")
 needs_ptx = pytest.mark.skipif(reason is not None, reason=str(reason))
 pytestmark = needs_ptx
 

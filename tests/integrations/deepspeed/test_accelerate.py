@@ -11,7 +11,7 @@ from unmodified import launch
 
 MISSING = [name for name in ("deepspeed", "accelerate") if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}: make test-hf"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}: nox -s test-hf"),
     pytest.mark.timeout(300),
 ]
 

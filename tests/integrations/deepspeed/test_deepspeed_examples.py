@@ -19,7 +19,7 @@ pytestmark = [
 ]
 needs_transformers = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("transformers", "accelerate"))),
-    reason="transformers and accelerate are not installed: make test-hf",
+    reason="transformers and accelerate are not installed: nox -s test-hf",
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.slow  # 5,000 steps are `make soak`
+@pytest.mark.slow  # 5,000 steps are `nox -s soak`
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_twenty_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lab.soak", "deepspeed", "--steps", "20", "--most-growth", "100"]

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.slow  # 5,000 steps are `make soak`
+@pytest.mark.slow  # 5,000 steps are `nox -s soak`
 def test_twenty_steps(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lab.soak", "megatron", "--steps", "20", "--most-growth", "100"]
     done = subprocess.run(
