@@ -15,7 +15,7 @@ RECORDED = json.loads((ROOT / "tests" / "durations.json").read_text(encoding="ut
 
 
 def test_long_tests_are_thorough() -> None:
-    """A test that has become long leaves tests/selection.py or gets faster. pytest --record-durations writes the file."""
+    """Durations are recorded by pytest --record-durations. A long test leaves tests/selection.py or gets faster."""
     long = {test: seconds for test, seconds in RECORDED["long tests"].items() if selection.is_product(test)}
     assert not long, f"above {selection.MOST_SECONDS} s: {long}"
 

@@ -96,7 +96,7 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
     assert [step.name for step in found][:2] == ["build", "load"]
     for step in found:
         for word in step.command:
-            if word.startswith(("tests.", "lab.")):
+            if word.startswith(("tests/", "lab/")):
                 assert (ROOT / word).exists(), word
             if word.startswith(("tests.", "lab.")):
                 assert (ROOT / (word.replace(".", "/") + ".py")).exists(), word

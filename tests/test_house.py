@@ -23,7 +23,7 @@ CODE = (".py", ".h", ".cpp", ".cu")
 TEXT = (*CODE, ".md", ".sh", ".toml", ".yaml", "Makefile", ".ci/run", "MANIFEST.in")
 
 CEILINGS = {
-    "files at the top": 12,
+    "files at the top": 13,
     "folders at the top": 10,
     "files at the top of the package": 7,  # 6
     "words of the README": 820,  # 500
