@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from flash_allreduce_plugin.config import refusals
 from flash_allreduce_plugin.errors import install_command
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.integrations.deepspeed import section
-from scripts import licences
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "lab")
@@ -74,7 +74,7 @@ def test_the_command_to_install_is_the_readmes_and_its_extras_exist() -> None:
     command, with_cli = (re.findall(r"`(.*)`", install_command(extras))[0] for extras in ("", "cli"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`{command}`" in readme and f"`{with_cli}`" in readme
-    declared = licences.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = metadata("flash-allreduce-plugin").get_all("Provides-Extra") or []
     for name, text in texts().items():
         for extras in re.findall(r"\"\.\[([\w,]+)\]\"|install_command\('([\w,]+)'\)", text):
             assert set("".join(extras).split(",")) <= set(declared), name
@@ -182,7 +182,8 @@ def test_targets_and_sessions_that_are_named_exist() -> None:
     """`make X` in the Makefile, `nox -s X` in noxfile.py."""
     made = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     targets = {name for names in made for name in names.split()}
-    sessions = re.findall(r"^@(?:here|above)\ndef (\w+)", (ROOT / "noxfile.py").read_text(), flags=re.MULTILINE)
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = re.findall(r"^@(?:here|above|nox\.session.*)\ndef (\w+)", noxfile, flags=re.MULTILINE)
     names = {name.replace("_", "-") for name in sessions}
     assert len(names) > 10 and {"demo", "test", "test-all", "lint", "format", "bench"} <= targets
     files = {**texts(), ".ci/run": (ROOT / ".ci" / "run").read_text()}
