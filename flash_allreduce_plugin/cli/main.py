@@ -288,6 +288,7 @@ def report(
     """
     from flash_allreduce_plugin.cli.report.command import run_report
     from flash_allreduce_plugin.cli.report.log import LogError
+    from flash_allreduce_plugin.errors import install_command
 
     for option, file in (("--html", html_file), ("--json", json_file)):
         if file is not None and any(file.resolve() == log.resolve() for log in logs):
@@ -298,5 +299,8 @@ def report(
         run_report(logs, html_file, json_file)
     except LogError as error:
         raise typer.BadParameter(str(error)) from None
+    except ImportError:
+        typer.echo(f"report: --html: matplotlib is not installed: {install_command('cli')}", err=True)
+        raise typer.Exit(1) from None
     except OSError as error:
         raise typer.BadParameter(f"{error.filename}: cannot be written ({error.strerror})") from None

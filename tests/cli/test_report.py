@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.main import app
 from flash_allreduce_plugin.cli.report.log import read, total
 from flash_allreduce_plugin.cli.report.page import _POINTS
-from flash_allreduce_plugin.cli.report.plot import ticks
+from flash_allreduce_plugin.cli.report.plot import curve
 from flash_allreduce_plugin.cli.report.text import NOTHING_TO_SEND, amount, duration, percent
 from flash_allreduce_plugin.policy import EMPTY, ONE_RANK
 
@@ -346,6 +347,13 @@ def test_a_report_needs_no_torch(log: Log) -> None:
 # The page.
 
 
+def test_without_matplotlib_one_sentence(log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = report(log(), "--html", tmp_path / "x.html")
+    assert done.exit_code == 1 and "report: --html: matplotlib is not installed: " in done.output
+    assert not (tmp_path / "x.html").exists() and report(log()).exit_code == 0
+
+
 def parsed(file: Path) -> ElementTree.Element:
     """Fails if a tag is not closed or something is not escaped."""
     return ElementTree.fromstring(file.read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>"))
@@ -411,13 +419,18 @@ def test_of_a_long_run_intervals_are_put_together(log: Log, tmp_path: Path) -> N
     assert total(read(file).sites).calls == count
 
 
-def test_axes() -> None:
-    assert ticks(0, 100, 4) == [0, 25, 50, 75, 100]
-    assert ticks(17.4, 19.1, 4) == [17, 17.5, 18, 18.5, 19, 19.5]
-    assert ticks(5, 5, 4)[0] < 5 < ticks(5, 5, 4)[-1]
-    for low, high in ((0.001, 0.0011), (1, 7), (-3, 1e6)):
-        marks = ticks(low, high, 5)
-        assert marks[0] <= low and high <= marks[-1] and 4 <= len(marks) <= 9
+@pytest.mark.parametrize("count", [1, 5, _POINTS])
+def test_a_drawing_has_every_point_in_its_place(count: int) -> None:
+    points = [(float(10 * n), 50.0 + n * n % 7) for n in range(count)]
+    drawn = curve(points, ("step", 0.0, points[-1][0]), "%", 0, 100, "saved", "a < b")
+    assert drawn == curve(points, ("step", 0.0, points[-1][0]), "%", 0, 100, "saved", "a < b")
+    marks = [mark for mark in ElementTree.fromstring(drawn).iter("use") if mark.find("title") is not None]
+    assert len(marks) == count
+    where = [(float(mark.attrib["x"]), float(mark.attrib["y"])) for mark in marks]
+    assert all(left < right for (left, _), (right, _) in itertools.pairwise(where))
+    heights = {y: round(height, 3) for (_, y), (_, height) in zip(points, where, strict=True)}
+    assert len(set(heights.values())) == len(heights)  # a value has a height of its own
+    assert [heights[y] for y in sorted(heights)] == sorted(heights.values(), reverse=True)  # and SVG counts downwards
 
 
 def test_numbers() -> None:

@@ -54,10 +54,8 @@ td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 10em }
 tr.all td { font-weight: 600 } .pairs td:first-child { width: 17em }
 .bar { background: var(--full); height: 12px; border-radius: 2px; min-width: 2px } td.wide { width: 45% }
 details { margin-top: 10px } summary { cursor: pointer; color: var(--dim) }
-svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); font-size: 11.5px }
-.grid { stroke: var(--rule); stroke-width: 1 } .line { fill: none; stroke: var(--ink); stroke-width: 2 }
-.line { stroke-linejoin: round } .area { fill: none } .saved .area { fill: var(--ink); opacity: .1 }
-.dot { fill: var(--ink) } .hover { fill: transparent } .hover:hover { fill: var(--ink); opacity: .35 }
+svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); font: 8px system-ui, sans-serif }
+.points { fill: var(--ink) } .hidden use { opacity: 0 } .points use:hover { opacity: .35 }
 .saved { --ink: var(--saved) } .sqnr { --ink: var(--sqnr) } .bits { --ink: var(--bits) }
 @media print { body { max-width: none } .card { break-inside: avoid } }
 """

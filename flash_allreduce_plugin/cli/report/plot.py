@@ -1,65 +1,73 @@
-"""Curves of the report as inline SVG, for a page that is one file and looks well on paper and on a dark screen.
-
-page.py sets colours and fonts. This module computes the geometry.
-"""
+"""The curves of the report: matplotlib draws them as SVG, and the page sets their colours, for a dark screen too."""
 
 from __future__ import annotations
 
-import math
+import io
 from collections.abc import Sequence
-from html import escape
+from xml.etree import ElementTree
 
-WIDTH, HEIGHT = 520, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 12, 34  # of what is around the curve
 _MARKED = 60  # more points than that are not marked one by one
+# Colours for matplotlib; the page has its own in their place. Its style has those of text and points.
+_COLOURS = {"#000001": "var(--ink)", "#000002": "var(--rule)"}
+_INK, _GRID = _COLOURS
 
 Point = tuple[float, float]
-Across = tuple[str, float, float]  # the x axis: what it is, where it begins and ends
+Across = tuple[str, float, float]  # the x axis: its label, its first and its last value
 
 
 def curve(points: Sequence[Point], across: Across, unit: str, low: float, high: float, kind: str, name: str) -> str:
-    """points by rising x. low, high: what the y axis shows at least. kind: a class of the page's, for the colour;
-    name: what it shows, for those who do not see it.
+    """Return the SVG element of a curve. Each point has a title, which a browser shows under the mouse.
+
+    points: by rising x. low, high: the least range of the y axis. kind: a class of the page's style, for the colour.
+    name: the description for those who do not see the curve.
     """
+    import matplotlib
+    from matplotlib.figure import Figure
+
     x_label, first, last = across
-    ys = ticks(min(low, *(y for _, y in points)), max(high, *(y for _, y in points)), 4)
-    if first == last:  # one point: in the middle
-        first, last = first - 1, last + 1
-
-    def at_x(x: float) -> float:
-        return LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT)
-
-    def at_y(y: float) -> float:
-        return HEIGHT - BOTTOM - (y - ys[0]) / (ys[-1] - ys[0]) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}" class="{kind}">']
-    for y in ys:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at_y(y) + 4:.1f}" text-anchor="end">{y:,.10g}</text>')
-    for x in (x for x in ticks(first, last, 6) if first <= x <= last):
-        parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{x:,.10g}</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(x_label)}</text>')
-    where = [(at_x(x), at_y(y)) for x, y in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in where)
-    floor = HEIGHT - BOTTOM
-    parts.append(f'<polygon class="area" points="{where[0][0]:.1f},{floor} {line} {where[-1][0]:.1f},{floor}"/>')
-    parts.append(f'<polyline class="line" points="{line}"/>')
-    radius = 2.5 if len(points) <= _MARKED else 0
-    for (x, y), (right, up) in zip(points, where, strict=True):
-        said = escape(f"{x_label} {x:,.10g}: {y:.1f} {unit}")
-        if radius:
-            parts.append(f'<circle class="dot" cx="{right:.1f}" cy="{up:.1f}" r="{radius}"/>')
-        parts.append(f'<circle class="hover" cx="{right:.1f}" cy="{up:.1f}" r="7"><title>{said}</title></circle>')
-    return "".join([*parts, "</svg>"])
+    xs, ys = zip(*points, strict=True)
+    # The names of the elements depend on the salt alone, not on the time or a random number.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 8}):
+        figure = Figure((5.2, 1.9), frameon=False)
+        axes = figure.add_axes((0.09, 0.18, 0.88, 0.76), frameon=False)
+        axes.plot(xs, ys, color=_INK, linewidth=1.5, clip_on=False, gid="line")
+        if kind == "saved":
+            axes.fill_between(xs, ys, min(low, *ys), color=_INK, alpha=0.1, linewidth=0, clip_on=False)
+        group, size = ("points", 4) if len(points) <= _MARKED else ("hidden points", 10)
+        axes.plot(xs, ys, color=_INK, linestyle="", marker="o", markersize=size, clip_on=False, gid=group)
+        axes.set_ylim(min(low, *ys), max(high, *ys))
+        axes.set_xlim(*(first, last) if first < last else (first - 1, last + 1))
+        axes.locator_params(nbins=5)
+        axes.ticklabel_format(style="plain", useOffset=False)
+        axes.set_xlabel(x_label, loc="right", labelpad=1)
+        axes.grid(axis="y", color=_GRID, linewidth=0.7, clip_on=False)
+        axes.tick_params(length=0)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", metadata=nothing)
+    said = [f"{x_label} {x:,.10g}: {y:.1f} {unit}" for x, y in points]
+    return _element(buffer.getvalue(), said, kind, name)
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from low or below to high or above, `about` as many steps."""
-    if low == high:
-        low, high = low - 1, high + 1
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-    first = math.floor(low / step + 1e-9)
-    count = math.ceil(high / step - 1e-9) - first
-    return [round((first + i) * step, 10) for i in range(count + 1)]
+def _element(svg: str, said: Sequence[str], kind: str, name: str) -> str:
+    """Return the root of a drawing as an element of a page: no namespaces, the page's style, a title a point."""
+    root = ElementTree.fromstring(svg)
+    root.remove(root[0])  # a style for the whole page
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        for key in [key for key in element.attrib if key.startswith("{")]:
+            element.set(key.rpartition("}")[2], element.attrib.pop(key))
+        element.tail = None
+        if element.tag == "text":
+            element.set("text-anchor", element.attrib.pop("style").partition("text-anchor: ")[2].partition(";")[0])
+        else:
+            element.text = None
+        for drawn, shown in _COLOURS.items() if "style" in element.attrib else ():
+            element.set("style", element.attrib["style"].replace(drawn, shown))
+        if element.tag == "g" and (group := element.attrib.pop("id", "")) in ("line", "points", "hidden points"):
+            element.set("class", group)
+    for mark, text in zip(root.findall(".//g[@class]//use"), said, strict=True):
+        del mark.attrib["style"]
+        ElementTree.SubElement(mark, "title").text = text
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": name, "class": kind}
+    return ElementTree.tostring(root, encoding="unicode")
