@@ -19,7 +19,7 @@ from scripts.releases import Read
 
 RELEASES = ("0.17.6", "0.19.8")
 PATCHES = make_megatron_patches.PATCHES
-IMPORT = "from flash_allreduce_plugin.integrations.deepspeed import source as flash_allreduce"
+IMPORT = "from flash_allreduce_plugin.deepspeed import source as flash_allreduce"
 
 
 def main(releases: list[str]) -> None:

@@ -23,7 +23,7 @@ from scripts.releases import Read
 
 RELEASES = ("0.16.1", "0.19.2")
 PATCHES = Path(__file__).resolve().parent.parent / "patches"
-IMPORT = "from flash_allreduce_plugin.integrations.megatron import source as flash_allreduce"
+IMPORT = "from flash_allreduce_plugin.megatron import source as flash_allreduce"
 
 
 def main(releases: list[str]) -> None:

@@ -14,6 +14,7 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives.error_feedback import Slot
 from flash_allreduce_plugin.collectives.replicated_params import Range
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
+from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import SUMS, Site
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
@@ -201,6 +202,11 @@ def check_named(site: Any, step: Any, feedback: Any) -> None:
         raise TypeError(f"step is {type(step).__name__}; expected a whole number or None.")
     if feedback is not None and not isinstance(feedback, Slot):
         raise TypeError(f"feedback is {type(feedback).__name__}; expected what Feedback.slot() gives, or None.")
+
+
+def check_config(config: Any) -> None:
+    if not isinstance(config, FlashConfig):
+        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
 
 
 def check_tensor(tensor: Any, name: str) -> None:

@@ -270,6 +270,7 @@ def all_to_all(
     received = checks.runs_of(output, "output", output_split_sizes, world)
     sent = checks.runs_of(input, "input", input_split_sizes, world)
     checks.check_exchange(output, input, received, sent, group.rank())
+    checks.check_config(config)
     rule = exchanges.Rule(input.dtype.itemsize, world, config.min_bytes)
     numel = max(sent) * world  # min_bytes sees a call whose runs are all as long as this one
     facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "parts": sent, "rule": rule}
@@ -347,8 +348,7 @@ def call_of(
     name = checks.op_name(op)
     group = checks.group_of(group)
     checks.check_named(site, step, feedback)
-    if not isinstance(config, FlashConfig):
-        raise TypeError(f"config is {type(config).__name__}; expected FlashConfig or None.")
+    checks.check_config(config)
     checks.check_taken(collective, name, like, group)
     if ranges is not exact:
         facts["copies"] = [one for one in exact if isinstance(one, Copy)]
