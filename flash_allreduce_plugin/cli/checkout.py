@@ -15,8 +15,8 @@ def need(option: str, module: str) -> None:
     """
     if not (ROOT / "lab" / "benchmarks" / f"{module}.py").is_file():
         raise ValueError(
-            f"{option} needs lab/benchmarks/{module}.py, which only a checkout of the plugin has: git clone it and run "
-            '`pip install --no-build-isolation -e ".[cli]"` there'
+            f"{option} needs lab/benchmarks/{module}.py, which is only in a checkout of the plugin: "
+            'git clone it and run `pip install --no-build-isolation -e ".[cli]"` there'
         )
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
