@@ -58,9 +58,7 @@ def test_a_documented_command_has_its_options(module: str, monkeypatch: pytest.M
 
 def test_the_commands_are_found() -> None:
     every = [(place, options) for module in COMMANDS.values() for place, options in module]
-    assert len(COMMANDS) >= 30 and {"README.md", "docs/decide/benchmarks.md"} <= {
-        place for place, _ in every
-    }
+    assert len(COMMANDS) >= 30 and {"README.md", "docs/decide/benchmarks.md"} <= {place for place, _ in every}
     assert (
         "docs/decide/benchmarks.md",
         ' --stages 3 --noise --sections \'{"bits": 8}\' \'{"bits": 8, "param_bits": 8}\'',
