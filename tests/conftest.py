@@ -44,7 +44,7 @@ _seconds: dict[str, float] = defaultdict(float)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name}, on a quiet machine")
+    parser.addoption("--record-durations", action="store_true", help=f"update {DURATIONS.name}, on a quiet machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -63,6 +63,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for test, seconds in _seconds.items():
             modules[test.partition("::")[0]] += seconds
         long = {test: seconds for test, seconds in _seconds.items() if seconds > selection.MOST_SECONDS}
-        found = {"modules": modules, "long tests": long}
+        before = json.loads(DURATIONS.read_text(encoding="utf-8"))
+        kept = {test: seconds for test, seconds in before["long tests"].items() if test not in _seconds}
+        found = {"modules": {**before["modules"], **modules}, "long tests": {**kept, **long}}
         rounded = {kind: {name: round(each[name], 1) for name in sorted(each)} for kind, each in found.items()}
         DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
