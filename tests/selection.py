@@ -6,8 +6,17 @@ counted and undone, the script of the README, and the gates.
 
 from __future__ import annotations
 
-#: Seconds that a test of `make test` may take on two quiet cores (tests/durations.json).
+#: Seconds that a test of `make test` may take on two quiet cores (tests/durations.json), if LONG does not name it.
 MOST_SECONDS = 3.0
+#: Tests that wait for a group's timeout or for a program to end, and the first test of a module that trains.
+LONG = (
+    *("tests/collectives/test_fault", "tests/collectives/test_missing_ranks.py", "tests/collectives/test_work.py"),
+    "tests/collectives/test_all_to_all.py::test_ranks_that_disagree_about_a_run_get_an_error",
+    *("tests/api/test_sends.py::test_guarantee_7", "tests/api/test_one_to_many.py::test_guarantee_7"),
+    "tests/telemetry/test_run_log.py::test_the_last_line_comes_when_the_process_ends",
+    "tests/integrations/megatron/test_data_parallel.py::test_training",
+    "tests/test_docs.py::test_the_readmes_script_prints_what_the_readme_says",
+)
 FOLDERS = ("codec", "config", "policy", "telemetry", "collectives", "quality", "runtime", "api")
 GATES = ("aliases", "autoload", "changed_tests", "docs", "durations", "environment", "house", "layering")
 #: Files and tests of other folders; a name ends where a test's name, or a parameter in brackets, begins.

@@ -302,6 +302,8 @@ def _partly_installed(folder: Path, files: list[str]) -> str:
     for module in ("megatron/training/arguments", "megatron/training/global_vars", "deepspeed/runtime/engine"):
         (folder / f"{module}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{module}.py").write_text("imported = True\n")
+    for package in ("deepspeed", "deepspeed/runtime"):  # else an installed DeepSpeed goes before a folder without it
+        (folder / package / "__init__.py").touch()
     return str(folder)
 
 
