@@ -49,7 +49,7 @@ test-all: deepspeed
 	$(BIN)/python -m pytest -m "not slow" $(OPTIONS)
 
 test-changed: deepspeed
-	$(BIN)/python -m pytest -m "not slow" $(OPTIONS) $$($(BIN)/python -m scripts.changed_tests)
+	@tests=$$($(BIN)/python -m scripts.changed_tests) && $(BIN)/python -m pytest -m "not slow" $(OPTIONS) $$tests
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

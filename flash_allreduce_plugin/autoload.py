@@ -5,9 +5,9 @@ torch calls `load` at the end of `import torch`, in every program of the environ
 it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
 engine; where the environment sets fields, it asks at the end of a training whether anybody read them. `load` never
 raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off; but where FLASH_ALLREDUCE_ATTACH cannot be served as it says, it
-ends a rank that torchrun has started, before it trains. Only the standard library is imported here, so that
-`import torch` works where half of this package is missing; the rest is named by strings and loaded when the framework
-is.
+ends a rank that torchrun has started, before it trains. Only the standard library and the table of
+the integrations are imported here, so that `import torch` works where half of this package is missing. Strings name the
+rest, which is loaded with the framework.
 """
 
 from __future__ import annotations

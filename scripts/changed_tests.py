@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,16 +35,24 @@ def changed(base: str) -> list[str]:
         done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
         return done.stdout.split()
 
-    [left] = git("merge-base", "HEAD", base)
+    try:
+        [left] = git("merge-base", "HEAD", base)
+    except subprocess.CalledProcessError as error:
+        sys.exit(
+            f"{base} is no commit of this repository; fetch it, or name another one. git says: {error.stderr.strip()}"
+        )
     return sorted({*git("diff", "--name-only", left), *git("ls-files", "--others", "--exclude-standard")})
 
 
 def tests_of(path: str, tests: Iterable[str]) -> set[str]:
-    """Return the tests of one file. tests: all files of tests."""
+    """Return the tests of one file: those of its name, else of its folder. tests: all files of tests."""
     if Path(path).name.startswith("test_") and path.endswith(".py"):
         return {path} & set(tests)
     parts = Path(path).with_suffix("").parts
     found = {test for test in tests if Path(test).stem in {f"test_{part}" for part in parts[1:]}}
+    folder = Path("tests", *parts[1:-1])
+    if not found and parts[0] == "flash_allreduce_plugin" and folder != Path("tests"):
+        found = {str(folder)} if (ROOT / folder).is_dir() else set()
     for folder, its in OF_FOLDERS.items():
         if path.startswith(folder):
             found.update(its)

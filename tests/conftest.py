@@ -64,7 +64,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             modules[test.partition("::")[0]] += seconds
         long = {test: seconds for test, seconds in _seconds.items() if seconds > selection.MOST_SECONDS}
         before = json.loads(DURATIONS.read_text(encoding="utf-8"))
-        kept = {test: seconds for test, seconds in before["long tests"].items() if test not in _seconds}
-        found = {"modules": {**before["modules"], **modules}, "long tests": {**kept, **long}}
+        others = before["long tests"].items()
+        kept = {test: s for test, s in others if test not in _seconds and test.partition("::")[0] not in modules}
+        there = {name: s for name, s in before["modules"].items() if (DURATIONS.parents[1] / name).is_file()}
+        found = {"modules": {**there, **modules}, "long tests": {**kept, **long}}
         rounded = {kind: {name: round(each[name], 1) for name in sorted(each)} for kind, each in found.items()}
         DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")

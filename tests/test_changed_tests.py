@@ -18,6 +18,8 @@ TESTS = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.
         ("flash_allreduce_plugin/collectives/flat.py", {"tests/collectives/test_flat.py"}),
         ("flash_allreduce_plugin/cli/plan/cost_model.py", {"tests/cli/test_plan.py", "tests/cli/test_cost_model.py"}),
         ("flash_allreduce_plugin/integrations/pipelining.py", {"tests/integrations/test_pipelining.py"}),
+        ("flash_allreduce_plugin/integrations/megatron/__init__.py", {"tests/integrations/megatron"}),
+        ("flash_allreduce_plugin/config/wording.py", {"tests/config"}),
         ("lab/benchmarks/netlab.py", {"tests/lab/test_netlab.py"}),
         ("csrc/cpu/codec_kernels.h", {"tests/codec"}),
         ("tests/policy/test_plan.py", {"tests/policy/test_plan.py"}),
@@ -33,6 +35,11 @@ def test_a_changed_file_has_its_tests(path: str, expected: set[str]) -> None:
 def test_the_gates_and_the_tests_of_folders_exist() -> None:
     named = [*changed_tests.GATES, *(test for tests in changed_tests.OF_FOLDERS.values() for test in tests)]
     assert all((ROOT / test).exists() for test in named)
+
+
+def test_a_base_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(SystemExit, match="nowhere is no commit of this repository; fetch it"):
+        changed_tests.main(["--base", "nowhere"])
 
 
 def test_the_gates_come_first(capsys: pytest.CaptureFixture[str]) -> None:

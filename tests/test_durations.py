@@ -34,7 +34,20 @@ def test_the_selection_names_folders_that_exist(folder: str) -> None:
     assert list((ROOT / "tests" / folder).glob("test_*.py"))
 
 
-def test_every_module_of_tests_is_recorded() -> None:
-    """A new file is in neither, until durations are recorded again; a file that is gone leaves."""
+def test_recorded_modules_exist() -> None:
     gone = [name for name in RECORDED["modules"] if not (ROOT / name).is_file()]
     assert not gone, "record durations again: pytest --record-durations"
+
+
+@pytest.mark.parametrize("name", [*selection.EXCEPT, *selection.LONG])
+def test_an_exception_is_of_a_test_that_exists(name: str) -> None:
+    """A test that was renamed would leave or join `make test` unseen."""
+    file, separator, test = name.partition("::")
+    if not separator:
+        assert "[" in file or list(ROOT.glob(f"{file}*"))
+        return
+    function = test.partition("[")[0]
+    files = (
+        [ROOT / file] if file else [path for one in selection.FOLDERS for path in (ROOT / "tests" / one).glob("*.py")]
+    )
+    assert any(f"def {function}" in path.read_text(encoding="utf-8") for path in files)

@@ -91,8 +91,8 @@ def all_reduce(
             raise stages.failed("all_reduce", site, known, error) from error
         return None
     checks.check_written(tensor, "tensor")
-    facts: dict[str, Any] = {"feedback": feedback, "theirs": plain is not None, "full_precision": full_precision}
-    call = call_of("all_reduce", tensor, tensor.numel(), op, group, config, site, step, exact=exact, **facts)
+    facts = (op, group, config, site, step, feedback, exact, plain is not None, full_precision)
+    call = call_of("all_reduce", tensor, tensor.numel(), *facts)
     if call.request.copies and (every := _apart(call, tensor)):
         return stages.start(call, stages.all_reduce_apart(every, tensor), every[0].plan, async_op, [tensor])
     plan = _decide(call, key, tensor)
@@ -152,9 +152,8 @@ def reduce_scatter(
         checks.check_parts(outputs, parts, group.size(), group.rank())
         sizes = [sum(map(Tensor.numel, part)) for part in parts]
         numel = sum(sizes)
-    facts: dict[str, Any] = {"feedback": feedback, "theirs": plain is not None, "full_precision": full_precision}
-    facts.update(instead_of=instead_of, parts=sizes)
-    call = call_of("reduce_scatter", like, numel, op, group, config, site, step, exact=exact, **facts)
+    facts = (op, group, config, site, step, feedback, exact, plain is not None, full_precision)
+    call = call_of("reduce_scatter", like, numel, *facts, sizes, instead_of)
     every = _apart(call, like) if call.request.copies else []
     plan = every[0].plan if every else _decide(call, key, like)
     if plan is None and plain is not None and not call.exact and not call.quality.watching:
@@ -213,17 +212,17 @@ def all_gather(
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
     group = checks.group_of(group)
-    facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "which": which}
-    how = (dist.ReduceOp.SUM, group, config, site, step)
     checks.check_held(held, output, input, exact)
     like = input if held is None else output
+    parts = None
     if output_split_sizes is None:
         checks.check_pair(input, "input", output, "output", group.size(), dtypes=held is None)
     else:
-        facts["parts"] = parts = checks.runs_of(output, "output", output_split_sizes, group.size())
+        parts = checks.runs_of(output, "output", output_split_sizes, group.size())
         checks.check_part(input, output, parts[group.rank()], dtypes=held is None)
-    facts["whole"] = None if held is None else partial(held.agree, output)
-    call = call_of("all_gather", output, output.numel(), *how, exact=exact, **facts)
+    facts = (dist.ReduceOp.SUM, group, config, site, step, None, exact, plain is not None, full_precision, parts)
+    whole = None if held is None else partial(held.agree, output)
+    call = call_of("all_gather", output, output.numel(), *facts, whole=whole, which=which)
     plan = _decide(call, key, like)
     if held is not None:
         steps = stages.gather_differences(call, plan, output, input, held, plain)
@@ -273,8 +272,8 @@ def all_to_all(
     checks.check_config(config)
     rule = exchanges.Rule(input.dtype.itemsize, world, config.min_bytes)
     numel = max(sent) * world  # min_bytes sees a call whose runs are all as long as this one
-    facts: dict[str, Any] = {"theirs": plain is not None, "full_precision": full_precision, "parts": sent, "rule": rule}
-    call = call_of("all_to_all", input, numel, dist.ReduceOp.SUM, group, config, site, step, **facts)
+    facts = (dist.ReduceOp.SUM, group, config, site, step, None, (), plain is not None, full_precision, sent)
+    call = call_of("all_to_all", input, numel, *facts, rule=rule)
     plan = _decide(call, None, input)
     if plan is None and plain is not None and not call.quality.watching:
         return stages.plainly("all_to_all", site, call.request.group, plain, async_op)
@@ -337,23 +336,29 @@ def call_of(
     config: FlashConfig,
     site: Site,
     step: int | None,
-    *,
     feedback: Slot | None = None,
     exact: Copied = (),
-    **facts: Any,
+    theirs: bool = False,
+    full_precision: str | None = None,
+    parts: list[int] | None = None,
+    instead_of: int | None = None,
+    **more: Any,
 ) -> Call:
-    """Check the arguments of a call and begin it. like: a tensor of its dtype and device. facts: of the request."""
-    ranges = replicated_params.ranges_of(exact)
-    replicated_params.check(ranges, numel)
+    """Check the arguments of a call and begin it. like: a tensor of its dtype and device. more: facts of a Request."""
+    ranges: Sequence[Range] = ()
+    if exact:
+        ranges = replicated_params.ranges_of(exact)
+        replicated_params.check(ranges, numel)
+        if ranges is not exact:
+            more["copies"] = [one for one in exact if isinstance(one, Copy)]
     name = checks.op_name(op)
     group = checks.group_of(group)
     checks.check_named(site, step, feedback)
     checks.check_config(config)
     checks.check_taken(collective, name, like, group)
-    if ranges is not exact:
-        facts["copies"] = [one for one in exact if isinstance(one, Copy)]
-    whole = (collective, numel, like.dtype, like.device, group, config, site, op, name, step)
-    return Call(Request(*whole, feedback=feedback, exact=ranges, **facts))
+    # By position: building a Request by name costs as much as the rest of this function.
+    facts = (like.dtype, like.device, group, config, site, op, name, step, feedback, ranges, theirs, full_precision)
+    return Call(Request(collective, numel, *facts, parts, instead_of, **more))
 
 
 def _apart(call: Call, like: Tensor) -> list[Apart]:

@@ -1,6 +1,6 @@
 """Encode, decode and sum rows of elements: the compiled operators, or the reference where there are none.
 
-This is what the collectives call; api/tensors.py has what a user calls.
+The collectives call these functions. A user calls those of api/tensors.py.
 """
 
 from __future__ import annotations

@@ -58,17 +58,17 @@ class Request(NamedTuple):
     numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
     op, op_name: the operator as it was given; "sum", "avg", "premul_sum", "max" ...
     step: finished training steps, for warmup_steps; None: no warm-up.
-    parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a scatter,
-        of the parts that this rank sends.
-    root: the rank in the group that has or gets everything, where there is one.
-    exact: ascending ranges (first, end) of elements that are copies: summed in full precision, by a call of their own.
-    copies: those of them that are whole gradients (collectives/replicated_params.py).
-    copy: the number of the copy that the call reduces alone; None: the call reduces something else.
     feedback: the place of this call's residual; None: no error feedback.
-    instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
+    exact: ascending ranges (first, end) of elements that are copies: summed in full precision, by a call of their own.
     theirs: True if the framework's own collective runs the call in full precision.
     full_precision: the caller's reason for full precision, on all ranks, which agree on nothing else; None: the policy
         decides.
+    parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a scatter,
+        of the parts that this rank sends.
+    instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
+    root: the rank in the group that has or gets everything, where there is one.
+    copies: the parts of `exact` that are whole gradients (collectives/replicated_params.py).
+    copy: the number of the copy that the call reduces alone; None: the call reduces something else.
     rule: of an all_to_all, which of its runs are quantized. Its ranks do not know each other's sizes.
     drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
     whole: of differences of weights: asks all ranks, with the call's label, for a reason to send whole values.
@@ -85,15 +85,15 @@ class Request(NamedTuple):
     op: Any = dist.ReduceOp.SUM
     op_name: str = "sum"
     step: int | None = None
-    parts: list[int] | None = None
-    root: int | None = None
-    exact: Sequence[Range] = ()
-    copies: Sequence[Copy] = ()
-    copy: int | None = None
     feedback: Slot | None = None
-    instead_of: int | None = None
+    exact: Sequence[Range] = ()
     theirs: bool = False
     full_precision: str | None = None
+    parts: list[int] | None = None
+    instead_of: int | None = None
+    root: int | None = None
+    copies: Sequence[Copy] = ()
+    copy: int | None = None
     rule: Rule | None = None
     drawn_as: int | None = None
     whole: Callable[[Label], str | None] | None = None
@@ -120,12 +120,13 @@ class Call:
     __slots__ = ("alone", "exact", "key", "label", "quality", "request", "state")
 
     def __init__(self, request: Request) -> None:
+        collective, group, site = request.collective, request.group, request.site
         self.request = request
         self.exact = request.exact
-        self.label = Label(request.collective, request.site.name, request.group)
-        self.alone = request.collective in ("send", "recv")
-        self.state = groups.state_of(request.group)
-        self.quality = Quality(request.collective, request.site, self.label, self.state, request.config)
+        self.label = label = Label(collective, site.name, group)
+        self.alone = collective in ("send", "recv")
+        self.state = state = groups.state_of(group)
+        self.quality = Quality(collective, site, label, state, request.config)
         self.key = 0
 
     @property

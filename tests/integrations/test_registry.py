@@ -47,6 +47,7 @@ def test_a_row_names_fields_and_a_page_that_exist(row: Row) -> None:
     assert {*row.acts, *row.refused, *row.elsewhere} <= set(fields)
     assert set(row.acts) <= set(refusals.OF_MEGATRON) and not set(row.acts) & {*row.refused, *row.elsewhere}
     assert (ROOT / row.page).is_file()
+    assert row.name != "megatron" or set(row.acts) == set(refusals.OF_MEGATRON)
 
 
 @every_row

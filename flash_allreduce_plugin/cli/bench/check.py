@@ -165,7 +165,7 @@ def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
 
 
 def _codebook_share(wire: Format) -> float:
-    """Of the largest element of a group (docs/trust/numerics.md, "The error with the codebook")."""
+    """Return the error over a group's largest element (docs/trust/numerics.md, "The error with the codebook")."""
     shares = {2: (0.48, 0.61), 3: (0.23, 0.39), 4: (0.125, 0.34), 5: (0.08, 0.31), 6: (0.07, 0.31)}
     plain, searched = shares.get(wire.bits, (2 / 2**wire.bits, 16 / 2**wire.bits))
     return (searched if wire.mse else plain) * (1 + 1e-4)

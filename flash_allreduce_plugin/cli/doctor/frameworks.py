@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def packages() -> dict[str, list[registry.Row]]:
-    """Return the rows of the registry by the package whose functions they replace. Each package is one check."""
+    """Return the registry's rows by package. `doctor` makes one check of each package."""
     found: dict[str, list[registry.Row]] = {}
     for row in registry.ROWS:
         found.setdefault(row.package, []).append(row)

@@ -12,7 +12,7 @@ What the training computes at the same time can hide the link, not what keeps th
     hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
 Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/use/clusters.md), the faster.
-An all-to-all goes to every rank at once either way.
+An all-to-all has one level.
 
 Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
 messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.

@@ -39,6 +39,7 @@ from flash_allreduce_plugin.integrations.deepspeed.gathering import Gathering
 from flash_allreduce_plugin.integrations.deepspeed.parameters import parameters
 from flash_allreduce_plugin.integrations.deepspeed.reduction import EXPERTS, TIED, Reduction, gradients
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam, below_mark, is_in_source
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log
 
 CONSTRUCTOR = "deepspeed.engine"
@@ -296,7 +297,7 @@ def _supported() -> str:
         installed = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         installed = "of unknown version"
-    return f"deepspeed 0.17.6 to 0.19 (installed: {installed})"
+    return f"{BY_NAME['deepspeed'].fits} (installed: {installed})"
 
 
 def _with_section(original: Function) -> Function:

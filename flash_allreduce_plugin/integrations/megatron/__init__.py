@@ -37,6 +37,7 @@ from flash_allreduce_plugin.integrations.megatron.scopes import full_precision a
 from flash_allreduce_plugin.integrations.megatron.scopes import set_step as set_step
 from flash_allreduce_plugin.integrations.megatron.scopes import step as step
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.telemetry import other_traffic, run_log
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
@@ -175,7 +176,7 @@ def _made(optional: list[Seam]) -> Patchset:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
         installed = "of unknown version"
-    supported = f"megatron-core 0.13 to 0.19 (installed: {installed})"
+    supported = f"{BY_NAME['megatron'].fits} (installed: {installed})"
     return Patchset("megatron", (*seams(), *optional), supported)
 
 

@@ -22,9 +22,10 @@ from flash_allreduce_plugin.integrations import autosave, megatron
 from flash_allreduce_plugin.integrations.contract import refuse
 from flash_allreduce_plugin.integrations.megatron import arguments, refusals
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.telemetry import notices
 
-_SUPPORTED = "megatron-core 0.13 to 0.19"
+_SUPPORTED = BY_NAME["megatron"].fits
 # megatron-core's wrappers whose gradients do not pass through the buffers of its DistributedDataParallel.
 _SHARDED = ("TorchFullyShardedDataParallel", "FullyShardedDataParallel")
 
