@@ -125,9 +125,9 @@ class Integration:
 
     def report(self) -> Report:
         """Return the sites, and a line for each model."""
-        found = self.patchset.report()
+        found, applied = self.patchset.report(), self.patchset.applied
         entries = {
-            site: {"target": target, "covers": covers, "in_place": found.get(site, {}).get("in_place", self.is_on)}
+            site: {"target": target, "covers": covers, "in_place": found.get(site, {}).get("in_place", applied)}
             for site, (target, covers) in self._sites.items()
         }
         return of_sites(entries, self.models)

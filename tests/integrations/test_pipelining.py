@@ -293,6 +293,7 @@ def counted_alone() -> dict[str, Any]:
             schedule.step(*((x,) if dist.get_rank() == 0 else ()), **({"target": x} if dist.get_rank() else {}))
             optimizer.step()
     seen = {"lines": text.getvalue().splitlines(), "on": pipelining.is_enabled(), "quantized": fap.stats()["quantized"]}
+    seen["in place"] = [entry["in_place"] for entry in pipelining.report().values()]
     pipelining.disable()
     return seen
 
@@ -304,7 +305,7 @@ def test_among_all_sends_without_a_width_are_named_with_their_fields() -> None:
         for key in ("pipeline_bits", "pipeline_backward_bits")
     ]
     for seen in (first, second):
-        assert not seen["on"] and seen["quantized"] == 0
+        assert not seen["on"] and seen["quantized"] == 0 and seen["in place"] == [True, True]
     assert second["lines"] == []
 
 
