@@ -195,7 +195,9 @@ def all_gather(output: Tensor, input: Tensor, label: Label, doing: str, sizes: S
         parts = output.split(sizes or len(output) // group.size())
         return Pending(lambda: _exchange(parts, [input] * group.size(), label), label, doing)
     if sizes is None:
-        return Pending(lambda: all_gather_single(output, input, group=group, async_op=True), label, doing)
+        # Flat: gloo, which carries CUDA tensors too, compares the parts' shapes.
+        flat = output.view(-1), input.view(-1)
+        return Pending(lambda: all_gather_single(*flat, group=group, async_op=True), label, doing)
     uneven = list(output.split(sizes))
     return Pending(lambda: dist.all_gather(uneven, input, group=group, async_op=True), label, doing)
 

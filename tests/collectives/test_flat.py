@@ -49,6 +49,24 @@ def check(ranks: GetRanks, world_size: int, calls: list[Call]) -> None:
             assert ours == theirs, f"rank {rank}: {call}"
 
 
+def without_messages(calls: list[Call]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "by_messages", lambda group, device: False)
+        return results_of(calls)
+
+
+def test_over_gloos_own_collectives(ranks: GetRanks) -> None:
+    """As gloo carries CUDA tensors, which cannot go as messages."""
+    calls = [
+        Call(collective, numel, "bfloat16", INT4, async_op=async_op)
+        for collective in ("all_reduce", "reduce_scatter", "all_gather")
+        for numel in (1, 997, 30_011)
+        for async_op in (False, True)
+    ]
+    results, expected = ranks(3).run(without_messages, calls), expected_of(calls, 3)
+    assert results == expected
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_guarantee_5_any_world_length_and_dtype(ranks: GetRanks, world_size: int) -> None:
     """Every call is equal to the simulation; the result is the same on all ranks (guarantee 1)."""
