@@ -217,7 +217,7 @@ def _codebook_encoded(x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]
     """Groups, whether they hold a 0 and what their spikes were -> payload [rows, bytes], uint8."""
     lost, book = ~x.isfinite().all(-1), _BOOKS[codec.bits]
     parts = x.unflatten(-1, (_PARTS, -1))
-    asked = parts.abs().amax(-1) / book.reach
+    asked = _quotient(parts.abs().amax(-1), book.reach)
     scale_bits = _bf16_up(asked.amax(-1)).clamp(min=_MIN_CODEBOOK_SCALE, max=_NAN_SCALE)
     if taken is not None:  # an exponent that the first spike needs
         exponent = (taken[0][1] >> 23 & 0xFF).squeeze(-1)
@@ -302,7 +302,7 @@ def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, 
     numbers next to where both ends ask the same.
     """
     levels, slack = _levels(codec), _slack(codec)
-    spread = (high - low) / (levels + 2 * slack)
+    spread = _quotient(high - low, levels + 2 * slack)
     least = 2.0**-120 if codec.compact else 2.0**-126
     spread = torch.where(spread > least, spread, least)
 
@@ -326,6 +326,11 @@ def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, 
     return zero, scale, _compact_word(scale, k * -(_OFFSETS >> codec.bits))
 
 
+def _quotient(x: Tensor, by: float) -> Tensor:
+    """x / by, rounded once: by a Python number torch's CUDA kernel multiplies with its reciprocal."""
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
+
+
 def _wide(zero: Tensor, scale: Tensor, codec: Format) -> tuple[Tensor, ...]:
     """A range that is asymmetric or symmetric."""
     return (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
@@ -333,7 +338,7 @@ def _wide(zero: Tensor, scale: Tensor, codec: Format) -> tuple[Tensor, ...]:
 
 def _scale(range_: Tensor, steps: float) -> Tensor:
     """A bf16 value as float32; NaN if there is none."""
-    step = (range_ + 0.0) / steps
+    step = _quotient(range_ + 0.0, steps)
     scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
     # What lies below zero has its sign in front: as bits above Inf.
     lost = (scale_bits >= _INF) | step.isnan()
@@ -343,8 +348,8 @@ def _scale(range_: Tensor, steps: float) -> Tensor:
 def _compact_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
     slack = _slack(codec)
     levels, unit = _levels(codec), (1 << codec.bits) / _OFFSETS
-    spread = (high - low) / (levels + 2 * slack)
-    below, above = -low / (unit * (_OFFSETS - 1) + slack), high / (levels + slack)
+    spread = _quotient(high - low, levels + 2 * slack)
+    below, above = _quotient(-low, unit * (_OFFSETS - 1) + slack), _quotient(high, levels + slack)
     least = torch.where(below > spread, below, spread)
     least = torch.where(above > least, above, least)
     upper, lower = _bits(least)

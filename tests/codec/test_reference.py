@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -9,17 +10,42 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.codec import ops, rows
+from flash_allreduce_plugin.codec import ops, reference, rows
+from flash_allreduce_plugin.codec.format import Format
 from tests.codecs import DTYPES, gaussian, same_bits
 from tests.distributed import run_ranks
+from tests.gpu.cases import NAMES, OPTIONS
 from tests.simulation import Call, result_of
 
 PACKAGE = Path(fap.__file__).parent
+
+
+class _NoInexactReciprocals(TorchFunctionMode):
+    """Fails at a division by a number whose reciprocal is not exact: on CUDA torch multiplies with that."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        divides = getattr(function, "__name__", "") in ("__truediv__", "div", "true_divide")
+        if divides and isinstance(args[1], float | int):
+            assert math.frexp(args[1])[0] == 0.5, f"a division by {args[1]}"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_it_divides_as_on_a_gpu(options: dict[str, bool]) -> None:
+    x = gaussian(2, 1100)
+    for bits in (6, 3):
+        c = Format(bits, 128, **options)
+        payload = torch.empty(2, c.payload_bytes(1100), dtype=torch.uint8)
+        with _NoInexactReciprocals():
+            reference.encode(x, payload, c)
+            reference.decode_sum(payload, torch.empty(1100), c, 1 / 3)
 
 
 @pytest.fixture
