@@ -60,6 +60,22 @@ struct Divisor {
   }
 };
 
+// A Form that the compiler knows: nothing of it is asked for while the kernel runs. Also that 16 divides the
+// addresses of its rows, and 4 those of its records.
+template <int kBits, int kGroup, int kWithOptions>
+struct Fixed {
+  FLASH_HD constexpr operator Form() const {
+    constexpr Form form(kBits, kGroup, kWithOptions);
+    return form;
+  }
+};
+template <class Given>
+constexpr bool is_fixed = !std::is_same_v<Given, Form>;
+
+// Of a multiprocessor: three leave a thread 80 registers, two 128.
+template <class Given>
+constexpr int kGeneralBlocks = is_fixed<Given> ? 3 : 2;
+
 struct Rows {
   int64_t numel;
   int64_t stride;  // bytes
@@ -115,11 +131,13 @@ __device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes
   for (int i = stepped + static_cast<int>(threadIdx.x); i < bytes; i += kBlockThreads) to[i] = from[i];
 }
 
-template <DType kType, bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads, 2)
-    encode_kernel(const uint8_t* x, Rows rows, Form form, uint64_t key, uint64_t first_group,
+template <DType kType, bool kOptions, class Given>
+__global__ void __launch_bounds__(kBlockThreads, kOptions ? 2 : kGeneralBlocks<Given>)
+    encode_kernel(const uint8_t* x, Rows rows, Given given, uint64_t key, uint64_t first_group,
                   uint64_t groups_a_row, uint8_t* payload, int64_t payload_stride) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
+  const Form form = given;
+  if (is_fixed<Given>) rows.fast = true;
   const Span span = span_of(rows, form);
   const int64_t group = span.of_warp(form);
   if (group < span.first + span.groups) {
@@ -134,9 +152,11 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 }
 
 // rows of output; each the sum of from.count payloads, those of the next row `row_stride` bytes further.
-template <DType kType, bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads, 2)
-    decode_kernel(Sources from, int64_t row_stride, Form form, float factor, uint8_t* y, Rows rows) {
+template <DType kType, bool kOptions, class Given>
+__global__ void __launch_bounds__(kBlockThreads, kGeneralBlocks<Given>)
+    decode_kernel(Sources from, int64_t row_stride, Given given, float factor, uint8_t* y, Rows rows) {
+  const Form form = given;
+  if (is_fixed<Given>) rows.fast = true, from.align = 4;
   const Span span = span_of(rows, form);
   const int64_t group = span.of_warp(form);
   if (group >= span.first + span.groups) return;
@@ -147,11 +167,13 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
                                    rows.fast, group);
 }
 
-template <bool kOptions>
-__global__ void __launch_bounds__(kBlockThreads, 2)
-    decode_sum_encode_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
+template <bool kOptions, class Given>
+__global__ void __launch_bounds__(kBlockThreads, kGeneralBlocks<Given>)
+    decode_sum_encode_kernel(Sources from, Given reduced, Given gathered, float factor, int64_t total,
                              uint64_t key, uint64_t first_group, uint8_t* payload) {
   __shared__ alignas(16) uint8_t image[kBlockBytes];
+  const Form reduce = reduced, gather = gathered;
+  if (is_fixed<Given>) from.align = 4;
   const Span span(0, blockIdx.x, total, gather);
   const int64_t group = span.of_warp(gather);
   if (group < span.first + span.groups) {
@@ -172,10 +194,10 @@ constexpr int kPlainBlocks = 4;
 // An fp32 thread holds twice the bytes of a bf16 one: three blocks have more in flight than four of those.
 constexpr int plain_encode_blocks(DType type) { return type == DType::kFloat32 ? 3 : kPlainBlocks; }
 
-// A sum of 8 bits holds the codes of two ranks; the other layouts need a little more than 64 registers for
-// that.
+// A sum of 4 bits holds the codes of eight ranks, one of 8 bits those of two; for that the other layouts need a
+// little more than 64 registers.
 constexpr int plain_decode_blocks(int bits, Layout layout, bool sum) {
-  return sum && bits == 8 && layout != Layout::kAsymmetric ? 3 : kPlainBlocks;
+  return sum && (bits == 4 || layout != Layout::kAsymmetric) ? 3 : kPlainBlocks;
 }
 
 // Where a thread is. Numbers within a block are ints.
@@ -296,10 +318,12 @@ __device__ __forceinline__ Residual residual_of_warp(const Residual& residual, c
   return {image + first * residual_bytes(residual, form), residual.wide, residual.stays, residual.adds};
 }
 
-template <DType kType, bool kOptions>
+template <DType kType, bool kOptions, class Given>
 __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
-    encode_feedback_kernel(const uint8_t* x, Rows rows, Form form, Residual residual, uint64_t key,
+    encode_feedback_kernel(const uint8_t* x, Rows rows, Given given, Residual residual, uint64_t key,
                            uint64_t first_group, uint8_t* payload) {
+  const Form form = given;
+  if (is_fixed<Given>) rows.fast = true;
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
   const Span span = span_of(rows, form);
@@ -319,11 +343,13 @@ __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
   copy(kept, lost, span.groups * residual_bytes(residual, form));
 }
 
-template <bool kOptions>
+template <bool kOptions, class Given>
 __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
-    decode_sum_encode_feedback_kernel(Sources from, Form reduce, Form gather, float factor, int64_t total,
-                                      Residual residual, uint64_t key, uint64_t first_group,
+    decode_sum_encode_feedback_kernel(Sources from, Given reduced, Given gathered, float factor,
+                                      int64_t total, Residual residual, uint64_t key, uint64_t first_group,
                                       uint8_t* payload) {
+  const Form reduce = reduced, gather = gathered;
+  if (is_fixed<Given>) from.align = 4;
   __shared__ alignas(16) uint8_t image[kBlockBytes];
   __shared__ alignas(16) uint8_t kept[kBlockResidualBytes];
   const Span span(0, blockIdx.x, total, gather);
@@ -345,15 +371,57 @@ __global__ void __launch_bounds__(kBlockThreads, feedback_blocks(kOptions))
 
 // ---- launches -------------------------------------------------------------------------------------------
 
-// f(dtype, whether options are on), as constants.
+// f(dtype), as a constant.
 template <class F>
-void choose(int type, bool options, const F& f) {
-  const auto with = [&](auto t) {
-    options ? f(t, std::bool_constant<true>()) : f(t, std::bool_constant<false>());
+void choose(int type, const F& f) {
+  if (type == static_cast<int>(DType::kFloat32)) f(std::integral_constant<DType, DType::kFloat32>());
+  if (type == static_cast<int>(DType::kBFloat16)) f(std::integral_constant<DType, DType::kBFloat16>());
+  if (type == static_cast<int>(DType::kFloat16)) f(std::integral_constant<DType, DType::kFloat16>());
+}
+
+// f(form, whether options are on): form as a constant where it is one of those that presets ask for, or a width
+// between theirs, and `aligned`.
+template <class F>
+void choose_form(const Form& form, int options, bool aligned, const F& f) {
+  bool found = false;
+  const auto known = [&](auto fixed, auto with_options) {
+    const Form one = fixed;
+    if (found || !aligned || form.bits != one.bits || form.group_size != one.group_size ||
+        options != one.options) {
+      return;
+    }
+    found = true;
+    f(fixed, with_options);
   };
-  if (type == static_cast<int>(DType::kFloat32)) with(std::integral_constant<DType, DType::kFloat32>());
-  if (type == static_cast<int>(DType::kBFloat16)) with(std::integral_constant<DType, DType::kBFloat16>());
-  if (type == static_cast<int>(DType::kFloat16)) with(std::integral_constant<DType, DType::kFloat16>());
+  constexpr int spikes = kCodebook | kSpikes;
+  known(Fixed<8, 256, spikes>(), std::true_type());
+  known(Fixed<6, 128, spikes>(), std::true_type());
+  known(Fixed<4, 128, spikes>(), std::true_type());
+  known(Fixed<2, 128, spikes>(), std::true_type());
+  known(Fixed<7, 128, 0>(), std::false_type());
+  known(Fixed<6, 128, 0>(), std::false_type());
+  known(Fixed<5, 128, 0>(), std::false_type());
+  known(Fixed<3, 128, 0>(), std::false_type());
+  known(Fixed<2, 128, 0>(), std::false_type());
+  if (found) return;
+  if ((options & ~(kSymmetricCodes | kCompact)) != 0) {
+    f(form, std::true_type());
+  } else {
+    f(form, std::false_type());
+  }
+}
+
+// The same of two forms of the same options.
+template <class F>
+void choose_forms(const Form& reduce, const Form& gather, bool aligned, const F& f) {
+  choose_form(gather, gather.options, aligned && reduce.bits == gather.bits,
+              [&](auto given, auto with_options) {
+                if constexpr (is_fixed<decltype(given)>) {
+                  f(given, given, with_options);
+                } else {
+                  f(reduce, gather, with_options);
+                }
+              });
 }
 
 Form make_form(int64_t bits, int64_t group_size, int64_t options) {
@@ -430,18 +498,20 @@ void encode(const Tensor input, Tensor payload, int64_t bits, int64_t group_size
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
   const bool plain =
       rows.fast && choose_plain(form, form.options, [&](auto width, auto layout) {
-        choose(type, false, [&](auto t, auto) {
+        choose(type, [&](auto t) {
           plain_encode_kernel<t.value, width.value, layout.value>
               <<<grid(blocks), kBlockThreads, 0, current_stream(input)>>>(
                   x, rows, static_cast<uint8_t*>(payload.mutable_data_ptr()), row_stride(payload));
         });
       });
   if (!plain) {
-    choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
-      encode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(input)>>>(
-          x, rows, form, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
-          static_cast<uint64_t>(groups_a_row), static_cast<uint8_t*>(payload.mutable_data_ptr()),
-          row_stride(payload));
+    choose_form(form, form.options, rows.fast, [&](auto given, auto with_options) {
+      choose(type, [&](auto t) {
+        encode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(input)>>>(
+            x, rows, given, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
+            static_cast<uint64_t>(groups_a_row), static_cast<uint8_t*>(payload.mutable_data_ptr()),
+            row_stride(payload));
+      });
     });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -459,7 +529,7 @@ void launch_decode(const Tensor& payloads, int64_t count, Tensor& output, float 
   const int options = form.options & ~(kMse | kStochastic);  // they leave no trace in records
   const bool plain =
       rows.fast && is_aligned(from, form) && choose_plain(form, options, [&](auto bits, auto layout) {
-        choose(type, false, [&](auto t, auto) {
+        choose(type, [&](auto t) {
           const auto launch = [&](auto sum) {
             plain_decode_kernel<t.value, bits.value, layout.value, sum.value>
                 <<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(from, from.stride, factor, y,
@@ -469,9 +539,12 @@ void launch_decode(const Tensor& payloads, int64_t count, Tensor& output, float 
         });
       });
   if (!plain) {
-    choose(type, (form.options & (kSpikes | kHadamard | kCodebook)) != 0, [&](auto t, auto with_options) {
-      decode_kernel<t.value, with_options.value><<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(
-          from, from.stride, form, factor, y, rows);
+    choose_form(form, options, rows.fast && from.align == 4, [&](auto given, auto with_options) {
+      choose(type, [&](auto t) {
+        decode_kernel<t.value, with_options.value>
+            <<<grid(blocks), kBlockThreads, 0, current_stream(output)>>>(from, from.stride, given, factor, y,
+                                                                         rows);
+      });
     });
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -516,21 +589,13 @@ void decode_sum_encode(const Tensor payloads, Tensor payload, double factor, int
   };
   const bool plain = (reduce.bits == 8 || reduce.bits == 4) && is_aligned(from, reduce) &&
                      choose_plain(gather, left, launch_plain);
-  const auto launch = [&](auto with_options) {
+  const auto launch = [&](auto reduced, auto gathered, auto with_options) {
     decode_sum_encode_kernel<with_options.value>
         <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
-            from, reduce, gather, static_cast<float>(factor), groups, static_cast<uint64_t>(key),
+            from, reduced, gathered, static_cast<float>(factor), groups, static_cast<uint64_t>(key),
             static_cast<uint64_t>(first_group), static_cast<uint8_t*>(payload.mutable_data_ptr()));
   };
-  if (plain) {
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    return;
-  }
-  if (left & ~(kSymmetricCodes | kCompact)) {
-    launch(std::bool_constant<true>());
-  } else {
-    launch(std::bool_constant<false>());
-  }
+  if (!plain) choose_forms(reduce, gather, from.align == 4, launch);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -557,11 +622,13 @@ void encode_feedback(const Tensor input, Tensor payload, Tensor residual, double
   const Rows rows = rows_of(input, x, type, form);
   if (rows.blocks.number == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(input.get_device_index());
-  choose(type, (form.options & ~(kSymmetricCodes | kCompact)) != 0, [&](auto t, auto with_options) {
-    encode_feedback_kernel<t.value, with_options.value>
-        <<<rows.blocks.number, kBlockThreads, 0, current_stream(input)>>>(
-            x, rows, form, kept, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
-            static_cast<uint8_t*>(payload.mutable_data_ptr()));
+  choose_form(form, form.options, rows.fast, [&](auto given, auto with_options) {
+    choose(type, [&](auto t) {
+      encode_feedback_kernel<t.value, with_options.value>
+          <<<rows.blocks.number, kBlockThreads, 0, current_stream(input)>>>(
+              x, rows, given, kept, static_cast<uint64_t>(key), static_cast<uint64_t>(first_group),
+              static_cast<uint8_t*>(payload.mutable_data_ptr()));
+    });
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -580,17 +647,12 @@ void decode_sum_encode_feedback(const Tensor payloads, Tensor payload, Tensor re
   if (groups == 0) return;
   const Sources from = sources_of(payloads, payloads.size(0), reduce);
   const torch::stable::accelerator::DeviceGuard guard(payload.get_device_index());
-  const auto launch = [&](auto with_options) {
+  choose_forms(reduce, gather, from.align == 4, [&](auto reduced, auto gathered, auto with_options) {
     decode_sum_encode_feedback_kernel<with_options.value>
         <<<grid(blocks_of(groups, gather)), kBlockThreads, 0, current_stream(payload)>>>(
-            from, reduce, gather, static_cast<float>(factor), groups, kept, static_cast<uint64_t>(key),
+            from, reduced, gathered, static_cast<float>(factor), groups, kept, static_cast<uint64_t>(key),
             static_cast<uint64_t>(first_group), static_cast<uint8_t*>(payload.mutable_data_ptr()));
-  };
-  if (left & ~(kSymmetricCodes | kCompact)) {
-    launch(std::bool_constant<true>());
-  } else {
-    launch(std::bool_constant<false>());
-  }
+  });
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

@@ -760,11 +760,15 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
 
 // ---- decoding -------------------------------------------------------------------------------------------
 
-// What one rank sent of a lane's elements, added to x; the first rank's is put there. align: 1, 2 or 4
-// divides the address of every record.
+// To -0 all numbers are added as they are, -0 itself too.
+FLASH_HD void begin_sum(Lane& own) {
+  FLASH_UNROLL
+  for (float& x : own.x) x = -0.0f;
+}
+
+// What one rank sent of a lane's elements, added to x. align: 1, 2 or 4 divides the address of every record.
 template <bool kOptions>
-FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* record, bool first,
-                         int align) {
+FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* record, int align) {
   const Layout layout = layout_of(form.options);
   const int front = spikes_offset(form.options), in_group = lane & (form.lanes - 1);
   const bool codebook = kOptions && layout == Layout::kCodebook;
@@ -822,7 +826,7 @@ FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* r
         const uint32_t place = place_of(lane, i + k, form.lanes);
         value = place == at[1] ? values[1] : place == at[0] ? values[0] : value;
       }
-      own.x[i + k] = first ? value : own.x[i + k] + value;
+      own.x[i + k] = own.x[i + k] + value;
     }
   }
 }
@@ -846,9 +850,10 @@ FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int6
       for (float& x : own.x) x = 0.0f;
       return;
     }
+    begin_sum(own);
     const uint8_t* record = from.data + mine * form.record;
     for (int64_t rank = 0; rank < from.count; ++rank) {
-      add_record<kOptions>(own, lane, form, record + rank * from.stride, rank == 0, from.align);
+      add_record<kOptions>(own, lane, form, record + rank * from.stride, from.align);
     }
   });
 }
@@ -1005,7 +1010,8 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
   const Sources sent{image, 1, 0, form.record % 4 == 0 ? 4 : 2};
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;
-    add_record<kOptions>(own, lane, form, image + form.group_of(lane) * form.record, true, sent.align);
+    begin_sum(own);
+    add_record<kOptions>(own, lane, form, image + form.group_of(lane) * form.record, sent.align);
   });
   if (kOptions) restore_groups(warp, form, sent, 0, groups);
   warp.each([&](int lane, Lane& own) {

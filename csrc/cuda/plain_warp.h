@@ -458,8 +458,9 @@ FLASH_HD void store_slowly(const Lane& own, int lane, uint8_t* row, int left) {
 }
 
 // As sum_groups, of a lane's group, which is there. from.data: the warp's first record. Whether the sums,
-// times factor, are no NaN for certain. kSum: more than one payload, or a factor other than 1.
-template <int kBits, Layout kLayout, bool kSum>
+// times factor, are no NaN for certain. kSum: more than one payload, or a factor other than 1. kAtOnce: of how
+// many ranks the records are on their way together, where there are as many.
+template <int kBits, Layout kLayout, bool kSum, int kAtOnce>
 FLASH_HD bool plain_sum(Lane& own, int lane, const Sources& from, float factor) {
   constexpr Form form = plain_form<kBits, kLayout>();
   const uint8_t* record = from.data + lane / kPlainLanes * form.record;
@@ -467,28 +468,33 @@ FLASH_HD bool plain_sum(Lane& own, int lane, const Sources& from, float factor) 
   const uint32_t base = kept_in_register(0x47000000u);
   if (kSum) {
     const int count = static_cast<int>(from.count);
-    const auto one = [&](auto first) {
-      const Part<kBits> part = load_part<kBits, kLayout>(record, lane);
-      record += from.stride;
-      add_part<first.value, kBits, kLayout>(own, part, base, bound);
+    const auto some = [&](auto first, auto ranks) {
+      Part<kBits> parts[ranks.value];
+      FLASH_UNROLL
+      for (int i = 0; i < ranks.value; ++i) {
+        parts[i] = load_part<kBits, kLayout>(record, lane);
+        record += from.stride;
+      }
+      add_part<first.value, kBits, kLayout>(own, parts[0], base, bound);
+      FLASH_UNROLL
+      for (int i = 1; i < ranks.value; ++i) add_part<false, kBits, kLayout>(own, parts[i], base, bound);
     };
-    // The records of two ranks are on their way together.
-    const auto two = [&](auto first) {
-      const Part<kBits> a = load_part<kBits, kLayout>(record, lane);
-      const Part<kBits> b = load_part<kBits, kLayout>(record + from.stride, lane);
-      record += 2 * from.stride;
-      add_part<first.value, kBits, kLayout>(own, a, base, bound);
-      add_part<false, kBits, kLayout>(own, b, base, bound);
-    };
-    int rank = 2;
-    if (count >= 2) {
-      two(std::true_type());
+    const auto one = std::integral_constant<int, 1>();
+    const auto two = std::integral_constant<int, 2>();
+    int rank = 0;
+    if (kAtOnce > 2 && count >= kAtOnce) {
+      const auto more = std::integral_constant<int, kAtOnce>();
+      some(std::true_type(), more);
+      for (rank = kAtOnce; rank + kAtOnce <= count; rank += kAtOnce) some(std::false_type(), more);
+    } else if (count >= 2) {
+      some(std::true_type(), two);
+      rank = 2;
     } else {
-      one(std::true_type());
+      some(std::true_type(), one);
       rank = 1;
     }
-    for (; rank + 2 <= count; rank += 2) two(std::false_type());
-    if (rank < count) one(std::false_type());
+    for (; rank + 2 <= count; rank += 2) some(std::false_type(), two);
+    if (rank < count) some(std::false_type(), one);
   } else {
     add_part<true, kBits, kLayout>(own, load_part<kBits, kLayout>(record, lane), base, bound);
   }
@@ -504,7 +510,7 @@ FLASH_HD void plain_decode(Warp& warp, const Sources& from, float factor, uint8_
   warp.each([&](int lane, Lane& own) {
     const int first = lane / kPlainLanes * kPlainGroup;
     if (first >= left) return;
-    const bool numbers = plain_sum<kBits, kLayout, kSum>(own, lane, from, factor);
+    const bool numbers = plain_sum<kBits, kLayout, kSum, kBits == 4 ? 8 : 2>(own, lane, from, factor);
     if (kSum && factor != 1.0f) {
       FLASH_UNROLL
       for (float& x : own.x) x = x * factor;
@@ -536,7 +542,7 @@ FLASH_HD void plain_decode_sum_encode(Warp& warp, const Sources& from, float fac
                                       uint8_t* image) {
   warp.each([&](int lane, Lane& own) {
     if (lane / kPlainLanes * kPlainGroup < left) {
-      plain_sum<kReduceBits, kLayout, true>(own, lane, from, factor);
+      plain_sum<kReduceBits, kLayout, true, 2>(own, lane, from, factor);
     } else {
       FLASH_UNROLL
       for (float& x : own.x) x = 0.0f;
