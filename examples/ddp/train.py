@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 examples/ddp/train.py --bits 8     gradients at 8 bi
 """
 
 import argparse
+import os
 import sysconfig
 from pathlib import Path
 
@@ -42,9 +43,10 @@ def main() -> None:
     parser.add_argument("--bits", type=int, help="width of the gradients; without it, DDP's own reduction")
     parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    # NCCL takes one rank a GPU: more ranks than GPUs share them over gloo, to try this out.
+    dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
+    device = torch.device("cuda", dist.get_node_local_rank() % gpus) if gpus else torch.device("cpu")
     torch.set_num_threads(1)
     torch.manual_seed(1)
 

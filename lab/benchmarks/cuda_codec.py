@@ -8,7 +8,8 @@ median over the rounds: 1 is the speed of memory. The L2 cache is emptied before
 are of CUDA events.
 
 MiB is the size of the tensor that is encoded or decoded into; of the sums, of one rank's shard, to which 8
-payloads are added up. With feedback a residual of 8 bits is read and written beside it. "peers" are other projects'
+payloads are added up. With feedback a residual of 8 bits is read and written beside it. Codebook and spikes are the
+presets' formats. "peers" are other projects'
 formats, quantized by Triton kernels written here from their documentation (lab/benchmarks/triton_fp8.py), not by their
 own kernels.
 """
@@ -59,9 +60,13 @@ def counted_bytes(kernel: str, numel: int, element: int, c: Format, ranks: int =
     }[kernel]
 
 
-def target(kernel: str, bits: int, dtype: str, group_size: int, mib: int) -> float | None:
+def options_of(c: Format) -> str:
+    return "+".join(name for name in ("compact", "codebook", "spikes") if getattr(c, name))
+
+
+def target(kernel: str, bits: int, dtype: str, group_size: int, mib: int, options: str) -> float | None:
     """The share that is aimed at, or None where nothing is."""
-    if mib < TARGET_MIB or dtype != "bf16" or group_size != 128 or kernel.endswith("feedback"):
+    if mib < TARGET_MIB or dtype != "bf16" or group_size != 128 or kernel.endswith("feedback") or options:
         return None
     return 0.9 if bits in (8, 4) else 0.75
 
@@ -148,14 +153,14 @@ def measure(clock: Clock, mib: int, dtype: str, c: Format) -> list[dict[str, Any
                 "dtype": dtype,
                 "bits": c.bits,
                 "group_size": c.group_size,
-                "compact": c.compact,
+                "options": options_of(c),
                 "numel": numel,
                 "bytes": counted,
                 "us": 1e6 * statistics.median(times["kernel"]),
                 "copy us": 1e6 * statistics.median(times["copy"]),
                 "GB/s": 1e-9 * counted / statistics.median(times["kernel"]),
                 "share": statistics.median(b / a for a, b in zip(times["kernel"], times["copy"], strict=True)),
-                "target": target(kernel, c.bits, dtype, c.group_size, mib),
+                "target": target(kernel, c.bits, dtype, c.group_size, mib, options_of(c)),
             }
         )
     return measured
@@ -232,10 +237,12 @@ def plan(quick: bool) -> list[tuple[int, str, Format]]:
     """What is measured: MiB, dtype, codec."""
     plain = {bits: Format(bits, 128) for bits in WIDTHS}
     compact = {bits: Format(bits, 64, compact=True) for bits in WIDTHS}
+    of_presets = [Format(bits, 256 if bits == 8 else 128, codebook=True, spikes=True) for bits in (8, 6, 4, 2)]
     if quick:
-        return [(64, "bf16", plain[bits]) for bits in (8, 5, 4)]
+        return [(64, "bf16", c) for c in (plain[8], plain[5], plain[4], of_presets[2])]
     cases = [(mib, "bf16", plain[bits]) for mib in (1, 4, 16, 64, 256, 512) for bits in (8, 4)]
     cases += [(64, "bf16", plain[bits]) for bits in WIDTHS if bits not in (8, 4)]
+    cases += [(64, "bf16", c) for c in of_presets]
     cases += [(64, "bf16", compact[bits]) for bits in WIDTHS]
     cases += [(64, "fp32", c) for bits in (8, 4) for c in (plain[bits], compact[bits])]
     return cases
@@ -263,7 +270,7 @@ def main() -> int:
         write_json(arguments.json, results)
 
     print(f"{results['about']['device']}, an encode of one group: {results['launch us']:.1f} us")
-    print(f"{'kernel':27}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':8}{'us':>9}{'GB/s':>8}{'share':>7}")
+    print(f"{'kernel':27}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':16}{'us':>9}{'GB/s':>8}{'share':>7}")
     for mib, dtype, c in plan(arguments.quick):
         try:
             rows = measure(clock, arguments.mib or mib, dtype, c)
@@ -274,7 +281,7 @@ def main() -> int:
         for row in rows:
             print(
                 f"{row['kernel']:27}{row['MiB']:5} {row['dtype']:6}{row['bits']:4}{row['group_size']:5} "
-                f"{'compact' if row['compact'] else '':8}{row['us']:9.1f}{row['GB/s']:8.0f}{row['share']:7.2f}"
+                f"{row['options']:16}{row['us']:9.1f}{row['GB/s']:8.0f}{row['share']:7.2f}"
                 + ("  below the aim" if row["target"] and row["share"] < row["target"] else "")
             )
         results["rows"] += rows

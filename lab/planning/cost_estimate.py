@@ -157,7 +157,7 @@ class Kernels:
         """From what lab.benchmarks.cuda_codec wrote: bf16, groups of 128."""
         points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for row in results["rows"]:
-            if row["dtype"] == "bf16" and row["group_size"] == 128 and not row["compact"]:
+            if row["dtype"] == "bf16" and row["group_size"] == 128 and not row["options"]:
                 points.setdefault((row["kernel"], row["bits"]), []).append((float(row["bytes"]), float(row["share"])))
         return cls({key: sorted(values) for key, values in points.items()}, 1e-6 * float(results["launch us"]))
 

@@ -95,7 +95,7 @@ def test_every_number_of_a_machine_has_a_source() -> None:
 
 def test_measured_kernels_are_interpolated_and_cost_a_launch_at_least() -> None:
     rows = [
-        {"kernel": "encode", "dtype": "bf16", "group_size": 128, "compact": False, "bits": 4, "bytes": b, "share": s}
+        {"kernel": "encode", "dtype": "bf16", "group_size": 128, "options": "", "bits": 4, "bytes": b, "share": s}
         for b, s in ((3000, 0.9), (1000, 0.5))
     ]
     other = {**rows[0], "group_size": 64, "share": 0.1}
