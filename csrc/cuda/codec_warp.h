@@ -760,12 +760,6 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
 
 // ---- decoding -------------------------------------------------------------------------------------------
 
-// To -0 all numbers are added as they are, -0 itself too.
-FLASH_HD void begin_sum(Lane& own) {
-  FLASH_UNROLL
-  for (float& x : own.x) x = -0.0f;
-}
-
 // What one rank sent of a lane's elements, added to x. align: 1, 2 or 4 divides the address of every record.
 template <bool kOptions>
 FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* record, int align) {
@@ -850,7 +844,8 @@ FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int6
       for (float& x : own.x) x = 0.0f;
       return;
     }
-    begin_sum(own);
+    FLASH_UNROLL
+    for (float& x : own.x) x = -0.0f;  // to which every number is added as it is, -0 too
     const uint8_t* record = from.data + mine * form.record;
     for (int64_t rank = 0; rank < from.count; ++rank) {
       add_record<kOptions>(own, lane, form, record + rank * from.stride, from.align);
@@ -1008,11 +1003,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
   encode_groups<kOptions>(warp, form, groups, key, number, image);
   warp.sync();  // what its first lane wrote of a record all lanes read
   const Sources sent{image, 1, 0, form.record % 4 == 0 ? 4 : 2};
-  warp.each([&](int lane, Lane& own) {
-    if (form.group_of(lane) >= groups) return;
-    begin_sum(own);
-    add_record<kOptions>(own, lane, form, image + form.group_of(lane) * form.record, sent.align);
-  });
+  sum_groups<kOptions>(warp, form, sent, 0, groups);
   if (kOptions) restore_groups(warp, form, sent, 0, groups);
   warp.each([&](int lane, Lane& own) {
     if (form.group_of(lane) >= groups) return;

@@ -468,33 +468,41 @@ FLASH_HD bool plain_sum(Lane& own, int lane, const Sources& from, float factor) 
   const uint32_t base = kept_in_register(0x47000000u);
   if (kSum) {
     const int count = static_cast<int>(from.count);
-    const auto some = [&](auto first, auto ranks) {
-      Part<kBits> parts[ranks.value];
+    const auto one = [&](auto first) {
+      const Part<kBits> part = load_part<kBits, kLayout>(record, lane);
+      record += from.stride;
+      add_part<first.value, kBits, kLayout>(own, part, base, bound);
+    };
+    // The records of two ranks are on their way together.
+    const auto two = [&](auto first) {
+      const Part<kBits> a = load_part<kBits, kLayout>(record, lane);
+      const Part<kBits> b = load_part<kBits, kLayout>(record + from.stride, lane);
+      record += 2 * from.stride;
+      add_part<first.value, kBits, kLayout>(own, a, base, bound);
+      add_part<false, kBits, kLayout>(own, b, base, bound);
+    };
+    const auto many = [&](auto first) {
+      Part<kBits> parts[kAtOnce];
       FLASH_UNROLL
-      for (int i = 0; i < ranks.value; ++i) {
-        parts[i] = load_part<kBits, kLayout>(record, lane);
+      for (Part<kBits>& part : parts) {
+        part = load_part<kBits, kLayout>(record, lane);
         record += from.stride;
       }
       add_part<first.value, kBits, kLayout>(own, parts[0], base, bound);
       FLASH_UNROLL
-      for (int i = 1; i < ranks.value; ++i) add_part<false, kBits, kLayout>(own, parts[i], base, bound);
+      for (int i = 1; i < kAtOnce; ++i) add_part<false, kBits, kLayout>(own, parts[i], base, bound);
     };
-    const auto one = std::integral_constant<int, 1>();
-    const auto two = std::integral_constant<int, 2>();
-    int rank = 0;
-    if (kAtOnce > 2 && count >= kAtOnce) {
-      const auto more = std::integral_constant<int, kAtOnce>();
-      some(std::true_type(), more);
-      for (rank = kAtOnce; rank + kAtOnce <= count; rank += kAtOnce) some(std::false_type(), more);
-    } else if (count >= 2) {
-      some(std::true_type(), two);
-      rank = 2;
+    int rank = kAtOnce > 2 && count >= kAtOnce ? kAtOnce : count >= 2 ? 2 : 1;
+    if (rank == 1) {
+      one(std::true_type());
+    } else if (kAtOnce == 2 || rank == 2) {
+      two(std::true_type());
     } else {
-      some(std::true_type(), one);
-      rank = 1;
+      many(std::true_type());
+      for (; rank + kAtOnce <= count; rank += kAtOnce) many(std::false_type());
     }
-    for (; rank + 2 <= count; rank += 2) some(std::false_type(), two);
-    if (rank < count) some(std::false_type(), one);
+    for (; rank + 2 <= count; rank += 2) two(std::false_type());
+    if (rank < count) one(std::false_type());
   } else {
     add_part<true, kBits, kLayout>(own, load_part<kBits, kLayout>(record, lane), base, bound);
   }
