@@ -71,6 +71,13 @@ CODEC = Table(
     texts.codec,
     names_codec=True,
 )
+GPU_KERNELS = Table(
+    "GPU kernels",
+    (Command("python -m lab.benchmarks.cuda_codec", "--quick --rounds 2"),),
+    texts.gpu_kernels,
+    names_codec=True,
+    needs=("a GPU",),
+)
 COLLECTIVES = (
     Table(
         "all_reduce",
@@ -396,4 +403,4 @@ BF16_RING = Table(
     picture=("bf16_ring.png", lambda results, picture: bf16_ring.plot(results[0], picture)),
     needs=("matplotlib",),
 )
-TABLES = (CODEC, *COLLECTIVES, *STEPS, *TRAINING, *REAL_MODEL, *ACCURACY, BF16_RING)
+TABLES = (CODEC, GPU_KERNELS, *COLLECTIVES, *STEPS, *TRAINING, *REAL_MODEL, *ACCURACY, BF16_RING)

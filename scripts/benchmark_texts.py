@@ -49,6 +49,20 @@ def codec(results: list[Any]) -> Rows:
     return rows
 
 
+def gpu_kernels(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.cuda_codec, bf16 at 64 MiB: a row a form, microseconds and the share of a copy's speed."""
+    (result,) = results
+    rows: Rows = []
+    for row in result["rows"]:
+        if row["MiB"] != 64 or row["dtype"] != "bf16" or "compact" in row["options"] or row["bits"] in (7, 5, 3):
+            continue  # those widths lie between their neighbours
+        if not rows:
+            rows.append(["bits", "group", "options", *row["us"]])
+        cells = (f"{us:.0f} ({row['share'][kernel]:.2f})" for kernel, us in row["us"].items())
+        rows.append([row["bits"], row["group_size"], row["options"].replace("+", ", "), *cells])
+    return rows
+
+
 def collectives(results: list[Any]) -> Rows:
     """Of `flash-allreduce bench`, one size: a row a dtype and variant, columns for each link and number of ranks."""
     setups: dict[str, dict[str, Any]] = {}

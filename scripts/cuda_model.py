@@ -1,4 +1,4 @@
-"""What the machine code of the main kernels lets expect of a GPU. Needs no GPU, and none has confirmed it.
+"""Model what the main kernels' machine code lets expect of a GPU. Needs no GPU; docs/trust/cuda.md has how near it is.
 
     SASS -> control flow -> the path of a full block -> instructions, waits, bytes in flight -> share of a copy's speed
 

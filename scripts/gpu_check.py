@@ -239,13 +239,13 @@ def read_bench(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def read_codec(path: Path) -> tuple[dict[str, Any], str]:
-    """The kernels' times; of those at 64 MiB a row each, with the share of a copy's speed."""
+    """The kernels' times; of 64 MiB a row for each form, with the shares of a copy's speed."""
     results = json.loads(path.read_text())
     page = [
-        f"{r['kernel']:27}{r['dtype']} {r['bits']} bits g{r['group_size']:<5}{r['options']:16}{r['us']:8.1f} us, "
-        f"{r['share']:.2f} of a copy's speed"
-        for r in results["rows"]
-        if r["MiB"] == 64
+        f"{row['dtype']} {row['bits']} bits g{row['group_size']:<5}{row['options']:17}"
+        + ", ".join(f"{kernel} {us:.0f} us ({row['share'][kernel]:.2f})" for kernel, us in row["us"].items())
+        for row in results["rows"]
+        if row["MiB"] == 64
     ]
     return {**results, "page": page}, ""
 

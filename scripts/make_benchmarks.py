@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flash_allreduce_plugin import FlashConfig
 from flash_allreduce_plugin.cli import machine
 from lab.benchmarks.results import write_json
@@ -136,6 +138,9 @@ def missing(table: Table) -> str:
                 return "root"
             if shutil.which("tc") is None:
                 return "iproute2"
+        elif need == "a GPU":
+            if not torch.cuda.is_available():
+                return need
         elif importlib.util.find_spec(need) is None:
             return need
     return ""

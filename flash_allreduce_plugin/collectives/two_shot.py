@@ -58,7 +58,7 @@ def _by_ranks(one_shot_kib: Sequence[int], fused_kib: int) -> dict[int, Limits]:
 
 #: What `auto` stands for with 2, 3, ... 8 ranks: an unmeasured estimate (lab/planning/fused_estimate.py).
 NVLINK = _by_ranks((512, 256, 256, 128, 128, 128, 128), fused_kib=4096)
-PCIE = _by_ranks((256, 128, 128, 128, 128, 64, 128), fused_kib=1024)
+PCIE = _by_ranks((256, 128, 128, 128, 128, 128, 128), fused_kib=1024)
 _MOST = max(*NVLINK.values(), *PCIE.values(), key=lambda limits: limits.fused)
 
 # Keys of counts: short, and the same from call to call.

@@ -1,7 +1,7 @@
 """What a whole all-reduce should take on machines that were not there to be measured.
 
     python -m lab.planning.cost_estimate --kernels cuda_codec.json
-    python -m lab.planning.cost_estimate                      before there is one: a model of the kernels' machine code
+    python -m lab.planning.cost_estimate                      before there is one: the shares of presets.py
     python -m lab.planning.cost_estimate --share 0.9          all kernels alike: an assumption
 
 An estimate, from three kernels a rank and the bytes that it sends, of a bf16 tensor at 8 and 4 bits in groups of 128:
@@ -13,7 +13,7 @@ An estimate, from three kernels a rank and the bytes that it sends, of a bf16 te
 
 A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
 of kernels and link, "overlapped" the longer of them: chunks in flight come close to the second for large tensors. Both
-take what the host needs for the call at least. No GPU has confirmed the model of the kernels.
+take what the host needs for the call at least.
 Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/use/clusters.md): INT8
 inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
 
@@ -158,7 +158,8 @@ class Kernels:
         points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for row in results["rows"]:
             if row["dtype"] == "bf16" and row["group_size"] == 128 and not row["options"]:
-                points.setdefault((row["kernel"], row["bits"]), []).append((float(row["bytes"]), float(row["share"])))
+                for kernel, share in row["share"].items():
+                    points.setdefault((kernel, row["bits"]), []).append((float(row["bytes"][kernel]), float(share)))
         return cls({key: sorted(values) for key, values in points.items()}, 1e-6 * float(results["launch us"]))
 
     @classmethod
@@ -296,7 +297,7 @@ def main() -> int:
         basis = f"kernels as measured in {arguments.kernels.name}"
     else:
         kernels = Kernels.assume(arguments.share)
-        reach = "as a MODEL of their machine code has them"
+        reach = "as an H100 measured them"
         if arguments.share is not None:
             reach = f"ASSUMED to reach {arguments.share:g} of a copy's speed"
         basis = f"kernels {reach}, and {1e6 * kernels.launch:g} us a launch, assumed"

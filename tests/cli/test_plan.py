@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from flash_allreduce_plugin.cli.plan import layout_file
 from flash_allreduce_plugin.cli.plan import presets as plan_presets
 from flash_allreduce_plugin.config import FlashConfig
 
+RESULTS = Path(__file__).parents[2] / "lab" / "results"
 SMALL = {"layers": 8, "hidden": 1024, "heads": 16, "sequence": 1024}
 SLOW = {"peak_flops": "100T", "ranks_per_node": 1, "intra": "1GB/s", "inter": "1gbit"}
 
@@ -89,34 +90,28 @@ def test_a_cluster_by_name_and_by_numbers_are_the_same():
     assert unknown.shares == plan_presets.DEVICES["a100"].shares
 
 
-def test_kernels_that_no_gpu_has_measured_are_not_promised_more_than_the_aim():
+def test_kernels_are_not_promised_more_than_the_aim():
     for device in plan_presets.DEVICES.values():
         assert set(device.shares) == set(range(2, 9))
         assert all(0 < share <= plan_presets.CODEC for of in device.shares.values() for share in astuple(of))
     h200 = plan_presets.DEVICES["h200"].shares
-    assert (h200[4].decode_sum_encode, h200[4].encode, h200[6].decode_sum_encode) == (0.63, 0.9, 0.14)
+    assert (h200[4].decode_sum_encode, h200[4].encode, h200[6].decode_sum_encode) == (0.47, 0.9, 0.2)
     out = run("--model llama-7b --cluster h200-8x1 --tp 8 --bits 8").output
-    assert "the slowest kernel 0.90 at 8 bits, 0.63 at 4 bits of it" in out and "no GPU has measured it" in out
+    assert "the slowest kernel 0.90 at 8 bits, 0.47 at 4 bits of it" in out and "measured on an H100" in out
 
 
-def test_shares_of_the_kernels_are_those_of_the_model():
-    """The table that nox -s check-cuda holds to the machine code; none above the aim."""
-    document = (Path(__file__).parents[2] / "docs" / "trust" / "cuda.md").read_text(encoding="utf-8")
-    rows = [re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if re.match(r"\| .*, [84] bits \|", line)]
-    heads = next(re.split(r" *\| *", line)[1:-1] for line in document.splitlines() if "| A100 | H100 |" in line)
-    kernels = {
-        "encode": "encode",
-        "decode": "decode",
-        "sum of 8": "decode_sum",
-        "sum of 8, encoded": "decode_sum_encode",
-    }
-    assert len(rows) == 8
-    for row in rows:
-        name, bits = re.fullmatch(r"(.*), (\d) bits", row[0]).groups()
-        for gpu in ("A100", "H100", "H200"):
-            shares = plan_presets.DEVICES[gpu.lower()].shares[int(bits)]
-            modelled = float(row[heads.index(gpu)])
-            assert getattr(shares, kernels[name]) == min(modelled, plan_presets.CODEC), (row[0], gpu)
+def test_shares_of_the_kernels_are_those_of_an_h100():
+    """As lab/results has them at 64 MiB; of the widths but 8 and 4 the least; none above the aim."""
+    results = json.loads(next(RESULTS.glob("*/gpu_kernels-1.json")).read_text(encoding="utf-8"))
+    assert "H100" in results["about"]["device"]
+    plain = [row for row in results["rows"] if (row["MiB"], row["dtype"], row["options"]) == (64, "bf16", "")]
+    measured = {row["bits"]: row["share"] for row in plain}
+    kernels = [field.name for field in fields(plan_presets.Shares)]
+    others = {kernel: min(measured[bits][kernel] for bits in (7, 6, 5, 3, 2)) for kernel in kernels}
+    for bits, shares in plan_presets.DEVICES["h100"].shares.items():
+        expected = measured[bits] if bits in (8, 4) else others
+        for kernel in kernels:
+            assert getattr(shares, kernel) == pytest.approx(min(expected[kernel], plan_presets.CODEC), abs=0.006)
 
 
 def test_the_host_is_in_the_plan(tmp_path):

@@ -95,10 +95,10 @@ def test_every_number_of_a_machine_has_a_source() -> None:
 
 def test_measured_kernels_are_interpolated_and_cost_a_launch_at_least() -> None:
     rows = [
-        {"kernel": "encode", "dtype": "bf16", "group_size": 128, "options": "", "bits": 4, "bytes": b, "share": s}
+        {"dtype": "bf16", "group_size": 128, "options": "", "bits": 4, "bytes": {"encode": b}, "share": {"encode": s}}
         for b, s in ((3000, 0.9), (1000, 0.5))
     ]
-    other = {**rows[0], "group_size": 64, "share": 0.1}
+    other = {**rows[0], "group_size": 64, "bytes": {"encode": 2000}, "share": {"encode": 0.1}}
     kernels = Kernels.of_json({"rows": [*rows, other], "launch us": 7.0})
     shares = [kernels.share("encode", 4, b, BOX) for b in (10, 1000, 2000, 3000, 10**9)]
     assert shares == pytest.approx([0.5, 0.5, 0.7, 0.9, 0.9])

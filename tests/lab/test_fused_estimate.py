@@ -13,8 +13,8 @@ from lab.planning import fused_estimate
 from lab.planning.fused_estimate import BOXES, Box, fused_seconds, limit, limits
 
 INT4 = Format(4, 128)  # 68 bytes of 256
-SHARES = {fused_estimate.GENERAL: Shares(encode=0.5, decode=0.4, decode_sum=0.3, decode_sum_encode=0.2)}
-MACHINE = replace(BOXES[0].machine, copy=1e9, link=1e8, shares=SHARES)
+SHARES = Shares(encode=0.5, decode=0.4, decode_sum=0.3, decode_sum_encode=0.2)
+MACHINE = replace(BOXES[0].machine, copy=1e9, link=1e8)
 BOX = replace(BOXES[0], machine=MACHINE, processors=30, meeting=1.0)
 
 
@@ -25,8 +25,9 @@ def test_the_default_limits_are_those_of_the_estimate(box: Box) -> None:
     assert table == {ranks: limits(box, ranks) for ranks in range(2, two_shot.MOST_RANKS + 1)}
 
 
-def test_a_call_by_hand() -> None:
+def test_a_call_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 ranks, 40 pieces of 1024: 10 stripes in two shots, 40 in one; 10 blocks of 30 multiprocessors at most."""
+    monkeypatch.setattr(fused_estimate, "GENERAL", SHARES)
     numel, tensor, payload = 40 * 1024, 80 * 1024, 40 * 544
     two = fused_seconds(numel, INT4, BOX, 4, one_shot=False)
     assert two == pytest.approx(

@@ -104,14 +104,14 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
     return {bits: Shares(*(min(share, CODEC) for share in astuple(named.get(bits, other)))) for bits in range(2, 9)}
 
 
-# Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks. No GPU has measured it.
+# Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks.
 #
-# 8 and 4 bits: the model of scripts/cuda_model.py, an upper bound: docs/trust/cuda.md has its table. Other widths
-# take the general kernels: the lower end of an estimate, from the instructions that they have at 4 bits (27 an element,
-# 122 to 144 for a sum of 8 ranks), on H100 and H200. The A100 can issue as many for a byte of its memory as the H100.
-_A100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.86))
-_H100 = _shares(Shares(0.54, 0.43, 0.25, 0.20), Shares(1.00, 1.00, 1.00, 1.00), Shares(1.00, 1.00, 1.00, 0.89))
-_H200 = _shares(Shares(0.40, 0.30, 0.20, 0.14), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.63))
+# H100: measured at 64 MiB (docs/trust/cuda.md), of the widths but 8 and 4 the least. The A100 can issue as many
+# instructions for a byte of its memory: it is taken for an H100. H200: its memory is 1.43 times as fast, so many times
+# less is the share of what is below 0.9 on an H100; of the others what scripts/cuda_model.py allows.
+_H100 = _shares(Shares(0.71, 0.68, 0.46, 0.28), Shares(1.00, 0.93, 0.90, 0.90), Shares(0.97, 0.92, 0.91, 0.67))
+_A100 = _H100
+_H200 = _shares(Shares(0.50, 0.48, 0.32, 0.20), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.47))
 #: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
 #: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
