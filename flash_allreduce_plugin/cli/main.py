@@ -40,7 +40,10 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps of each variant. Default: 120, with --long 300.")
     ] = None,
-    bits: Annotated[str, typer.Option(help="Widths to train with, forward and backward.")] = "8,4",
+    presets: Annotated[
+        str | None, typer.Option(help="Presets to train with. Default: int8,int4, or none beside --bits.")
+    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Widths to train with, forward and backward: 8,4.")] = None,
     options: Annotated[
         str, typer.Option(help='More of the configuration of these, as JSON: \'{"range": "mse"}\'.')
     ] = "{}",
@@ -73,8 +76,9 @@ def demo(
     from flash_allreduce_plugin.cli.demo.model import ModelSize
     from flash_allreduce_plugin.config import strict_json
 
+    named = presets if presets is not None or bits is not None else "int8,int4"
     try:
-        widths = [int(width) for width in bits.split(",")]
+        widths = [int(width) for width in bits.split(",")] if bits else []
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     try:
@@ -89,6 +93,7 @@ def demo(
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
             steps=steps or scale.steps,
+            presets=named.split(",") if named else [],
             bits=widths,
             seed=seed,
             data=data,

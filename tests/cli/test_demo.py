@@ -48,7 +48,8 @@ def run(*arguments, timeout=200):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_short_demo(tmp_path, text, sequence_parallel):
     options = {"hadamard": True} if sequence_parallel else {}
-    extra = ["--sequence-parallel", "--options", json.dumps(options)] if sequence_parallel else ["--noise-control"]
+    extra = ["--sequence-parallel", "--bits", "8,4", "--options", json.dumps(options)]
+    extra = extra if sequence_parallel else ["--noise-control"]
     done = run(
         "--steps",
         "4",
@@ -69,15 +70,18 @@ def test_a_short_demo(tmp_path, text, sequence_parallel):
     assert result["settings"]["options"] == options
     variants = result["variants"]
     noisy = [] if sequence_parallel else [name for name in variants if name.startswith("noise")]
-    assert list(variants) == ["full precision", "INT8", "INT4", *noisy]
+    widths = (("INT8", 8.25, 35), ("INT4", 4.25, 12))
+    presets = (("preset int8", 8.375, 35), ("preset int4", 6.5, 25))  # 6.75 bits forward, 6.25 backward
+    quantized = widths if sequence_parallel else presets
+    assert list(variants) == ["full precision", *(name for name, _, _ in quantized), *noisy]
     assert bool(noisy) != sequence_parallel
     assert all(len(variant["losses"]) == 4 and variant["replicas_equal"] for variant in variants.values())
-    for name, width, least_db in (("INT8", 8, 35), ("INT4", 4, 12)):
+    for name, least_bits, least_db in quantized:
         fired = {site: counts for site, counts in variants[name]["sites"].items() if counts["quantized"]}
         assert sorted(counts["quantized"] for counts in fired.values()) == [2 * 4, 3 * 4]
         assert all(counts["sqnr_db"] > least_db for counts in fired.values())
         bits = demo_report.bits_per_element(variants[name])
-        assert width + 0.25 <= bits < width + 1
+        assert least_bits - 0.1 <= bits < least_bits + 0.75
         assert variants[name]["bytes_sent_per_step"] < variants[name]["bytes_full_precision_per_step"]
         assert name in done.stdout
     assert variants["full precision"]["sites"] == {}
@@ -116,6 +120,7 @@ def refusal(*arguments):
     ("arguments", "says"),
     [
         (["--bits", "9"], "bits=9"),
+        (["--presets", "int5"], "preset='int5'"),
         (["--bits", "8,four"], "whole numbers from 2 to 8"),
         (["--options", "mse"], "expected a JSON object"),
         (["--options", "[1]"], "expected a JSON object"),
@@ -209,7 +214,7 @@ def test_the_demo_does_not_import_benchmarks():
 
 def measured(bits, seconds, sent):
     return {
-        "bits": bits,
+        "quantized": bits is not None,
         "seconds_per_step": seconds,
         "bytes_sent_per_step": sent,
         "bytes_full_precision_per_step": 0 if bits is None else 1_000_000,
@@ -254,7 +259,7 @@ SETTINGS = Settings((Variant("full precision"), Variant("INT8", bits=8)), steps=
 def good_result():
     def variant(bits, sites):
         return {
-            "bits": bits,
+            "quantized": bits is not None,
             "losses": [5.0, 4.0],
             "validation_loss": 4.0,
             "replicas_equal": True,

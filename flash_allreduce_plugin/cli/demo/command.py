@@ -57,6 +57,7 @@ def run_demo(
     tensor_parallel: int,
     sequence_parallel: bool,
     steps: int,
+    presets: list[str],
     bits: list[int],
     seed: int,
     data: Path | None,
@@ -72,7 +73,8 @@ def run_demo(
     Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything
     is started, and DemoError if a rank fails.
     """
-    variants = [FULL_PRECISION, *(Variant(f"INT{width}", bits=width) for width in dict.fromkeys(bits))]
+    variants = [FULL_PRECISION, *(Variant(f"preset {name}", preset=name) for name in dict.fromkeys(presets))]
+    variants += [Variant(f"INT{width}", bits=width) for width in dict.fromkeys(bits)]
     if noise_control:
         checkout.need("--noise-control", "noise")
         variants += [Variant(f"noise {level:g}", noise=level) for level in NOISE_LEVELS]
@@ -124,8 +126,8 @@ def _check(settings: Settings) -> None:
     if size.hidden % size.heads:
         raise ValueError(f"--hidden {size.hidden} is not a multiple of the {size.heads} heads")
     for variant in settings.variants:
-        if variant.bits is not None:
-            # ConfigError, a ValueError, for a width or an option there is not
+        if variant.quantized:
+            # ConfigError, a ValueError, for a preset, a width or an option there is not
             variant.config(measure=False, options=settings.options)
     split(corpus(settings.data), size.sequence)
 

@@ -69,7 +69,7 @@ def checks(result: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
             variant["replicas_equal"],
             "SHA-256 of every parameter outside tensor parallelism",
         )
-        if variant["bits"] is None:
+        if not variant["quantized"]:
             continue
         expected = {site: count * settings.steps for site, count in expected_quantized(settings).items()}
         fired = {site: counts["quantized"] for site, counts in variant["sites"].items() if counts["quantized"]}
@@ -91,9 +91,7 @@ def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
     """Print the comparison, the checks, the estimate for slow links and how to switch the plugin on."""
     variants = result["variants"]
     console.print(_comparison(variants))
-    console.print(
-        "One seed. At 4 bits the difference varies by several tenths of a percent from seed to seed.", highlight=False
-    )
+    console.print("One seed: differences of this size vary by as much from seed to seed.", highlight=False)
     _show_checks(console, result["checks"])
     _show_slow_links(console, slow_link.costs(variants))
     console.print("\n[bold]Switch it on[/bold]")
@@ -173,9 +171,9 @@ def _bytes_per_step(variant: dict[str, Any], variants: dict[str, Any]) -> float 
     Nothing is counted where nothing is patched: those send what the quantized variants' counters say for full
     precision.
     """
-    if variant["bits"] is not None:
+    if variant["quantized"]:
         return variant["bytes_sent_per_step"]
-    quantized = (other["bytes_full_precision_per_step"] for other in variants.values() if other["bits"] is not None)
+    quantized = (other["bytes_full_precision_per_step"] for other in variants.values() if other["quantized"])
     return next(quantized, None)
 
 
@@ -185,7 +183,7 @@ def _sqnr(variant: dict[str, Any]) -> str:
         measured = [value for value in values if value is not None]
         return f"{sum(measured) / len(measured):.1f}" if measured else "-"
 
-    return f"{mean('forward')} / {mean('dgrad')}" if variant["bits"] is not None else "-"
+    return f"{mean('forward')} / {mean('dgrad')}" if variant["quantized"] else "-"
 
 
 def _number(value: float | None, scale: float, form: str) -> str:

@@ -11,11 +11,11 @@ BF16 = "bf16"
 
 
 def costs(variants: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(seconds, bytes sent by a rank) of a step of full precision, bf16 and each width; {} if no step was timed.
+    """(seconds, bytes sent by a rank) of a step: full precision, bf16, each quantized variant; {} if none was timed.
 
     bf16 is not trained: it is full precision with half of the bytes. The noise control is left out.
     """
-    quantized = {name: variant for name, variant in variants.items() if variant["bits"] is not None}
+    quantized = {name: variant for name, variant in variants.items() if variant["quantized"]}
     full_name, full = next(iter(variants.items()))
     if not quantized or any(variant["seconds_per_step"] is None for variant in [full, *quantized.values()]):
         return {}

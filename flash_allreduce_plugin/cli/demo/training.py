@@ -47,20 +47,26 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to train: full precision, quantized to `bits` forward and backward, or with `noise` on the g
-    forward output.
+    """One way to train: full precision, as `preset` says, quantized to `bits` forward and backward, or with `noise`
+    on the g forward output.
     """
 
     name: str
     bits: int | None = None
     noise: float = 0.0
+    preset: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        return self.bits is not None or self.preset is not None
 
     def config(self, *, measure: bool, options: Mapping[str, Any]) -> FlashConfig:
         """Every call is quantized whatever its size: the demo is about numerics and bytes, not about
         thresholds.
         """
-        assert self.bits is not None
-        values: dict[str, Any] = {"bits": self.bits, "backward_bits": self.bits, "min_bytes": 0}
+        assert self.quantized
+        values: dict[str, Any] = {"preset": self.preset, "bits": self.bits, "backward_bits": self.bits}
+        values = {key: value for key, value in values.items() if value is not None} | {"min_bytes": 0}
         values |= {"quality_interval": int(measure), "quality_measure": "exact"}
         return FlashConfig.from_dict({**values, **options})
 
@@ -229,7 +235,7 @@ def _validate(run: _Run, data: torch.Tensor, settings: Settings) -> float:
 @contextlib.contextmanager
 def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> Iterator[None]:
     """The variant's patches in place; the reductions of full precision are Megatron's own."""
-    if variant.bits is not None:
+    if variant.quantized:
         megatron.enable(variant.config(measure=measure, options=settings.options))
         try:
             yield
@@ -250,7 +256,7 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
 
 def _results(run: _Run, group: dist.ProcessGroup) -> dict[str, Any]:
     return {
-        "bits": run.variant.bits,
+        "quantized": run.variant.quantized,
         "noise": run.variant.noise,
         "losses": run.losses,
         "validation_loss": run.validation_loss,
