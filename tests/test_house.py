@@ -65,7 +65,7 @@ LONG_FUNCTIONS = {
     "flash_allreduce_plugin/api/reductions.py:all_reduce": 62,
     "flash_allreduce_plugin/api/reductions.py:reduce_scatter": 63,
     "flash_allreduce_plugin/api/reductions.py:all_gather": 64,
-    "flash_allreduce_plugin/cli/main.py:demo": 71,
+    "flash_allreduce_plugin/cli/main.py:demo": 70,
     "flash_allreduce_plugin/collectives/all_to_all.py:all_to_all": 70,
     "flash_allreduce_plugin/collectives/broadcast.py:broadcast": 71,
     "flash_allreduce_plugin/integrations/megatron/__init__.py:enable": 63,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +30,19 @@ app = typer.Typer(
 @app.callback()
 def _commands() -> None:
     """Keeps `demo` a command of its own while it is the only one."""
+
+
+def _fields(options: str) -> dict[str, Any]:
+    """The JSON object that --options is."""
+    from flash_allreduce_plugin.config import strict_json
+
+    try:
+        fields = strict_json.loads(options)
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
+    if not isinstance(fields, dict):
+        raise typer.BadParameter(f"--options {options}: expected a JSON object")
+    return fields
 
 
 @app.command()
@@ -74,19 +87,13 @@ def demo(
     """
     from flash_allreduce_plugin.cli.demo.command import LONG, SHORT, DemoError, run_demo
     from flash_allreduce_plugin.cli.demo.model import ModelSize
-    from flash_allreduce_plugin.config import strict_json
 
     named = presets if presets is not None or bits is not None else "int8,int4"
     try:
         widths = [int(width) for width in bits.split(",")] if bits else []
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
-    try:
-        fields = strict_json.loads(options)
-    except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"--options {options}: expected a JSON object ({error})") from None
-    if not isinstance(fields, dict):
-        raise typer.BadParameter(f"--options {options}: expected a JSON object")
+    fields = _fields(options)
     scale = LONG if long else SHORT
     try:
         held = run_demo(
