@@ -147,6 +147,18 @@ def test_the_page_that_is_sent(tmp_path: Path) -> None:
     assert "      65,536 bytes: full precision " in page and "; INT4 " in page
 
 
+def test_the_page_has_the_kernels_of_64_mib(tmp_path: Path) -> None:
+    """Of what an H100 wrote."""
+    (results,) = (ROOT / "lab" / "results").glob("*/gpu_kernels-1.json")
+    figures, wrong = gpu_check.read_codec(results)
+    check = Check(tmp_path, budget=10)
+    check.outcomes["cuda_codec"] = Outcome("ok", figures=figures)
+    check.save()
+    page = (tmp_path / "report.txt").read_text()
+    assert not wrong and "bf16 8 bits g256  codebook+spikes  encode 63 us (0.53), decode 48 us" in page
+    assert page.count(" bits g") == sum(row["MiB"] == 64 for row in figures["rows"])
+
+
 def test_switches_of_the_caller_do_not_reach_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASH_ALLREDUCE_REFERENCE", "1")
     monkeypatch.setenv("GPU_TESTS_ON", "cpu")
