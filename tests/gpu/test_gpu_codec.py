@@ -47,6 +47,24 @@ def test_every_option_width_and_group_size(options: dict[str, bool]) -> None:
         check(hard[first : first + 3].to(dtype), c, other, 2 + (i + 3) % 7)
 
 
+# Those of csrc/cuda/codec.cu: of the presets, and widths in groups of 128.
+KNOWN = (
+    Format(8, 256, codebook=True, spikes=True),
+    *(Format(bits, 128, codebook=True, spikes=True) for bits in (6, 4, 2)),
+    Format(6, 128, stochastic=True),
+    *(Format(bits, 128) for bits in BITS),
+)
+
+
+@pytest.mark.parametrize("c", KNOWN, ids=str)
+def test_forms_that_the_compiler_knows(c: Format) -> None:
+    """Rows at addresses that 16 divides take them: whole groups, a ragged group and a ragged block."""
+    for dtype, numel in itertools.product(DTYPES, (1024, 8200, 20_008)):
+        check(gaussian(3, numel, seed=numel).to(dtype), c, dtype, c.bits)
+    hard = torch.stack(list(hard_values(1104).values()))
+    check(hard[:3], c, DTYPES[1], c.bits)
+
+
 @pytest.mark.parametrize("c", SOME, ids=str)
 def test_the_reference_says_the_same(c: Format) -> None:
     for dtype in DTYPES:
