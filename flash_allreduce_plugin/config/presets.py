@@ -3,12 +3,11 @@
         bits an   validation loss against full precision
         element   gradients, ZeRO stage 0 / 2 / 3               tensor parallelism
 int8    8.25      +0.003 / +0.000 / +0.001 %                    +0.000 %
-int4    4.75      -0.010 / -0.008 / -0.007 %                    +0.030 %, at 6 bits
-thin    2.75      -0.029 / +0.051 / +0.058 %                    as int4
+int4    4.75      -0.003 / -0.001 / +0.003 %                    +0.030 %, at 6 bits
+thin    2.75      +0.026 / -0.005 / -0.001 %                    as int4
 
-Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/decide/benchmarks.md), int4 and thin
-without spikes, which they did not have then. Spikes are for pretrained models, whose tensors have heavy tails
-(docs/decide/accuracy.md):
+Means of three seeds, 400 steps, gradients or tensor-parallel sums alone (docs/decide/benchmarks.md). The sums of int4
+and thin had no spikes then. Spikes are for pretrained models, whose tensors have heavy tails (docs/decide/accuracy.md):
 
     python -m lab.benchmarks.deepspeed_training --sections '{"bits": 8}' '{"preset": "int4"}' '{"preset": "thin"}'
     python -m lab.benchmarks.training --steps 400 --bits 8
