@@ -50,7 +50,7 @@ def codec(results: list[Any]) -> Rows:
 
 
 def gpu_kernels(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.cuda_codec, bf16 at 64 MiB: a row a form, microseconds and the share of a copy's speed."""
+    """Return a row for each form of lab.benchmarks.cuda_codec, bf16 at 64 MiB: microseconds and share of a copy."""
     (result,) = results
     rows: Rows = []
     for row in result["rows"]:
@@ -383,18 +383,17 @@ def exchange_training(results: list[Any]) -> Rows:
 
 def bf16_ring(results: list[Any]) -> Rows:
     """Rows of bf16_ring: one for some numbers of ranks, simulated, in brackets measured; columns by variant."""
-    found: dict[tuple[float, int, str], dict[str, float]] = {}
+    found: dict[str, dict[tuple[float, int], dict[str, float]]] = {"simulated": {}, "measured": {}}
     for row in results[0]["rows"]:
-        found.setdefault((row["correlation"], row["ranks"], row["variant"]), {})[row["how"]] = row["sqnr_db"]
-    names = list(dict.fromkeys(row["variant"] for row in results[0]["rows"] if row["how"] == "simulated"))
+        found[row["how"]][row["correlation"], row["ranks"]] = row["sqnr_db"]
+    names = list(next(iter(found["simulated"].values())))
     rows: Rows = [["correlation", "ranks", *names]]
-    for correlation, ranks in sorted({key[:2] for key in found}):
+    for (correlation, ranks), simulated in sorted(found["simulated"].items()):
         if ranks in (2, 8, 16, 32, 64, 256, 1024):
-            cells = []
-            for name in names:
-                values = found[correlation, ranks, name]
-                measured = f" ({values['measured']:.1f})" if "measured" in values else ""
-                cells.append(f"{values['simulated']:.1f}{measured}")
+            measured = found["measured"].get((correlation, ranks), {})
+            cells = (
+                f"{simulated[name]:.1f}" + (f" ({measured[name]:.1f})" if name in measured else "") for name in names
+            )
             rows.append([correlation, ranks, *cells])
     return rows
 

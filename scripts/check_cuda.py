@@ -29,7 +29,7 @@ REGISTERS = 128  # of 65 536, for 2 x 256 threads
 # Of which one block of 256 threads has a multiprocessor for itself.
 ALONE = re.compile(r"two_shot_kernel|feedback_kernelI(LNS_5DTypeE\dE)?Lb1E")
 REGISTERS_ALONE = 255  # what a thread can have
-# Of which four blocks share a multiprocessor, or three (codec_kernels.h says which).
+# Four blocks of these share a multiprocessor, or three (codec_kernels.h says which).
 PLAIN = re.compile(r"plain_\w+_kernel")
 REGISTERS_PLAIN = 80
 DOCS = ROOT / "docs" / "trust" / "cuda.md"

@@ -1,4 +1,4 @@
-"""Model what the main kernels' machine code lets expect of a GPU. Needs no GPU; docs/trust/cuda.md has how near it is.
+"""Model what the main kernels' machine code lets expect of a GPU. docs/trust/cuda.md compares it with an H100.
 
     SASS -> control flow -> the path of a full block -> instructions, waits, bytes in flight -> share of a copy's speed
 

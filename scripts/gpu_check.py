@@ -2,7 +2,8 @@
 
     python3 -m scripts.gpu_check
 
-On one GPU the kernels; on two to eight of a machine also NCCL's all-reduce beside ours, and steps of the examples.
+On one GPU the kernels and steps of the DDP example; on two to eight also NCCL's all-reduce beside ours,
+and steps of the other examples.
 
     python -m scripts.gpu_check --out FOLDER [--quick] [--slow] [--only STEP ...] [--wheels FOLDER]
 
@@ -278,7 +279,7 @@ def read_sanitizer(output: str) -> tuple[dict[str, Any], str]:
 def training_steps(gpus: int, work: Path) -> list[Step]:
     """Some steps of the examples, in full precision and quantized, on all GPUs; two ranks of DDP share the only one."""
     ranks = max(2, min(gpus, 8))
-    one = "" if gpus > 1 else "there is one GPU, and gloo lacks collectives of CUDA tensors that it needs"
+    one = "" if gpus > 1 else "there is one GPU, and this takes a GPU a rank"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     data = work / "stdlib"
     prepare = [sys.executable, "examples/megatron/prepare_data.py", "--output-prefix", str(data)]

@@ -102,7 +102,7 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
                 assert (ROOT / (word.replace(".", "/") + ".py")).exists(), word
     absent = {step.name: step.absent for step in found}
     assert absent["NCCL and ours"] == "there is one GPU" and not absent["train ddp, 8 bits"]
-    assert absent["train deepspeed"].startswith("there is one GPU, and gloo")
+    assert absent["train deepspeed"].startswith("there is one GPU, and this takes")
     on_two = {step.name: step for step in gpu_check.steps(argparse.Namespace(quick=quick, slow=False), tmp_path, 2)}
     assert not on_two["NCCL and ours"].absent and not on_two["train ddp, 8 bits"].absent
     names = {step.name for step in found}
@@ -148,7 +148,7 @@ def test_the_page_that_is_sent(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_kernels_of_64_mib(tmp_path: Path) -> None:
-    """Of what an H100 wrote."""
+    """It reads the results that an H100 wrote."""
     (results,) = (ROOT / "lab" / "results").glob("*/gpu_kernels-1.json")
     figures, wrong = gpu_check.read_codec(results)
     check = Check(tmp_path, budget=10)

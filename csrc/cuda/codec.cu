@@ -41,7 +41,6 @@ void choose_form(const Form& form, int options, bool aligned, const F& f) {
   known(Fixed<6, 128, spikes>(), std::true_type());
   known(Fixed<4, 128, spikes>(), std::true_type());
   known(Fixed<2, 128, spikes>(), std::true_type());
-  known(Fixed<6, 128, kStochastic>(), std::true_type());
   known(Fixed<7, 128, 0>(), std::false_type());
   known(Fixed<6, 128, 0>(), std::false_type());
   known(Fixed<5, 128, 0>(), std::false_type());
@@ -50,6 +49,8 @@ void choose_form(const Form& form, int options, bool aligned, const F& f) {
   if constexpr (kFeedback) {
     known(Fixed<8, 128, 0>(), std::false_type());
     known(Fixed<4, 128, 0>(), std::false_type());
+  } else {
+    known(Fixed<6, 128, kStochastic>(), std::true_type());  // the backward passes of presets
   }
   if (found) return;
   if ((options & ~(kSymmetricCodes | kCompact)) != 0) {

@@ -1,4 +1,4 @@
-// The kernels of the codec: what a block does with the warps of codec_warp.h.
+// The codec's kernels. A block runs the warps of codec_warp.h.
 //
 // A block is 8 warps, 8192 elements (Flash Communication, arXiv 2412.04964, section 4). An encoding block
 // makes its payload in shared memory and copies it out whole: 8192 elements are whole records and a multiple
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes
     put_words(to + i, get_words(from + i));
   }
   if (whole == bytes) return;
-  // What is left, or a payload that begins at an even address only, or at any.
+  // The rest, or a payload whose address 16 does not divide.
   const int step = at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
   const int stepped = whole + ((bytes - whole) & ~(step - 1));
   for (int i = whole + static_cast<int>(threadIdx.x) * step; i < stepped; i += kBlockThreads * step) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ int residual_bytes(const Residual& residual, const Fo
   return residual.wide ? element_bytes(DType::kBFloat16) * form.group_size : residual_form(form).record;
 }
 
-// What this thread's warp has of a block's part, which lies at `image`.
+// The residual of this thread's warp; the block's lies at `image`.
 __device__ __forceinline__ Residual residual_of_warp(const Residual& residual, const Form& form,
                                                      uint8_t* image) {
   const int first = static_cast<int>(threadIdx.x) / kWarpLanes * form.groups_a_warp();

@@ -760,7 +760,7 @@ FLASH_HD void encode_groups(Warp& warp, const Form& form, int groups, uint64_t k
 
 // ---- decoding -------------------------------------------------------------------------------------------
 
-// What one rank sent of a lane's elements, added to x. align: 1, 2 or 4 divides the address of every record.
+// Adds one rank's values of a lane's elements to x. align: 1, 2 or 4 divides the address of every record.
 template <bool kOptions>
 FLASH_HD void add_record(Lane& own, int lane, const Form& form, const uint8_t* record, int align) {
   const Layout layout = layout_of(form.options);

@@ -45,7 +45,7 @@ def main() -> None:
     arguments = parser.parse_args()
     gpus = torch.cuda.device_count()
     # NCCL takes one rank a GPU: more ranks than GPUs share them over gloo, to try this out.
-    dist.init_process_group("nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo")
+    dist.init_process_group("nccl" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo")
     device = torch.device("cuda", dist.get_node_local_rank() % gpus) if gpus else torch.device("cpu")
     torch.set_num_threads(1)
     torch.manual_seed(1)

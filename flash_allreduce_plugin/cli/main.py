@@ -90,7 +90,7 @@ def demo(
 
     named = presets if presets is not None or bits is not None else "int8,int4"
     try:
-        widths = [int(width) for width in bits.split(",")] if bits else []
+        widths = [int(width) for width in bits.split(",")] if bits is not None else []
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
     fields = _fields(options)
@@ -100,7 +100,7 @@ def demo(
             tensor_parallel=tp,
             sequence_parallel=sequence_parallel,
             steps=steps or scale.steps,
-            presets=named.split(",") if named else [],
+            presets=named.split(",") if named is not None else [],
             bits=widths,
             seed=seed,
             data=data,

@@ -63,12 +63,15 @@ def measure(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
         for name, fields in CONFIGS.items():
             config = fap.FlashConfig.from_dict({"min_bytes": 0, **fields})
             calls[name] = partial(fap.all_reduce, config=config)
+        found = {}
         for name, call in calls.items():
             result = mine.clone()
             call(result)
             if total is not None:
-                rows.append(row("measured", world, correlation, name, sqnr(result, total)))
-                say(row=rows[-1])
+                found[name] = sqnr(result, total)
+        if found:
+            rows.append(row("measured", world, correlation, found))
+            say(row=rows[-1])
     return rows
 
 
@@ -98,21 +101,19 @@ def simulate(world: int, elements: int, correlation: float) -> dict[str, float]:
     return {name: sqnr(result, total) for name, result in results.items()}
 
 
-def row(how: str, world: int, correlation: float, name: str, db: float) -> dict[str, Any]:
-    return {"how": how, "ranks": world, "correlation": correlation, "variant": name, "sqnr_db": db}
+def row(how: str, world: int, correlation: float, found: dict[str, float]) -> dict[str, Any]:
+    return {"how": how, "ranks": world, "correlation": correlation, "sqnr_db": found}
 
 
 def shown(one: dict[str, Any]) -> str:
-    return f"{one['ranks']:6}{one['correlation']:13.2f}  {one['how']:10} {one['variant']:22}{one['sqnr_db']:8.1f}"
+    head = f"{one['ranks']:6}{one['correlation']:13.2f}  {one['how']:10} "
+    return "\n".join(f"{head}{name:22}{db:8.1f}" for name, db in one["sqnr_db"].items())
 
 
 def crossover(rows: list[dict[str, Any]], correlation: float, variant: str = "INT8") -> float | None:
     """The ranks from which `variant` is the more exact than bf16's ring, between those simulated; None: nowhere."""
-    lead: dict[int, dict[str, float]] = {}
-    for one in rows:
-        if (one["how"], one["correlation"]) == ("simulated", correlation):
-            lead.setdefault(one["ranks"], {})[one["variant"]] = one["sqnr_db"]
-    points = [(world, found[variant] - found[RING]) for world, found in sorted(lead.items())]
+    simulated = [one for one in rows if (one["how"], one["correlation"]) == ("simulated", correlation)]
+    points = sorted((one["ranks"], one["sqnr_db"][variant] - one["sqnr_db"][RING]) for one in simulated)
     for (world, before), (further, after) in itertools.pairwise(points):
         if before <= 0 < after:
             return float(world * (further / world) ** (-before / (after - before)))
@@ -131,7 +132,8 @@ def plot(result: dict[str, Any], picture: Path) -> None:
         rows = [one for one in result["rows"] if one["correlation"] == correlation]
         for color, name in enumerate((RING, TREE, FP32_SUM, SCATTERED, *CONFIGS)):
             for how, style in (("simulated", {"linestyle": "-"}), ("measured", {"linestyle": "", "marker": "o"})):
-                points = [(one["ranks"], one["sqnr_db"]) for one in rows if (one["how"], one["variant"]) == (how, name)]
+                of_how = [one for one in rows if one["how"] == how and name in one["sqnr_db"]]
+                points = [(one["ranks"], one["sqnr_db"][name]) for one in of_how]
                 if points:
                     label = name if how == "simulated" else None
                     axis.plot(*zip(*sorted(points), strict=True), color=f"C{color}", label=label, **style)
@@ -172,9 +174,8 @@ def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
         )
     for correlation in arguments.correlations:
         for world in sorted({*arguments.ranks, *arguments.simulated}):
-            for name, db in simulate(world, arguments.elements, correlation).items():
-                rows.append(row("simulated", world, correlation, name, db))
-                print(shown(rows[-1]), flush=True)
+            rows.append(row("simulated", world, correlation, simulate(world, arguments.elements, correlation)))
+            print(shown(rows[-1]), flush=True)
         for name in ("INT8", SCATTERED):
             print(f"correlation {correlation}: {name} overtakes at {crossover(rows, correlation, name)} ranks")
     result = {**settings, "rows": rows}

@@ -121,6 +121,8 @@ def refusal(*arguments):
     [
         (["--bits", "9"], "bits=9"),
         (["--presets", "int5"], "preset='int5'"),
+        (["--presets", ""], "preset=''"),
+        (["--bits", ""], "whole numbers from 2 to 8"),
         (["--bits", "8,four"], "whole numbers from 2 to 8"),
         (["--options", "mse"], "expected a JSON object"),
         (["--options", "[1]"], "expected a JSON object"),

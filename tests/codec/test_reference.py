@@ -28,10 +28,10 @@ PACKAGE = Path(fap.__file__).parent
 
 
 class _NoInexactReciprocals(TorchFunctionMode):
-    """Fails at a division by a number whose reciprocal is not exact: on CUDA torch multiplies with that."""
+    """Refuse divisions by numbers with an inexact reciprocal: on CUDA torch multiplies by the reciprocal."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        divides = getattr(function, "__name__", "") in ("__truediv__", "div", "true_divide")
+        divides = getattr(function, "__name__", "") in ("__truediv__", "__itruediv__", "div", "div_", "true_divide")
         if divides and isinstance(args[1], float | int):
             assert math.frexp(args[1])[0] == 0.5, f"a division by {args[1]}"
         return function(*args, **(kwargs or {}))

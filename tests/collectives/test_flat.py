@@ -56,7 +56,7 @@ def without_messages(calls: list[Call]) -> list[str]:
 
 
 def test_over_gloos_own_collectives(ranks: GetRanks) -> None:
-    """As gloo carries CUDA tensors, which cannot go as messages."""
+    """gloo carries CUDA tensors by these, not by messages."""
     calls = [
         Call(collective, numel, "bfloat16", INT4, async_op=async_op)
         for collective in ("all_reduce", "reduce_scatter", "all_gather")

@@ -44,7 +44,7 @@ class Scale:
     layers: int
 
 
-SHORT = Scale(steps=120, hidden=192, layers=3)  # about 70 seconds on two cores
+SHORT = Scale(steps=120, hidden=192, layers=3)  # 100 seconds on two slow cores
 LONG = Scale(steps=300, hidden=256, layers=4)  # about 6 minutes
 
 

@@ -104,11 +104,11 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
     return {bits: Shares(*(min(share, CODEC) for share in astuple(named.get(bits, other)))) for bits in range(2, 9)}
 
 
-# Of a copy's speed, what the codec's kernels reach, bf16, groups of 128, 8 ranks.
+# The kernels' shares of a copy's speed: bf16, groups of 128, 8 ranks.
 #
-# H100: measured at 64 MiB (docs/trust/cuda.md), of the widths but 8 and 4 the least. The A100 can issue as many
-# instructions for a byte of its memory: it is taken for an H100. H200: its memory is 1.43 times as fast, so many times
-# less is the share of what is below 0.9 on an H100; of the others what scripts/cuda_model.py allows.
+# H100: measured at 64 MiB (docs/trust/cuda.md). Widths other than 8 and 4 take the least share of any of them. The A100
+# can issue as many instructions for a byte of its memory, so it takes the H100's. The H200's memory is 1.43 times as
+# fast: shares below 0.9 on an H100 are divided by that, the others are those of scripts/cuda_model.py.
 _H100 = _shares(Shares(0.71, 0.68, 0.46, 0.28), Shares(1.00, 0.93, 0.90, 0.90), Shares(0.97, 0.92, 0.91, 0.67))
 _A100 = _H100
 _H200 = _shares(Shares(0.50, 0.48, 0.32, 0.20), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.47))
