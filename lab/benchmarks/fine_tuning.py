@@ -123,17 +123,22 @@ def batch(texts: list[Tensor], held_out: bool, number: int, rows: int) -> tuple[
     return torch.stack(pieces), labels
 
 
-def ddp_steps(model: nn.Module, section: dict[str, Any] | None, arguments: argparse.Namespace) -> Callable[[Any], Any]:
-    """A step of DistributedDataParallel, with the schedule that DeepSpeed has."""
-    ddp = nn.parallel.DistributedDataParallel(model)
-    if section is not None:
-        ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig.from_dict(section)))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def adam(trained: list[nn.Parameter], arguments: argparse.Namespace) -> tuple[torch.optim.Optimizer, Any]:
+    """Return an optimizer and the schedule of its rate, the one that DeepSpeed has."""
     optimizer = torch.optim.AdamW(trained, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.0)
     warm_up = min(WARM_UP_STEPS, arguments.steps // 4)
     rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warm_up, total_iters=warm_up)
     fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps - warm_up)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
+    return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [warm_up])
+
+
+def ddp_steps(model: nn.Module, section: dict[str, Any] | None, arguments: argparse.Namespace) -> Callable[[Any], Any]:
+    """Return a step of DistributedDataParallel."""
+    ddp = nn.parallel.DistributedDataParallel(model)
+    if section is not None:
+        ddp.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig.from_dict(section)))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, schedule = adam(trained, arguments)
 
     def step(inputs: Any) -> None:
         optimizer.zero_grad()

@@ -3,10 +3,12 @@
     python -m lab.benchmarks.real_model --fine-tune                                   a night on two cores
     python -m lab.benchmarks.real_model --fine-tune --engines ddp --steps 50
 
-Two ranks on gloo train every weight on sources of Python's standard library; the last twentieth of the text is held
-out. Nothing in the training program names the plugin:
-- ddp: DistributedDataParallel, attached by FLASH_ALLREDUCE_ATTACH=ddp and a file that FLASH_ALLREDUCE_CONFIG names.
-- zero2: DeepSpeed, ZeRO stage 2, by the section "flash_allreduce" of its JSON.
+Ranks on gloo train every weight on sources of Python's standard library; the last twentieth of the text is held out.
+FLASH_ALLREDUCE_ATTACH=<engine> attaches the plugin, with a file that FLASH_ALLREDUCE_CONFIG names, or DeepSpeed's JSON:
+- ddp: DistributedDataParallel, two ranks.
+- zero2: DeepSpeed, ZeRO stage 2, two ranks, by the section "flash_allreduce" of its JSON.
+- megatron: tensor parallelism of megatron-core, three ranks (the model has nine heads). The held-out text is read in
+  full precision after the training, and as the training reads it before.
 
 All variants of a seed see the same weights and batches. "noise 1" is full precision with Gaussian noise of each
 gradient's own root mean square: if it made no difference, the comparison could not show one.
@@ -26,18 +28,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.cli.demo.data import VALIDATION_SHARE, corpus
-from lab.benchmarks import command, fine_tuning, ranks, smollm2, trainings
-from lab.benchmarks.llama import Llama, pretrained
+from lab.benchmarks import command, fine_tuning, megatron_llama, ranks, smollm2, trainings
+from lab.benchmarks.llama import pretrained
+from lab.benchmarks.megatron_llama import MegatronLlama
 from lab.benchmarks.trainings import FULL_PRECISION, NOISE, add_noise, batch
 
-RANKS = 2
+RANKS = {"ddp": 2, "zero2": 2, "megatron": 3}
 TEXT_BYTES = 1 << 20
-ENGINES = ("ddp", "zero2")
 #: Settings that a finished run was made with, and that must be the same to count as done.
 _KEPT = ("steps", "batch", "sequence", "lr", "validation")
 
@@ -45,7 +47,7 @@ _KEPT = ("steps", "batch", "sequence", "lr", "validation")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     tuning = parser.add_argument_group("fine-tuning")
     tuning.add_argument("--fine-tune", action="store_true", help="fine-tune in place of measuring perplexity")
-    tuning.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    tuning.add_argument("--engines", nargs="+", choices=RANKS, default=list(RANKS))
     tuning.add_argument("--sections", nargs="+", default=fine_tuning.SECTIONS, help="fields of FlashConfig, as JSON")
     trainings.add_arguments(tuning, seeds=[1], noise=["1"], steps=200)
     tuning.add_argument("--batch", type=int, default=1, help="sequences a rank and step")
@@ -55,8 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tuning.add_argument("--folder", type=Path, default=Path("runs/real_model"), help="finished runs")
 
 
-def held_out(model: Llama, sequences: Tensor) -> Tensor:
-    """Return the loss of each sequence. Every rank has a share of them, and all ranks get all losses."""
+def held_out(model: nn.Module, sequences: Tensor) -> Tensor:
+    """Return the loss of each sequence, the same in all ranks. Ranks that have whole models share the sequences."""
+    if isinstance(model, MegatronLlama):
+        with torch.no_grad():
+            return torch.stack([model(sequence[None]).double() for sequence in sequences])
     losses = torch.zeros(len(sequences), dtype=torch.float64)
     with torch.no_grad():
         for number in range(dist.get_rank(), len(sequences), dist.get_world_size()):
@@ -68,25 +73,31 @@ def held_out(model: Llama, sequences: Tensor) -> Tensor:
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a rank: train one variant. The environment has attached the plugin to DDP, or has not."""
     weights = smollm2.load(arguments.weights and Path(arguments.weights))
-    model = pretrained(weights)
+    megatron = arguments.engine == "megatron"
+    model = MegatronLlama(weights, arguments.sequence) if megatron else pretrained(weights)
     ids = weights.tokenizer(corpus(None, TEXT_BYTES).decode(errors="replace"))
     border = len(ids) - int(len(ids) * VALIDATION_SHARE)
     sequences = ids[border:].unfold(0, arguments.sequence + 1, arguments.sequence)[: arguments.validation]
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    numel = sum(weight.numel() for weight in weights.weights.values())
+    rank = 0 if megatron else dist.get_rank()
     if arguments.variant.startswith(NOISE):
-        add_noise(model, float(arguments.variant.removeprefix(NOISE)), arguments.seed)
+        add_noise(model, float(arguments.variant.removeprefix(NOISE)), arguments.seed, replicas=not megatron)
     before = held_out(model, sequences)
     if arguments.engine == "zero2":
         section = json.loads(arguments.variant) if arguments.variant.startswith("{") else None
         step = fine_tuning.zero2_steps(model, section, arguments)
+    elif megatron:
+        step = megatron_llama.steps(model, arguments)
     else:
         step = fine_tuning.ddp_steps(model, None, arguments)
     fap.reset_stats()
     begin = time.monotonic()
     for number in range(arguments.steps):
-        step((batch(ids[:border], number, arguments.seed, arguments, dist.get_rank()),))
+        step((batch(ids[:border], number, arguments.seed, arguments, rank),))
     seconds = (time.monotonic() - begin) / arguments.steps
     stats = fap.stats()
+    if megatron:
+        fap.megatron.disable()
     return {
         "before": before.tolist(),
         "held-out": held_out(model, sequences).tolist(),
@@ -122,11 +133,11 @@ def one_run(engine: str, variant: str, seed: int, arguments: argparse.Namespace)
     variables = {}
     if variant.startswith("{"):
         variables[environment.AUTOLOAD] = "1"
-    if variant.startswith("{") and engine == "ddp":
+    if variant.startswith("{") and engine != "zero2":
         config = file.with_suffix(".config")
         config.write_text(variant)
-        variables |= {environment.ATTACH: "ddp", environment.CONFIG: str(config)}
-    result = ranks.torchrun(in_rank, RANKS, arguments, variables, engine=engine, variant=variant, seed=seed)
+        variables |= {environment.ATTACH: engine, environment.CONFIG: str(config)}
+    result = ranks.torchrun(in_rank, RANKS[engine], arguments, variables, engine=engine, variant=variant, seed=seed)
     if variant.startswith("{") and not result["quantized"]:
         raise SystemExit(f"{engine}, {variant}: nothing was quantized; is the plugin installed, with its entry point?")
     kept = {"engine": engine, "variant": variant, "seed": seed, "settings": settings, **result}

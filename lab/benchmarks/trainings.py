@@ -99,9 +99,12 @@ def windows(data: Tensor, rows: int, length: int, generator: torch.Generator) ->
     return torch.stack([data[start : start + length + 1] for start in starts.tolist()])
 
 
-def add_noise(model: torch.nn.Module, size: float, seed: int) -> None:
-    """Add noise to every gradient: Gaussian, `size` times the gradient's root mean square, of each rank its own."""
-    generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
+def add_noise(model: torch.nn.Module, size: float, seed: int, replicas: bool = True) -> None:
+    """Add noise to every gradient: Gaussian, `size` times the gradient's root mean square.
+
+    replicas: each rank draws its own; False: all draw the same, and copies stay equal.
+    """
+    generator = torch.Generator().manual_seed(10_000 * seed + replicas * dist.get_rank())
 
     def noisy(gradient: Tensor) -> Tensor:
         noise = torch.randn(gradient.shape, generator=generator)

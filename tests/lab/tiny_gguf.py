@@ -12,7 +12,7 @@ from torch import Tensor
 from lab.benchmarks.llama import Llama
 from lab.benchmarks.smollm2 import Config
 
-CONFIG = Config(layers=2, hidden=96, heads=3, kv_heads=3, mlp=192, vocabulary=259)
+CONFIG = Config(layers=2, hidden=96, heads=3, kv_heads=3, mlp=192, vocabulary=261)
 MERGES = ["h e", "l l", "he ll"]
 F32, Q4_1, Q8_0 = 0, 3, 8
 #: Kinds of two weights; the others are F32.
