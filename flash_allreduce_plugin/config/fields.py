@@ -219,6 +219,7 @@ class FlashConfig(_Frozen):
     quantize_layernorm: bool = _advanced(
         False, _BOOL, "quantize the layer norms' gradients of sequence parallelism too (Megatron)"
     )
+    quantize_frozen: bool = _advanced(False, _BOOL, "gather frozen parameters at param_bits too (ZeRO stage 3, FSDP2)")
     quantize_evaluation: bool = _advanced(
         True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)"
     )

@@ -31,21 +31,26 @@ _FINE = {**_SPIKES, "error_feedback": True}
 _BACKWARD = {"backward_bits": 6, "backward_rounding": "stochastic"}
 
 
-def _sends(bits: int) -> dict[str, int]:
-    """Between pipeline stages: -0.002 % of the loss at 8 bits, -0.003 % at 6, +0.119 % at 4."""
-    return {"pipeline_bits": bits, "pipeline_backward_bits": bits}
-
+#: Activations and their gradients, wherever they move.
+_ACTIVATIONS = (
+    *("sequence_parallel_gather_bits", "expert_bits", "attention_bits", "pipeline_bits", "pipeline_backward_bits"),
+)
+#: Gathers of parameters by their values.
+_VALUES = {"param_bits": 8}
+_EVERYWHERE = {**_VALUES, "quantize_embedding": True, "quantize_layernorm": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "int8": {"bits": 8, "backward_bits": 8, "grad_bits": 8, **_sends(8)},
-    "int4": {"bits": 4, **_BACKWARD, "grad_bits": 4, **_sends(6), **_FINE},
-    "thin": {"bits": 2, **_BACKWARD, "grad_bits": 2, **_sends(6), **_FINE},
+    "int8": {"bits": 8, "backward_bits": 8, "grad_bits": 8, **dict.fromkeys(_ACTIVATIONS, 8), **_EVERYWHERE},
+    "int4": {"bits": 4, **_BACKWARD, "grad_bits": 4, **dict.fromkeys(_ACTIVATIONS, 6), **_EVERYWHERE, **_FINE},
+    "thin": {"bits": 2, **_BACKWARD, "grad_bits": 2, **dict.fromkeys(_ACTIVATIONS, 6), **_EVERYWHERE, **_FINE},
 }
+# Instead where parameters are gathered by differences, which every rank adds to what it keeps.
+OF_DIFFERENCES: dict[str, dict[str, Any]] = {"int4": {"param_bits": 4}, "thin": {"param_bits": 4}}
 # Instead in Megatron, where `bits` is the width of activations.
 IN_MEGATRON: dict[str, dict[str, Any]] = {
     "int8": {**_SPIKES, "group_size": 256},
-    "int4": {"bits": 6},
-    "thin": {"bits": 6},
+    "int4": {"bits": 6, **OF_DIFFERENCES["int4"]},
+    "thin": {"bits": 6, **OF_DIFFERENCES["thin"]},
 }
 
 # A preset's key -> given keys and values that it cannot go together with: it stays at its default then.
@@ -54,6 +59,7 @@ _YIELDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "codebook": _OTHER_SCALES,
     "spike_reserving": _OTHER_SCALES,
     "backward_rounding": (("backward_bits", "full"),),
+    "quantize_layernorm": (("grad_bits", "full"),),
 }
 
 

@@ -76,8 +76,25 @@ def refusals(
 
 def for_megatron(config: FlashConfig) -> FlashConfig:
     """`config` with what its preset has for Megatron alone, but for keys that were given."""
+    return _instead(config, presets.IN_MEGATRON)
+
+
+def for_differences(config: FlashConfig) -> FlashConfig:
+    """`config` with what its preset has for differences of parameters, but for keys that were given."""
+    return _instead(config, presets.OF_DIFFERENCES)
+
+
+def by_hand(config: FlashConfig, *keys: str) -> list[str]:
+    """Return those of the widths `keys` that quantize and that somebody gave: one of a preset's is no mistake."""
+    tables = (presets.PRESETS, presets.OF_DIFFERENCES, presets.IN_MEGATRON)
+    filled = [table.get(config.preset or "", {}) for table in tables]
+    given = {key: value for key, value in config.given().items() if key in keys and value not in (None, "full")}
+    return [key for key, value in given.items() if all(one.get(key) != value for one in filled)]
+
+
+def _instead(config: FlashConfig, other_presets: Mapping[str, Mapping[str, Any]]) -> FlashConfig:
     given = config.given()
-    filled = presets.compatible(presets.IN_MEGATRON.get(config.preset or "", {}), given)
+    filled = presets.compatible(other_presets.get(config.preset or "", {}), given)
     other = {key: value for key, value in filled.items() if key not in given}
     return config.model_copy(update=other) if other else config
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 _BUCKETS = dict.fromkeys(("include", "exclude"), "where a bucket holds many parameters")
 _NO_MODULES = dict.fromkeys(("include", "exclude"), "which does not know modules")
-_NO_PARAMETERS = dict.fromkeys(("param_bits", "param_backward_bits"), "where no parameters are gathered")
+_PARAMETERS = ("param_bits", "param_backward_bits", "quantize_frozen")
+_NO_PARAMETERS = dict.fromkeys(_PARAMETERS, "where no parameters are gathered")
 _TORCH = "torch 2.11 to 2.13"
 
 
@@ -62,7 +63,7 @@ _MEGATRON = (
     *("expert_combine_bits", "attention_bits", "pipeline_bits", "pipeline_backward_bits"),
     *("quantize_embedding", "quantize_layernorm", "quantize_evaluation"),
 )
-_OTHER_TRAFFIC = ("param_bits", "param_backward_bits", "error_feedback")
+_OTHER_TRAFFIC = (*_PARAMETERS, "error_feedback")
 ROWS = (
     Row(
         "ddp",
@@ -97,7 +98,10 @@ ROWS = (
         quantizes="Megatron's tensor, sequence, expert, context, pipeline and data parallelism",
         page="docs/use/megatron.md",
         acts=_MEGATRON,
-        refused={"param_backward_bits": "which gathers no parameters for the backward pass alone"},
+        refused={
+            "param_backward_bits": "which gathers no parameters for the backward pass alone",
+            "quantize_frozen": "which gathers no frozen parameters",
+        },
         waits_for=("megatron.core.parallel_state",),
         attach="megatron.attach",
         probe="megatron.core",

@@ -18,6 +18,7 @@ from flash_allreduce_plugin.policy.roles import EMBEDDING as EMBEDDING
 from flash_allreduce_plugin.policy.roles import EMPTY as EMPTY
 from flash_allreduce_plugin.policy.roles import EVALUATION as EVALUATION
 from flash_allreduce_plugin.policy.roles import EXCLUDED as EXCLUDED
+from flash_allreduce_plugin.policy.roles import FROZEN as FROZEN
 from flash_allreduce_plugin.policy.roles import LAYER_NORM as LAYER_NORM
 from flash_allreduce_plugin.policy.roles import LOW_SQNR as LOW_SQNR
 from flash_allreduce_plugin.policy.roles import NOT_INCLUDED as NOT_INCLUDED

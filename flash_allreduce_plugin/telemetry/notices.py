@@ -50,6 +50,7 @@ _FIELDS = {
     policy.is_full("pipeline_backward_bits"): "pipeline_backward_bits",
     policy.EMBEDDING: "quantize_embedding",
     policy.LAYER_NORM: "quantize_layernorm",
+    policy.FROZEN: "quantize_frozen",
     policy.EVALUATION: "quantize_evaluation",
 }
 
@@ -69,7 +70,8 @@ def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] 
     if not config.enabled or environment.is_on(environment.DISABLE):
         why = "enabled is false" if not config.enabled else f"{environment.DISABLE} is set"
         return f"attached to {to}, but switched off ({why}): every call goes in full precision"
-    line = f"attached to {to}: {preset(config, OF_MEGATRON)}{gives}, "
+    name = preset(config, (*OF_MEGATRON, "param_bits"))  # what `gives` says of parameters
+    line = f"attached to {to}: {name}{gives}, "
     line += f"groups of {config.group_size}, buckets from {config.min_bytes} bytes"
     line += settings(config, (*said, "enabled", "group_size", "min_bytes", *OF_MEGATRON))
     ranks = run_log.rank_and_world()

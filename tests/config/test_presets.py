@@ -16,6 +16,8 @@ import torch
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.presets import PRESETS
+from flash_allreduce_plugin.config.refusals import for_differences, for_megatron
+from flash_allreduce_plugin.policy import Role, bits_of
 from tests.distributed import Ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "use" / "configuration.md"
@@ -35,9 +37,7 @@ def test_a_preset_is_the_fields_that_it_stands_for(name: Any) -> None:
 
 def test_given_keys_go_before_it_and_the_rest_stays() -> None:
     config = FlashConfig(preset="int4", bits=6, range="min-max")
-    widths = {"backward_bits": 6, "grad_bits": 4, "pipeline_bits": 6, "pipeline_backward_bits": 6}
-    spiked = {"codebook": True, "spike_reserving": True}
-    assert config == FlashConfig(bits=6, **widths, backward_rounding="stochastic", **spiked, error_feedback=True)
+    assert config == FlashConfig(**{**PRESETS["int4"], "bits": 6})
     assert config.given() == {"preset": "int4", "bits": 6, "range": "min-max"}
     assert FlashConfig(preset="int4", bits=8).bits == 8, "a default that is given is given"
     assert FlashConfig(preset=None) == FlashConfig()
@@ -108,14 +108,30 @@ def test_ranks_compare_the_fields_and_not_the_name(ranks: Callable[[int], Ranks]
 
 
 def test_the_page_has_every_preset_with_its_fields() -> None:
-    rows = re.findall(r'^\| `"(\w+)"` \| ([^|]*) \| ([\d.]+) \|', DOCS.read_text(), re.MULTILINE)
-    assert [name for name, _, _ in rows] == list(PRESETS)
-    shared = json.loads("{" + re.findall(r"^- \*fine\*: `([^`]*)`", DOCS.read_text(), re.MULTILINE)[0] + "}")
-    for name, stated, bits in rows:
-        fields = {key: json.loads(value) for key, value in re.findall(r"`(\w+): ([^`]*)`", stated)}
-        fields |= shared if "*fine*" in stated else {}
-        assert fields == PRESETS[name]
-        assert FlashConfig(preset=name).format().bits_per_element == float(bits)
+    table = DOCS.read_text().partition("## Presets")[2].partition("\n\n")[2].partition("\n\n")[0]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert header[1:] == [f'`"{name}"`' for name in PRESETS]
+    for number, name in enumerate(PRESETS):
+        config = FlashConfig(preset=name)
+        stated = {key: row[1 + number] for row in rows for key in re.findall(r"`(\w+)`", row[0])}
+        assert stated.keys() == set().union(*PRESETS.values())
+        assert {key: json.loads(value) for key, value in stated.items()} == {
+            key: config.to_dict()[key] for key in stated
+        }
+        bits = next(row[1 + number] for row in rows if row[0] == "bits an element")
+        assert config.format().bits_per_element == float(bits)
+    others = {row[0].partition("`, ")[2]: row for row in rows}
+    assert "in Megatron " + ", ".join(str(for_megatron(FlashConfig(preset=name)).bits) for name in PRESETS) in others
+    widths = [for_differences(FlashConfig(preset=name)).param_bits for name in PRESETS]
+    assert "of differences " + ", ".join(map(str, widths)) in others
+    assert [for_megatron(FlashConfig(preset=name)).param_bits for name in PRESETS] == widths
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_a_width_for_everything(name: str) -> None:
+    """Every role of a tensor is quantized."""
+    for config in (FlashConfig(preset=name), for_megatron(FlashConfig(preset=name))):
+        assert all(isinstance(bits_of(role, config), int) for role in Role)
 
 
 @pytest.mark.parametrize(

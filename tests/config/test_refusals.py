@@ -57,7 +57,8 @@ def test_a_key_of_a_preset_is_left_out() -> None:
 @pytest.mark.parametrize(("name", "gradients"), [("int4", 4), ("thin", 2)])
 def test_in_megatron_activations_have_more_bits_than_gradients(name: Any, gradients: int) -> None:
     config = for_megatron(FlashConfig(preset=name))
-    assert config == FlashConfig(preset=name, bits=6) and config.preset == name and config.grad_bits == gradients
+    assert config == FlashConfig(preset=name, bits=6, param_bits=4)
+    assert config.preset == name and config.grad_bits == gradients
     assert for_megatron(config) is config
     assert for_megatron(FlashConfig(preset=name, bits=3)).bits == 3, "it was given"
     assert for_megatron(FlashConfig(bits=3)).preset is None

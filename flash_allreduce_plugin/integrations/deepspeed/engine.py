@@ -306,12 +306,13 @@ def _with_section(original: Function) -> Function:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
-        deepspeed, useless = given.get("config_class"), {}
+        deepspeed = given.get("config_class")
+        useless: dict[str, str] = {}
         try:
             config = _config_for(deepspeed)
             if config is not None:
                 trained = _is_trained(given, deepspeed)
-                useless = section.useless_gathers(deepspeed, config)
+                config, useless = section.of_preset(config, section.useless_gathers(deepspeed, config))
                 if trained:
                     _refuse_useless(config, useless)
                 verify()
@@ -324,7 +325,8 @@ def _with_section(original: Function) -> Function:
             raise
         original(self, *args, **kwargs)
         if config is not None:
-            useless.update(_useless(self, config))
+            config, more = section.of_preset(config, _useless(self, config))
+            useless.update(more)
             if trained:
                 _refuse_useless(config, useless)
             elif useless:
@@ -395,7 +397,7 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
             config = _for_all
         if config is not None:
             section.refuse_incompatible(deepspeed)
-            section.refuse_gathers(deepspeed, config)
+            config = section.of_gathers(deepspeed, config)
             run_log.start(config)
     except ConfigError as error:
         raise DeepSpeedConfigError(str(error)) from error

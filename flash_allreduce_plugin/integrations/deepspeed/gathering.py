@@ -35,7 +35,7 @@ from flash_allreduce_plugin.integrations.deepspeed import replicated
 from flash_allreduce_plugin.integrations.deepspeed.reduction import Reduction, given_group
 from flash_allreduce_plugin.integrations.deepspeed.section import SECTION
 from flash_allreduce_plugin.integrations.patching import Function, Seam
-from flash_allreduce_plugin.policy import SMALL, Role, Site
+from flash_allreduce_plugin.policy import FROZEN, SMALL, Role, Site
 from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.runtime.decision import ring_bytes
 from flash_allreduce_plugin.runtime.stages import Plain
@@ -132,7 +132,9 @@ class Gathering:
         for one in sorted(missing, key=lambda one: one.ds_id):  # the same order on every rank
             shard, group = shard_and_group(one)
             small = self.config.enabled and shard.nbytes * dist.get_world_size(group) < self.config.min_bytes
-            reason = PERSISTENT if one.ds_persist else self._is_copy(one) or (SMALL if small else None)
+            frozen = not (one.requires_grad or self.config.quantize_frozen)
+            reason = PERSISTENT if one.ds_persist else FROZEN if frozen else self._is_copy(one)
+            reason = reason or (SMALL if small else None)
             alone = reason is None and shard.numel() % self.config.group_size != 0
             batches.setdefault((reason, one.ds_id if alone else None), []).append(one)
         for (reason, _), batch in batches.items():

@@ -10,9 +10,11 @@ from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig, refusals, wording
 from flash_allreduce_plugin.config.presets import PRESETS
+from flash_allreduce_plugin.config.refusals import by_hand, for_differences
 from flash_allreduce_plugin.config.wording import printable, shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations.registry import BY_NAME
+from flash_allreduce_plugin.telemetry import notices
 
 SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
@@ -119,30 +121,47 @@ def refuse_incompatible(deepspeed: Any) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def refuse_gathers(deepspeed: Any, config: FlashConfig) -> None:
-    """ConfigError, one line each, for settings of DeepSpeed's that exclude quantized gathers of parameters."""
+def of_gathers(deepspeed: Any, config: FlashConfig) -> FlashConfig:
+    """Return `config` as an engine of this DeepSpeedConfig gathers parameters: at stages 0 to 2 their differences.
+
+    A preset's width goes with a line where settings of DeepSpeed's exclude it. Raises ConfigError, one line each, if it
+    was given.
+    """
     zero = deepspeed.zero_config
+    config = config if zero.stage == 3 else for_differences(config)
     lines = []
-    if config.param_bits != "full" and zero.stage < 3 and getattr(zero, "zenflow", None) is not None:
+    widths = [key for key in ("param_bits", "param_backward_bits") if getattr(config, key) not in (None, "full")]
+    key = f"{SECTION}.{widths[0]}" if widths else ""
+    if widths and zero.stage < 3 and getattr(zero, "zenflow", None) is not None:
         lines.append(
-            f"zero_optimization.zenflow and {SECTION}.param_bits exclude each other: ZenFlow updates parameters in a "
+            f"zero_optimization.zenflow and {key} exclude each other: ZenFlow updates parameters in a "
             "step of its own; drop one of the two."
         )
-    quantized = config.param_bits != "full" or config.param_backward_bits not in (None, "full")
-    key = f"{SECTION}.{'param_bits' if config.param_bits != 'full' else 'param_backward_bits'}"
-    if zero.stage == 3 and quantized:
-        if zero.use_all_reduce_for_fetch_params:
-            lines.append(
-                f"zero_optimization.stage3_use_all_reduce_for_fetch_params and {key} exclude each other: parameters "
-                "are then gathered by all-reduces; drop one of the two."
-            )
-        if zero.offload_param is not None and zero.offload_param.device == "nvme":
-            lines.append(
-                f"zero_optimization.offload_param to nvme and {key} exclude each other: parameters are then read from "
-                "disk in between; offload them to cpu, or drop the key."
-            )
-    if lines:
+    if widths and zero.stage == 3 and zero.use_all_reduce_for_fetch_params:
+        lines.append(
+            f"zero_optimization.stage3_use_all_reduce_for_fetch_params and {key} exclude each other: parameters "
+            "are then gathered by all-reduces; drop one of the two."
+        )
+    if widths and zero.stage == 3 and zero.offload_param is not None and zero.offload_param.device == "nvme":
+        lines.append(
+            f"zero_optimization.offload_param to nvme and {key} exclude each other: parameters are then read from "
+            "disk in between; offload them to cpu, or drop the key."
+        )
+    if not lines:
+        return config
+    if by_hand(config, *widths):
         raise ConfigError("\n".join(lines))
+    for line in lines:
+        notices.say(f"preset {config.preset} without param_bits: {line}")
+    return config.model_copy(update={"param_bits": "full"})
+
+
+def of_preset(config: FlashConfig, useless: Mapping[str, str]) -> tuple[FlashConfig, dict[str, str]]:
+    """Return `config` without the useless keys that a preset has set, and those that were given."""
+    given = by_hand(config, *useless)
+    dropped = {key: getattr(FlashConfig(), key) for key in useless if key not in given}
+    rest = {key: why for key, why in useless.items() if key in given}
+    return (config.model_copy(update=dropped) if dropped else config), rest
 
 
 def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:
@@ -153,6 +172,8 @@ def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:
         found["param_bits"] = " at zero_optimization.stage 0, which gathers no parameters"
     if config.param_backward_bits is not None and stage != 3:
         found["param_backward_bits"] = f" at ZeRO stage {stage}, which gathers no parameters for the backward pass"
+    if config.quantize_frozen and stage != 3:
+        found["quantize_frozen"] = f" at ZeRO stage {stage}, which gathers no frozen parameters"
     return found
 
 

@@ -30,7 +30,7 @@ from flash_allreduce_plugin.integrations.fsdp import fsdp1, fsdp2
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
-from flash_allreduce_plugin.policy import Role, Site
+from flash_allreduce_plugin.policy import FROZEN, Role, Site
 from flash_allreduce_plugin.telemetry import notices
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at
 
@@ -142,12 +142,23 @@ class _Replicas(_Served, fsdp2.Gradients):
 
 
 class _AllGather(_Served, fsdp2.FlashAllGather):
-    """A group with copies of parameters on tensor-parallel ranks, which have to stay the same, is gathered exactly."""
+    """Gathered exactly is a group with frozen parameters, and one with copies of parameters on tensor-parallel ranks,
+    which have to stay the same.
+    """
 
     def __init__(self, config: FlashConfig, group: FSDPParamGroup, has_copies: bool) -> None:
-        changed = {"bits": config.param_bits, "gather_bits": None, "param_bits": "full", "error_feedback": False}
+        changed = {"bits": config.param_bits, "gather_bits": None, "param_bits": "full", "quantize_frozen": False}
+        changed["error_feedback"] = False
         super().__init__(config.model_copy(update=changed), group)
-        self._exactly = replicated_params.REASON if has_copies else None
+        self._copies, self._rounds_frozen = has_copies, config.quantize_frozen
+
+    @property
+    def _exactly(self) -> str | None:  # type: ignore[override]
+        if self._copies:
+            return replicated_params.REASON
+        group = self._of()
+        frozen = group is not None and not all(one.sharded_param.requires_grad for one in group.fsdp_params)
+        return FROZEN if frozen and not self._rounds_frozen else None
 
     def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
         return fsdp2.FlashAllGather._begin(self, site, calls)  # the line is the gradients'
@@ -295,7 +306,7 @@ def _with_hook(original: Function) -> Function:
         served = config
         if config.param_bits != "full":
             model += ", parameters in full precision, whose gathers have no hook"
-        without = {"error_feedback": False, "param_bits": "full"}
+        without = {"error_feedback": False, "param_bits": "full", "quantize_frozen": False}
         if any(getattr(config, key) != value for key, value in without.items()):
             served = config.model_copy(update=without)
         _roots.add(root_state)

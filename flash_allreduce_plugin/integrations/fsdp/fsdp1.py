@@ -34,7 +34,9 @@ LACKS = {
     "include": _UNSEEN,
     "exclude": _UNSEEN,
     "warmup_steps": "which torch does not tell the step",
-    **dict.fromkeys(("param_bits", "param_backward_bits"), "whose gathers of parameters have no hook"),
+    **dict.fromkeys(
+        ("param_bits", "param_backward_bits", "quantize_frozen"), "whose gathers of parameters have no hook"
+    ),
     "error_feedback": f"{_UNSEEN} (FSDP2's fap.FlashReduceScatter does)",
 }
 

@@ -50,7 +50,9 @@ LACKS = {
     "include": "which torch does not tell the module",
     "exclude": "which torch does not tell the module",
     "warmup_steps": "which torch does not tell the step",
-    **dict.fromkeys(("param_bits", "param_backward_bits"), "where FlashAllGather gathers parameters at `bits`"),
+    **dict.fromkeys(
+        ("param_bits", "param_backward_bits", "quantize_frozen"), "where FlashAllGather gathers parameters at `bits`"
+    ),
 }
 # Variables of FSDP2's foreach_reduce, which tells its hooks little.
 _READ = {

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from flash_allreduce_plugin import autoload, environment
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
-from flash_allreduce_plugin.config.refusals import for_megatron, without
+from flash_allreduce_plugin.config.refusals import by_hand, for_megatron, without
 from flash_allreduce_plugin.config.wording import printable
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations import megatron
@@ -206,11 +206,13 @@ def start(args: Any) -> None:
     config = config_from(args)
     if config is None:
         return
-    config, left_out = for_megatron(config), []
+    left_out = []
     if options := _without_buffers(args):
-        asked, config = config, without(config, ("grad_bits", "error_feedback"))  # a preset's
+        keys = ("grad_bits", "param_bits", "quantize_layernorm", "error_feedback")
+        asked, config = config, without(config, keys)  # a preset's
         if asked.grad_bits != config.grad_bits:
             left_out = [f"{_option(name)}: {OTHER_GRADIENTS}." for name in options]
+    config = for_megatron(config)
     refuse_incompatible(args, config)
     scopes.name_flags(bool(getattr(args, _destination(SWITCH), False)))  # else the environment asks for it
     megatron.enable(config)
@@ -234,10 +236,10 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
                 f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
                 f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
             )
-    if config.param_bits != "full":
-        lines += of_parameters([args], _option, flag("param_bits"))
-    if config.attention_bits != "full":
-        lines += of_attention(args, _option, flag("attention_bits"))
+    for key in by_hand(config, "param_bits"):
+        lines += of_parameters([args], _option, flag(key))
+    for key in by_hand(config, "attention_bits"):
+        lines += of_attention(args, _option, flag(key))
     lines += of_experts(args, config, _option, flag)
     lines += of_pipeline(config, getattr(args, "pipeline_model_parallel_size", None), flag)
     lines += of_ring_exchange(args, config, _option)

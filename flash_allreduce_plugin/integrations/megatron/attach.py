@@ -15,7 +15,7 @@ from typing import Any
 
 from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.config.refusals import for_megatron
+from flash_allreduce_plugin.config.refusals import by_hand, for_megatron
 from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.integrations import autosave, megatron
@@ -115,8 +115,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
         if megatron.is_enabled():
             lines = refusals.refusals(config, refusals.field, f"{environment.ATTACH}=megatron")
             lines += _of_wrapper(type(self).__name__)
-            if megatron.current_config().attention_bits != "full":
-                lines += refusals.of_attention(config, refusals.field, variable("attention_bits"))
+            for key in by_hand(megatron.current_config(), "attention_bits"):
+                lines += refusals.of_attention(config, refusals.field, variable(key))
             if lines:
                 refuse(ConfigError("\n".join(lines)))
 

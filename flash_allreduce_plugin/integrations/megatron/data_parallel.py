@@ -70,7 +70,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         # The ranks compare configurations before they part ways: one that keeps its gradients in full precision
         # never reaches api/reductions.py.
         sharded = self.ddp_config.use_distributed_optimizer
-        if not sharded and config().param_bits != "full":
+        if not sharded and refusals.by_hand(config(), "param_bits"):
             raise ConfigError(f"param_bits {refusals.GATHERS_NOTHING}")
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)

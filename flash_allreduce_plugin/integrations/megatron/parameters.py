@@ -31,7 +31,6 @@ from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights, digest_of
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations.megatron import data_parallel, refusals, replicated, scopes
 from flash_allreduce_plugin.integrations.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.integrations.patching import Function, Seam, rebound
@@ -171,12 +170,10 @@ _starting: ContextVar[Any] = ContextVar("flash_allreduce_gathered_bucket_group")
 def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
     @functools.wraps(original)
     def _copy_main_params_to_model_params(self: Any) -> None:
-        if config().param_bits == "full" or self.is_stub_optimizer:
-            _notice_unserved(self)
+        pieces = None if self.is_stub_optimizer else _pieces(self, config())
+        if pieces is None:
             original(self)
             return
-        _refuse(self.ddp_config, self.config)
-        pieces = _pieces(self)
         with _stand_ins(pieces):
             original(self)
         for bucket, found in pieces.items():
@@ -185,18 +182,31 @@ def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
     return _copy_main_params_to_model_params
 
 
-def _notice_unserved(optimizer: Any) -> None:
-    """Remember the buckets that param_bits is refused for."""
-    if refusals.of_parameters((optimizer.ddp_config, optimizer.config), refusals.field, "param_bits"):
-        _unserved.update(bucket for buffer in optimizer.buffers or () for bucket in buffer.buckets)
-
-
 def _could_be_quantized(bucket: Any) -> bool:
     return bucket.param_data.dtype in _ROUNDED and bucket not in _unserved
 
 
-def _pieces(optimizer: Any) -> dict[Any, list[_Piece]]:
-    """The exact values that the optimizer has for each of its buckets of rounded parameters."""
+def _pieces(optimizer: Any, config: FlashConfig) -> dict[Any, list[_Piece]] | None:
+    """Return the exact values that the optimizer has for each of its buckets of rounded parameters.
+
+    None: the buckets stay in full precision; those of an optimizer that cannot be served are remembered. Raises
+    ConfigError if param_bits was given for such an optimizer.
+    """
+    asked = config.param_bits != "full"
+    lines = refusals.of_parameters((optimizer.ddp_config, optimizer.config), refusals.field, "param_bits")
+    found = _exact_values(optimizer) if asked and not lines else None
+    if found is None and asked and not lines:
+        lines = [f"param_bits is not for parameters {refusals.IN_FP8}; leave it at full."]
+    if lines:
+        of_it = [bucket for buffer in optimizer.buffers or () for bucket in buffer.buckets]
+        if asked and not _unserved.issuperset(of_it):
+            refusals.leave_out(config, "param_bits", lines)
+        _unserved.update(of_it)
+    return found
+
+
+def _exact_values(optimizer: Any) -> dict[Any, list[_Piece]] | None:
+    """Return the pieces of each bucket; None if a parameter lies in no bucket of rounded parameters."""
     found: dict[Any, list[_Piece]] = {
         bucket: []
         for buffer in optimizer.buffers
@@ -209,7 +219,7 @@ def _pieces(optimizer: Any) -> dict[Any, list[_Piece]]:
             buffer, _, number = optimizer.model_param_gbuf_map[parameter]
             bucket = optimizer.buffers[buffer].buckets[number]
             if bucket not in found:
-                raise ConfigError(f"param_bits is not for parameters {refusals.IN_FP8}; leave it at full.")
+                return None
             first = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"].start
             found[bucket].append(_Piece(first, master, parameter))
     return found
@@ -235,12 +245,14 @@ def _start_param_sync(original: Function, config: CurrentConfig) -> Function:
 
     @functools.wraps(original)
     def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        if config().param_bits == "full":
-            served = all(map(_could_be_quantized, self.buckets))
+        lines = refusals.of_parameters([self.ddp_config], refusals.field, "param_bits")
+        if lines and config().param_bits != "full":
+            refusals.leave_out(config(), "param_bits", lines)
+        if config().param_bits == "full" or lines or not _unserved.isdisjoint(self.buckets):
+            served = not lines and all(map(_could_be_quantized, self.buckets))
             with counted_at(PARAMETERS, config()) if served else nullcontext():
                 original(self, *args, **kwargs)
             return
-        _refuse(self.ddp_config)
         token = _starting.set(self)
         try:
             body(self, *args, **kwargs)
@@ -286,10 +298,3 @@ def _all_gather(config: CurrentConfig) -> Function:
 def _compares(config: FlashConfig, group: dist.ProcessGroup) -> bool:
     """Whether differences may travel at all, the same on all ranks."""
     return config.enabled and not environment.is_on(environment.DISABLE) and group.size() > 1
-
-
-def _refuse(*settings: Any) -> None:
-    """ConfigError for options with which parameters cannot be served."""
-    lines = refusals.of_parameters(settings, refusals.field, "param_bits")
-    if lines:
-        raise ConfigError("\n".join(lines))

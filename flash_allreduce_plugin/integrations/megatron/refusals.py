@@ -14,18 +14,20 @@ from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config import refusals as keys
+from flash_allreduce_plugin.config.refusals import by_hand
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.integrations.patching import Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
+from flash_allreduce_plugin.telemetry import notices
 
 Spelling = Callable[..., str]
 
 # The options with which gradients and parameters pass other buffers than those of Megatron's DistributedDataParallel.
 OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
 OTHER_GRADIENTS = (
-    "the gradients do not pass through Megatron's own data-parallel buffers, and stay in full precision whatever the "
-    "preset says"
+    "gradients and parameters do not pass through Megatron's own data-parallel buffers, and stay in full precision "
+    "whatever the preset says"
 )
 IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
 GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
@@ -86,7 +88,7 @@ def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:
 
 
 def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list[str]:
-    """One line for each option with which parameters are not gathered from what the distributed optimizer copies.
+    """Return a line for each option with which parameters are not gathered from what the distributed optimizer copies.
 
     settings: Megatron-LM's arguments, or configurations of an optimizer and of DistributedDataParallel. ours: what the
     user wrote for param_bits.
@@ -105,6 +107,22 @@ def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list
     if not lines and "use_distributed_optimizer" not in on:
         lines.append(f"{ours} {GATHERS_NOTHING}")
     return lines
+
+
+_left_out: set[str] = set()
+
+
+def leave_out(config: FlashConfig, key: str, lines: Sequence[str]) -> None:
+    """Say once of each of `lines`, why a key has no effect, that a preset leaves it out.
+
+    Raises ConfigError with the lines if the key was given.
+    """
+    if lines and by_hand(config, key):
+        raise ConfigError("\n".join(lines))
+    for line in lines:
+        if line not in _left_out:
+            _left_out.add(line)
+            notices.say(f"preset {config.preset} without {key}: {line}")
 
 
 def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
@@ -131,7 +149,7 @@ def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Call
     settings: Megatron-LM's arguments or a ModelParallelConfig, where Megatron has made no groups yet. ours: names a key
     as its user wrote it.
     """
-    keys_of_experts = _given(config, "expert_bits", "expert_combine_bits")
+    keys_of_experts = by_hand(config, "expert_bits", "expert_combine_bits")
     if getattr(settings, "moe_token_dispatcher_type", None) == "flex":
         why = f"{spelled('moe_token_dispatcher_type', 'flex')} moves tokens in kernels of its own"
         return [f"{ours(key)} has no effect: {why}; take alltoall, or leave it out." for key in keys_of_experts]
@@ -146,16 +164,11 @@ def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Call
 def of_groups(config: FlashConfig) -> list[str]:
     """One line for each width of parallelism that Megatron's groups, if they are made already, do not have."""
     lines = []
-    if config.attention_bits != "full" and _context_parallel_ranks() == 1:
-        lines.append(f"attention_bits {_no_context(field)}")
+    if _context_parallel_ranks() == 1:
+        lines += [f"{key} {_no_context(field)}" for key in by_hand(config, "attention_bits")]
     if _expert_ranks() == 1:
-        lines += [f"{key} {_NO_EXPERTS}" for key in _given(config, "expert_bits", "expert_combine_bits")]
+        lines += [f"{key} {_NO_EXPERTS}" for key in by_hand(config, "expert_bits", "expert_combine_bits")]
     return lines + of_pipeline(config, stages())
-
-
-def _given(config: FlashConfig, *names: str) -> list[str]:
-    """Of the widths `names` those that quantize and were given: one that only a preset has set is no mistake."""
-    return [name for name in names if config.given().get(name) not in (None, "full")]
 
 
 def _expert_ranks() -> int | None:
@@ -184,7 +197,7 @@ def of_pipeline(config: FlashConfig, stages: int | None, spelled: Callable[[str]
 
     stages: None where nobody knows yet. A width that only a preset has set is no mistake.
     """
-    found = _given(config, "pipeline_bits", "pipeline_backward_bits") if stages == 1 else []
+    found = by_hand(config, "pipeline_bits", "pipeline_backward_bits") if stages == 1 else []
     return [
         f"{spelled(key)}={getattr(config, key)} has no effect: there is no pipeline here; leave it out."
         for key in found
@@ -228,8 +241,11 @@ def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..
     def __post_init__(self: Any) -> None:
         original(self)
         lines = refusals(self, field, "flash_allreduce_plugin")
-        if config().attention_bits != "full":
-            lines += of_attention(self, field, "attention_bits")
+        of_attention_here = of_attention(self, field, "attention_bits")
+        if by_hand(config(), "attention_bits"):
+            lines += of_attention_here
+        elif config().attention_bits != "full" and _context_parallel_ranks() not in (None, 1):
+            leave_out(config(), "attention_bits", of_attention_here)
         if getattr(self, "num_moe_experts", None) is not None:  # a layer's, or a model's without experts
             lines += of_experts(self, config(), field)
         lines += of_pipeline(config(), stages()) + of_ring_exchange(self, config(), field)

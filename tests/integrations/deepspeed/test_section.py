@@ -197,8 +197,8 @@ def test_a_presets_name_is_the_whole_section(engines: Callable[[int], Ranks], tm
     first, _ = engines(2).run(from_file, str(tmp_path))
     assert first == [
         "flash all-reduce: attached to DeepSpeedEngine with DeepSpeedZeroOptimizer, ZeRO stage 2: preset int4, "
-        "gradients in 4 bits, groups of 128, buckets from 0 bytes, codebook=true, error_feedback=true, "
-        "spike_reserving=true"
+        "gradients in 4 bits, differences of parameters in 4, groups of 128, buckets from 0 bytes, codebook=true, "
+        "error_feedback=true, spike_reserving=true"
     ]
 
 

@@ -81,11 +81,14 @@ def test_a_preset_and_what_is_said_beside_it(
     words = ("--flash-allreduce", "--flash-allreduce-config", str(file), "--flash-allreduce-backward-bits", "8")
     arguments.start(parse(*words, rank=0, tensor_model_parallel_size=2))
     line, *_ = capsys.readouterr().out.splitlines()
-    assert enabled == [FlashConfig(preset="int4", bits=6, backward_bits=8)]
-    assert "attached, preset int4 but bits=6, backward_bits=8, forward 6 bits, backward 8 bits, groups of 128," in line
-    assert "grad_bits=4, pipeline_bits=6, pipeline_backward_bits=6, codebook=true, error_feedback=true" in line
+    assert enabled == [FlashConfig(preset="int4", bits=6, backward_bits=8, param_bits=4)]
+    other = "backward_bits=8, param_bits=4"
+    assert f"attached, preset int4 but bits=6, {other}, forward 6 bits, backward 8 bits, groups of 128," in line
+    assert "grad_bits=4, param_bits=4, sequence_parallel_gather_bits=6, expert_bits=6, attention_bits=6" in line
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "thin", rank=1))
-    assert enabled[1:] == [FlashConfig(preset="thin", bits=6)], "activations need more bits than gradients"
+    assert enabled[1:] == [FlashConfig(preset="thin", bits=6, param_bits=4)], (
+        "activations need more bits than gradients"
+    )
     other = arguments.config_from(parse(*words, "--flash-allreduce-preset", "thin"))
     assert other == FlashConfig(preset="thin", bits=6, backward_bits=8)
 
@@ -95,7 +98,8 @@ def test_grad_bits_of_a_preset_are_left_out_where_gradients_pass_other_buffers(
     enabled: list[FlashConfig], name: str
 ) -> None:
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "int4", rank=1, **{name: True}))
-    assert enabled == [FlashConfig(preset="int4", bits=6, grad_bits="full", error_feedback=False)]
+    left_out = {"grad_bits": "full", "param_bits": "full", "quantize_layernorm": False, "error_feedback": False}
+    assert enabled == [FlashConfig(preset="int4", bits=6, **left_out)]
 
 
 def test_without_the_switch_nothing_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +260,8 @@ def test_a_presets_width_of_gradients_that_cannot_be_served_is_named(
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-preset", "int8", rank=0, **given))
     start, line = capsys.readouterr().out.splitlines()
     assert line == (
-        f"flash all-reduce: --{option.replace('_', '-')}: the gradients do not pass through Megatron's own "
-        "data-parallel buffers, and stay in full precision whatever the preset says."
+        f"flash all-reduce: --{option.replace('_', '-')}: gradients and parameters do not pass through Megatron's "
+        "own data-parallel buffers, and stay in full precision whatever the preset says."
     )
     assert "int8" in start and enabled[0].grad_bits == "full"
     arguments.start(parse("--flash-allreduce", rank=0, **given))
