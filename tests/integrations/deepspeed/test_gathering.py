@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import policy
 from flash_allreduce_plugin.integrations.deepspeed import gathering, section
 from flash_allreduce_plugin.integrations.deepspeed.gathering import OUTSIDE, PERSISTENT, clear_padding
 from tests.distributed import Ranks
@@ -292,23 +293,32 @@ def test_padding_is_what_lies_behind_the_last_element(monkeypatch: pytest.Monkey
     assert [int(one.sum()) for one in shards] == [left, left, 3], "a shard of DeepSpeed's own codes is left alone"
 
 
-def frozen() -> dict[str, Any]:
+def frozen(widths: dict[str, Any]) -> dict[str, Any]:
     net = model()
     for one in net[0].parameters():
         one.requires_grad = False
     fap.reset_stats()
-    built = engine(zero3(**NO_REUSE), VALUES, net)
+    built = engine(zero3(**NO_REUSE), {**VALUES, **widths}, net)
     step(built, 0)
     whole = [one for one in exact(built) if one.dim() == 2]
     with seen(built) as found:
         built(batch(built, 1))
+    reasons = fap.stats()["sites"]["deepspeed.stage3.parameters"]["full_precision"]
     built.destroy()
-    return {"errors": errors(found["forward"], whole)}
+    return {"errors": errors(found["forward"], whole), "reasons": reasons}
 
 
-def test_frozen_parameters_are_gathered_like_the_others(engines: Callable[[int], Ranks]) -> None:
-    for outcome in engines(2).run(frozen):
+def test_frozen_parameters_are_gathered_exactly(engines: Callable[[int], Ranks]) -> None:
+    for outcome in engines(2).run(frozen, {}):
+        first, *others = outcome["errors"]
+        assert first == 0 and all(0 < error < 0.01 for error in others)
+        assert outcome["reasons"][policy.FROZEN] > 0
+
+
+def test_frozen_parameters_are_gathered_like_the_others_on_request(engines: Callable[[int], Ranks]) -> None:
+    for outcome in engines(2).run(frozen, {"quantize_frozen": True}):
         assert all(0 < error < 0.01 for error in outcome["errors"])
+        assert policy.FROZEN not in outcome["reasons"]
 
 
 # Batches change from one pass to the next.
@@ -513,9 +523,25 @@ def test_what_bypasses_the_gathers_is_refused(zero: dict[str, Any], named: str) 
     for given in ({"param_bits": 8}, {"param_backward_bits": 8}):
         key = f"flash_allreduce.{next(iter(given))}"
         with pytest.raises(fap.ConfigError, match=f"^{named}{key} exclude each other: "):
-            section.refuse_gathers(settled(**zero), fap.FlashConfig(**given))
-    section.refuse_gathers(settled(**zero), fap.FlashConfig())
-    section.refuse_gathers(settled(offload_param=SimpleNamespace(device="cpu")), fap.FlashConfig(param_bits=8))
+            section.of_gathers(settled(**zero), fap.FlashConfig(**given))
+    section.of_gathers(settled(**zero), fap.FlashConfig())
+    section.of_gathers(settled(offload_param=SimpleNamespace(device="cpu")), fap.FlashConfig(param_bits=8))
+
+
+@pytest.mark.parametrize(("zero", "named"), EXCLUDED, ids=["all-reduce", "nvme"])
+def test_what_bypasses_the_gathers_is_left_out_of_a_preset(
+    zero: dict[str, Any], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = section.of_gathers(settled(**zero), fap.FlashConfig(preset="int4"))
+    assert config == fap.FlashConfig(preset="int4", param_bits="full")
+    assert f"preset int4 without param_bits: {named}" in capsys.readouterr().out
+
+
+def test_a_presets_width_of_gathers_is_that_of_differences_or_of_values() -> None:
+    config = fap.FlashConfig(preset="int4")
+    assert [section.of_gathers(settled(stage=stage), config).param_bits for stage in (0, 1, 2, 3)] == [4, 4, 4, 8]
+    given = fap.FlashConfig(preset="int4", param_bits=6)
+    assert [section.of_gathers(settled(stage=stage), given).param_bits for stage in (2, 3)] == [6, 6]
 
 
 def refusal(options: dict[str, Any], flash: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin import policy
 from flash_allreduce_plugin.integrations.contract import unknown_group
 from tests.attached import loss_of, program, said
 from tests.distributed import Ranks, run_ranks
@@ -127,6 +128,31 @@ def test_the_same_bits_as_set_by_hand(ranks: Callable[[int], Ranks], how: str) -
         assert counts["fsdp.parameters"]["quantized"] == expected["fsdp.parameters"]["quantized"] > 0
         assert "Sequential, 16896 parameters in float32" in lines[0]
         assert "gradients of 2 of 2 modules in 4 bits, parameters of 2 in 8" in lines[0]
+
+
+def with_an_adapter(quantize_frozen: bool) -> tuple[bool, Any, int]:
+    """Whether the frozen layer computes with exact weights; why its gathers were exact; how many were not."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].requires_grad_(False)
+    weight, seen = model[0].weight.detach().clone(), []
+    model[0].register_forward_hook(lambda module, *_: seen.append(torch.equal(module.weight, weight)))
+    fap.fsdp.enable(fap.FlashConfig(preset="int8", min_bytes=0, quantize_frozen=quantize_frozen))
+    fap.reset_stats()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    counts = fap.stats()["sites"]["fsdp.parameters"]
+    fap.fsdp.disable()
+    return all(seen), counts["full_precision"], counts["quantized"]
+
+
+def test_frozen_parameters_stay_exact(ranks: Callable[[int], Ranks]) -> None:
+    for exactly, reasons, quantized in ranks(2).run(with_an_adapter, False):
+        assert exactly and reasons[policy.FROZEN] > 0 and quantized > 0
+    for exactly, reasons, quantized in ranks(2).run(with_an_adapter, True):
+        assert not exactly and not reasons and quantized > 0
 
 
 def test_a_compiled_model(ranks: Callable[[int], Ranks]) -> None:
