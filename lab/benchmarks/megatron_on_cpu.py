@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,3 +23,16 @@ class CudaIsCpu(TorchFunctionMode):
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             value = value.replace("torch.", "torch.cuda.", 1)
         return value
+
+
+def prepare_experts() -> None:
+    """Let megatron-core's experts run in this process without CUDA streams and without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None))
+    torch.cuda.current_stream = torch.cuda.Stream = lambda *_: stream  # type: ignore[assignment, misc]
+    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, return-value]
+    vars(moe_utils).setdefault("te_general_gemm", None)  # a name that 0.16 looks up in any case
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and tensor is not None else tensor
+    )

@@ -99,7 +99,17 @@ def torchrun(
         done.check_returncode()
         return result_of(done.stdout)
     except (subprocess.CalledProcessError, ValueError) as error:
-        raise SystemExit(f"{' '.join(line)}: {error}\n{done.stderr[-4000:]}") from None
+        raise SystemExit(f"{' '.join(line)}: {error}\n{_of_ranks(done.stderr)[-4000:]}") from None
+
+
+def _of_ranks(errors: str) -> str:
+    """Return what the ranks have written, without the launcher's own traceback after it."""
+    return (
+        errors.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0].rpartition(
+            "Traceback (most recent call last):"
+        )[0]
+        or errors
+    )
 
 
 def on_the_wire() -> int:
