@@ -26,11 +26,11 @@ from lab.benchmarks import command, pretraining, steps
 
 BASE = pretraining.FULL_PRECISION
 VARIANTS = [
+    '{"preset": "int8", "param_bits": "full"}',
     '{"preset": "int8"}',
-    '{"preset": "int8", "param_bits": 8}',
+    '{"preset": "int4", "param_bits": "full"}',
     '{"preset": "int4"}',
-    '{"preset": "int4", "param_bits": 4}',
-    '{"preset": "thin", "param_bits": 4}',
+    '{"preset": "thin"}',
 ]
 WARM_UP_STEPS = 1  # of each turn
 

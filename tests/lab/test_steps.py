@@ -52,7 +52,7 @@ def test_fsdp(available: None, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_megatrons_distributed_optimizer(available: None, tmp_path: Path) -> None:
-    variants = ['{"preset": "int8"}', '{"preset": "int8", "param_bits": 8}']
+    variants = ['{"preset": "int8", "param_bits": "full"}', '{"preset": "int8"}']
     sizes = ["--size=1m", "--turns=1", "--steps=1", "--sequence=64"]
     table = tables("dist_opt_step", tmp_path / "dist_opt.json", *sizes, "--variants", *variants)
     full, int8, everything = (row["wire, bytes"] for row in table["variants"].values())

@@ -257,6 +257,7 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
 def _results(run: _Run, group: dist.ProcessGroup) -> dict[str, Any]:
     return {
         "quantized": run.variant.quantized,
+        "preset": run.variant.preset,
         "noise": run.variant.noise,
         "losses": run.losses,
         "validation_loss": run.validation_loss,

@@ -399,7 +399,7 @@ def test_other_groups_than_the_replicas_are_refused(ranks: Callable[[int], Ranks
 def test_a_key_without_effect_is_refused(made: Any, key: str, value: Any) -> None:
     with pytest.raises(fap.ConfigError, match=rf"^{key}=.* has no effect in {made.__name__}, .*; leave it out\.$"):
         made(fap.FlashConfig(**{key: value}))
-    assert made(fap.FlashConfig(preset="int4")).config == fap.FlashConfig(preset="int4")
+    assert made(fap.FlashConfig(preset="int4")).config == fap.FlashConfig(preset="int4", param_bits="full")
 
 
 def test_a_dict_is_refused() -> None:

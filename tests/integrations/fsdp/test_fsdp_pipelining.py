@@ -79,7 +79,7 @@ def train(name: str, how: str, config: fap.FlashConfig) -> dict[str, Any]:
 
 
 def every_way(name: str) -> dict[str, dict[str, Any]]:
-    config = fap.FlashConfig(preset="int4", min_bytes=0)
+    config = fap.FlashConfig(preset="int4", param_bits="full", min_bytes=0)
     small = train(name, "by hand", config.model_copy(update={"min_bytes": 1 << 20}))
     return {"small": small, **{how: train(name, how, config) for how in ("stock", "by hand", "attached")}}
 

@@ -100,9 +100,10 @@ def observe() -> dict[str, Any]:
     seen["forgotten"] = forgotten()
     seen["warned"] = warned()
     seen["training"] = [train(config, 1, **WAYS[3]) for config in (OFF, ON)]
-    of_pipelines = ("pipeline_bits", "pipeline_backward_bits")  # which would be refused here, had somebody given them
-    fields = {key: value for key, value in PRESETS["thin"].items() if key not in of_pipelines}
-    spelled_out = FlashConfig(**{**fields, "bits": 6, "min_bytes": 0})
+    # These would be refused here, had somebody given them.
+    refused = ("pipeline_bits", "pipeline_backward_bits", "attention_bits", "expert_bits")
+    fields = {key: value for key, value in PRESETS["thin"].items() if key not in refused}
+    spelled_out = FlashConfig(**{**fields, "bits": 6, "param_bits": 4, "min_bytes": 0})
     seen["preset"] = [train(c, 1, **WAYS[3]) for c in (FlashConfig(preset="thin", min_bytes=0), spelled_out)]
     return seen
 
