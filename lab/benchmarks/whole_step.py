@@ -32,26 +32,13 @@ WIDTH, VOCABULARY, SEQUENCE, BATCH, STEPS = 256, 256, 128, 4, 2
 Training = tuple[Callable[[], None], Callable[[], None]]
 
 
-def megatron(
-    config: fap.FlashConfig, *, tensor: int = 1, pipeline: int = 1, experts: int = 1, dp: bool = False, **more: Any
-) -> Training:
-    """megatron-core's GPT in bf16. more: of its configuration. dp: gradients and the distributed optimizer too."""
+def gpt(tensor: int, pipeline: int, experts: int, **more: Any) -> Any:
+    """Return this rank's part of the model in bf16."""
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    prepare_cpu()
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
-    CudaIsCpu().__enter__()
-    if experts > 1:
-        prepare_experts()
-    parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=experts)
-    fap.megatron.enable(config)
     torch.manual_seed(1)
     off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
     numbers = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
@@ -73,7 +60,7 @@ def megatron(
         **(numbers if experts > 1 else {}),
         **more,
     )
-    model: Any = GPTModel(
+    return GPTModel(
         settings,
         get_gpt_layer_local_spec(num_experts=numbers["num_moe_experts"] if experts > 1 else None),
         vocab_size=VOCABULARY,
@@ -83,6 +70,27 @@ def megatron(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+
+
+def megatron(
+    config: fap.FlashConfig, *, tensor: int = 1, pipeline: int = 1, experts: int = 1, dp: bool = False, **more: Any
+) -> Training:
+    """megatron-core's GPT in bf16. more: of its configuration. dp: gradients and the distributed optimizer too."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+
+    prepare_cpu()
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
+    CudaIsCpu().__enter__()
+    if experts > 1:
+        prepare_experts()
+    parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=experts)
+    fap.megatron.enable(config)
+    model = gpt(tensor, pipeline, experts, **more)
+    settings: Any = model.config
     wrapped = Float16Module(settings, model)
     data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=dp, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(settings, data_parallel, wrapped)

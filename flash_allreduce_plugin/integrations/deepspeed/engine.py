@@ -24,6 +24,7 @@ from weakref import WeakSet
 import torch
 
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.refusals import by_hand
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.integrations.deepspeed import (
     attention,
@@ -327,6 +328,8 @@ def _with_section(original: Function) -> Function:
         if config is not None:
             config, more = section.of_preset(config, _useless(self, config))
             useless.update(more)
+            if not trained and not by_hand(config, "param_bits"):  # a preset rounds no frozen parameters
+                config = config.model_copy(update={"param_bits": "full"})
             if trained:
                 _refuse_useless(config, useless)
             elif useless:

@@ -414,6 +414,13 @@ def test_a_reference_model_at_stage_3_gathers_as_the_policy_does(engines: Any) -
 
 
 @training.NEWEST
+def test_a_preset_leaves_a_reference_model_exact(engines: Any) -> None:
+    (lines, exact, sites), _ = engines(2).run(reference, 3, {}, {"preset": "int8", "min_bytes": 0})
+    assert exact and len(lines) == 1 and "parameters" not in lines[0]
+    assert sites["deepspeed.stage3.parameters"]["quantized"] == 0
+
+
+@training.NEWEST
 def test_a_reference_model_leaves_every_width_out_that_it_has_no_use_for(engines: Any) -> None:
     widths = {"param_backward_bits": 4, "pipeline_bits": 8, "pipeline_backward_bits": 6, "attention_bits": 8}
     widths |= {"expert_bits": 8, "expert_combine_bits": 4, "backward_bits": 8}
