@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -154,7 +153,6 @@ def observe() -> dict[str, Any]:
     seen["changes"] = {what: changes(what) for what in CHANGES}
     seen["undone"] = [undone(how) for how in ("disable", "full", "in between")]
     seen["refused"] = refused()
-    seen["left out"] = left_out()
     seen["float32"] = float32()
     seen["resumed"] = resumed()
     return seen
@@ -245,36 +243,13 @@ def held_parts(training: Training) -> list[torch.Tensor]:
     return found
 
 
-def left_out() -> tuple[list[bool], bool, bool, list[str]]:
-    """A preset where parameters cannot be served: quantized gradients and parameters, copies, and what was said."""
-    with (
-        trained(FlashConfig(preset="int8", min_bytes=0)) as training,
-        contextlib.redirect_stdout(io.StringIO()) as said,
-    ):
-        training.optimizer.config.use_precision_aware_optimizer = True
-        pieces = [parameters._pieces(one, megatron.current_config()) for one in training.optimizer.chained_optimizers]
-        again = [parameters._pieces(one, megatron.current_config()) for one in training.optimizer.chained_optimizers]
-        counters.reset_stats()
-        for group in training.ddp.bucket_groups:
-            group.start_param_sync(force_sync=True)
-        sites = counters.stats()["sites"]
-        gathered = sites.get(parameters.PARAMETERS.name, {"quantized": 0})["quantized"]
-        training.optimizer.config.use_precision_aware_optimizer = False
-    lines = [line for line in said.getvalue().splitlines() if "without param_bits" in line]
-    return [one is None for one in pieces + again], gathered == 0, training.replicas(), lines
-
-
-#: Options with which parameters are not served.
-UNSERVED: dict[str, Callable[[Training], None]] = {
-    "fp8": lambda training: setattr(training.ddp.ddp_config, "fp8_param_gather", True),
-    "precision": lambda training: setattr(training.optimizer.config, "use_precision_aware_optimizer", True),
-    "fsdp": lambda training: setattr(training.ddp.ddp_config, "use_megatron_fsdp", True),
-}
-
-
 def refused() -> dict[str, str]:
     found = {}
-    for name, change in UNSERVED.items():
+    for name, change in {
+        "fp8": lambda training: setattr(training.ddp.ddp_config, "fp8_param_gather", True),
+        "precision": lambda training: setattr(training.optimizer.config, "use_precision_aware_optimizer", True),
+        "fsdp": lambda training: setattr(training.ddp.ddp_config, "use_megatron_fsdp", True),
+    }.items():
         with trained(CONFIG) as training:
             change(training)
             try:
@@ -447,14 +422,6 @@ def test_what_cannot_be_served_is_refused(ranks):
         assert said["fsdp"].startswith("use_megatron_fsdp and param_bits exclude each other")
         assert said["gathers nothing"].startswith("param_bits has no effect without the distributed optimizer")
         assert all("\n" not in line and line.endswith("leave param_bits at full.") for line in list(said.values())[:3])
-
-
-def test_what_cannot_be_served_is_left_out_of_a_preset(ranks):
-    for rank, seen in enumerate(ranks):
-        unserved, exactly, same, lines = seen["left out"]
-        assert all(unserved) and exactly and same
-        assert len(lines) == (rank == 0), "once, on rank 0"
-        assert all("use_precision_aware_optimizer and param_bits exclude each other" in line for line in lines)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(ranks):

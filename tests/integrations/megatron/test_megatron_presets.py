@@ -1,0 +1,45 @@
+"""A preset in Megatron: what of it cannot act is left out, with a line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+
+from tests.distributed import MEGATRON, run_ranks
+
+pytest.importorskip("megatron.core")
+
+from test_data_parallel import start_megatron
+from test_megatron_parameters import trained
+
+from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.megatron import parameters
+from flash_allreduce_plugin.telemetry import counters
+
+
+def left_out() -> tuple[list[bool], bool, bool, list[str]]:
+    """A preset where parameters cannot be served: quantized gradients and parameters, copies, and what was said."""
+    start_megatron()
+    config, said = FlashConfig(preset="int8", min_bytes=0), io.StringIO()
+    with trained(config) as training, contextlib.redirect_stdout(said):
+        training.optimizer.config.use_precision_aware_optimizer = True
+        pieces = [parameters._pieces(one, megatron.current_config()) for one in training.optimizer.chained_optimizers]
+        again = [parameters._pieces(one, megatron.current_config()) for one in training.optimizer.chained_optimizers]
+        counters.reset_stats()
+        for group in training.ddp.bucket_groups:
+            group.start_param_sync(force_sync=True)
+        sites = counters.stats()["sites"]
+        gathered = sites.get(parameters.PARAMETERS.name, {"quantized": 0})["quantized"]
+        training.optimizer.config.use_precision_aware_optimizer = False
+    lines = [line for line in said.getvalue().splitlines() if "without param_bits" in line]
+    return [one is None for one in pieces + again], gathered == 0, training.replicas(), lines
+
+
+def test_what_cannot_be_served_is_left_out() -> None:
+    for rank, (unserved, exactly, same, lines) in enumerate(run_ranks(2, left_out, preload=MEGATRON)):
+        assert all(unserved) and exactly and same
+        assert len(lines) == (rank == 0), "once, on rank 0"
+        assert all("use_precision_aware_optimizer and param_bits exclude each other" in line for line in lines)
