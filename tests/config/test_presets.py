@@ -129,7 +129,8 @@ def test_the_page_has_every_preset_with_its_fields() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_a_width_for_everything(name: str) -> None:
-    """Every role of a tensor is quantized."""
+    """Every role of a tensor is quantized, and every preset has the same fields for it."""
+    assert {**PRESETS["int4"], **PRESETS[name]}.keys() == PRESETS["int4"].keys()
     for config in (FlashConfig(preset=name), for_megatron(FlashConfig(preset=name))):
         assert all(isinstance(bits_of(role, config), int) for role in Role)
 
