@@ -255,7 +255,7 @@ def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
     measured = next(table for table in TABLES if table.name == "accuracy").commands
     of_document = [table for table in TABLES if table.document == "accuracy.md"]
     assert set(index) == {table.name for table in of_document if table.commands == measured}
-    assert (tmp_path / "accuracy.md").read_text().count("Not measured yet.") == len(of_document) - len(index) == 4
+    assert (tmp_path / "accuracy.md").read_text().count("Not measured yet.") == len(of_document) - len(index) > 0
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
