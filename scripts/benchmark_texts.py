@@ -499,7 +499,7 @@ def real_model(results: list[Any]) -> Rows:
 
 
 def whole_step(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.whole_step: a row a layout, a column a preset; what is left is the same for all of them."""
+    """Of lab.benchmarks.whole_step: a row a layout, a column a preset, and the greatest share that a preset leaves."""
     found = {(row["layout"], row["preset"]): row for row in results[0]["rows"]}
     layouts, presets = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     rows: Rows = [["", *(f"{preset}, %" for preset in presets), "left, %"]]

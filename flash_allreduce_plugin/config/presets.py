@@ -33,18 +33,21 @@ _BACKWARD = {"backward_bits": 6, "backward_rounding": "stochastic"}
 
 #: Activations and their gradients, wherever they move.
 _ACTIVATIONS = (
-    *("sequence_parallel_gather_bits", "expert_bits", "attention_bits", "pipeline_bits", "pipeline_backward_bits"),
+    "sequence_parallel_gather_bits",
+    "expert_bits",
+    "attention_bits",
+    "pipeline_bits",
+    "pipeline_backward_bits",
 )
-#: Gathers of parameters by their values.
-_VALUES = {"param_bits": 8}
-_EVERYWHERE = {**_VALUES, "quantize_embedding": True, "quantize_layernorm": True}
+#: param_bits: for gathers of values.
+_EVERYWHERE = {"param_bits": 8, "quantize_embedding": True, "quantize_layernorm": True}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "int8": {"bits": 8, "backward_bits": 8, "grad_bits": 8, **dict.fromkeys(_ACTIVATIONS, 8), **_EVERYWHERE},
     "int4": {"bits": 4, **_BACKWARD, "grad_bits": 4, **dict.fromkeys(_ACTIVATIONS, 6), **_EVERYWHERE, **_FINE},
     "thin": {"bits": 2, **_BACKWARD, "grad_bits": 2, **dict.fromkeys(_ACTIVATIONS, 6), **_EVERYWHERE, **_FINE},
 }
-# Instead where parameters are gathered by differences, which every rank adds to what it keeps.
+# These replace a preset's keys where every rank keeps the parameters and gathers differences.
 OF_DIFFERENCES: dict[str, dict[str, Any]] = {"int4": {"param_bits": 4}, "thin": {"param_bits": 4}}
 # Instead in Megatron, where `bits` is the width of activations.
 IN_MEGATRON: dict[str, dict[str, Any]] = {

@@ -85,9 +85,11 @@ def for_differences(config: FlashConfig) -> FlashConfig:
 
 
 def by_hand(config: FlashConfig, *keys: str) -> list[str]:
-    """Return those of the widths `keys` that quantize and that somebody gave: one of a preset's is no mistake."""
-    tables = (presets.PRESETS, presets.OF_DIFFERENCES, presets.IN_MEGATRON)
-    filled = [table.get(config.preset or "", {}) for table in tables]
+    """Return the `keys` that the user gave and that quantize. A key that only the preset sets is no mistake.
+
+    A value that `_instead` may have taken from the preset counts as the preset's.
+    """
+    filled = [table.get(config.preset or "", {}) for table in (presets.OF_DIFFERENCES, presets.IN_MEGATRON)]
     given = {key: value for key, value in config.given().items() if key in keys and value not in (None, "full")}
     return [key for key, value in given.items() if all(one.get(key) != value for one in filled)]
 

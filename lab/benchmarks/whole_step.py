@@ -1,9 +1,9 @@
-"""What of a step's bytes a preset leaves in full precision, layout by layout.
+"""The bytes of a step that a preset leaves in full precision, by layout.
 
     python -m lab.benchmarks.whole_step                                 all layouts, every preset
     python -m lab.benchmarks.whole_step --layouts "Megatron TP 2" FSDP2 --presets int4
 
-Every layout trains a small model for some steps; the first, in which what the ranks hold travels whole, does not count.
+Every layout trains a small model for some steps. The first does not count: there whole parameters travel.
 "plain": bytes that a rank would send without the plugin; "left": the part of them that goes in full precision, at its
 sites or beside the plugin, and where most of that is.
 """

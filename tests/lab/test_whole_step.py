@@ -1,4 +1,4 @@
-"""One preset is enough for the whole step: what each layout sends in full precision."""
+"""A preset alone quantizes nearly every byte of a step, in each layout."""
 
 from __future__ import annotations
 

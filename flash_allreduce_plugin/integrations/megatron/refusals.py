@@ -152,6 +152,8 @@ def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Call
     keys_of_experts = by_hand(config, "expert_bits", "expert_combine_bits")
     if getattr(settings, "moe_token_dispatcher_type", None) == "flex":
         why = f"{spelled('moe_token_dispatcher_type', 'flex')} moves tokens in kernels of its own"
+        if config.expert_bits != "full" and not keys_of_experts:
+            leave_out(config, "expert_bits", [f"{why}, in full precision; alltoall is served."])
         return [f"{ours(key)} has no effect: {why}; take alltoall, or leave it out." for key in keys_of_experts]
     ranks = _expert_ranks()
     if ranks is None:

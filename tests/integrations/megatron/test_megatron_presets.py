@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from test_megatron_parameters import trained
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import megatron
-from flash_allreduce_plugin.integrations.megatron import parameters
+from flash_allreduce_plugin.integrations.megatron import parameters, refusals
 from flash_allreduce_plugin.telemetry import counters
 
 
@@ -43,3 +44,15 @@ def test_what_cannot_be_served_is_left_out() -> None:
         assert all(unserved) and exactly and same
         assert len(lines) == (rank == 0), "once, on rank 0"
         assert all("use_precision_aware_optimizer and param_bits exclude each other" in line for line in lines)
+
+
+def test_a_preset_says_that_the_flex_dispatcher_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = SimpleNamespace(moe_token_dispatcher_type="flex")
+    refusals._left_out.clear()
+    for _ in range(2):
+        assert refusals.of_experts(settings, FlashConfig(preset="int8"), refusals.field) == []
+    said = capsys.readouterr().out
+    assert said.count("preset int8 without expert_bits: moe_token_dispatcher_type='flex' moves tokens") == 1
+    given = FlashConfig(preset="int8", expert_bits=8)
+    [line] = refusals.of_experts(settings, given, refusals.field)
+    assert line.startswith("expert_bits has no effect"), "a given key is refused, though the preset has that value too"
