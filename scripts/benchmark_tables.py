@@ -1,4 +1,4 @@
-"""Commands and needs of the tables of docs/decide/benchmarks.md and accuracy.md (scripts/make_benchmarks.py)."""
+"""Commands and needs of the tables of docs/decide (scripts/make_benchmarks.py)."""
 
 from __future__ import annotations
 
@@ -159,6 +159,14 @@ COLLECTIVES = (
         tuple(Command(f"python -m lab.planning.scale --bits {bits}", "--ranks 16 --mib 1") for bits in (8, 4)),
         texts.scale,
     ),
+    Table(
+        "auto",
+        (Command("python -m lab.benchmarks.auto_step", "--rates loopback --frameworks ddp --steps 20 --width 64"),),
+        texts.auto_step,
+        document="tuning.md",
+        names_codec=True,
+        needs=("root", "megatron", "deepspeed"),
+    ),
     Table("handshake", (Command("python -m lab.benchmarks.handshake", "--ranks 2 --groups 2"),), texts.handshake),
 )
 STEPS = (
@@ -178,18 +186,6 @@ STEPS = (
         (Command("python -m lab.benchmarks.pipeline_step", "--shares 0.5 --rounds 1 --layers 2 --hidden 64"),),
         texts.pipeline_step,
         beside=("pipeline training",),
-        needs=("root", "megatron"),
-    ),
-    Table(
-        "layer",
-        (
-            Command(
-                "python -m lab.benchmarks.step_time "
-                "--layer --hidden 1024 --overlap --shares 0.5 --bits 8 4 --rounds 25",
-                "--hidden 128 --rounds 1",
-            ),
-        ),
-        texts.layer,
         needs=("root", "megatron"),
     ),
     Table(

@@ -178,20 +178,6 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
     return [*rows, [sent, "", *bytes_], ["validation loss, %", "", "", *(losses.get(name, "") for name in widths)]]
 
 
-def layer(results: list[Any]) -> Rows:
-    table = results[0]["tables"][-1]
-    variants, waits = table["variants"], ", waits at once"
-    rows: Rows = [
-        [f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s, ms", "overlapped", "waits at once", "hidden"]
-    ]
-    for name, row in variants.items():
-        if not name.endswith(waits):
-            slower = variants.get(name + waits, {}).get("step, seconds")
-            hidden = None if slower is None else slower - row["step, seconds"]
-            rows.append([name, *(_number(seconds, ".0f", 1e3) for seconds in (row["step, seconds"], slower, hidden))])
-    return rows
-
-
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
     """Of lab.benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
 
@@ -507,6 +493,16 @@ def whole_step(results: list[Any]) -> Rows:
         of_layout = [found[layout, preset] for preset in presets]
         left = max(sum(row["left"].values()) / row["plain"] for row in of_layout)
         rows.append([layout, *(f"{100 * row['sent'] / row['plain']:.1f}" for row in of_layout), f"{100 * left:.2f}"])
+    return rows
+
+
+def auto_step(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.auto_step: a row a framework and link."""
+    rows: Rows = [["", "link", "full, ms", "`int8`, ms", "auto, ms", "total", "after", "from step"]]
+    for row in results[0]["rows"]:
+        milliseconds = [f"{row[f'{way}, seconds'] * 1e3:.1f}" for way in ("full precision", "quantized", "auto")]
+        ratios = [f"{row[key]:.3f}" for key in ("total", "after")]
+        rows.append([row["framework"], row["rate"], *milliseconds, *ratios, row["decided"]])
     return rows
 
 

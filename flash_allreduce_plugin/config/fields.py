@@ -109,7 +109,11 @@ class FlashConfig(_Frozen):
         "the best measured setting for a purpose; keys that are given go before it",
         exclude=True,
     )
-    enabled: bool = _width(True, _BOOL, "quantize at all; false: every call goes in full precision")
+    enabled: bool | Literal["auto"] | Patterns = _width(
+        True,
+        'true, false, "auto" or a list of patterns of site names',
+        "quantize at all; auto: where it makes the step faster, measured in the first steps; a list: at these sites",
+    )
     bits: Width = _width(8, _WIDTH, "width of the codes, both halves of a collective")
     backward_bits: Width | Literal["full"] = _width(
         "full", _OR_FULL, "width for the collectives of the backward pass (Megatron)"
@@ -223,6 +227,7 @@ class FlashConfig(_Frozen):
     quantize_evaluation: bool = _advanced(
         True, _BOOL, "false: modules in evaluation mode go in full precision (Megatron)"
     )
+    auto_interval: Count = _advanced(0, _COUNT, 'with enabled "auto": measure again every so many steps; 0: never')
     check_ranks: bool = _advanced(True, _BOOL, "compare the configuration across the group at first use")
 
     # A type checker keeps the constructor that pydantic derives from the fields, with their names and types.
@@ -259,6 +264,15 @@ class FlashConfig(_Frozen):
 
     def __hash__(self) -> int:
         return hash(self.text)
+
+    @field_validator("auto_interval", mode="after")
+    @classmethod
+    def _refuse_an_interval_of_nothing(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("enabled", "auto") != "auto":
+            raise PydanticCustomError(
+                "combination", 'has no effect: enabled is not "auto"; set it, or drop auto_interval'
+            )
+        return value
 
     @field_validator("symmetric", mode="after")
     @classmethod

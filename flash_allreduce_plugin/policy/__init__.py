@@ -21,10 +21,13 @@ from flash_allreduce_plugin.policy.roles import EXCLUDED as EXCLUDED
 from flash_allreduce_plugin.policy.roles import FROZEN as FROZEN
 from flash_allreduce_plugin.policy.roles import LAYER_NORM as LAYER_NORM
 from flash_allreduce_plugin.policy.roles import LOW_SQNR as LOW_SQNR
+from flash_allreduce_plugin.policy.roles import NOT_ENABLED as NOT_ENABLED
 from flash_allreduce_plugin.policy.roles import NOT_INCLUDED as NOT_INCLUDED
 from flash_allreduce_plugin.policy.roles import ONE_RANK as ONE_RANK
+from flash_allreduce_plugin.policy.roles import SLOWER as SLOWER
 from flash_allreduce_plugin.policy.roles import SMALL as SMALL
 from flash_allreduce_plugin.policy.roles import SPARSE as SPARSE
+from flash_allreduce_plugin.policy.roles import TRIAL as TRIAL
 from flash_allreduce_plugin.policy.roles import WARM_UP as WARM_UP
 from flash_allreduce_plugin.policy.roles import Role as Role
 from flash_allreduce_plugin.policy.roles import Site as Site

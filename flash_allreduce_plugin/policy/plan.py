@@ -3,7 +3,7 @@
 make_plan answers with a Plan or with the reason why the call goes in full precision.  The checks run in a
 fixed order and the first that applies gives the reason, so that a counter's key means the same on every rank:
 
-1. enabled is false                         4. the operator is not sum, avg or premul_sum (of what sums)
+1. enabled is false, or lists other sites   4. the operator is not sum, avg or premul_sum (of what sums)
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
 7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding or
@@ -31,6 +31,7 @@ from flash_allreduce_plugin.policy.roles import (
     DISABLED,
     EMPTY,
     EXCLUDED,
+    NOT_ENABLED,
     NOT_INCLUDED,
     ONE_RANK,
     SMALL,
@@ -122,14 +123,14 @@ def make_plan(
     numel counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and gather; it is
     not looked at for all_to_all. op is "sum", "avg" or another operator's name, and is looked at where there is a sum.
     step counts the training steps from 0; without it there is no warm-up. reduce_bits and gather_bits override the
-    width of their half for every role that is quantized at all. nodes are the group's if config.hierarchical is to be
-    obeyed: a group within one node is flat with the width inside, one with a rank a node with the width between nodes.
-    What is not a sum or an all_gather has one level, and the width between nodes is not looked at. width takes the
-    place of the role's width, of inter_bits too, but not of reduce_bits and gather_bits; whether the call is quantized
-    does not depend on it.
+    width of their half. nodes are the group's if config.hierarchical is to be obeyed: a group within one node is flat
+    with the width inside, one with a rank a node with the width between nodes. What is not a sum or an all_gather has
+    one level. width takes the place of the role's width, of inter_bits too, but not of reduce_bits and gather_bits.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
+    if isinstance(config.enabled, tuple) and not any(fnmatchcase(site.name, one) for one in config.enabled):
+        return FullPrecision(NOT_ENABLED)
     if world_size == 1:
         return FullPrecision(ONE_RANK)
     if dtype not in _DTYPES:

@@ -21,6 +21,9 @@ NOT_INCLUDED = "not in include"
 EVALUATION = "evaluation"
 EXCLUDED = "in exclude"
 WARM_UP = "warm-up"
+NOT_ENABLED = "site not in enabled"
+TRIAL = "trial of the speed"  # from enabled "auto", which decides after make_plan (runtime/auto.py)
+SLOWER = "faster in full precision"  # the same, after the trial
 LOW_SQNR = "below min_sqnr_db"  # from the guard, which decides after make_plan (quality/guard.py)
 SPARSE = "sparse gradient"  # from frameworks, which reduce it themselves
 

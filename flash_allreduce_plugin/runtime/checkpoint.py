@@ -1,8 +1,9 @@
 """The state from which a resumed run goes on, bit for bit: of each rank, in files beside a framework's checkpoint.
 
 It is the counts and decisions of runtime/groups.py on a process group (calls, random numbers, the widths of
-target_sqnr_db and min_sqnr_db) and, of every owner of gradients, its finished steps and the residuals of error
-feedback: dicts of tensors, numbers and strings, which torch.load reads with weights_only=True.
+target_sqnr_db and min_sqnr_db), the decision of runtime/auto.py and, of every owner of gradients, its finished steps
+and the residuals of error feedback: dicts of tensors, numbers and strings, which torch.load reads with
+weights_only=True.
 
 Most of it has to be the same on the ranks of a group. So all ranks go on from their states or none does: they tell each
 other what is wrong with theirs.
@@ -29,7 +30,7 @@ from flash_allreduce_plugin.collectives.state_shapes import misshapen
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
-from flash_allreduce_plugin.runtime import groups
+from flash_allreduce_plugin.runtime import auto, groups
 
 VERSION = 2
 FOLDER = "flash_allreduce"  # in the folder of a checkpoint
@@ -139,6 +140,7 @@ def state_of(owners: Owners) -> dict[str, Any]:
         "rank": rank,
         "world_size": world,
         "groups": groups.state_dict(),
+        "auto": auto.state_dict(),
         "owners": {
             name: {
                 "numbers": owner.numbers(),
@@ -155,7 +157,8 @@ def resume(
     """load_state_dict for these owners. wrong: why there is no state, if that is known."""
     rank, _ = _rank_and_world()
     wrong = wrong or _wrong(state, owners)
-    ranks = _told({"wrong": wrong, "steps": _steps(state), "groups": _digests(state) if wrong is None else {}})
+    said = {"groups": {}, "auto": {}} if wrong is not None else {"groups": _digests(state), "auto": _decision(state)}
+    ranks = _told({"wrong": wrong, "steps": _steps(state), **said})
     reasons: dict[str, list[int]] = {}
     for number, told in enumerate(ranks):
         if told["wrong"] is not None:
@@ -164,6 +167,7 @@ def resume(
         reasons["the ranks' states are not of one checkpoint"] = list(range(len(ranks)))
     if reasons:
         groups.load_state_dict({})
+        auto.load_state_dict({})
         steps = {name: count for told in ranks for name, count in sorted(told["steps"].items())}
         for name, owner in owners.items():
             if owner.feedback is not None:
@@ -176,6 +180,8 @@ def resume(
         return False
     assert state is not None
     groups.load_state_dict(state["groups"])
+    # A rank that has made no such call goes on from its peers' decision too.
+    auto.load_state_dict(next((told["auto"] for told in ranks if told["auto"]), {}))
     for name, owner in owners.items():
         kept = state["owners"][name]
         owner.set_numbers(kept["numbers"])
@@ -218,13 +224,21 @@ def _is_measurement(value: Any) -> bool:
     return misshapen(value, [float]) is None and len(value) in (0, 2, sample.nothing().numel())
 
 
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
 _SITE = {"site": str, "config": str, "measured": _is_measurement}
 _WIDTH = {"kind": "width", **_SITE, "bits": range(MIN_BITS, MAX_BITS + 1), "spare": bool, "missed": bool}
 _STAND = {"bits": range(MIN_BITS, FULL + 1), "low": int, "good": int, "patience": int, "came_down": bool}
 _GUARD = {"kind": "guard", **_SITE, **_STAND}
 _GROUP = {"size": int, "draws": int, "calls": {...: int}, "sends": {...: int}, "sites": [(_WIDTH, _GUARD)]}
 _OWNER = {"numbers": {STEP: int, ...: (int, float)}, "feedback": (None, STATE)}
-_STATE = {_KEY: int, "rank": int, "world_size": int, "groups": {...: _GROUP}, "owners": {...: _OWNER}}
+_AUTO = ({"on": bool, "but": [str]}, _is_nothing)
+_STATE = {
+    **{_KEY: int, "rank": int, "world_size": int},
+    **{"groups": {...: _GROUP}, "owners": {...: _OWNER}, "auto": _AUTO},
+}
 
 
 def _wrong(state: Any, owners: Owners) -> str | None:
@@ -233,7 +247,7 @@ def _wrong(state: Any, owners: Owners) -> str | None:
         return "there is no state of the plugin"
     if misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
         return f"it is of format {state[_KEY]!r}, and this version reads {VERSION}"
-    where = misshapen(state, _STATE)
+    where = misshapen({"auto": {}, **state}, _STATE)  # earlier versions had none
     if where is not None:
         return f"it is damaged at state{where}"
     rank, world = _rank_and_world()
@@ -271,8 +285,15 @@ def _digests(state: Any) -> dict[str, list[Any]]:
     return found
 
 
+def _decision(state: Any) -> Any:
+    return state.get("auto", {})
+
+
 def _are_of_one(ranks: list[dict[str, Any]]) -> bool:
-    """Whether the states are of one checkpoint: all ranks of every group have the same."""
+    """Whether the states are of one checkpoint: all ranks of every group have the same, and one decision."""
+    decisions = [told["auto"] for told in ranks if told["auto"]]
+    if any(decision != decisions[0] for decision in decisions):
+        return False
     groups_said: dict[str, list[Any]] = {}
     for told in ranks:
         for name, said in told["groups"].items():

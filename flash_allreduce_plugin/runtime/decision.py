@@ -2,6 +2,7 @@
 
     agree     the ranks of the group have the same configuration                         runtime/groups.py
     policy    size, dtype, operator, role, module and step say whether, and at what width  policy/plan.py
+    auto      enabled "auto": by the step, whether quantizing makes it faster               runtime/auto.py
     quality   what was measured at the site may raise the width, or ask for full precision  quality/
     count     the bytes that go, and the bytes that would have gone                       telemetry/
 
@@ -31,8 +32,10 @@ from flash_allreduce_plugin.policy import (
     EMPTY,
     LOW_SQNR,
     ONE_RANK,
+    SLOWER,
     SMALL,
     SUMS,
+    TRIAL,
     WARM_UP,
     Collective,
     FullPrecision,
@@ -41,7 +44,7 @@ from flash_allreduce_plugin.policy import (
     make_plan,
 )
 from flash_allreduce_plugin.quality.control import Quality
-from flash_allreduce_plugin.runtime import groups
+from flash_allreduce_plugin.runtime import auto, groups
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 _PLANS = 1024  # of a group that are remembered
@@ -162,6 +165,8 @@ def decide(call: Call) -> Plan | FullPrecision:
         answer = FullPrecision(DISABLED if disabled else given)
     else:
         answer = _planned(call)
+        if isinstance(answer, Plan) and (slower := _slower(call)) is not None:
+            answer = FullPrecision(slower)
         if isinstance(answer, Plan) and not call.alone:
             answer = call.quality.decide(answer, lambda width: _at_width(call, width), request.device)
         if isinstance(answer, Plan) and request.whole is not None and (why := request.whole(call.label)) is not None:
@@ -206,7 +211,7 @@ def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
     config = request.config
     if request.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
         return []
-    if config.target_sqnr_db is not None or config.min_sqnr_db is not None:
+    if config.target_sqnr_db is not None or config.min_sqnr_db is not None or _slower(call) is not None:
         return []
     found: list[tuple[Sequence[Range], Call]] = []
     left = total = instead_of_bytes(call)
@@ -254,7 +259,17 @@ def _part_of(call: Call, ranges: Sequence[Range], collective: Collective, **fact
 
 def lasts(answer: FullPrecision) -> bool:
     """Whether every call of the same facts will be answered alike."""
-    return answer.reason not in (DISABLED, WARM_UP, LOW_SQNR)
+    return answer.reason not in (DISABLED, WARM_UP, LOW_SQNR, TRIAL, SLOWER)
+
+
+def _slower(call: Call) -> str | None:
+    """Return why enabled "auto" has a call go in full precision; None: it is quantized."""
+    request = call.request
+    if request.config.enabled != "auto" or request.step is None:
+        return None
+    nbytes = request.numel * request.dtype.itemsize
+    how = (request.config.auto_interval, call.label, request.device)
+    return auto.reason(request.site, request.step, nbytes, *how)
 
 
 def ring_bytes(collective: str, nbytes: int, world_size: int) -> int:
@@ -323,7 +338,7 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
     request = call.request
     config, known = request.config, call.state.plans
     warm = request.step is not None and request.step < config.warmup_steps
-    site = request.site.role, request.site.module
+    site = request.site.name, request.site.role, request.site.module
     what = (
         request.collective,
         request.numel,

@@ -28,11 +28,22 @@ _MEASURED = (
     "0.7 M parameters, 400 steps, one seed)"
 )
 _STEPS = 3  # the last of which is not over: the first are not like those that follow (DDP rebuilds its buckets)
+_STEPS_OF_A_TRIAL = 10  # with enabled "auto", which quantizes some steps of them (runtime/auto.py)
 # The line about what is attached names these, or they pass, or there was nothing to send.
 # A site with so few dB at its width is poor: Gaussian values have 20, 13 and 6. (tests/telemetry/test_notices.py)
 _POOR = {4: 17.0, 3: 10.0, 2: 3.0}
 _GAIN_DB = 4.0  # of the codebook with spikes; on Gaussian values it gains less
-_KNOWN = {policy.DISABLED, policy.WARM_UP, policy.LOW_SQNR, policy.EMPTY, policy.ONE_RANK, environment.DISABLE}
+_KNOWN = {
+    policy.DISABLED,
+    policy.NOT_ENABLED,
+    policy.WARM_UP,
+    policy.TRIAL,
+    policy.SLOWER,
+    policy.LOW_SQNR,
+    policy.EMPTY,
+    policy.ONE_RANK,
+    environment.DISABLE,
+}
 # Of a site that quantizes, some calls may be so without a notice.
 _IN_PART = (policy.SMALL, policy.EVALUATION)
 # The field that a reason is about.
@@ -73,7 +84,7 @@ def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] 
     name = preset(config, (*OF_MEGATRON, "param_bits"))  # what `gives` says of parameters
     line = f"attached to {to}: {name}{gives}, "
     line += f"groups of {config.group_size}, buckets from {config.min_bytes} bytes"
-    line += settings(config, (*said, "enabled", "group_size", "min_bytes", *OF_MEGATRON))
+    line += settings(config, (*said, "group_size", "min_bytes", *OF_MEGATRON))
     ranks = run_log.rank_and_world()
     return line + ("; there is one rank and nothing to reduce" if ranks is not None and ranks[1] == 1 else "")
 
@@ -146,7 +157,8 @@ class FirstSteps:
         self._last, self._steps = step, self._steps + 1
         if self._steps == 1 and self._attached_to is not None:
             say(attached(self._attached_to, f"gradients in {self.config.bits} bits", self.config))
-        if self._steps >= _STEPS and step > self.config.warmup_steps:
+        least = _STEPS_OF_A_TRIAL if self.config.enabled == "auto" else _STEPS
+        if self._steps >= least and step > self.config.warmup_steps:
             self.over = True
             self._say()
             self._tally.clear()

@@ -73,6 +73,13 @@ def close() -> None:
         running.close()
 
 
+def decided(decision: dict[str, Any]) -> None:
+    """Add a decision of enabled "auto". Does nothing if no log runs."""
+    with _lock:
+        if _running is not None and _running.pid == os.getpid():
+            _running.decided(decision)
+
+
 def refuse_unwritable(path: str) -> None:
     """Raises ConfigError if `path` cannot become such a log; leaves no file that was not there."""
     new = not os.path.lexists(path)
@@ -110,6 +117,10 @@ class RunLog:
         """Say so if a configuration is new."""
         if config not in self._configs and self._line("configuration", {"configuration": config.to_dict()}):
             self._configs.add(config)
+
+    def decided(self, decision: dict[str, Any]) -> None:
+        step = None if _finished_steps is None else _finished_steps()
+        self._line("auto", {**({} if step is None else {"step": step}), **decision})
 
     def close(self) -> None:
         self._closing.set()

@@ -7,10 +7,6 @@ its tensor-parallel collectives; the link's rate for each share follows from tha
 every variant takes its steps in turn, so that a machine that drifts drifts for all of them. A time is the
 median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
 collectives over that of the bf16 step. "wire" is what a step puts on the interface of a host.
-
-"waits at once" (--overlap) is the same step with every input gradient's reduction waited for where it starts: what it
-takes longer is what the overlap with the weight gradient hides. With --layer the step is the forward and backward
-of one column-parallel layer, where there is nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.cli.demo.model import (
     VOCABULARY,
     ModelSize,
@@ -40,7 +35,7 @@ from flash_allreduce_plugin.integrations.patching import Patchset, Seam, rebound
 from lab.benchmarks import command, netlab, ranks, steps
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
-WAITS, PRESET = ", waits at once", "preset "
+PRESET = "preset "
 
 
 class _Done:
@@ -72,46 +67,23 @@ def _without_collectives() -> Patchset:
 
 
 @contextlib.contextmanager
-def _waiting_at_once() -> Iterator[None]:
-    """Every reduction that is started asynchronously, Megatron's own or ours, is over when its call returns."""
-
-    def waits(start: Callable[..., Any]) -> Callable[..., Any]:
-        def all_reduce(*arguments: Any, **keywords: Any) -> Any:
-            handle = start(*arguments, **keywords)
-            if handle is not None:
-                handle.wait()
-            return handle
-
-        return all_reduce
-
-    theirs, ours = dist.all_reduce, reductions.all_reduce
-    dist.all_reduce, reductions.all_reduce = waits(theirs), waits(ours)
-    try:
-        yield
-    finally:
-        dist.all_reduce, reductions.all_reduce = theirs, ours
-
-
-@contextlib.contextmanager
 def _active(variant: str) -> Iterator[None]:
-    """The variant in place: "bf16", "INT<bits>", "preset <name>", each with WAITS or not, or "no collectives"."""
-    name = variant.removesuffix(WAITS)
-    with _waiting_at_once() if variant.endswith(WAITS) else contextlib.nullcontext():
-        if name == NO_COLLECTIVES:
-            patchset = _without_collectives()
-            patchset.apply()
-            try:
-                yield
-            finally:
-                patchset.restore()
-        elif name == FULL_PRECISION:
+    """The variant in place: "bf16", "INT<bits>", "preset <name>" or "no collectives"."""
+    if variant == NO_COLLECTIVES:
+        patchset = _without_collectives()
+        patchset.apply()
+        try:
             yield
-        else:
-            fap.megatron.enable(_config(name))
-            try:
-                yield
-            finally:
-                fap.megatron.disable()
+        finally:
+            patchset.restore()
+    elif variant == FULL_PRECISION:
+        yield
+    else:
+        fap.megatron.enable(_config(variant))
+        try:
+            yield
+        finally:
+            fap.megatron.disable()
 
 
 def _config(name: str) -> fap.FlashConfig:
@@ -121,7 +93,7 @@ def _config(name: str) -> fap.FlashConfig:
     return fap.FlashConfig(bits=bits, backward_bits=bits)
 
 
-def _training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], None]:
+def training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], None]:
     """A step of a GPT in bf16, optimizer included; every call does the same."""
     model = build_model(size, tensor_parallel=group.size(), sequence_parallel=False, seed=1).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -137,31 +109,6 @@ def _training_step(size: ModelSize, group: dist.ProcessGroup) -> Callable[[], No
     return step
 
 
-def _layer_step(size: ModelSize, world: int) -> Callable[[], None]:
-    """Forward and backward of one column-parallel layer, hidden -> 4 hidden, in bf16."""
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        tensor_model_parallel_size=world,
-        use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-    )
-    layer = ColumnParallelLinear(
-        size.hidden, 4 * size.hidden, config=config, init_method=torch.nn.init.xavier_normal_, bias=False
-    ).bfloat16()
-    x = torch.randn(size.sequence, size.batch, size.hidden).bfloat16().requires_grad_()
-
-    def step() -> None:
-        output, _ = layer(x)
-        output.backward(output.detach())
-
-    return step
-
-
 def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     from megatron.core import parallel_state
 
@@ -171,7 +118,7 @@ def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     prepare_cpu()
     size = ModelSize(arguments.hidden, arguments.layers, arguments.heads, arguments.sequence, arguments.batch)
-    step = _layer_step(size, world) if arguments.layer else _training_step(size, group)
+    step = training_step(size, group)
     times = steps.in_turn(arguments.variants, arguments.rounds, 1, lambda _: step(), _active)
     for variant in arguments.variants:
         if not variant.startswith(("INT", PRESET)):
@@ -184,8 +131,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 6, 4])
     parser.add_argument("--presets", nargs="*", default=["int4"], help="of the plugin's; thin is int4 here")
-    parser.add_argument("--overlap", action="store_true", help="the variants that wait at once too")
-    parser.add_argument("--layer", action="store_true", help="one column-parallel layer in place of a model")
     steps.add_arguments(parser, hosts=2, rates=False)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -198,8 +143,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     quantized = [*(f"INT{bits}" for bits in arguments.bits), *(PRESET + name for name in arguments.presets)]
     variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
-    if arguments.overlap:
-        variants += [name + WAITS for name in (FULL_PRECISION, *quantized)]
     tables = []
 
     def add(rate: str, found: dict[str, Any]) -> None:

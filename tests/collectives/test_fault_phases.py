@@ -105,7 +105,7 @@ def stop_in(phase: str, how: int, calls: dict[str, int]) -> None:
         if not doing or any(isinstance(a, str) and a.startswith(doing) for a in arguments):
             before += 1
             if before == (calls[phase] if at < 0 else min(at, calls[phase])):
-                # This thread, which goes no further: of a signal to the process, another thread may be the one that stops.
+                # This thread goes no further. A signal to the process may stop another one first.
                 signal.pthread_kill(threading.get_ident(), how)
         return result
 

@@ -25,7 +25,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs" / "use" / "configuration.md"
 WIDTHS = st.integers(2, 8)
 AVAILABLE = {
     "preset": st.sampled_from([None, "int8", "int4", "thin"]),
-    "enabled": st.booleans(),
+    "enabled": st.booleans() | st.just("auto") | st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    "auto_interval": st.just(0),  # with another, enabled is not free
     "bits": WIDTHS,
     "reduce_bits": st.none() | WIDTHS,
     "gather_bits": st.none() | WIDTHS,
@@ -71,7 +72,8 @@ AVAILABLE = {
 }
 WRONG: dict[str, list[Any]] = {
     "preset": ["int5", "INT8", "", True, 8, ["int4"]],
-    "enabled": [1, 0, "true", None],
+    "enabled": [1, 0, "true", "Auto", "ddp.gradients", None, [1]],
+    "auto_interval": ["1", True, 1.0, -1, None],
     "bits": ["8", True, 8.0, 1, 9, None, "full", [8]],
     "reduce_bits": ["4", True, 4.0, 1, 9, "full"],
     "gather_bits": ["4", True, 4.0, 1, 9, "full"],

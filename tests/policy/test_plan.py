@@ -53,6 +53,7 @@ def test_the_widest_codec_is_the_inner_one_where_nodes_are_alike() -> None:
 # Every obstacle by itself, in the order of the checks.  `config` holds changes of the configuration.
 OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("disabled by configuration", {}, {"enabled": False}),
+    ("site not in enabled", {}, {"enabled": ["another"]}),
     ("one-rank group", {"world_size": 1}, {}),
     ("dtype int64", {"dtype": torch.int64}, {}),
     ("operator max", {"op": "max"}, {}),

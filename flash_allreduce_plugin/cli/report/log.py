@@ -46,6 +46,7 @@ class Start:
     configurations: list[dict[str, Any]]
     intervals: list[Interval] = field(default_factory=list)
     ended: bool = False
+    decisions: list[str] = field(default_factory=list)  # of enabled "auto"
     sites: Sites = field(default_factory=dict)  # all intervals together
 
     @property
@@ -168,6 +169,8 @@ def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
             starts.append(_start(line))
         elif line["kind"] == "configuration":
             starts[-1].configurations.append(_configuration(line))
+        elif line["kind"] == "auto":
+            starts[-1].decisions.append(_text(line, "line"))
         elif line["kind"] in ("interval", "end"):
             starts[-1].take(line)
         else:
@@ -281,6 +284,13 @@ def _mapping(fields: dict[str, Any], key: str) -> dict[str, Any]:
     value = _field(fields, key)
     if not isinstance(value, dict):
         raise _WrongField(f'"{key}" is {_shown(value)}; expected keys and values')
+    return value
+
+
+def _text(fields: dict[str, Any], key: str) -> str:
+    value = _field(fields, key)
+    if not isinstance(value, str):
+        raise _WrongField(f'"{key}" is {_shown(value)}; expected a sentence')
     return value
 
 

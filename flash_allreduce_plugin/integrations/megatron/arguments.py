@@ -271,7 +271,7 @@ def settings(config: FlashConfig) -> str:
     """The widths, and every other setting that is not at its default."""
     if not config.enabled or environment.is_on(environment.DISABLE):
         return "but switched off: every call goes in full precision"
-    said = ("enabled", "bits", "backward_bits", "group_size", "min_bytes")
+    said = ("bits", "backward_bits", "group_size", "min_bytes")
     return (
         f"{notices.preset(config)}forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "
         f"groups of {config.group_size}, from {config.min_bytes} bytes{notices.settings(config, said)}"

@@ -297,4 +297,4 @@ def _all_gather(config: CurrentConfig) -> Function:
 
 def _compares(config: FlashConfig, group: dist.ProcessGroup) -> bool:
     """Whether differences may travel at all, the same on all ranks."""
-    return config.enabled and not environment.is_on(environment.DISABLE) and group.size() > 1
+    return bool(config.enabled) and not environment.is_on(environment.DISABLE) and group.size() > 1

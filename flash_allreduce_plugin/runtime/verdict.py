@@ -1,0 +1,134 @@
+"""What the steps of a trial say: full precision or quantized, then one site after another.
+
+`judge` is a function of what earlier verdicts noted and of the ranks' posts. Each time another rank may call it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypedDict
+
+from flash_allreduce_plugin.runtime import alternation
+
+LEAST_SHARE = 0.05  # of the bytes, of a site that is tried alone
+MOST_SITES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Which sites are quantized: all or none, and the exceptions."""
+
+    on: bool
+    but: frozenset[str] = frozenset()
+
+    def has(self, site: str) -> bool:
+        return (site in self.but) != self.on
+
+    def toggled(self, site: str) -> Switches:
+        return Switches(self.on, self.but ^ {site})
+
+    def said(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {"on": self.on, "but": sorted(self.but)}
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Switches:
+        return cls(said["on"], frozenset(said["but"]))
+
+
+FULL_PRECISION, QUANTIZED = Switches(False), Switches(True)
+
+
+FULL_PRECISION, QUANTIZED = Switches(False), Switches(True)
+
+
+class Post(TypedDict):
+    """What a rank measured in a pair of blocks.
+
+    seconds: of each measured step, with True where it was made the other way. sent: bytes of a site, in full precision.
+    """
+
+    seconds: list[tuple[bool, float]]
+    sent: dict[str, int]
+
+
+class Notes(TypedDict, total=False):
+    """What a verdict leaves for the next one, in JSON types.
+
+    base, other: seconds of the slowest rank in every measured step of the alternation that goes on. sent: as of a Post,
+    of all ranks. steps: measured in earlier alternations. sites: yet to be tried alone; missing: full precision
+    alternates with quantized. first: a part of the line. seconds: of a step as decided. gone: members that no longer
+    post.
+    """
+
+    base: list[float]
+    other: list[float]
+    sent: dict[str, int]
+    steps: int
+    sites: list[str]
+    first: str
+    seconds: float
+    gone: list[int]
+
+
+def judge(notes: Notes, posts: Sequence[Post], base: Switches, other: Switches, pairs: int) -> dict[str, Any]:
+    """Return the verdict after so many pairs of blocks of `base` and `other`, in JSON types.
+
+    {"base": the switches that stay, None: go on, "other": what is tried against them, None: nothing any more,
+    "line": to print then, "notes": for the next verdict}
+    """
+    notes = _taken(notes, posts)
+    seconds = notes["base"], notes["other"]
+    faster = alternation.faster(*seconds, pairs)
+    if faster is None:
+        return {"base": None, "notes": notes}
+    stays = other if faster else base
+    notes |= {"base": [], "other": [], "steps": notes.get("steps", 0) + sum(map(len, seconds))}
+    medians = [median(one) if one else 0.0 for one in seconds]
+    if "sites" not in notes:
+        notes["first"] = f"a step takes {_shown(medians[0])} in full precision and {_shown(medians[1])} quantized"
+        notes["seconds"], notes["sites"] = medians[faster], _to_try(notes["sent"])
+    elif faster:
+        notes["seconds"] = medians[1]
+    if notes["sites"]:
+        toggled = stays.toggled(notes["sites"][0])
+        notes["sites"] = notes["sites"][1:]
+        return {"base": stays.said(), "other": toggled.said(), "notes": notes}
+    return {"base": stays.said(), "other": None, "line": _line(notes, stays), "notes": {"gone": notes["gone"]}}
+
+
+def _taken(notes: Notes, posts: Sequence[Post]) -> Notes:
+    """Add what the ranks posted: of every step the slowest rank's time."""
+    sent = Counter(notes.get("sent", {}))
+    for post in posts:
+        sent.update(post["sent"])
+    times = {False: list(notes.get("base", [])), True: list(notes.get("other", []))}
+    most = max((len(post["seconds"]) for post in posts), default=0)  # a rank that has come late lacks some
+    for steps in zip(*(post["seconds"] for post in posts if len(post["seconds"]) == most), strict=True):
+        times[steps[0][0]].append(max(seconds for _, seconds in steps))
+    return {"gone": [], **notes, "base": times[False], "other": times[True], "sent": dict(sent)}
+
+
+def _to_try(sent: Mapping[str, int]) -> list[str]:
+    """Sites that are worth a trial of their own, the largest first."""
+    if len(sent) < 2:
+        return []
+    total = sum(sent.values())
+    return [site for site, one in Counter(sent).most_common(MOST_SITES) if one >= LEAST_SHARE * total]
+
+
+def _line(notes: Notes, switches: Switches) -> str:
+    on = [site for site in sorted(notes["sent"]) if switches.has(site)]
+    if len(on) in (0, len(notes["sent"])):
+        answer, pinned = "on" if on else "off", json.dumps(bool(on))
+    else:
+        answer, pinned = f"on at {' and '.join(on)} alone, {_shown(notes['seconds'])}", json.dumps(on)
+    return f"auto: {notes['first']} ({notes['steps']} steps): {answer}; to pin it: enabled={pinned}"
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
