@@ -6,7 +6,8 @@
 3. At the end of each pair of blocks a rank posts the seconds of its steps in the store of the default group. The
    first rank there reads all posts and posts its verdict (runtime/verdict.py). All ranks wait for it and switch at the
    same step.
-4. Then each site that sends a share of the bytes alternates alone: it may pay where the others do not.
+4. Then each site that sends a share of the bytes alternates alone: it may pay where the others do not. With
+   hierarchical "auto", two levels and one level alternate last.
 5. The decision stays, for `auto_interval` steps if that is set. Rank 0 prints it, with the setting that pins it.
 
 Every rank of the default group that makes calls with "auto" takes part in one trial: its steps are those of one
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.policy import SLOWER, TRIAL, Site
 from flash_allreduce_plugin.runtime import alternation, verdict
-from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, QUANTIZED, Switches
+from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, LEVELS, QUANTIZED, Switches
 from flash_allreduce_plugin.telemetry import notices, run_log
 
 SETTLE = 3  # steps
@@ -79,6 +80,7 @@ class Auto:
         self._notes: verdict.Notes = {}
         self._seconds: list[tuple[bool, float]] = []  # of this rank, of the pair
         self._sent: Counter[str] = Counter()  # bytes of a site in full precision, in the pair
+        self._levels = False  # calls of several nodes came, with hierarchical "auto"
 
     @property
     def decision(self) -> Switches | None:
@@ -101,6 +103,11 @@ class Auto:
         if segment.switches(step).has(site.name):
             return None
         return SLOWER if segment.over else TRIAL
+
+    def is_flat(self, step: int) -> bool:
+        """Return whether a quantized call of several nodes, of hierarchical "auto", goes in one level."""
+        self._levels = True
+        return not self._segment(step).switches(step).has(LEVELS)
 
     def _segment(self, step: int) -> Segment:
         return next((one for one in reversed(self._plan) if one.start <= step), self._plan[0])
@@ -149,7 +156,8 @@ class Auto:
         """The verdict of the first rank that is here, on what all ranks have measured in the pair."""
         name = f"{self._name}/{self._verdicts}"
         self._verdicts += 1
-        self._store.set(f"{name}/{self._member}", json.dumps({"seconds": self._seconds, "sent": self._sent}))
+        post = {"seconds": self._seconds, "sent": self._sent, "levels": self._levels}
+        self._store.set(f"{name}/{self._member}", json.dumps(post))
         self._seconds, self._sent = [], Counter()
         if self._store.add(f"{name}/here", 1) == 1:
             self._store.set(name, json.dumps(verdict.judge(self._notes, self._posts(name), base, other, self._pair)))
@@ -200,6 +208,11 @@ def reason(site: Site, step: int | None, nbytes: int, interval: int, label: Labe
     if _current is None or _current.world() is not world:
         _current, _loaded, _trials = Auto(world, _trials, interval, _loaded), None, _trials + 1
     return _current.reason(site, step, nbytes, label, device)
+
+
+def is_flat(step: int) -> bool:
+    """Auto.is_flat, after `reason` for the same call. False without a trial."""
+    return _current is not None and _current.is_flat(step)
 
 
 def decision() -> Switches | None:

@@ -167,8 +167,11 @@ def decide(call: Call) -> Plan | FullPrecision:
         answer = _planned(call)
         if isinstance(answer, Plan) and (slower := _slower(call)) is not None:
             answer = FullPrecision(slower)
+        flat = isinstance(answer, Plan) and answer.nodes is not None and _one_level(call)
+        if flat:
+            answer = _planned(call, flat=True)
         if isinstance(answer, Plan) and not call.alone:
-            answer = call.quality.decide(answer, lambda width: _at_width(call, width), request.device)
+            answer = call.quality.decide(answer, lambda width: _at_width(call, width, flat), request.device)
         if isinstance(answer, Plan) and request.whole is not None and (why := request.whole(call.label)) is not None:
             answer = FullPrecision(why)
     if isinstance(answer, FullPrecision):
@@ -200,6 +203,12 @@ def decide(call: Call) -> Plan | FullPrecision:
             call.key = rows.draw_key(config.seed, request.numel, state.calls[name], _COPY)
             state.calls[name] += 1
     return answer
+
+
+def _one_level(call: Call) -> bool:
+    """Return whether enabled "auto" has a call of several nodes go in one level; after `_slower`."""
+    config, step = call.request.config, call.request.step
+    return config.enabled == "auto" and config.hierarchical == "auto" and step is not None and auto.is_flat(step)
 
 
 def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
@@ -334,7 +343,7 @@ def _count(call: Call, plan: Plan) -> None:
         counters.record_full_precision(request.site, reason, plain, message=request.numel * request.dtype.itemsize)
 
 
-def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
+def _planned(call: Call, width: int | None = None, flat: bool = False) -> Plan | FullPrecision:
     request = call.request
     config, known = request.config, call.state.plans
     warm = request.step is not None and request.step < config.warmup_steps
@@ -348,6 +357,7 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         id(config),
         warm,
         width,
+        flat,
         request.device,
     )
     if (remembered := known.get(what)) is not None:
@@ -361,7 +371,7 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
         site=request.site,
         config=config,
         step=request.step,
-        nodes=None if call.alone else groups.nodes_of(call.label, config, request.device),
+        nodes=None if call.alone or flat else groups.nodes_of(call.label, config, request.device),
         width=width,
     )
     if isinstance(answer, Plan) and transport.queues(request.group, request.device):
@@ -373,8 +383,8 @@ def _planned(call: Call, width: int | None = None) -> Plan | FullPrecision:
     return answer
 
 
-def _at_width(call: Call, width: int) -> Plan:
-    plan = _planned(call, width)
+def _at_width(call: Call, width: int, flat: bool) -> Plan:
+    plan = _planned(call, width, flat)
     assert isinstance(plan, Plan)
     return plan
 

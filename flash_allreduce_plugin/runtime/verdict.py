@@ -1,4 +1,4 @@
-"""What the steps of a trial say: full precision or quantized, then one site after another.
+"""What the steps of a trial say: full precision or quantized, then one site after another, then one level or two.
 
 `judge` is a function of what earlier verdicts noted and of the ranks' posts. Each time another rank may call it.
 """
@@ -16,11 +16,13 @@ from flash_allreduce_plugin.runtime import alternation
 
 LEAST_SHARE = 0.05  # of the bytes, of a site that is tried alone
 MOST_SITES = 8
+LEVELS = "two levels"
+"""Switched as a site is: what hierarchical "auto" does. Off: such calls are flat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Which sites are quantized: all or none, and the exceptions."""
+    """Which sites are quantized (and LEVELS): all or none, and the exceptions."""
 
     on: bool
     but: frozenset[str] = frozenset()
@@ -50,17 +52,19 @@ class Post(TypedDict):
     """What a rank measured in a pair of blocks.
 
     seconds: of each measured step, with True where it was made the other way. sent: bytes of a site, in full precision.
+    levels: calls of several nodes came, with hierarchical "auto".
     """
 
     seconds: list[tuple[bool, float]]
     sent: dict[str, int]
+    levels: bool
 
 
 class Notes(TypedDict, total=False):
     """What a verdict leaves for the next one, in JSON types.
 
-    base, other: seconds of the slowest rank in every measured step of the alternation that goes on. sent: as of a Post,
-    of all ranks. steps: measured in earlier alternations. sites: yet to be tried alone; missing: full precision
+    base, other: seconds of the slowest rank in every measured step of the alternation that goes on. sent, levels: as of
+    a Post, of all ranks. steps: measured in earlier alternations. sites: yet to be tried alone; missing: full precision
     alternates with quantized. first: a part of the line. seconds: of a step as decided. gone: members that no longer
     post.
     """
@@ -68,6 +72,7 @@ class Notes(TypedDict, total=False):
     base: list[float]
     other: list[float]
     sent: dict[str, int]
+    levels: bool
     steps: int
     sites: list[str]
     first: str
@@ -92,8 +97,11 @@ def judge(notes: Notes, posts: Sequence[Post], base: Switches, other: Switches, 
     if "sites" not in notes:
         notes["first"] = f"a step takes {_shown(medians[0])} in full precision and {_shown(medians[1])} quantized"
         notes["seconds"], notes["sites"] = medians[faster], _to_try(notes["sent"])
+        notes["sites"] += [LEVELS] * notes["levels"]
     elif faster:
         notes["seconds"] = medians[1]
+    if notes["sites"] == [LEVELS] and not any(map(stays.has, notes["sent"])):
+        notes["sites"] = []
     if notes["sites"]:
         toggled = stays.toggled(notes["sites"][0])
         notes["sites"] = notes["sites"][1:]
@@ -110,7 +118,8 @@ def _taken(notes: Notes, posts: Sequence[Post]) -> Notes:
     most = max((len(post["seconds"]) for post in posts), default=0)  # a rank that has come late lacks some
     for steps in zip(*(post["seconds"] for post in posts if len(post["seconds"]) == most), strict=True):
         times[steps[0][0]].append(max(seconds for _, seconds in steps))
-    return {"gone": [], **notes, "base": times[False], "other": times[True], "sent": dict(sent)}
+    levels = notes.get("levels", False) or any(post["levels"] for post in posts)
+    return {"gone": [], **notes, "levels": levels, "base": times[False], "other": times[True], "sent": dict(sent)}
 
 
 def _to_try(sent: Mapping[str, int]) -> list[str]:
@@ -127,6 +136,8 @@ def _line(notes: Notes, switches: Switches) -> str:
         answer, pinned = "on" if on else "off", json.dumps(bool(on))
     else:
         answer, pinned = f"on at {' and '.join(on)} alone, {_shown(notes['seconds'])}", json.dumps(on)
+    if on and notes["levels"] and not switches.has(LEVELS):
+        answer, pinned = f"{answer}, in one level", f'{pinned} hierarchical="off"'
     return f"auto: {notes['first']} ({notes['steps']} steps): {answer}; to pin it: enabled={pinned}"
 
 

@@ -24,8 +24,9 @@ from flash_allreduce_plugin import policy
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
-from flash_allreduce_plugin.runtime import auto, checkpoint
-from flash_allreduce_plugin.runtime.auto import Switches
+from flash_allreduce_plugin.policy import topology
+from flash_allreduce_plugin.runtime import auto, checkpoint, groups
+from flash_allreduce_plugin.runtime.verdict import LEVELS, Switches
 from tests.codecs import same_bits
 from tests.distributed import Ranks, run_ranks
 
@@ -151,6 +152,31 @@ def test_the_line_names_the_times_and_the_setting_that_pins_it(ranks: Callable[[
     [line], _ = ranks(2).run(small_site, 60)
     assert line.startswith("auto: a step takes ") and " ms in full precision and " in line
     assert line.endswith(": on; to pin it: enabled=true")
+
+
+def two_nodes(levels_are_slow: bool) -> tuple[bool, bool, int]:
+    """Two nodes of two ranks. Whether calls are quantized, and in two levels, and the bytes of the next one between."""
+    fresh()
+    config = AUTO.model_copy(update={"error_feedback": False, "hierarchical": "auto"})
+    groups.state_of(dist.group.WORLD).hosts = None
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(topology, "host", lambda: "aabb"[dist.get_rank()]))
+        stack.enter_context(slowly(transport, "all_reduce", 0.1))
+        name = "exchange" if levels_are_slow else "all_to_all"
+        stack.enter_context(slowly(transport, name))
+        train(range(60), config)
+        decision = auto.decision()
+        fap.reset_stats()
+        train(range(60, 61), config)
+    groups.state_of(dist.group.WORLD).hosts = None
+    assert decision is not None
+    return decision.has(FIRST.name), decision.has(LEVELS), fap.stats()["bytes_between_nodes"]
+
+
+def test_levels_are_judged_too(ranks: Callable[[int], Ranks]) -> None:
+    found = ranks(4).run(two_nodes, False)
+    assert found == [found[0]] * 4 and found[0][:2] == (True, True) and found[0][2] > 0
+    assert ranks(4).run(two_nodes, True) == [(True, False, 0)] * 4
 
 
 # ---- the numbers ----

@@ -6,17 +6,22 @@ import json
 from typing import Any
 
 from flash_allreduce_plugin.runtime import alternation, verdict
-from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, QUANTIZED, Notes, Switches
+from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, LEVELS, QUANTIZED, Notes, Switches
 
 
-def posts(base: float, other: float, sent: dict[str, int], ranks: int = 2) -> list[verdict.Post]:
+def posts(base: float, other: float, sent: dict[str, int], ranks: int = 2, levels: bool = False) -> list[verdict.Post]:
     """Of one pair; the last rank is the slowest."""
     steps = [False] * alternation.BLOCK + [True] * alternation.BLOCK
     slower = [0.001 * rank for rank in range(ranks)]
-    return [{"seconds": [(way, (other if way else base) + more) for way in steps], "sent": sent} for more in slower]
+    return [
+        {"seconds": [(way, (other if way else base) + more) for way in steps], "sent": sent, "levels": levels}
+        for more in slower
+    ]
 
 
-def trial(seconds: dict[frozenset[str], float], sent: dict[str, int], notes: Notes | None = None) -> dict[str, Any]:
+def trial(
+    seconds: dict[frozenset[str], float], sent: dict[str, int], notes: Notes | None = None, levels: bool = False
+) -> dict[str, Any]:
     """The last verdict of a training whose step takes so long with these sites quantized. "trials": their number.
 
     What one verdict notes, the next one reads as JSON, as ranks do.
@@ -25,8 +30,10 @@ def trial(seconds: dict[frozenset[str], float], sent: dict[str, int], notes: Not
     notes = notes or {}
     while True:
         pairs += 1
-        times = [seconds[frozenset(site for site in sent if ways.has(site))] for ways in (base, other)]
-        found = json.loads(json.dumps(verdict.judge(notes, posts(times[0], times[1], sent), base, other, pairs)))
+        named = (*sent, LEVELS) if levels else tuple(sent)
+        times = [seconds[frozenset(site for site in named if ways.has(site))] for ways in (base, other)]
+        posted = posts(times[0], times[1], sent, levels=levels)
+        found = json.loads(json.dumps(verdict.judge(notes, posted, base, other, pairs)))
         notes = found["notes"]
         if found["base"] is None:
             continue
@@ -78,6 +85,19 @@ def test_no_more_than_the_largest_sites_are_tried() -> None:
     assert trial(times, sites)["trials"] == 1 + verdict.MOST_SITES
 
 
+def test_one_level_where_two_do_not_pay() -> None:
+    found = trial({of(): 0.1, of("a", LEVELS): 0.09, of("a"): 0.06}, {"a": 1000}, levels=True)
+    assert Switches.of(found["base"]) == Switches(True, of(LEVELS)) and found["trials"] == 2
+    assert found["line"].endswith('(12 steps): on, in one level; to pin it: enabled=true hierarchical="off"')
+    found = trial({of(): 0.1, of("a", LEVELS): 0.06, of("a"): 0.09}, {"a": 1000}, levels=True)
+    assert found["base"] == QUANTIZED.said() and found["line"].endswith(": on; to pin it: enabled=true")
+
+
+def test_levels_are_not_tried_where_nothing_is_quantized() -> None:
+    found = trial({of(): 0.1, of("a", LEVELS): 0.2}, {"a": 1000}, levels=True)
+    assert found["base"] == FULL_PRECISION.said() and found["trials"] == 1
+
+
 def test_a_new_trial_forgets_all_but_who_is_gone() -> None:
     found = trial({of(): 0.100, of("a"): 0.080}, {"a": 1000}, {"gone": [3]})
     assert found["notes"] == {"gone": [3]}
@@ -87,8 +107,8 @@ def test_a_new_trial_forgets_all_but_who_is_gone() -> None:
 
 def test_the_steps_that_a_late_rank_has_missed_are_the_others() -> None:
     both = posts(0.1, 0.2, {"a": 10})
-    late: verdict.Post = {"seconds": both[0]["seconds"][2:], "sent": {"a": 10}}
+    late: verdict.Post = {"seconds": both[0]["seconds"][2:], "sent": {"a": 10}, "levels": False}
     found = verdict.judge({}, [*both, late], FULL_PRECISION, QUANTIZED, 1)
     assert found["base"] == FULL_PRECISION.said()
-    silent: list[verdict.Post] = [{"seconds": [], "sent": {}}]
+    silent: list[verdict.Post] = [{"seconds": [], "sent": {}, "levels": False}]
     assert verdict.judge({}, silent, FULL_PRECISION, QUANTIZED, 1)["base"] is None

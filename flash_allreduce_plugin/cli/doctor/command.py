@@ -23,6 +23,10 @@ WIDTH = 100
 _INDENT = 11
 _STYLES = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 _HERE = "flash_allreduce_plugin.cli"
+_BEGIN = (
+    "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 FLASH_ALLREDUCE_ENABLED=auto torchrun ... ; with flags, "
+    '--flash-allreduce-preset int8 --flash-allreduce-enabled auto; in JSON, {"preset": "int8", "enabled": "auto"}'
+)
 _UNEXPECTED = f"mend the problems above first; if there are none, {REPORT_IT}"
 
 
@@ -48,6 +52,8 @@ def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
                 progress(doing)
     problems, notes = (sum(finding.level == level for finding in found) for level in (PROBLEM, NOTE))
     output.results.print(f"\n{_counted(problems, 'problem')}, {_counted(notes, 'note')}")
+    if not problems:
+        output.results.print("\n".join(_wrapped(_BEGIN, "To begin: ", 10)))
     output.write_json(
         {
             "version": versions.ours().__version__,
