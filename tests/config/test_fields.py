@@ -245,6 +245,13 @@ def test_a_rounding_of_what_is_not_quantized_is_refused() -> None:
     assert FlashConfig(backward_bits=4, backward_rounding="stochastic", codebook=True, range="mse")
 
 
+def test_an_interval_of_no_measurement_is_refused() -> None:
+    assert problems(FlashConfig, auto_interval=100) == [
+        'auto_interval=100 has no effect: enabled is not "auto"; set it, or drop auto_interval.'
+    ]
+    assert FlashConfig(enabled="auto", auto_interval=100)
+
+
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(FlashConfig.model_fields)), GARBAGE))
 def test_no_garbage_escapes_as_another_error(values: dict[str, Any]) -> None:
@@ -430,6 +437,8 @@ def test_from_file_that_is_not_there(tmp_path: Path) -> None:
         ("ENABLED", "false", False),
         ("ENABLED", "False", False),
         ("ENABLED", "0", False),
+        ("ENABLED", "auto", "auto"),
+        ("ENABLED", '["ddp.gradients"]', ["ddp.gradients"]),
         ("SYMMETRIC", "true", True),
         ("SYMMETRIC", "1", True),
         ("MIN_BYTES", "0", 0),

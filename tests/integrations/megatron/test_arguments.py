@@ -68,9 +68,10 @@ def test_flags_reach_the_configuration() -> None:
     given = parse(
         *("--flash-allreduce", "--flash-allreduce-bits", "4", "--flash-allreduce-backward-bits=full"),
         *("--flash-allreduce-symmetric", "--flash-allreduce-check-ranks", "false", "--flash-allreduce-min-bytes", "0"),
-        *("--flash-allreduce-reduce-bits", "none"),
+        *("--flash-allreduce-reduce-bits", "none", "--flash-allreduce-enabled", "auto"),
     )
-    assert arguments.config_from(given) == FlashConfig(bits=4, symmetric=True, check_ranks=False, min_bytes=0)
+    expected = FlashConfig(bits=4, symmetric=True, check_ranks=False, min_bytes=0, enabled="auto")
+    assert arguments.config_from(given) == expected
 
 
 def test_a_preset_and_what_is_said_beside_it(
