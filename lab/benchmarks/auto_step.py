@@ -1,6 +1,6 @@
 """enabled "auto" against the better of full precision and quantized: what its trial costs, and where it ends.
 
-    python -m lab.benchmarks.auto_step                        needs root: makes hosts with netlab; half an hour
+    python -m lab.benchmarks.auto_step                        needs root: makes hosts with netlab; 20 minutes
     python -m lab.benchmarks.auto_step --rates loopback       two ranks of this machine, without root
 
 The frameworks are DistributedDataParallel, DeepSpeed stage 2 and Megatron's tensor parallelism. Full precision, the
@@ -185,7 +185,7 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rates", nargs="+", default=[LOOPBACK, "1gbit", "200mbit"])
+    parser.add_argument("--rates", nargs="+", default=[LOOPBACK, "1gbit"])
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--preset", default="int8")
     parser.add_argument("--steps", type=int, default=300)

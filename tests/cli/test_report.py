@@ -198,6 +198,15 @@ def test_a_last_line_that_was_cut_off_is_said(log: Log) -> None:
     assert rows(done.output)[G][0] == "20"
 
 
+def test_the_decision_of_auto_is_said(log: Log) -> None:
+    line = "auto: a step takes 9 ms in full precision and 7 ms quantized (4 steps): on; to pin it: enabled=true"
+    decided = {"kind": "auto", "seconds": 2.2, "step": 21, "on": True, "but": [], "line": line}
+    done = CliRunner().invoke(app, ["report", str(log([*RUN[:3], decided, *RUN[3:]]))])
+    assert done.exit_code == 0 and f"A{line[1:]}." in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["report", str(log([*RUN[:3], {**decided, "line": 7}]))])
+    assert done.exit_code == 2 and 'line 4: "line" is 7; expected a sentence' in " ".join(done.output.split())
+
+
 def test_a_run_that_was_started_again_is_added_up(log: Log) -> None:
     again = [{**HEADER, "time": 1_790_001_000.0}, interval(2.0, 35, "end", **{G: quantized(6)})]
     file = log(RUN[:-1], end='{"kind": "end", "seco\n' + "".join(json.dumps(line) + "\n" for line in again))
