@@ -79,6 +79,7 @@ def demo(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model. Default: 3, with --long 4.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
+    link: Annotated[bool, typer.Option(help="As root: measure steps on a slow link too.")] = True,
 ) -> None:
     """Train a small tensor-parallel GPT of megatron-core with quantized reductions and compare it with full
     precision.
@@ -109,6 +110,7 @@ def demo(
             noise_control=noise_control,
             size=ModelSize(hidden=hidden or scale.hidden, layers=layers or scale.layers, sequence=sequence),
             options=fields,
+            link=link,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -66,7 +66,7 @@ class Auto:
     """
 
     def __init__(self, world: dist.ProcessGroup, number: int, interval: int, decided: Switches | None = None) -> None:
-        """number: of this trial in the process. interval: auto_interval. decided: of a checkpoint."""
+        """number: of this trial, the same on all ranks. interval: auto_interval. decided: of a checkpoint."""
         self.world = weakref.ref(world)
         self._name = f"flash_allreduce/auto/{number}"
         self._interval = interval
@@ -116,7 +116,7 @@ class Auto:
         """The first call of a step."""
         segment, before = self._plan[-1], self._latest
         if segment.other is not None and step >= segment.start:
-            if device.type == "cuda":
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 torch.cuda.synchronize(device)
             offset = step - 1 - segment.start
             if step - 1 == before and offset >= 0 and alternation.is_measured(offset):
@@ -196,17 +196,18 @@ class Auto:
 
 _current: Auto | None = None
 _loaded: Switches | None = None  # of a checkpoint, until the first call
-_trials = 0
+_number = 0  # of the trial: its keys in a store that outlives it are its own
 
 
 def reason(site: Site, step: int | None, nbytes: int, interval: int, label: Label, device: torch.device) -> str | None:
     """Auto.reason, of the trial in the default group of this process. Calls without a step are quantized."""
-    global _current, _loaded, _trials
+    global _current, _loaded, _number
     world = dist.group.WORLD
     if step is None or world is None:
         return None
     if _current is None or _current.world() is not world:
-        _current, _loaded, _trials = Auto(world, _trials, interval, _loaded), None, _trials + 1
+        _number += _current is not None
+        _current, _loaded = Auto(world, _number, interval, _loaded), None
     return _current.reason(site, step, nbytes, label, device)
 
 
@@ -227,6 +228,6 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Go on from what state_dict gave; from {}: measure."""
-    global _current, _loaded
-    _current, _loaded = None, Switches.of(state) if state else None
+    """Go on from what state_dict gave; from {}: measure. All ranks together."""
+    global _current, _loaded, _number
+    _current, _loaded, _number = None, Switches.of(state) if state else None, _number + 1

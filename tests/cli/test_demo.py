@@ -31,7 +31,7 @@ from flash_allreduce_plugin.cli.demo.training import Settings, Variant
 from flash_allreduce_plugin.cli.main import app
 
 COMMAND = [sys.executable, "-m", "flash_allreduce_plugin", "demo"]
-TINY = ["--hidden", "64", "--layers", "1", "--sequence", "32"]
+TINY = ["--hidden", "64", "--layers", "1", "--sequence", "32", "--no-link"]
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,18 @@ def test_a_short_demo(tmp_path, text, sequence_parallel):
         assert re.search(rf"│ {link} +│ +\d+ │ +\d+ │ +\d+ │ +\d+ │", done.stdout)
     assert slow_link.FORMULA in done.stdout
     assert all(line in done.stdout for _, line in demo_report.SWITCH_ON.values())
+
+
+def test_steps_are_measured_on_a_slow_link_or_it_says_why_not(tmp_path, text):
+    tiny = [word for word in TINY if word != "--no-link"]
+    done = run("--steps", "2", *tiny, "--data", text, "--output", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    link = json.loads((tmp_path / "demo.json").read_text())["link"]
+    if why := slow_link.cannot_measure():
+        assert link == {"not measured": why} and f"No step was measured on a slow link: {why}" in done.stdout
+        return
+    assert list(link["seconds"]) == ["bf16", "preset int8", "preset int4"] and min(link["seconds"].values()) > 0
+    assert re.search(r"Measured between hosts with links of 100 Mbit/s, in bf16: bf16 \d+ ms", done.stdout)
 
 
 def test_the_lines_that_switch_it_on_are_the_readmes():

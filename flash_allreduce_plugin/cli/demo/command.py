@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from flash_allreduce_plugin.cli import checkout
-from flash_allreduce_plugin.cli.demo import report
+from flash_allreduce_plugin.cli.demo import report, slow_link
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import VOCABULARY, ModelSize
 from flash_allreduce_plugin.cli.demo.training import Settings, Variant, train
@@ -66,9 +66,12 @@ def run_demo(
     noise_control: bool,
     size: ModelSize,
     options: Mapping[str, Any],
+    link: bool = True,
 ) -> bool:
     """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png; whether
     all checks held.
+
+    link: measure steps of the presets on a slow link too, where that is possible.
 
     Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything
     is started, and DemoError if a rank fails.
@@ -95,6 +98,7 @@ def run_demo(
     begin = time.perf_counter()
     with _progress(report.progress_console(), settings) as on_step:
         result = run_ranks(settings, on_step)
+    result["link"] = _on_a_link(settings) if link else {}
     result["settings"] = report.settings_dict(settings)
     result["versions"] = report.versions()
     result["wall_seconds"] = time.perf_counter() - begin
@@ -104,6 +108,21 @@ def run_demo(
     report.plot(result, output / "demo.png")
     report.show(report.console(), result, [json_file, output / "demo.png"])
     return all(check["held"] for check in result["checks"])
+
+
+def _on_a_link(settings: Settings) -> dict[str, Any]:
+    """Return {"seconds": of a step by variant} measured on a slow link, or {"not measured": why}."""
+    presets = [variant.preset for variant in settings.variants if variant.preset is not None]
+    why = slow_link.cannot_measure()
+    if why is None and (settings.sequence_parallel or not presets):
+        why = "needs presets without sequence parallelism"
+    if why is None:
+        report.progress_console().print(f"Measuring steps between hosts with links of {slow_link.MEASURED}")
+        try:
+            return {"seconds": slow_link.measured(settings.size, settings.tensor_parallel, presets)}
+        except (RuntimeError, ValueError) as error:
+            why = str(error)
+    return {"not measured": why}
 
 
 def _missing_packages() -> None:

@@ -23,9 +23,15 @@ _SMOOTHING = 10  # steps, of the loss curves in the picture
 
 #: Where the plugin is switched on, and the line that does it, by framework. The README has the same lines.
 SWITCH_ON = {
-    "Megatron-LM": ("add to the command:", "--flash-allreduce --flash-allreduce-preset int8"),
-    "DeepSpeed": ("add to the JSON configuration:", '"flash_allreduce": "int4"'),
-    "DDP, FSDP": ("set before the command:", "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 torchrun ..."),
+    "Megatron-LM": (
+        "add to the command:",
+        "--flash-allreduce --flash-allreduce-preset int8 --flash-allreduce-enabled auto",
+    ),
+    "DeepSpeed": ("add to the JSON configuration:", '"flash_allreduce": {"preset": "int8", "enabled": "auto"}'),
+    "DDP, FSDP": (
+        "set before the command:",
+        "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 FLASH_ALLREDUCE_ENABLED=auto torchrun ...",
+    ),
 }
 
 
@@ -103,6 +109,7 @@ def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
     console.print("One seed: differences of this size vary by as much from seed to seed.", highlight=False)
     _show_checks(console, result["checks"])
     _show_slow_links(console, slow_link.costs(variants))
+    _show_link(console, result["link"])
     console.print("\n[bold]Switch it on[/bold]")
     for framework, (place, line) in SWITCH_ON.items():
         console.print(f"  {framework:13}{place:31}{line}", highlight=False, markup=False)
@@ -159,6 +166,17 @@ def _show_slow_links(console: Console, found: dict[str, tuple[float, float]]) ->
     for name in list(found)[2:]:
         console.print(slow_link.verdict(name, found), highlight=False)
     console.print("A CPU core computes and encodes here. For a cluster of GPUs: flash-allreduce plan --help")
+
+
+def _show_link(console: Console, link: dict[str, Any]) -> None:
+    """Print the steps that were measured on a slow link, or why there are none."""
+    if seconds := link.get("seconds"):
+        base = seconds[slow_link.BF16]
+        said = ", ".join(f"{name} {1e3 * took:.0f} ms ({base / took:.2f} x)" for name, took in seconds.items())
+        hosts = f"between hosts with links of {slow_link.MEASURED}, in bf16"
+        console.print(f"[bold]Measured[/bold] {hosts}: {said}", highlight=False)
+    elif why := link.get("not measured"):
+        console.print(f"No step was measured on a slow link: {why}", highlight=False, markup=False)
 
 
 def difference_percent(variant: dict[str, Any], base: dict[str, Any]) -> float:

@@ -1,13 +1,25 @@
-"""What a step of the demo would take on a slow link: an estimate from the times and bytes that the run measured."""
+"""What a step of the demo takes on a slow link: measured where hosts can be made, which root alone can, and estimated
+from the times and bytes that the run measured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
+import os
+import shutil
+import statistics
+from collections.abc import Sequence
 from typing import Any
+
+from flash_allreduce_plugin.cli import checkout
+from flash_allreduce_plugin.cli.demo.model import ModelSize
 
 FORMULA = "seconds of a step = seconds measured here + 8 x bytes sent by a rank / bits per second of the link"
 RATES = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 BF16 = "bf16"
+MEASURED = "100 Mbit/s"
+ROUNDS = 5
 
 
 def costs(variants: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -26,6 +38,42 @@ def costs(variants: dict[str, Any]) -> dict[str, tuple[float, float]]:
     for name, variant in quantized.items():
         found[name] = (variant["seconds_per_step"], variant["bytes_sent_per_step"])
     return found
+
+
+def cannot_measure() -> str | None:
+    """Return why no step is measured on a slow link here; None: it can be."""
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("tc") is None or shutil.which("ip") is None:
+        return "needs iproute2"
+    try:
+        checkout.need("a measured link", "step_time")
+    except ValueError:
+        return "needs a checkout of the plugin"
+    return None
+
+
+def measured(size: ModelSize, hosts: int, presets: Sequence[str]) -> dict[str, float]:
+    """Return the median seconds of a step in bf16 and with each preset, between hosts with links of MEASURED.
+
+    The variants take their steps in turn. Raises RuntimeError if the hosts cannot be made or a rank fails.
+    """
+    from lab.benchmarks import step_time, steps
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout.ROOT), os.environ.get("PYTHONPATH"))))
+    variants = [BF16, *(f"{step_time.PRESET}{name}" for name in presets)]
+    arguments = argparse.Namespace(
+        hidden=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        sequence=size.sequence,
+        batch=size.batch,
+        rounds=ROUNDS,
+        hosts=hosts,
+        timeout=120,
+    )
+    found = steps.over_links(step_time.in_rank, f"{RATES[MEASURED] / 1e6:.0f}mbit", arguments, variants=variants)
+    return {variant: statistics.median(seconds) for variant, seconds in found["seconds"].items()}
 
 
 def step_seconds(cost: tuple[float, float], rate: float) -> float:
