@@ -29,7 +29,7 @@ from scripts.make_benchmarks import DOCUMENTS, END, INDEX, RESULTS, ROOT, block,
 pytest.importorskip("typer")
 
 INDEX_OF_RESULTS = json.loads((RESULTS / INDEX).read_text())
-NAMES = ("benchmarks.md", "accuracy.md")
+NAMES = ("benchmarks.md", "accuracy.md", "tuning.md")
 
 
 @pytest.mark.parametrize("name", NAMES)

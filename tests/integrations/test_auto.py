@@ -17,6 +17,7 @@ from tests.runtime.test_auto import slow_codec, slowly
 
 SECONDS = 0.05
 LAYOUTS = ("DDP", "DeepSpeed stage 2", "Megatron TP 2")
+ALONE = "DDP"  # one site: the decision is the first that is made
 SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in whole_step.LAYOUTS if one not in LAYOUTS]
 
 
@@ -51,8 +52,12 @@ def test_what_is_slower_is_switched_off(layout: str) -> None:
     preload = MEGATRON if package == "megatron.core" else ("deepspeed",) if package else ()
     found = run_ranks(whole_step.LAYOUTS[layout][0], decided, layout, False, preload=preload)
     for one in found:
-        assert one["quantized"] == 0 and one["why"][policy.SLOWER] > 0, one
-        assert one["line"] == found[0]["line"] and one["line"][0].endswith(": off; to pin it: enabled=false"), one
+        assert one["why"][policy.SLOWER] > 0, one
+        assert len(one["line"]) == 1 and one["line"] == found[0]["line"] and "full precision and " in one["line"][0], (
+            one
+        )
+        if layout == ALONE:  # of several sites one may seem to pay alone where steps vary by as much
+            assert one["quantized"] == 0 and one["line"][0].endswith(": off; to pin it: enabled=false"), one
 
 
 def test_what_is_faster_stays_on() -> None:
