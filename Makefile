@@ -1,6 +1,6 @@
 # The environment of everything is .venv, made on first use.
 #
-#   make demo          train a small GPT in full precision and with presets int8 and int4: 100 seconds after the install;
+#   make demo          train a small GPT in full precision and with presets int8 and int4: 90 seconds after the install;
 #                      DEMO=--long: a larger model, about 6 minutes; DEMO="--tp 4 --bits 8,6": flash-allreduce demo --help
 #                      PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu: the CPU build of torch, a tenth of the download
 #   make test          the product: every collective on ranks, a training with each framework; OPTIONS="-k hook": of pytest

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def _without_collectives() -> Patchset:
 
 @contextlib.contextmanager
 def _active(variant: str) -> Iterator[None]:
-    """The variant in place: "bf16", "INT<bits>", "preset <name>" or "no collectives"."""
+    """The variant in place: "bf16", "INT<bits>", "preset <name>", a FlashConfig as JSON, or "no collectives"."""
     if variant == NO_COLLECTIVES:
         patchset = _without_collectives()
         patchset.apply()
@@ -87,6 +88,8 @@ def _active(variant: str) -> Iterator[None]:
 
 
 def _config(name: str) -> fap.FlashConfig:
+    if name.startswith("{"):
+        return fap.FlashConfig(**json.loads(name))
     if name.startswith(PRESET):
         return fap.FlashConfig.from_dict({"preset": name.removeprefix(PRESET)})
     bits = int(name.removeprefix("INT"))
@@ -121,7 +124,7 @@ def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     step = training_step(size, group)
     times = steps.in_turn(arguments.variants, arguments.rounds, 1, lambda _: step(), _active)
     for variant in arguments.variants:
-        if not variant.startswith(("INT", PRESET)):
+        if not variant.startswith(("INT", PRESET, "{")):
             times.sent[variant] = 0 if variant == NO_COLLECTIVES else times.full_precision
     return times.result()
 
