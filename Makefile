@@ -39,7 +39,7 @@ help: $(VENV)/.tools
 	@echo "To run one: $(BIN)/nox -s NAME"
 
 demo: $(VENV)/.installed
-	@echo "[4/4] training a small GPT on two ranks: 100 seconds on two slow cores (DEMO=--long: 6 minutes)"
+	@echo "[4/4] training a small GPT on two ranks: 90 seconds on two cores (DEMO=--long: 6 minutes)"
 	@$(BIN)/flash-allreduce demo $(DEMO)
 
 test: deepspeed

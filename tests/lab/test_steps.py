@@ -70,3 +70,15 @@ def test_a_result_that_is_not_there_is_an_error() -> None:
 def test_ranks_that_fail_end_the_benchmark() -> None:
     with pytest.raises(SystemExit, match="exit status 1"):
         ranks.torchrun(ranks.on_the_wire, 1, argparse.Namespace(seed=1))  # takes no settings
+
+
+def test_auto_takes_part_and_its_clock_is_its_own(available: None, tmp_path: Path) -> None:
+    """A gradient of 4 MB and a link of 100 Mbit/s: quantized, which is three times as fast."""
+    file = tmp_path / "auto.json"
+    command = [sys.executable, "-m", "lab.benchmarks.auto_step", "--rates=100mbit", "--frameworks=ddp", "--steps=24"]
+    sizes = ["--width=1024", "--layers=1", "--rows=4", f"--json={file}"]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["decision"] == {"on": True, "but": []} and row["decided"] < 24, row
+    assert row["total"] < 0.9 and row["total, quantized"] < row["total"], "the trial has steps in full precision"
