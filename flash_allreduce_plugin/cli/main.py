@@ -81,8 +81,7 @@ def demo(
     sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
     link: Annotated[bool, typer.Option(help="As root: measure steps on a slow link too.")] = True,
 ) -> None:
-    """Train a small tensor-parallel GPT of megatron-core with quantized reductions and compare it with full
-    precision.
+    """Train a small tensor-parallel GPT of megatron-core in full precision and with quantized reductions.
 
     Exit status 0 only if every check printed at the end holds.
     """
@@ -94,8 +93,7 @@ def demo(
         widths = [int(width) for width in bits.split(",")] if bits is not None else []
     except ValueError:
         raise typer.BadParameter(f"--bits {bits}: expected whole numbers from 2 to 8 separated by commas") from None
-    fields = _fields(options)
-    scale = LONG if long else SHORT
+    scale, fields = LONG if long else SHORT, _fields(options)
     try:
         held = run_demo(
             tensor_parallel=tp,
