@@ -30,7 +30,7 @@ _APART = (2.0, 1.25)
 
 
 def is_other(step: int) -> bool:
-    """Whether step number `step` is made the other way."""
+    """Return True if step number `step` is made the other way."""
     if step < 2 * FIRST:
         return step >= FIRST
     pair, within = divmod(step - 2 * FIRST, 2 * BLOCK)
@@ -47,7 +47,7 @@ def end_of(pair: int) -> int:
 
 
 def faster(base: Sequence[float], other: Sequence[float], pairs: int) -> bool | None:
-    """Whether the other way is faster, by MARGIN or more; None: the steps so far do not tell.
+    """Return True if the other way is faster, by MARGIN or more; None: the steps so far do not tell.
 
     base, other: seconds of the measured steps. Medians are compared, so that a step with a checkpoint in it counts as
     one step. The standard error is that of a median, from the median absolute deviation.

@@ -17,6 +17,7 @@ training. Calls without a step (`fap.all_reduce` in a program's own code) are qu
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import weakref
@@ -39,6 +40,11 @@ SETTLE = 3  # steps
 #: Seconds. A benchmark stops it while other trainings of its process take their steps.
 clock = time.perf_counter
 
+_log = logging.getLogger("flash_allreduce_plugin")
+_WITHOUT_STEPS = (
+    'enabled "auto" measures no call that has no step or no default group: such calls are quantized (give step=, the '
+    "finished training steps)"
+)
 _DOING = 'agreeing on enabled "auto"'
 _PATIENCE = timedelta(seconds=60)
 
@@ -173,7 +179,10 @@ class Auto:
         try:
             self._store.wait(list(keys.values()), _PATIENCE)
         except RuntimeError:
-            gone += [member for member in members if not self._store.check([keys.pop(member)])]
+            late = [member for member in members if not self._store.check([keys[member]])]
+            _log.warning("auto: %d of %d ranks make no calls any more; the trial leaves them out", len(late), len(keys))
+            gone += late
+            keys = {member: key for member, key in keys.items() if member not in late}
         posts = [json.loads(self._store.get(key)) for key in keys.values()]
         for key in keys.values():
             self._store.delete_key(key)
@@ -196,14 +205,18 @@ class Auto:
 
 _current: Auto | None = None
 _loaded: Switches | None = None  # of a checkpoint, until the first call
+_told = False
 _number = 0  # of the trial: its keys in a store that outlives it are its own
 
 
 def reason(site: Site, step: int | None, nbytes: int, interval: int, label: Label, device: torch.device) -> str | None:
     """Auto.reason, of the trial in the default group of this process. Calls without a step are quantized."""
-    global _current, _loaded, _number
+    global _current, _loaded, _number, _told
     world = dist.group.WORLD
     if step is None or world is None:
+        if not _told:
+            _told = True
+            notices.say(_WITHOUT_STEPS)
         return None
     if _current is None or _current.world() is not world:
         _number += _current is not None
@@ -222,7 +235,7 @@ def decision() -> Switches | None:
 
 
 def state_dict() -> dict[str, Any]:
-    """What a checkpoint keeps: the decision, the same on all ranks; empty: none yet."""
+    """Return the decision for a checkpoint, the same on all ranks; empty: none yet."""
     decided = decision()
     return {} if decided is None else decided.said()
 

@@ -290,7 +290,7 @@ def _decision(state: Any) -> Any:
 
 
 def _are_of_one(ranks: list[dict[str, Any]]) -> bool:
-    """Whether the states are of one checkpoint: all ranks of every group have the same, and one decision."""
+    """Return True if the states are of one checkpoint: all ranks of every group have the same, and one decision."""
     decisions = [told["auto"] for told in ranks if told["auto"]]
     if any(decision != decisions[0] for decision in decisions):
         return False

@@ -274,7 +274,7 @@ def lasts(answer: FullPrecision) -> bool:
 def _slower(call: Call) -> str | None:
     """Return why enabled "auto" has a call go in full precision; None: it is quantized."""
     request = call.request
-    if request.config.enabled != "auto" or request.step is None:
+    if request.config.enabled != "auto":
         return None
     nbytes = request.numel * request.dtype.itemsize
     how = (request.config.auto_interval, call.label, request.device)

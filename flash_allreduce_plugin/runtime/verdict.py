@@ -1,4 +1,4 @@
-"""What the steps of a trial say: full precision or quantized, then one site after another, then one level or two.
+"""Judge the steps of a trial: full precision or quantized, then one site after another, then one level or two.
 
 `judge` is a function of what earlier verdicts noted and of the ranks' posts. Each time another rank may call it.
 """
@@ -45,11 +45,8 @@ class Switches:
 FULL_PRECISION, QUANTIZED = Switches(False), Switches(True)
 
 
-FULL_PRECISION, QUANTIZED = Switches(False), Switches(True)
-
-
 class Post(TypedDict):
-    """What a rank measured in a pair of blocks.
+    """The measurements of a rank in a pair of blocks.
 
     seconds: of each measured step, with True where it was made the other way. sent: bytes of a site, in full precision.
     levels: calls of several nodes came, with hierarchical "auto".

@@ -257,9 +257,12 @@ def test_a_list_names_the_sites_that_are_quantized(ranks: Callable[[int], Ranks]
 
 def without_steps() -> int:
     fresh()
-    for _ in range(20):
-        fap.all_reduce(tensor(0), config=AUTO)
+    lines: list[str] = []
+    with mock.patch.object(auto, "_told", False), mock.patch.object(auto.notices, "say", lines.append):
+        for _ in range(20):
+            fap.all_reduce(tensor(0), config=AUTO)
     assert auto.decision() is None
+    assert len(lines) == 1 and "no step" in lines[0] and "give step=" in lines[0], lines
     return int(fap.stats()["quantized"])
 
 

@@ -1,6 +1,4 @@
-"""What a step of the demo takes on a slow link: measured where hosts can be made, which root alone can, and estimated
-from the times and bytes that the run measured.
-"""
+"""Measures steps of the demo on a slow link, if root runs it, and estimates them from the run's own times and bytes."""
 
 from __future__ import annotations
 
