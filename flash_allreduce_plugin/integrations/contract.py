@@ -139,9 +139,12 @@ class Integration:
             if self.counts_steps:
                 optimizer_steps.start()
 
-    def watch(self, config: FlashConfig) -> None:
-        """Print a notice after the first steps about sites that quantize nothing."""
-        self.first_steps = self.first_steps or FirstSteps(config, framework=self.row.name)
+    def watch(self, config: FlashConfig, known: Iterable[str] = ()) -> None:
+        """Print a notice after the first steps about sites that quantize nothing.
+
+        known: reasons that no field changes.
+        """
+        self.first_steps = self.first_steps or FirstSteps(config, framework=self.row.name, known=known)
         self.first_steps.config = config
 
     def check(self, config: FlashConfig) -> None:

@@ -145,6 +145,22 @@ ROWS = (
         probe="torch.distributed.tensor.experimental._context_parallel._attention",
     ),
     Row(
+        "tensor_parallel",
+        "tensor_parallel",
+        package="torch",
+        fits=_TORCH,
+        quantizes="activations and their gradients in torch's tensor parallelism (DTensor), with sequence parallelism",
+        page="docs/use/torch.md",
+        acts=(
+            *("backward_bits", "backward_rounding", "sequence_parallel_gather_bits"),
+            *("quantize_embedding", "quantize_evaluation"),
+        ),
+        elsewhere=_OTHER_TRAFFIC,
+        why="where activations and their gradients travel, and nothing else",
+        waits_for=("torch.distributed.tensor.parallel",),
+        probe="torch.distributed.tensor.parallel",
+    ),
+    Row(
         "pipelining",
         "pipelining",
         package="torch",

@@ -1,0 +1,160 @@
+"""Trainings with quantized sums and gathers, and their bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import flash_allreduce_plugin as fap
+from tests.distributed import run_ranks
+from tests.integrations.tensor_parallel.model import (
+    EIGHT,
+    counts,
+    mesh_of,
+    new_model,
+    served,
+    train,
+)
+
+# ---- trainings ----
+
+
+def trained(sequence: bool, loss: bool, updates: dict[str, Any]) -> dict[str, Any]:
+    def one() -> dict[str, Any]:
+        model = new_model(sequence, loss=loss)
+        return train(model, dist.group.WORLD, clip=sequence, loss_is_parallel=loss)
+
+    found = {"stock": one(), "ours": served(EIGHT.model_copy(update=updates), one)}
+    sites = fap.stats()["sites"].values()
+    bytes = [sum(site[key] for site in sites) for key in ("bytes_sent", "bytes_full_precision")]
+    return {**found, "counts": counts(), "bytes": bytes}
+
+
+LAST = {"gather along the last dimension": 6}
+PLAIN = {
+    "reduce.forward": (24, 24, {}),
+    "reduce.backward": (54, 54, {}),
+    "gather.forward": (6, 0, LAST),
+    "embedding.forward": (6, 0, {"embedding": 6}),
+}
+SEQUENCE = {
+    "reduce.forward": (24, 24, {}),
+    "reduce.backward": (30, 30, {}),
+    "gather.forward": (36, 30, LAST),
+    "gather.backward": (30, 30, {}),
+    "embedding.forward": (6, 0, {"embedding": 6}),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "sequence", "loss", "updates", "expected"),
+    [
+        (2, False, False, {}, PLAIN),
+        (2, True, False, {}, SEQUENCE),
+        (2, True, True, {}, {**SEQUENCE, "gather.forward": (30, 30, {})}),
+        (4, True, False, {"quantize_embedding": True}, {**SEQUENCE, "embedding.forward": (6, 6, {})}),
+        (
+            *(2, False, False, {"warmup_steps": 4, "backward_bits": "full"}),
+            {
+                "reduce.forward": (24, 8, {"warm-up": 16}),
+                "reduce.backward": (54, 0, {"backward_bits is full": 54}),
+            },
+        ),
+    ],
+)
+def test_a_training_reaches_the_loss_of_full_precision_and_copies_stay_equal(
+    world: int, sequence: bool, loss: bool, updates: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = run_ranks(world, trained, sequence, loss, updates)
+    for rank in found:
+        assert rank["ours"]["losses"] == pytest.approx(rank["stock"]["losses"], rel=1e-3)
+        assert rank["ours"]["losses"] != rank["stock"]["losses"]
+        assert all(rank["ours"]["copies are equal"])
+        assert {site: rank["counts"][site] for site in expected} == expected
+    sent, full = found[0]["bytes"]
+    assert sent < (0.95 if "warmup_steps" in updates else 0.55) * full
+
+
+# ---- bits ----
+
+
+WIDE = 96  # of 2 and of 3 ranks
+
+
+def layers_bit_for_bit(sequence: bool) -> dict[str, bool]:
+    """One column-parallel and one row-parallel layer against fap's functions on the same local tensors."""
+    mesh, rank, ranks = mesh_of(), dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    column, row = nn.Linear(WIDE, 2 * WIDE, bias=False), nn.Linear(2 * WIDE, WIDE, bias=False)
+    x = torch.randn(ranks * 3, 5, WIDE)
+    gradient = torch.randn(ranks * 3, 5, WIDE)
+    up, down = (one.weight.detach().chunk(ranks, dim)[rank] for one, dim in ((column, 0), (row, 1)))
+    layout = Shard(0) if sequence else Replicate()
+    model = nn.Sequential(column, row)
+    parallelize_module(
+        model, mesh, {"0": ColwiseParallel(input_layouts=layout), "1": RowwiseParallel(output_layouts=layout)}
+    )
+
+    def mine(tensor: Tensor) -> Tensor:
+        return tensor.chunk(ranks)[rank].clone() if sequence else tensor.clone()
+
+    given = mine(x).requires_grad_()
+    output = served(EIGHT, model, given * 1.0)
+    served(EIGHT, output.backward, mine(gradient))
+
+    def summed(partial: Tensor) -> Tensor:
+        if sequence:
+            result = torch.empty_like(mine(partial))
+            fap.reduce_scatter(result, partial.contiguous(), config=EIGHT)
+            return result
+        partial = partial.contiguous()
+        fap.all_reduce(partial, config=EIGHT)
+        return partial
+
+    def whole(part: Tensor) -> Tensor:
+        if not sequence:
+            return part
+        result = part.new_empty(ranks * part.shape[0], *part.shape[1:])
+        fap.all_gather(result, part.contiguous(), config=EIGHT)
+        return result
+
+    hidden = torch.nn.functional.linear(whole(mine(x)), up)
+    expected = summed(torch.nn.functional.linear(hidden, down))
+    back = summed(whole(mine(gradient)) @ down @ up)
+    return {
+        "forward": torch.equal(output, expected),
+        "backward": bool(torch.allclose(given.grad, back, atol=1e-5)),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_give_what_our_functions_give(world: int, sequence: bool) -> None:
+    for found in run_ranks(world, layers_bit_for_bit, sequence):
+        assert found == {"forward": True, "backward": True}
+
+
+def uneven(tokens: int) -> dict[str, Any]:
+    """A sequence that the ranks cannot share alike: torch pads."""
+    mesh = mesh_of()
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDE, WIDE, bias=False)
+    x = torch.randn(2, tokens, WIDE)
+    exact = linear(x).detach()
+    parallelize_module(linear, mesh, RowwiseParallel(output_layouts=Shard(1), use_local_output=False))
+    part = x.chunk(dist.get_world_size(), -1)[dist.get_rank()]
+    split = served(EIGHT, linear, part.clone().requires_grad_() * 1.0)
+    whole = split.redistribute(placements=[Replicate()]).to_local()
+    return {"counts": counts(), "error": float((whole - exact).norm() / exact.norm()), "shape": tuple(whole.shape)}
+
+
+def test_uneven_sequences() -> None:
+    for found in run_ranks(3, uneven, 7):
+        assert found["counts"]["reduce.forward"] == (1, 1, {})
+        assert found["shape"] == (2, 7, WIDE) and 0 < found["error"] < 0.02
