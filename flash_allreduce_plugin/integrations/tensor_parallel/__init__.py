@@ -24,11 +24,12 @@ import torch
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
+from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.integrations.contract import Integration
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
-from flash_allreduce_plugin.integrations.tensor_parallel import activations, placements
+from flash_allreduce_plugin.integrations.tensor_parallel import activations, placements, transformers
 from flash_allreduce_plugin.integrations.tensor_parallel.activations import Activation
 from flash_allreduce_plugin.policy import Site, matches
 from flash_allreduce_plugin.telemetry import notices
@@ -81,11 +82,20 @@ class _TensorParallel(Integration):
         super().__init__("tensor_parallel", _patchset, {s.name: (where, c) for s, c in placements.COVERS.items()})
         self._met = False  # an activation, since `started`
         self._tag: str | None = None  # of torch.compile's caches, before ours
+        self._transformers: Patchset | None = None  # once it is imported
 
     def enable(self, config: FlashConfig | None = None) -> None:
         super().enable(config)
         assert self.config is not None
         self.config = for_megatron(self.config)
+
+    def disable(self) -> None:
+        if self._transformers is not None:
+            self._transformers.refuse_replaced()
+        super().disable()
+        if self._transformers is not None:
+            self._transformers.restore()
+            self._transformers = None
 
     def started(self, config: FlashConfig) -> None:
         super().started(config)
@@ -104,6 +114,8 @@ class _TensorParallel(Integration):
         if activations.tracing():
             return {"config": config, "site": Site(site.name, site.role, activation.module), "full_precision": None}
         step = optimizer_steps.finished
+        if self._transformers is None and transformers.is_loaded():
+            self._serve_transformers()
         if not self._met:
             self._met = True
             notices.say(_attached(config))
@@ -118,6 +130,14 @@ class _TensorParallel(Integration):
         """Return the configuration of the calls."""
         assert self.config is not None, "a seam is in place only between enable and disable"
         return self.config
+
+    def _serve_transformers(self) -> None:
+        """Replace the function of transformers too. One that differs stays, with a line."""
+        self._transformers = transformers.patchset(self.how, self.served)
+        try:
+            self._transformers.apply()
+        except PatchError as error:
+            notices.say(f"sums of transformers' tp_plan without gradients stay exact: {error}")
 
     def _mark_graphs(self, config: FlashConfig) -> None:
         """Keep graphs of this configuration apart in torch.compile's caches, which do not see what seams put in."""

@@ -144,11 +144,21 @@ def _found(tensor: Tensor, needs_gradient: bool, config: FlashConfig) -> Activat
     if tracing() or (in_a_graph and not by_name and config.quantize_evaluation):
         return Activation("" if by_name else None) if in_a_graph else None
     calls = _running()
+    return _of(calls, config) if calls is not None or in_a_graph else None
+
+
+def here(config: FlashConfig) -> Activation:
+    """Return the activation of the module that is running."""
+    return _of(_running(), config)
+
+
+def _of(calls: tuple[nn.Module, nn.Module] | None, config: FlashConfig) -> Activation:
+    """calls: the innermost and the outermost module."""
+    by_name = bool(config.include or config.exclude)
     if calls is None:
-        return Activation("" if by_name else None) if in_a_graph else None
-    inner, outer = calls
-    reason = None if config.quantize_evaluation or inner.training else EVALUATION
-    return Activation(_name(inner, outer) if by_name else None, reason)
+        return Activation("" if by_name else None)
+    reason = None if config.quantize_evaluation or calls[0].training else EVALUATION
+    return Activation(_name(*calls) if by_name else None, reason)
 
 
 def _running() -> tuple[nn.Module, nn.Module] | None:
