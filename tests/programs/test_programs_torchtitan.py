@@ -169,3 +169,20 @@ def test_parameters_too(tmp_path: Path) -> None:
     assert gathered["quantized"] == gathered["calls"] > 0
     assert gathered["bytes_sent"] < 2 * MOST_SENT * gathered["bytes_full_precision"]
     assert losses(served) == pytest.approx(losses(full), rel=2e-3)
+
+
+def test_tensor_parallelism_too(tmp_path: Path) -> None:
+    """With sequence parallelism, which torchtitan always has, and FSDP2 around it."""
+    mode = MODES["tensor parallelism"]
+    full = train(tmp_path / "full", mode, {"FORCE_SUM": "1", **OFF})
+    widths = dict.fromkeys(("FLASH_ALLREDUCE_BACKWARD_BITS", "FLASH_ALLREDUCE_SEQUENCE_PARALLEL_GATHER_BITS"), "8")
+    served = train(tmp_path / "served", mode, {"FLASH_ALLREDUCE_ATTACH": "fsdp,tensor_parallel", **widths, **SETTINGS})
+    assert len(served.attached) == 2
+    for name in ("reduce.forward", "reduce.backward", "gather.forward", "gather.backward"):
+        counts = served.sites[f"tensor_parallel.{name}"]
+        assert counts["quantized"] > 0.8 * counts["calls"]  # the rest: logits
+        # Against bfloat16, in which torchtitan computes.
+        most = 0.8 if name == "gather.forward" else 2 * MOST_SENT
+        assert counts["bytes_sent"] < most * counts["bytes_full_precision"]
+    assert losses(served) == pytest.approx(losses(full), rel=5e-3)
+    assert not same(weights(served), weights(full))

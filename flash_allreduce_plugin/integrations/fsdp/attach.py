@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
 from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.collectives import replicated_params
-from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.integrations import autosave, patching
 from flash_allreduce_plugin.integrations.contract import ModelIntegration, described, unknown_group
 from flash_allreduce_plugin.integrations.fsdp import fsdp1, fsdp2
@@ -92,6 +92,7 @@ class _Served:
     """Beside a class of fsdp2.py: an object for one group of parameters, which counts the optimizer's steps."""
 
     _lacks: Mapping[str, str] = integration.row.refused
+    _serves: Container[str] = refusals.OF_MEGATRON  # the environment may have them for another integration
     _attached_to: str | None = None
     config: FlashConfig
 

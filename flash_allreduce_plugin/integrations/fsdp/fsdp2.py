@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -120,6 +120,7 @@ class _Configured:
     """What every class here begins with."""
 
     _lacks: Mapping[str, str] = LACKS
+    _serves: Container[str] = ()  # keys of other integrations that are no mistake
     _attached_to: str | None = "FSDP2"  # None: that has been said
 
     def __init__(self, config: FlashConfig | None = None) -> None:
@@ -128,7 +129,7 @@ class _Configured:
         Raises TypeError where it is no FlashConfig; ConfigError for `include`, `exclude`, `warmup_steps` and the keys
         of Megatron's.
         """
-        self.config = refusals.serve(config, type(self).__name__, self._lacks)
+        self.config = refusals.serve(config, type(self).__name__, self._lacks, self._serves)
         run_log.start(self.config)
         other_traffic.attach(self)
 

@@ -388,6 +388,7 @@ def test_bad_arguments_change_nothing() -> None:
 )
 def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, generation: str, name: str) -> None:
     quantized = {"FLASH_ALLREDUCE_BITS": "4", "FLASH_ALLREDUCE_MIN_BYTES": "0"}
+    quantized["FLASH_ALLREDUCE_BACKWARD_BITS"] = "8"  # for tensor parallelism in the same job
     served = program(tmp_path, generation, FLASH_ALLREDUCE_ATTACH="all", **quantized)
     by_hand = program(tmp_path, generation, "by_hand", **quantized)
     plain = program(tmp_path, generation)
