@@ -34,7 +34,7 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,9 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.demo.model import prepare_cpu
+from lab.benchmarks import command
 from lab.benchmarks.megatron_on_cpu import CudaIsCpu
-from lab.benchmarks.results import LOSSES, SMOOTHED, smooth, write_json
+from lab.benchmarks.results import LOSSES, SMOOTHED, smooth
 from lab.benchmarks.trainings import FULL_PRECISION, NOISE, windows
 
 FP32 = "fp32"
@@ -328,7 +329,7 @@ def start(tensor_parallel: int) -> None:
         model_parallel_cuda_manual_seed(1)
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
+def in_rank(arguments: argparse.Namespace) -> NoReturn:
     """Every run that is not done, one after the other."""
     start(arguments.tp)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -403,8 +404,7 @@ def plot(files: list[Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="20m")
     parser.add_argument("--configs", nargs="*", default=CONFIGS, help="fields of FlashConfig, as JSON")
     parser.add_argument(
@@ -423,23 +423,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
     parser.add_argument("--save", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--folder", type=Path, help="checkpoints and finished runs (default runs/pretraining-SIZE)")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     arguments.until = arguments.until or arguments.steps
     arguments.folder = arguments.folder or Path("runs") / f"pretraining-{arguments.size}"
     if "RANK" in os.environ:
-        return in_rank(arguments)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        in_rank(arguments)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     environment = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
-    subprocess.run([*command, "-m", "lab.benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
+    subprocess.run([*launcher, "-m", "lab.benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
     runs = finished(arguments.folder)
     show(runs)
-    write_json(arguments.json, runs)
+    keep(runs)
     if arguments.plot:
         plot([runs], arguments.plot)
-    return None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))
