@@ -42,6 +42,7 @@ from flash_allreduce_plugin.policy import (
     Plan,
     Site,
     make_plan,
+    widths_follow_errors,
 )
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.runtime import auto, groups
@@ -220,7 +221,7 @@ def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
     config = request.config
     if request.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
         return []
-    if config.target_sqnr_db is not None or config.min_sqnr_db is not None or _slower(call) is not None:
+    if widths_follow_errors(config) or _slower(call) is not None:
         return []
     found: list[tuple[Sequence[Range], Call]] = []
     left = total = instead_of_bytes(call)
