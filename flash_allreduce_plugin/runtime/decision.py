@@ -130,7 +130,7 @@ class Call:
         self.label = label = Label(collective, site.name, group)
         self.alone = collective in ("send", "recv")
         self.state = state = groups.state_of(group)
-        self.quality = Quality(collective, site, label, state, request.config)
+        self.quality = Quality(collective, site, label, state.sites, request.config)
         self.key = 0
 
     @property
@@ -201,8 +201,8 @@ def decide(call: Call) -> Plan | FullPrecision:
             state.draws += 1
         else:  # the same where other ranks have the copy: nothing else that the group reduces counts
             name = f"copy {request.copy}"
-            call.key = rows.draw_key(config.seed, request.numel, state.calls[name], _COPY)
-            state.calls[name] += 1
+            call.key = rows.draw_key(config.seed, request.numel, state.sites.calls[name], _COPY)
+            state.sites.calls[name] += 1
     return answer
 
 
