@@ -31,6 +31,8 @@ MOVED = {
     "dispatch": "api.reductions",
     "groups": "runtime.groups",
     "patching": "integrations.patching",
+    "quality.meter": "collectives.meter",
+    "quality.sample": "collectives.sample",
     "rooted": "api.one_to_many",
     "running": "runtime.stages",
     "sends": "api.sends",

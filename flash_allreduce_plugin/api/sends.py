@@ -17,13 +17,12 @@ from torch import Tensor
 from flash_allreduce_plugin.api import checks
 from flash_allreduce_plugin.api.reductions import call_of, default_config
 from flash_allreduce_plugin.codec import rows
-from flash_allreduce_plugin.collectives import point_to_point, transport
+from flash_allreduce_plugin.collectives import point_to_point, sample, transport
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.point_to_point import Ends, Message, header
 from flash_allreduce_plugin.collectives.work import Helper, Stage, StreamWork, Work
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import BetweenTwo, Plan, Site
-from flash_allreduce_plugin.quality import sample
-from flash_allreduce_plugin.quality.meter import Meter
 from flash_allreduce_plugin.runtime import traced
 from flash_allreduce_plugin.runtime.decision import Call, decide
 from flash_allreduce_plugin.telemetry import counters

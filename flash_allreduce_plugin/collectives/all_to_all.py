@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,12 +39,10 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import ALIGNMENT, aligned
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.quality.meter import Meter
 
 # Over messages: the most pieces of a run, all of them in flight at once. Half of the codec hides behind the wire. More
 # pieces would hide more of it and cost more messages, one for each peer: on two and four ranks that share two cores

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,12 +20,10 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, whole_groups
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.quality.meter import Meter
 
 
 def broadcast(

@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -36,13 +35,11 @@ from flash_allreduce_plugin.codec.format import NO_DRAW, Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, aligned, shard_multiple, whole_groups
 from flash_allreduce_plugin.collectives.error_feedback import Residual
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.quality.meter import Meter
 
 _REDUCE, _GATHER = 0, 1  # the halves
 _REMEMBERED = 1024  # sizes of calls

@@ -22,7 +22,6 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,13 +30,11 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import WIRE_VERSION, Draw, Format
 from flash_allreduce_plugin.collectives import missing_ranks, transport
 from flash_allreduce_plugin.collectives.chunks import Chunks, whole_groups
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending, Post
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.errors import CollectiveError, MismatchError
 from flash_allreduce_plugin.policy import FullPrecision, Plan
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.quality.meter import Meter
 
 HEADER_BYTES, _DIGEST_BYTES = 256, 16
 # What the first piece is encoded in, and the last one decoded, hides behind nothing: so many pieces, if they are not

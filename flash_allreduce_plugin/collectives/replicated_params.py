@@ -33,7 +33,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters
@@ -92,16 +91,16 @@ def sharding(mesh: Any, placements: Sequence[Any]) -> Sharding:
     return frozenset(name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate())
 
 
-def among(shardings: Sequence[Sharding], config: FlashConfig, others: Sharding = frozenset()) -> list[bool]:
+def among(shardings: Sequence[Sharding], adapted: bool, others: Sharding = frozenset()) -> list[bool]:
     """Which parameters of one call are copies on ranks where others of the call are split.
 
     others: dimensions over which parameters of other calls are split. Ranks may have other borders between calls.
     Where nothing is split, the gradients and so the results are the same on those ranks anyway. Raises ConfigError
-    where they would be the same at one width only, and the width is adapted (target_sqnr_db or min_sqnr_db).
+    where they would be the same at one width only, and the width is adapted (policy.widths_follow_errors).
     """
     split = others.union(*shardings)
     found = [one != split for one in shardings]
-    if any(found) and (config.target_sqnr_db is not None or config.min_sqnr_db is not None):
+    if any(found) and adapted:
         raise ConfigError(ADAPTIVE)
     return found
 

@@ -19,7 +19,6 @@ Slabs are in flight in each stage while others are in the next. Signatures and g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,14 +26,12 @@ from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Draw, Format
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.chunks import aligned, whole_groups
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pending
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan, topology
 from flash_allreduce_plugin.policy.topology import Nodes, Overlap, Part, Slab
-
-if TYPE_CHECKING:
-    from flash_allreduce_plugin.quality.meter import Meter
 
 _INSIDE, _GATHER, _BETWEEN = 0, 1, 2  # the roundings, as random numbers know them
 

@@ -207,6 +207,11 @@ def _at_least(codec: Format, bits: int) -> Format:
     return replace(codec, bits=max(codec.bits, bits))
 
 
+def widths_follow_errors(config: FlashConfig) -> bool:
+    """Return True if measured errors may change the width of a call."""
+    return config.target_sqnr_db is not None or config.min_sqnr_db is not None
+
+
 def _adapts(collective: Collective, config: FlashConfig) -> bool:
     """Whether there is a target, and a half that the collective has whose width is not given."""
     if config.target_sqnr_db is None or collective in ("send", "recv"):  # whose two ends agree on nothing

@@ -1,48 +1,122 @@
 """Measures the error of live calls, and lets widths.py and guard.py choose their widths by it.
 
-SQNR = 10 log10(number of runs / sum of their errors), in dB: runs of some hundred elements weigh the same (sample.py).
+SQNR = 10 log10(number of runs / sum of their errors), in dB: runs of some hundred elements weigh the same
+(collectives/sample.py).
 
-Every config.quality_interval-th call of a site on a process group is measured: locally (meter.py), or exactly, against
-the same call in full precision beside it; what is not an all_reduce, reduce_scatter or all_gather always locally.
+Every config.quality_interval-th call of a site on a process group is measured: locally (collectives/meter.py), or
+exactly, against the same call in full precision beside it; what is not an all_reduce, reduce_scatter or all_gather
+always locally.
 The ranks add up their measurements at the start of the next measured call (sites.py says why there):
 for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec.format import MAX_BITS
-from flash_allreduce_plugin.collectives import messages, transport
+from flash_allreduce_plugin.collectives import messages, sample, transport
+from flash_allreduce_plugin.collectives.meter import Meter
 from flash_allreduce_plugin.collectives.transport import Label, Pending
 from flash_allreduce_plugin.policy import LOW_SQNR, SUMS, Collective, FullPrecision, Plan, Site
-from flash_allreduce_plugin.quality import sample
-from flash_allreduce_plugin.quality.guard import FULL
-from flash_allreduce_plugin.quality.meter import Meter
+from flash_allreduce_plugin.quality.guard import FULL, SiteGuard
+from flash_allreduce_plugin.quality.sites import Sums
 from flash_allreduce_plugin.quality.trial import try_codebook
+from flash_allreduce_plugin.quality.widths import SiteWidth
 from flash_allreduce_plugin.telemetry import counters
 
 if TYPE_CHECKING:
     from flash_allreduce_plugin.codec.format import Format
     from flash_allreduce_plugin.config import FlashConfig
-    from flash_allreduce_plugin.quality.guard import SiteGuard
-    from flash_allreduce_plugin.quality.sites import Sums
-    from flash_allreduce_plugin.quality.widths import SiteWidth
-    from flash_allreduce_plugin.runtime.groups import GroupState
+
+_log = logging.getLogger("flash_allreduce_plugin")
 
 _MEASURED_EXACTLY = ("all_reduce", "reduce_scatter", "all_gather")  # if quality_measure says so
+
+
+class SiteStates:
+    """The widths, guards and measurements of the sites of one process group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        #: quantized calls of a site on this group; the same on all its ranks
+        self.calls: Counter[str] = Counter()
+        #: of a site under a configuration, where it adapts
+        self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
+        #: of a site under a configuration, where it is guarded
+        self._guards: dict[tuple[str, FlashConfig], SiteGuard] = {}
+        #: of a site: what was measured locally, and the ranks have not added up yet
+        self._errors: dict[str, Sums] = {}
+        #: of a checkpoint, by kind, site and digest of the configuration, until the site is called
+        self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+
+    def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
+        """The width of a site, which starts at `bits`."""
+        width = self._widths.get((site, config))
+        if width is None:
+            assert config.target_sqnr_db is not None
+            width = self._widths[site, config] = SiteWidth(site, bits, config.target_sqnr_db, config.symmetric)
+            self._go_on("width", site, config, width)
+        return width
+
+    def guard(self, site: str, config: FlashConfig, bits: int) -> SiteGuard:
+        """The guard of a site, whose calls have `bits` or more as they are configured."""
+        guard = self._guards.get((site, config))
+        if guard is None:
+            assert config.min_sqnr_db is not None
+            guard = self._guards[site, config] = SiteGuard(site, bits, config.min_sqnr_db, config.symmetric)
+            self._go_on("guard", site, config, guard)
+        return guard
+
+    def error(self, site: str) -> Sums:
+        """The measurements of a site since the ranks last added them up."""
+        return self._errors.setdefault(site, Sums())
+
+    def _go_on(self, kind: str, site: str, config: FlashConfig, new: SiteWidth | SiteGuard) -> None:
+        """Give what is new the state that a checkpoint has of it, if it has one."""
+        kept = self._kept.pop((kind, site, config.digest().hex()), None)
+        if kept is not None:
+            new.load_state_dict(kept)
+        elif self.rank == 0 and any((kind, site) == key[:2] for key in self._kept):
+            _log.warning(
+                "%s: the checkpoint's %s is of another configuration; it begins as configured now", *(site, kind)
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: the same on all ranks of the group, but for `measured` of a site."""
+        sites = dict(self._kept)
+        for (site, config), width in self._widths.items():
+            sites["width", site, config.digest().hex()] = width.state_dict()
+        for (site, config), guard in self._guards.items():
+            sites["guard", site, config.digest().hex()] = guard.state_dict()
+        return {
+            "calls": dict(self.calls),
+            "sites": [
+                {"kind": kind, "site": site, "config": digest, **kept} for (kind, site, digest), kept in sites.items()
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what state_dict gave, or as a new group from an empty one."""
+        self.calls = Counter(state.get("calls", {}))
+        self._widths.clear()
+        self._guards.clear()
+        self._errors.clear()
+        self._kept = {(kept["kind"], kept["site"], kept["config"]): kept for kept in state.get("sites", ())}
 
 
 class Quality:
     """The measurement of one call that may be quantized, and the width that earlier ones give it."""
 
     def __init__(
-        self, collective: Collective, site: Site, label: Label, state: GroupState, config: FlashConfig
+        self, collective: Collective, site: Site, label: Label, state: SiteStates, config: FlashConfig
     ) -> None:
         self.measured = False
         #: for the collective, where the call is measured locally

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin.quality import sample
+from flash_allreduce_plugin.collectives import sample
 from flash_allreduce_plugin.telemetry import counters
 
 
@@ -30,7 +30,7 @@ def gain_db(narrow: int, wide: int, symmetric: bool) -> float:
 
 
 class Sums:
-    """Measurements (sample.py) that this rank has made at one site on one process group, added up."""
+    """Measurements (collectives/sample.py) that this rank has made at one site on one process group, added up."""
 
     def __init__(self) -> None:
         # Replaced, never written to: a handle may be waited on in another thread than the one that starts calls.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from flash_allreduce_plugin.codec.format import MIN_CODEBOOK_GROUP_SIZE, Format
+from flash_allreduce_plugin.collectives import sample
+from flash_allreduce_plugin.collectives.meter import decoded_from, taken
+from flash_allreduce_plugin.collectives.sample import Sample
 from flash_allreduce_plugin.policy import Role, Site
-from flash_allreduce_plugin.quality import sample
-from flash_allreduce_plugin.quality.meter import decoded_from, taken
-from flash_allreduce_plugin.quality.sample import Sample
 from flash_allreduce_plugin.telemetry import counters, run_log
 
 MOST_BITS = 4

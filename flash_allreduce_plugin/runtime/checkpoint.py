@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_BITS
-from flash_allreduce_plugin.collectives import messages
+from flash_allreduce_plugin.collectives import messages, sample
 from flash_allreduce_plugin.collectives.error_feedback import LOADED, STATE, Feedback
 from flash_allreduce_plugin.collectives.missing_ranks import shown
 from flash_allreduce_plugin.collectives.state_shapes import misshapen
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.runtime import auto, groups
 
@@ -220,7 +219,7 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_measurement(value: Any) -> bool:
-    """True for nothing, for a measurement (quality/sample.py), and for the two sums of earlier versions."""
+    """True for nothing, for a measurement (collectives/sample.py), and for the two sums of earlier versions."""
     return misshapen(value, [float]) is None and len(value) in (0, 2, sample.nothing().numel())
 
 

@@ -42,6 +42,7 @@ from flash_allreduce_plugin.policy import (
     Plan,
     Site,
     make_plan,
+    widths_follow_errors,
 )
 from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.runtime import auto, groups
@@ -129,7 +130,7 @@ class Call:
         self.label = label = Label(collective, site.name, group)
         self.alone = collective in ("send", "recv")
         self.state = state = groups.state_of(group)
-        self.quality = Quality(collective, site, label, state, request.config)
+        self.quality = Quality(collective, site, label, state.sites, request.config)
         self.key = 0
 
     @property
@@ -200,8 +201,8 @@ def decide(call: Call) -> Plan | FullPrecision:
             state.draws += 1
         else:  # the same where other ranks have the copy: nothing else that the group reduces counts
             name = f"copy {request.copy}"
-            call.key = rows.draw_key(config.seed, request.numel, state.calls[name], _COPY)
-            state.calls[name] += 1
+            call.key = rows.draw_key(config.seed, request.numel, state.sites.calls[name], _COPY)
+            state.sites.calls[name] += 1
     return answer
 
 
@@ -220,7 +221,7 @@ def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
     config = request.config
     if request.full_precision is not None or environment.is_on(environment.DISABLE) or config.hierarchical != "off":
         return []
-    if config.target_sqnr_db is not None or config.min_sqnr_db is not None or _slower(call) is not None:
+    if widths_follow_errors(config) or _slower(call) is not None:
         return []
     found: list[tuple[Sequence[Range], Call]] = []
     left = total = instead_of_bytes(call)

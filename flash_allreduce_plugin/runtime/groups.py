@@ -31,9 +31,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.policy import FullPrecision, Plan, topology
 from flash_allreduce_plugin.policy.topology import Nodes
-from flash_allreduce_plugin.quality.guard import SiteGuard
-from flash_allreduce_plugin.quality.sites import Sums
-from flash_allreduce_plugin.quality.widths import SiteWidth
+from flash_allreduce_plugin.quality.control import SiteStates
 
 _log = logging.getLogger("flash_allreduce_plugin")
 
@@ -46,8 +44,7 @@ class GroupState:
         self.world_size: int = group.size()
         #: the same in every run that makes and uses its groups in the same order; "": it has none
         self.name = _name(group)
-        #: quantized calls of a site on this group; the same on all its ranks
-        self.calls: Counter[str] = Counter()
+        self.sites = SiteStates(self.rank, self.world_size)
         #: calls of the group that were rounded stochastically; the same on all its ranks
         self.draws = 0
         #: quantized sends of a site from this rank; other ranks have counts of their own
@@ -56,14 +53,6 @@ class GroupState:
         self.headed: set[tuple[int | None, bool, bytes]] = set()
         #: the ranks of every host, once they were asked for
         self.hosts: Nodes | None = None
-        #: of a site under a configuration, where it adapts
-        self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
-        #: of a site under a configuration, where it is guarded
-        self._guards: dict[tuple[str, FlashConfig], SiteGuard] = {}
-        #: of a site: what was measured locally, and the ranks have not added up yet
-        self._errors: dict[str, Sums] = {}
-        #: of a checkpoint, by kind, site and digest of the configuration, until the site is called
-        self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
         #: makes asynchronous calls progress where messages can
         self.helper = Helper()
         self._pools: dict[tuple[torch.device, int, bool], BufferPool] = {}
@@ -117,63 +106,19 @@ class GroupState:
             self._layers[module] = next(self._layer_numbers)
         return self._layers[module]
 
-    def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
-        """The width of a site, which starts at `bits`."""
-        width = self._widths.get((site, config))
-        if width is None:
-            assert config.target_sqnr_db is not None
-            width = self._widths[site, config] = SiteWidth(site, bits, config.target_sqnr_db, config.symmetric)
-            self._go_on("width", site, config, width)
-        return width
-
-    def guard(self, site: str, config: FlashConfig, bits: int) -> SiteGuard:
-        """The guard of a site, whose calls have `bits` or more as they are configured."""
-        guard = self._guards.get((site, config))
-        if guard is None:
-            assert config.min_sqnr_db is not None
-            guard = self._guards[site, config] = SiteGuard(site, bits, config.min_sqnr_db, config.symmetric)
-            self._go_on("guard", site, config, guard)
-        return guard
-
-    def error(self, site: str) -> Sums:
-        """The measurements of a site since the ranks last added them up."""
-        return self._errors.setdefault(site, Sums())
-
-    def _go_on(self, kind: str, site: str, config: FlashConfig, new: SiteWidth | SiteGuard) -> None:
-        """Give what is new the state that a checkpoint has of it, if it has one."""
-        kept = self._kept.pop((kind, site, config.digest().hex()), None)
-        if kept is not None:
-            new.load_state_dict(kept)
-        elif self.rank == 0 and any((kind, site) == key[:2] for key in self._kept):
-            _log.warning(
-                "%s: the checkpoint's %s is of another configuration; it begins as configured now", *(site, kind)
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps: the same on all ranks of the group, but for `sends` and `measured` of a site."""
-        sites = dict(self._kept)
-        for (site, config), width in self._widths.items():
-            sites["width", site, config.digest().hex()] = width.state_dict()
-        for (site, config), guard in self._guards.items():
-            sites["guard", site, config.digest().hex()] = guard.state_dict()
         return {
             "size": self.world_size,
             "draws": self.draws,
-            "calls": dict(self.calls),
             "sends": dict(self.sends),
-            "sites": [
-                {"kind": kind, "site": site, "config": digest, **kept} for (kind, site, digest), kept in sites.items()
-            ],
+            **self.sites.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what state_dict gave, or as a new group from an empty one."""
-        self.draws, self.calls = state.get("draws", 0), Counter(state.get("calls", {}))
-        self.sends = Counter(state.get("sends", {}))
-        self._widths.clear()
-        self._guards.clear()
-        self._errors.clear()
-        self._kept = {(kept["kind"], kept["site"], kept["config"]): kept for kept in state.get("sites", ())}
+        self.draws, self.sends = state.get("draws", 0), Counter(state.get("sends", {}))
+        self.sites.load_state_dict(state)
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()

@@ -31,8 +31,8 @@ NOT_OURS = "not ours"
 class Counters:
     """Counters of one site.
 
-    signal, noise: measured runs (quality/sample.py) and the sum of their errors, over the `measured` calls. bits: of
-    the last quantized call. bytes_plain: bytes of bytes_sent that went in full precision.
+    signal, noise: measured runs (collectives/sample.py) and the sum of their errors, over the `measured` calls.
+    bits: of the last quantized call. bytes_plain: bytes of bytes_sent that went in full precision.
     """
 
     quantized: int = 0
@@ -293,7 +293,7 @@ def record_guard(site: str, change: str) -> None:
 
 
 def record_sqnr(site: Site, signal: float, noise: float) -> None:
-    """Add one measurement, folded (quality/sample.py): the number of runs and the sum of their errors.
+    """Add one measurement, folded (collectives/sample.py): the number of runs and the sum of their errors.
 
     A measurement that is not finite (a step that overflowed) says nothing about the codec and is left out.
     """

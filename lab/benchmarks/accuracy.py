@@ -34,11 +34,10 @@ from torch import Tensor
 from flash_allreduce_plugin.cli.demo.model import ModelSize
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import GROUP_SIZES, MIN_CODEBOOK_GROUP_SIZE, Format
-from lab.benchmarks import accuracy_report, smollm2
+from lab.benchmarks import accuracy_report, command, smollm2
 from lab.benchmarks.accuracy_report import KINDS
 from lab.benchmarks.accuracy_tensors import RANKS, Sample, captured, made_up, of_pretrained
 from lab.benchmarks.peer_codecs import FLOATS, PEERS, Peer
-from lab.benchmarks.results import write_json
 
 BUDGETS = (2.25, 2.5, 3.25, 3.5, 4.25, 4.5, 5.3, 6.3, 8.25)
 #: Settings that are a default, a preset or advice somewhere, and two tensors that they differ on.
@@ -333,8 +332,7 @@ def on_pretrained(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [measure(sample, PEERS) for sample in of_pretrained(weights, text, arguments.pretrained_steps)]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--numel", type=int, default=1 << 17, help="elements of a made-up tensor (default 131072)")
     parser.add_argument("--steps", type=int, default=200, help="of the training; 0: no tensors of it")
     parser.add_argument("--hidden", type=int, default=256, help="of the model")
@@ -344,10 +342,11 @@ def main() -> int:
     parser.add_argument(
         "--pretrained-steps", type=int, default=20, help="of AdamW; 0: no tensors of a pretrained model"
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--check", action="store_true", help="exit status 1 if a peer wins anywhere")
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     torch.set_num_threads(1)
     real = on_pretrained(arguments)
     results = [measure(sample, PEERS) for sample in made_up(arguments.numel, arguments.seed)]
@@ -360,11 +359,11 @@ def main() -> int:
         show(found["real"], "real tensors: SmolLM2-135M")
     show(found, "made-up tensors and a small training")
     print("\n" + ("\n".join(lost) if lost else "No peer wins anywhere."))
-    write_json(arguments.json, found)
+    keep(found)
     if arguments.plot:
         accuracy_report.plot([found], arguments.plot)
     return 1 if arguments.check and lost else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

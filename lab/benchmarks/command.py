@@ -41,7 +41,7 @@ def main(
 def module() -> str:
     """Return the name of the module that `python -m` runs."""
     spec = sys.modules["__main__"].__spec__
-    return "__main__" if spec is None else spec.name
+    return "__main__" if spec is None else spec.name.removesuffix(".__main__")
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:

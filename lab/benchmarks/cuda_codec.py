@@ -20,11 +20,11 @@ import argparse
 import importlib
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import ops, rows
 from flash_allreduce_plugin.codec.format import Format
-from lab.benchmarks.results import write_json
+from lab.benchmarks import command
 
 MIB = 1 << 20
 RANKS = 8
@@ -238,15 +238,15 @@ def plan(quick: bool) -> list[tuple[int, str, Format]]:
     return cases
 
 
-def main() -> int:
-    global DEVICE
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="64 MiB and three widths only")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--mib", type=int, help="this size only")
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: tests this file
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
+    global DEVICE
     DEVICE = torch.device(arguments.device)
     reason = getattr(ops, "cuda_unavailable", "this package has no CUDA operators")
     if DEVICE.type == "cuda" and (not torch.cuda.is_available() or reason is not None):
@@ -255,9 +255,6 @@ def main() -> int:
     check()
     clock = Clock(DEVICE, arguments.rounds)
     results: dict[str, Any] = {"about": about(), "launch us": 1e6 * launch_time(clock), "rows": [], "failed": {}}
-
-    def save() -> None:
-        write_json(arguments.json, results)
 
     print(f"{results['about']['device']}, an encode of one group: {results['launch us']:.1f} us")
     print(f"{'kernel':27}{'MiB':>5} {'dtype':6}{'bits':>4}{'g':>5} {'':16}{'us':>9}{'GB/s':>8}{'share':>7}")
@@ -275,13 +272,13 @@ def main() -> int:
             missed = "  below the aim" if aim and share < aim else ""
             print(f"{kernel:27}{form}{us:9.1f}{speed:8.0f}{share:7.2f}{missed}")
         results["rows"].append(row)
-        save()
+        keep(results)
     results["peers"], results["left out"] = measure_peers(clock, arguments.mib or 64)
     for row in results["peers"]:
         print(f"{row['name']:52}{row['bits per element']:7.3f} bits{row['us']:9.1f} us{row['GB/s']:8.0f} GB/s")
     for name, why in results["left out"].items():
         print(f"left out: {name}: {why}")
-    save()
+    keep(results)
     return 1 if results["failed"] else 0
 
 
@@ -293,4 +290,4 @@ def about() -> dict[str, Any]:
 DEVICE = torch.device("cuda")
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.codec.format import Format
-from lab.benchmarks.results import write_json
+from lab.benchmarks import command
 
 KIB = 1 << 10
 ELEMENT = 2
@@ -128,12 +129,12 @@ def measure(rank: int, world: int, store: str, quick: bool, out: str) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     if not torch.cuda.is_available() or importlib.util.find_spec("flash_allreduce_plugin.collectives.two_shot") is None:
         print("torch finds no CUDA device, or this package has no two-shot kernel")
         return 2
@@ -153,9 +154,9 @@ def main() -> int:
             + f"{row['other path us']:15.1f}{row['traffic us']:12.2f}{row['share']:7.2f}"
             + ("" if row["took the kernel"] else "  NOT the kernel")
         )
-    write_json(arguments.json, results)
+    keep(results)
     return 0 if all(row["took the kernel"] for row in results["rows"]) else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_allreduce_plugin.cli.demo.model import finish_gradients, prepare_cpu
+from flash_allreduce_plugin.cli.demo.model import finish_gradients, forward, gpt, prepare_cpu
 from lab.benchmarks.fine_tuning import adam
 from lab.benchmarks.smollm2 import Config, Pretrained
 
@@ -35,43 +35,30 @@ def build(config: Config, sequence: int) -> nn.Module:
     """Return this rank's part of the model, untrained; all ranks of the default group share it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer import transformer_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     prepare_cpu()
     transformer_block.LayerNormImpl = WrappedTorchNorm  # the final norm: of RMS here
     parallel_state.initialize_model_parallel(dist.get_world_size())
-    off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = WrappedTorchNorm
-    return GPTModel(
-        TransformerConfig(
-            num_layers=config.layers,
-            hidden_size=config.hidden,
-            num_attention_heads=config.heads,
-            num_query_groups=config.kv_heads,
-            ffn_hidden_size=config.mlp,
-            tensor_model_parallel_size=dist.get_world_size(),
-            normalization="RMSNorm",
-            layernorm_epsilon=config.norm_epsilon,
-            gated_linear_unit=True,
-            activation_func=F.silu,
-            add_bias_linear=False,
-            rotary_interleaved=True,
-            use_cpu_initialization=True,  # the initialization marks the weights that the ranks share
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
-        ),
-        spec,
-        vocab_size=config.vocabulary,
-        max_sequence_length=sequence,
-        share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
-        rotary_base=int(config.rope_base),
-    )
+    settings = {
+        "num_layers": config.layers,
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_query_groups": config.kv_heads,
+        "ffn_hidden_size": config.mlp,
+        "tensor_model_parallel_size": dist.get_world_size(),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.norm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "rotary_interleaved": True,
+    }
+    base = int(config.rope_base)
+    return gpt(settings, spec, vocab_size=config.vocabulary, max_sequence_length=sequence, rotary_base=base)
 
 
 def load(model: nn.Module, pretrained: Pretrained) -> None:
@@ -110,11 +97,7 @@ class MegatronLlama(nn.Module):
         load(self.gpt, pretrained)
 
     def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1] - 1
-        positions = torch.arange(length).expand(len(ids), -1)
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]  # True: not to be attended to
-        losses: Tensor = self.gpt(ids[:, :-1], positions, mask, labels=ids[:, 1:].contiguous())
-        return losses.mean()
+        return forward(self.gpt, ids).mean()
 
 
 def steps(model: nn.Module, arguments: argparse.Namespace) -> Callable[[Any], None]:

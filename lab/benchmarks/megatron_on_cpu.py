@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flash_allreduce_plugin.cli.demo.model import prepare_cpu
+
 
 class CudaIsCpu(TorchFunctionMode):
     """Within it device="cuda" is the CPU, `.cuda()` does nothing, and a tensor's type is called that of CUDA."""
@@ -23,6 +25,13 @@ class CudaIsCpu(TorchFunctionMode):
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             value = value.replace("torch.", "torch.cuda.", 1)
         return value
+
+
+def prepare() -> None:
+    """Let megatron-core's models, schedules and optimizers run in this process without CUDA."""
+    prepare_cpu()
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
+    CudaIsCpu().__enter__()
 
 
 def prepare_experts() -> None:

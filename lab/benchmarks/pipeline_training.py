@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from flash_allreduce_plugin.cli.demo.model import VOCABULARY, prepare_cpu
+from flash_allreduce_plugin.cli.demo.model import VOCABULARY, forward, gpt, prepare_cpu
 from flash_allreduce_plugin.cli.demo.training import BETAS, CLIP, learning_rate
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import megatron
@@ -45,39 +45,21 @@ CONFIGS = [
 
 def build_model(arguments: argparse.Namespace, seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """This rank's stage; the same weights for the same seed."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     torch.manual_seed(1000 * seed + dist.get_rank())
-    off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-    config = TransformerConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_attention_heads=8,
-        pipeline_model_parallel_size=arguments.stages,
-        pipeline_dtype=dtype,
-        params_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        batch_p2p_sync=False,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=arguments.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    settings = {
+        "num_layers": arguments.layers,
+        "hidden_size": arguments.hidden,
+        "num_attention_heads": 8,
+        "pipeline_model_parallel_size": arguments.stages,
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "batch_p2p_sync": False,
+    }
+    model: Any = gpt(settings, tied=False, vocab_size=VOCABULARY, max_sequence_length=arguments.sequence)
     model.model_type = None
-    return model.to(dtype)
+    moved: torch.nn.Module = model.to(dtype)
+    return moved
 
 
 def batches(data: torch.Tensor, number: int, seed: int, arguments: argparse.Namespace) -> Iterator[torch.Tensor]:
@@ -91,13 +73,8 @@ def run_step(model: Any, data: Iterator[torch.Tensor], arguments: argparse.Names
     """One pass of Megatron's schedule; the mean loss, which the last stage knows."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-    positions = torch.arange(arguments.sequence).expand(arguments.batch, -1)
-    mask = torch.ones(arguments.sequence, arguments.sequence, dtype=torch.bool).triu(1)[None, None]
-
     def forward_step(micro_batches: Any, stage: Any, *_: Any) -> Any:
-        windows = next(micro_batches)
-        output = stage(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous())
-        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+        return forward(stage, next(micro_batches)), lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
     with CudaIsCpu(), torch.set_grad_enabled(not forward_only):
         losses = get_forward_backward_func()(

@@ -34,16 +34,16 @@ import time
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
-from flash_allreduce_plugin.cli.demo.model import prepare_cpu
-from lab.benchmarks.megatron_on_cpu import CudaIsCpu
-from lab.benchmarks.results import LOSSES, SMOOTHED, smooth, write_json
+from flash_allreduce_plugin.cli.demo.model import forward, gpt
+from lab.benchmarks import command, megatron_on_cpu
+from lab.benchmarks.results import LOSSES, SMOOTHED, smooth
 from lab.benchmarks.trainings import FULL_PRECISION, NOISE, windows
 
 FP32 = "fp32"
@@ -83,35 +83,24 @@ class Run:
 def build(arguments: argparse.Namespace, seed: int, *, bf16: bool = True) -> Run:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(seed)
     size = SIZES[arguments.size]
-    off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-    config = TransformerConfig(
-        num_layers=size.layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        tensor_model_parallel_size=arguments.tp,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        qk_layernorm=True,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
-    )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(qk_layernorm=True),
-        vocab_size=arguments.vocabulary,
-        max_sequence_length=arguments.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    ).to(device())
+    settings = {
+        "num_layers": size.layers,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "tensor_model_parallel_size": arguments.tp,
+        "bf16": bf16,
+        "params_dtype": torch.bfloat16 if bf16 else torch.float32,
+        "qk_layernorm": True,
+    }
+    spec = get_gpt_layer_local_spec(qk_layernorm=True)
+    lengths = {"vocab_size": arguments.vocabulary, "max_sequence_length": arguments.sequence}
+    model: Any = gpt(settings, spec, **lengths).to(device())
+    config = model.config
     data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, data_parallel, Float16Module(config, model) if bf16 else model)
     ddp.broadcast_params()
@@ -134,9 +123,7 @@ def device() -> torch.device:
 def loss_of(model: torch.nn.Module, data: torch.Tensor, generator: torch.Generator, batch: int, length: int) -> Any:
     """Mean cross entropy in nats a token of `batch` sequences."""
     text = windows(data, batch, length, generator).long().to(device())
-    positions = torch.arange(length, device=device()).expand(batch, -1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=device()).triu(1)[None, None]
-    return model(text[:, :-1], positions, mask, labels=text[:, 1:].contiguous()).float().mean()
+    return forward(model, text).float().mean()
 
 
 def learning_rate(step: int, arguments: argparse.Namespace) -> float:
@@ -318,9 +305,7 @@ def start(tensor_parallel: int) -> None:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        prepare_cpu()
-        torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
-        CudaIsCpu().__enter__()
+        megatron_on_cpu.prepare()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     if torch.cuda.is_available():
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -328,7 +313,7 @@ def start(tensor_parallel: int) -> None:
         model_parallel_cuda_manual_seed(1)
 
 
-def in_rank(arguments: argparse.Namespace) -> None:
+def in_rank(arguments: argparse.Namespace) -> NoReturn:
     """Every run that is not done, one after the other."""
     start(arguments.tp)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -403,8 +388,7 @@ def plot(files: list[Any], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, default="20m")
     parser.add_argument("--configs", nargs="*", default=CONFIGS, help="fields of FlashConfig, as JSON")
     parser.add_argument(
@@ -423,23 +407,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
     parser.add_argument("--save", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--folder", type=Path, help="checkpoints and finished runs (default runs/pretraining-SIZE)")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     arguments.until = arguments.until or arguments.steps
     arguments.folder = arguments.folder or Path("runs") / f"pretraining-{arguments.size}"
     if "RANK" in os.environ:
-        return in_rank(arguments)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
+        in_rank(arguments)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
     environment = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
-    subprocess.run([*command, "-m", "lab.benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
+    subprocess.run([*launcher, "-m", "lab.benchmarks.pretraining", *sys.argv[1:]], env=environment, check=True)
     runs = finished(arguments.folder)
     show(runs)
-    write_json(arguments.json, runs)
+    keep(runs)
     if arguments.plot:
         plot([runs], arguments.plot)
-    return None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -256,9 +256,5 @@ def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     return 0
 
 
-def main() -> int:
-    return command.main(__doc__, add_arguments, run)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.cli.demo.model import prepare_cpu
-from lab.benchmarks import command, deepspeed_training, ranks
-from lab.benchmarks.megatron_on_cpu import CudaIsCpu, prepare_experts
+from flash_allreduce_plugin.cli.demo.model import forward, gpt
+from lab.benchmarks import command, deepspeed_training, megatron_on_cpu, ranks
 
 PRESETS = ("int8", "int4", "thin")
 WIDTH, VOCABULARY, SEQUENCE, BATCH, STEPS = 256, 256, 128, 4, 2
@@ -32,44 +31,28 @@ WIDTH, VOCABULARY, SEQUENCE, BATCH, STEPS = 256, 256, 128, 4, 2
 Training = tuple[Callable[[], None], Callable[[], None]]
 
 
-def gpt(tensor: int, pipeline: int, experts: int, **more: Any) -> Any:
+def model_of(tensor: int, pipeline: int, experts: int, **more: Any) -> Any:
     """Return this rank's part of the model in bf16."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.manual_seed(1)
-    off = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
     numbers = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
-    settings = TransformerConfig(
-        num_layers=2 * pipeline,
-        hidden_size=WIDTH,
-        num_attention_heads=8,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=experts,
-        pipeline_dtype=torch.bfloat16,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        batch_p2p_sync=False,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **dict.fromkeys((*off, "apply_rope_fusion", "persist_layer_norm"), False),
+    settings = {
+        "num_layers": 2 * pipeline,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 8,
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "expert_model_parallel_size": experts,
+        "pipeline_dtype": torch.bfloat16,
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "batch_p2p_sync": False,
         **(numbers if experts > 1 else {}),
         **more,
-    )
-    return GPTModel(
-        settings,
-        get_gpt_layer_local_spec(num_experts=numbers["num_moe_experts"] if experts > 1 else None),
-        vocab_size=VOCABULARY,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=pipeline == 1,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-    )
+    }
+    spec = get_gpt_layer_local_spec(num_experts=numbers["num_moe_experts"] if experts > 1 else None)
+    return gpt(settings, spec, tied=pipeline == 1, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
 
 
 def megatron(
@@ -82,14 +65,12 @@ def megatron(
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
-    prepare_cpu()
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
-    CudaIsCpu().__enter__()
+    megatron_on_cpu.prepare()
     if experts > 1:
-        prepare_experts()
+        megatron_on_cpu.prepare_experts()
     parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=experts)
     fap.megatron.enable(config)
-    model = gpt(tensor, pipeline, experts, **more)
+    model = model_of(tensor, pipeline, experts, **more)
     settings: Any = model.config
     wrapped = Float16Module(settings, model)
     data_parallel = DistributedDataParallelConfig(use_distributed_optimizer=dp, grad_reduce_in_fp32=True)
@@ -100,10 +81,7 @@ def megatron(
 
     def forward_step(_data: Any, stage: Any) -> Any:
         text = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=torch.Generator().manual_seed(replica))
-        positions = torch.arange(SEQUENCE).expand(BATCH, -1)
-        mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-        output = stage(text[:, :-1], positions, mask, labels=text[:, 1:].contiguous())
-        return output, lambda losses: (losses.float().mean(), {})
+        return forward(stage, text), lambda losses: (losses.float().mean(), {})
 
     def step() -> None:
         ddp.zero_grad_buffer()

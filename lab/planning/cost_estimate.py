@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from flash_allreduce_plugin.cli.plan import presets
 from flash_allreduce_plugin.cli.plan.cost_model import Kernel, Shares, host_seconds
 from flash_allreduce_plugin.cli.plan.presets import DEVICES, LATENCY_NODES, LATENCY_NVLINK, LATENCY_PCIE, LAUNCH, LINKS
 from flash_allreduce_plugin.codec.format import Format
-from lab.benchmarks.results import write_json
+from lab.benchmarks import command
 
 ELEMENT = 2  # bytes of bf16
 MIB = 1 << 20
@@ -286,12 +287,12 @@ def rows_of(machine: Machine, kernels: Kernels) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", type=Path, help="what lab.benchmarks.cuda_codec --json wrote")
     parser.add_argument("--share", type=float, help="of a copy, all kernels alike (default without --kernels: a model)")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     if arguments.kernels:
         kernels = Kernels.of_json(json.loads(arguments.kernels.read_text()))
         basis = f"kernels as measured in {arguments.kernels.name}"
@@ -320,11 +321,9 @@ def main() -> int:
                 f"{row['host us']:9.0f}{row['NCCL us']:10.0f}{row['x in turn']:11.2f}{row['x overlapped']:14.2f}"
             )
     print(f"\nThe paper: {PAPER} x over NCCL's ring, INT4, above 64 MB, L40 on PCIe (arXiv 2412.04964).")
-    if arguments.json:
-        about = {"basis": basis, "sources": {m.name: m.sources for m in MACHINES}, "paper": PAPER}
-        write_json(arguments.json, {"about": about, "rows": rows})
-    return 0
+    about = {"basis": basis, "sources": {m.name: m.sources for m in MACHINES}, "paper": PAPER}
+    keep({"about": about, "rows": rows})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

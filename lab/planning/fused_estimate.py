@@ -18,16 +18,16 @@ than the next one, at both widths. Meetings, launches and the latency of an exch
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flash_allreduce_plugin.cli.plan.cost_model import Shares
 from flash_allreduce_plugin.cli.plan.presets import HOST_CALL, LAUNCH
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import two_shot
 from flash_allreduce_plugin.collectives.two_shot import Limits
-from lab.benchmarks.results import write_json
+from lab.benchmarks import command
 from lab.planning.cost_estimate import ELEMENT, H100, MACHINES, WIDTHS, Kernels, Machine, flat
 
 SIZES = [1 << power for power in range(10, 27)]  # bytes of the tensor
@@ -99,10 +99,7 @@ def limits(box: Box, ranks: int) -> Limits:
     return Limits(limit(fused(True), fused(False)), limit(started, usual))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def run(_arguments: argparse.Namespace, keep: command.Keep) -> None:
     print(
         f"An estimate, not a measurement: kernels as an H100 measured them, {1e6 * LAUNCH:g} us a launch, "
         f"{1e6 * HOST_CALL:g} us of the host a call."
@@ -122,9 +119,8 @@ def main() -> int:
             times.append(usual_seconds(numel, c, box, ranks))
             print(f"    {ranks:5}{found.one_shot / 1024:20g}{found.fused / 1024:17g}", end="")
             print("{:27.1f}{:10.1f}{:8.1f}".format(*(1e6 * seconds for seconds in times)))
-    write_json(arguments.json, rows)
-    return 0
+    keep(rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(command.main(__doc__, lambda _: None, run))

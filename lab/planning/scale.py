@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from flash_allreduce_plugin.cli import machine
 from flash_allreduce_plugin.cli.plan import cost_model
 from flash_allreduce_plugin.cli.plan.cost_model import Cluster, Group, Traffic
 from flash_allreduce_plugin.cli.plan.inputs import cluster_of
@@ -33,7 +30,7 @@ from flash_allreduce_plugin.collectives.chunks import queued_chunk_bytes
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import Plan, Site, make_plan
 from flash_allreduce_plugin.policy.topology import neighbours
-from lab.benchmarks.results import write_json
+from lab.benchmarks import command
 
 MIB, PER_NODE = 1 << 20, 8
 RING_NVLINK, RING_NETWORK = 3.4e-6, 14.0e-6  # seconds a step
@@ -130,17 +127,22 @@ def shown(one: dict[str, Any]) -> str:
     return f"{text}   {one['fastest']}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 16384])
+def of_whole_nodes(text: str) -> int:
+    ranks = int(text)
+    if ranks % PER_NODE:
+        raise argparse.ArgumentTypeError(f"{ranks}: expected a multiple of {PER_NODE}, the ranks of a node")
+    return ranks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=of_whole_nodes, nargs="+", default=[16, 64, 256, 1024, 16384])
     parser.add_argument("--mib", type=int, nargs="+", default=[16, 128, 1024], help="of the bf16 tensor")
     parser.add_argument("--bits", type=int, default=8)
     parser.add_argument("--cluster", default="h100", help="of `flash-allreduce plan --list`")
     parser.add_argument("--message", type=float, default=1e-6, help="seconds a message, assumed")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if any(ranks % PER_NODE for ranks in arguments.ranks):
-        parser.error(f"--ranks: expected multiples of {PER_NODE}, the ranks of a node")
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> None:
     print(f"{'ranks':>7}{'MiB':>7}{'bf16 ms':>9}      {'flat ms':>10}{'KiB':>9}{'exch.':>6}{'pad':>6}", end="")
     print(f"{'two ms':>10}{'KiB':>9}{'exch.':>6}{'pad':>6}{'layout':>8}   fastest (*: the host's time)")
     rows = []
@@ -149,11 +151,8 @@ def main() -> int:
         for mib in arguments.mib:
             rows.append(row(mib * MIB, ranks, arguments.bits, cluster, arguments.message))
             print(shown(rows[-1]), flush=True)
-    if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.planning.scale", *sys.argv[1:]])}
-        write_json(arguments.json, {"about": about, "bits": arguments.bits, "rows": rows})
-    return 0
+    keep({"bits": arguments.bits, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

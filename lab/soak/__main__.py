@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-from flash_allreduce_plugin.cli import machine, ranks
-from lab.benchmarks.results import write_json
+from flash_allreduce_plugin.cli import ranks
+from lab.benchmarks import command
 from lab.soak.watch import MIB, growth
 
 MEASURES = {
@@ -67,8 +65,7 @@ def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, fl
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=MEASURES)
     parser.add_argument("--calls", type=int, default=100_000, help="collectives, of all lanes together")
     parser.add_argument("--steps", type=int, default=5_000)
@@ -77,8 +74,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=60.0, help="seconds without advance that end the run")
     parser.add_argument("--most-growth", type=float, default=8.0, help="MiB a rank that are let pass")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+
+
+def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     count = arguments.calls if arguments.what == "collectives" else arguments.steps
     settings = {key: getattr(arguments, key) for key in ("calls", "steps", "seed", "largest", "patience")}
     os.environ.update(DS_ACCELERATOR="cpu", FLASH_ALLREDUCE_AUTOLOAD="0")
@@ -113,13 +111,11 @@ def main() -> int:
         told = "unknown" if in_use is None else f"{in_use / MIB:.2f}"
         print(f"{rank:4}{mib}{told:>16}{rss['per call']:15.1f}{row['blocks']['per call']:16.3f}")
     too_much = [rank for rank, row in enumerate(rows) if row["rss"]["growth"] > arguments.most_growth * MIB]
-    if arguments.json:
-        about = {**machine.about(), "command": shlex.join(["python", "-m", "lab.soak", *sys.argv[1:]])}
-        if arguments.what in NEEDS:
-            about[NEEDS[arguments.what]] = metadata.version(NEEDS[arguments.what])
-        about["ranks"] = world_size
-        found = {"about": about, "growth": rows, **result}
-        write_json(arguments.json, found)
+    about = command.about(arguments)
+    if arguments.what in NEEDS:
+        about[NEEDS[arguments.what]] = metadata.version(NEEDS[arguments.what])
+    about["ranks"] = world_size
+    keep({"about": about, "growth": rows, **result})
     if too_much:
         print(f"soak: {groups_shown(too_much)} grew by more than {arguments.most_growth:g} MiB", file=sys.stderr)
         return 1
@@ -132,4 +128,4 @@ def groups_shown(ranks_: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(__doc__, add_arguments, run))

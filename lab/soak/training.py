@@ -23,7 +23,7 @@ import torch.distributed as dist
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.data import corpus, split
 from flash_allreduce_plugin.cli.ranks import Say
-from lab.benchmarks.megatron_on_cpu import CudaIsCpu
+from lab.benchmarks import megatron_on_cpu
 from lab.soak import watch
 
 SAMPLES = 100
@@ -133,14 +133,12 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
 
-    from flash_allreduce_plugin.cli.demo.model import ModelSize, loss_of, prepare_cpu, replicas_equal
+    from flash_allreduce_plugin.cli.demo.model import ModelSize, loss_of, replicas_equal
     from flash_allreduce_plugin.integrations import megatron
 
     size, tensor_parallel = ModelSize(hidden=64, layers=1, heads=4, sequence=32, batch=2), 2
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    prepare_cpu()
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment]
-    CudaIsCpu().__enter__()
+    megatron_on_cpu.prepare()
     megatron.enable(
         fap.FlashConfig(
             backward_bits=8, grad_bits=8, sequence_parallel_gather_bits=8, quantize_embedding=True, **CONFIG

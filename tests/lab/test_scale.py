@@ -10,6 +10,7 @@ import pytest
 from flash_allreduce_plugin.cli.plan.inputs import cluster_of
 from flash_allreduce_plugin.collectives import two_level
 from lab.planning import scale
+from tests.lab import run_command
 
 MIB = scale.MIB
 
@@ -48,12 +49,12 @@ def test_a_message_costs_what_it_is_told() -> None:
 def test_two_levels_overtake_full_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     file = tmp_path / "scale.json"
     monkeypatch.setattr("sys.argv", ["scale", "--ranks", "8", "64", "--mib", "16", "1024", "--json", str(file)])
-    assert scale.main() == 0
+    assert run_command(scale) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [(row["ranks"], "two levels" in row) for row in rows] == [(8, False)] * 2 + [(64, True)] * 2
     assert rows[-1]["fastest"] == "two levels"
     assert len(capsys.readouterr().out.splitlines()) == 5
     monkeypatch.setattr("sys.argv", ["scale", "--ranks", "12"])
     with pytest.raises(SystemExit):
-        scale.main()
-    assert "multiples of 8" in capsys.readouterr().err
+        run_command(scale)
+    assert "multiple of 8" in capsys.readouterr().err

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.collectives.test_meter import all_measures
 from tests.distributed import Ranks
 from tests.quality.test_guard import reduces
-from tests.quality.test_meter import all_measures
 
 GetRanks = Callable[[int], Ranks]
 

@@ -20,8 +20,8 @@ from torch import Tensor
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.report import log as report_log
 from flash_allreduce_plugin.cli.report import text as report_text
+from flash_allreduce_plugin.collectives import sample
 from flash_allreduce_plugin.policy import LOW_SQNR
-from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL, LOW, MARGIN_DB, PATIENCE, SiteGuard, Stand, decide
 from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.telemetry import counters, run_log

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_allreduce_plugin.quality import sample
+from flash_allreduce_plugin.collectives import sample
 from flash_allreduce_plugin.quality.guard import SiteGuard
 from flash_allreduce_plugin.quality.sites import SiteBits, Sums
 from flash_allreduce_plugin.quality.widths import SiteWidth

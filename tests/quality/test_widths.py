@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.quality import sample
+from flash_allreduce_plugin.collectives import sample
 from flash_allreduce_plugin.quality.sites import gain_db
 from flash_allreduce_plugin.quality.widths import SiteWidth, decide
 from tests.codecs import gaussian

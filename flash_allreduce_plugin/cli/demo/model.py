@@ -20,6 +20,14 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY = 256  # bytes
+_OFF = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+#: Settings of megatron-core without dropout and without kernels that need CUDA.
+_ON_CPU: dict[str, Any] = {
+    "use_cpu_initialization": True,  # it marks the weights that the ranks share
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    **dict.fromkeys((*_OFF, "apply_rope_fusion", "persist_layer_norm"), False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,46 +64,56 @@ def prepare_cpu() -> None:
 
 
 def build_model(size: ModelSize, *, tensor_parallel: int, sequence_parallel: bool, seed: int) -> torch.nn.Module:
-    """A GPT with rotary positions and tied embeddings; the same weights for the same seed, whatever the
-    ranks.
+    """A GPT with tied embeddings; the same weights for the same seed, whatever the ranks."""
+    torch.manual_seed(seed)
+    settings = {
+        "num_layers": size.layers,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "tensor_model_parallel_size": tensor_parallel,
+        "sequence_parallel": sequence_parallel,
+    }
+    return gpt(settings, vocab_size=VOCABULARY, max_sequence_length=size.sequence)
+
+
+def gpt(settings: dict[str, Any], spec: Any = None, *, tied: bool = True, **model: Any) -> torch.nn.Module:
+    """Return this rank's part of a GPT of megatron-core with rotary positions and local layers.
+
+    Args:
+        settings: fields of TransformerConfig, in addition to those that a CPU needs.
+        spec: layer specification; by default Megatron's local one.
+        tied: share the weights of the embedding and of the output layer.
+        model: further arguments of GPTModel.
     """
+    from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    torch.manual_seed(seed)
-    config = TransformerConfig(
-        num_layers=size.layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        tensor_model_parallel_size=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
-    )
     return GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCABULARY,
-        max_sequence_length=size.sequence,
-        share_embeddings_and_output_weights=True,
+        TransformerConfig(**_ON_CPU, **settings),
+        spec or get_gpt_layer_local_spec(),
         position_embedding_type="rope",
+        share_embeddings_and_output_weights=tied,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **model,
     )
 
 
 def loss_of(model: torch.nn.Module, data: torch.Tensor, starts: torch.Tensor, sequence: int) -> torch.Tensor:
     """Mean cross entropy in nats a byte, of the bytes that follow each of `starts` in `data` (int64)."""
     windows = torch.stack([data[start : start + sequence + 1] for start in starts.tolist()])
-    positions = torch.arange(sequence).expand(len(starts), -1)
-    mask = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)[None, None]  # True: not to be attended to
-    return model(windows[:, :-1], positions, mask, labels=windows[:, 1:].contiguous()).float().mean()
+    return forward(model, windows).float().mean()
+
+
+def forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Call a GPT with ids [batch, sequence + 1]. Return the tokens' losses, or the output of a pipeline stage."""
+    length = ids.shape[1] - 1
+    positions = torch.arange(length, device=ids.device).expand(len(ids), -1)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=ids.device).triu(1)[None, None]
+    output: torch.Tensor = model(ids[:, :-1], positions, hidden, labels=ids[:, 1:].contiguous())
+    return output
 
 
 def finish_gradients(model: torch.nn.Module, group: dist.ProcessGroup, clip: float) -> float:

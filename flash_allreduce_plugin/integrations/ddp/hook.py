@@ -28,7 +28,7 @@ from flash_allreduce_plugin.integrations.contract import serve
 from flash_allreduce_plugin.integrations.ddp.owner import Owner, group_of, sharding_of
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.registry import BY_NAME
-from flash_allreduce_plugin.policy import SPARSE, Site
+from flash_allreduce_plugin.policy import SPARSE, Site, widths_follow_errors
 from flash_allreduce_plugin.runtime import checkpoint
 from flash_allreduce_plugin.telemetry import counters, other_traffic, run_log
 from flash_allreduce_plugin.telemetry.notices import FirstSteps
@@ -208,7 +208,7 @@ class _Reduction:
         """Return the gradients of the bucket of whose parameters other ranks have copies."""
         told = set(map(id, self.replicated))
         found = replicated_params.among(
-            [sharding_of(parameter) for parameter in parameters], self.config, self.owner.split
+            [sharding_of(parameter) for parameter in parameters], widths_follow_errors(self.config), self.owner.split
         )
         either = [one or id(parameter) in told for one, parameter in zip(found, parameters, strict=True)]
         if not any(either) or bucket.buffer().is_sparse:
@@ -227,8 +227,7 @@ class _Reduction:
                 "or set torch._dynamo.config.optimize_ddp to True."
             )
         model = self.owner.in_graph(state, parameter)
-        adapted = self.config.target_sqnr_db is not None or self.config.min_sqnr_db is not None
-        if adapted and (self.replicated or self.owner.has_dtensors):
+        if widths_follow_errors(self.config) and (self.replicated or self.owner.has_dtensors):
             raise ConfigError(replicated_params.ADAPTIVE)
         group = model.process_group if (given := group_of(state)) is None else given
         reductions.all_reduce(gradient, dist.ReduceOp.AVG, group, self.config, site=SITE)

@@ -30,7 +30,7 @@ from flash_allreduce_plugin.integrations.fsdp import fsdp1, fsdp2
 from flash_allreduce_plugin.integrations.optimizer_steps import optimizer_steps
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
-from flash_allreduce_plugin.policy import FROZEN, Role, Site
+from flash_allreduce_plugin.policy import FROZEN, Role, Site, widths_follow_errors
 from flash_allreduce_plugin.telemetry import notices
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at
 
@@ -241,7 +241,8 @@ def _has_copies(group: FSDPParamGroup, config: FlashConfig) -> bool:
     sharded: list[Any] = [parameter.sharded_param for parameter in group.fsdp_params]
     return any(
         replicated_params.among(
-            [replicated_params.sharding(one.device_mesh, one.placements) for one in sharded], config
+            [replicated_params.sharding(one.device_mesh, one.placements) for one in sharded],
+            widths_follow_errors(config),
         )
     )
 

@@ -34,7 +34,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.integrations import patching
-from flash_allreduce_plugin.policy import Site
+from flash_allreduce_plugin.policy import Site, widths_follow_errors
 from flash_allreduce_plugin.runtime import checkpoint
 from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log, unreduced
 from flash_allreduce_plugin.telemetry.notices import FirstPasses
@@ -390,7 +390,8 @@ def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[replicated_
     """
     sharded = [parameter.sharded_param for parameter in calls["fsdp_params"]]
     found = replicated_params.among(
-        [replicated_params.sharding(one.device_mesh, one.placements) for one in sharded], config
+        [replicated_params.sharding(one.device_mesh, one.placements) for one in sharded],
+        widths_follow_errors(config),
     )
     shards = 1 if calls["reduce_scatter_group"] is None else calls["reduce_scatter_group"].size()
     whole, first = [], 0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.codec.format import Format
-from flash_allreduce_plugin.quality import sample
-from flash_allreduce_plugin.quality.sample import Chosen, Sample, energy
+from flash_allreduce_plugin.collectives import sample
+from flash_allreduce_plugin.collectives.sample import Chosen, Sample, energy
 
 
 class Meter:

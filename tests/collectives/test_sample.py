@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.quality import sample
-from flash_allreduce_plugin.quality.meter import decoded_from
-from flash_allreduce_plugin.quality.sample import MOST, RUN, RUNS, Sample
+from flash_allreduce_plugin.collectives import sample
+from flash_allreduce_plugin.collectives.meter import decoded_from
+from flash_allreduce_plugin.collectives.sample import MOST, RUN, RUNS, Sample
 from flash_allreduce_plugin.telemetry import counters
 from tests.codecs import gaussian, sqnr_db
 

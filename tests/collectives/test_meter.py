@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.collectives import messages
+from flash_allreduce_plugin.collectives import messages, sample
 from flash_allreduce_plugin.collectives.transport import Label
-from flash_allreduce_plugin.quality import sample
 from flash_allreduce_plugin.quality.guard import FULL
 from flash_allreduce_plugin.runtime import groups
 from flash_allreduce_plugin.telemetry import counters
@@ -69,7 +68,7 @@ def both_measures(kind: str, changes: dict[str, Any], collective: str, floor_db:
                     fap.all_reduce(x, op, group, config, site=SITE)
             if config.min_sqnr_db is None:
                 return None
-            guard = groups.state_of(group).guard(SITE.name, config, 8)
+            guard = groups.state_of(group).sites.guard(SITE.name, config, 8)
             assert guard.bits == FULL
             taken = messages.add_up(guard.take(), Label("test", SITE.name, group), torch.device("cpu"))
             return sample.fold(taken)
