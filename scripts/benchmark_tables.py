@@ -167,7 +167,6 @@ COLLECTIVES = (
         names_codec=True,
         needs=("root", "megatron", "deepspeed"),
     ),
-    Table("handshake", (Command("python -m lab.benchmarks.handshake", "--ranks 2 --groups 2"),), texts.handshake),
 )
 STEPS = (
     Table(

@@ -506,12 +506,17 @@ def auto_step(results: list[Any]) -> Rows:
     return rows
 
 
-def handshake(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.handshake: a row a number of ranks."""
-    rows: Rows = [["ranks", "first call, ms", "later, ms", "difference, ms", "without `check_ranks`, ms"]]
-    by_check = {(row["ranks"], row["check_ranks"]): row for row in results[0]["rows"]}
-    for (ranks, check), row in by_check.items():
-        if check:
-            times = [row["first ms"], row["later ms"], row["handshake ms"], by_check[ranks, False]["handshake ms"]]
-            rows.append([ranks, *(f"{time:.2f}" for time in times)])
+def prefill(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.prefill: a row a number of tokens and link."""
+    names = {'{"bits": 8}': "INT8", '{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
+    rows: Rows = [["model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
+    for result in results:
+        given = result["about"]["arguments"]
+        model = "SmolLM2" if given["smollm2"] else f"{given['layers']} x {given['hidden']}"
+        for table in result["tables"]:
+            variants = table["variants"]
+            speedups = [f"{variants[name]['x base']:.2f}" for name in names]
+            milliseconds = f"{1e3 * variants['bf16']['step, seconds']:.0f}"
+            link = [table["tokens"], table["rate"], f"{table['share']:.0%}", milliseconds]
+            rows.append([f"{model}, {given['hosts']}", *link, *speedups])
     return rows

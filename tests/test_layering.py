@@ -146,6 +146,7 @@ TESTED_IN = {
     "integrations/fsdp/attach": "integrations/fsdp/test_fsdp_attach",
     "integrations/contract": "integrations/test_registry",
     "integrations/optimizer_steps": "integrations/ddp/test_ddp_attach",
+    "integrations/tensor_parallel/transformers": "programs/test_programs_transformers",  # with real ones
     "integrations/deepspeed/engine": "integrations/deepspeed/test_engines",
     "integrations/deepspeed/exchanges": "integrations/deepspeed/test_experts",  # and deepspeed/test_attention
     "integrations/deepspeed/engine_seams": "integrations/deepspeed/test_stages",  # each stage calls its functions

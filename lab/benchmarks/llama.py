@@ -68,7 +68,7 @@ def _turned(x: Tensor, turn: Tensor) -> Tensor:
     """Rotary embedding of neighbouring pairs, which is how GGUF orders a Llama's heads."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = turn
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).type_as(x)
 
 
 class Llama(nn.Module):

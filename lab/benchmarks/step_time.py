@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +32,7 @@ from flash_allreduce_plugin.cli.demo.model import (
 )
 from flash_allreduce_plugin.integrations.megatron.scopes import LAYERS, MAPPINGS
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam, rebound
-from lab.benchmarks import command, netlab, ranks, steps
+from lab.benchmarks import command, ranks, steps
 
 NO_COLLECTIVES, FULL_PRECISION = "no collectives", "bf16"
 PRESET = "preset "
@@ -146,23 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     quantized = [*(f"INT{bits}" for bits in arguments.bits), *(PRESET + name for name in arguments.presets)]
     variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
-    tables = []
-
-    def add(rate: str, found: dict[str, Any]) -> None:
-        medians = {name: statistics.median(found["seconds"][name]) for name in (NO_COLLECTIVES, FULL_PRECISION)}
-        share = 1 - medians[NO_COLLECTIVES] / medians[FULL_PRECISION]
-        tables.append(steps.table(rate, found, FULL_PRECISION, share=share))
-        steps.show(tables[-1], FULL_PRECISION, steps.SENT)
-
-    free = steps.over_links(in_rank, "none", arguments, variants=variants)
-    add("none", free)
-    arithmetic = statistics.median(free["seconds"][NO_COLLECTIVES])
-    rates = list(arguments.rates)
-    for share in arguments.shares:
-        bits = 8 * free["full_precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
-        rates.append(f"{bits / 1e6:.1f}mbit")
-    for rate in rates:
-        add(rate, steps.over_links(in_rank, rate, arguments, variants=variants))
+    tables = steps.at_shares(in_rank, variants, FULL_PRECISION, arguments)
     keep({"base": FULL_PRECISION, "tables": tables})
 
 

@@ -144,6 +144,34 @@ def compare(in_rank: InRank, variants: Sequence[str], base: str, arguments: argp
     keep({"base": base, "tables": tables})
 
 
+def at_shares(
+    in_rank: InRank, variants: Sequence[str], exact: str, arguments: argparse.Namespace, **more: Any
+) -> list[dict[str, Any]]:
+    """Time and show the variants without a limit, and on links where communication has each of the shares.
+
+    variants: the first sends nothing. exact: the one whose shares these are. arguments: `shares`, and `rates` for links
+    of these rates too. The rate follows from the bytes of a step and from the time of the step that sends nothing.
+    """
+    tables = []
+
+    def add(rate: str, found: dict[str, Any]) -> None:
+        medians = {name: statistics.median(found["seconds"][name]) for name in (variants[0], exact)}
+        share = 1 - medians[variants[0]] / medians[exact]
+        tables.append(table(rate, found, exact, share=share, **more))
+        show(tables[-1], exact, SENT)
+
+    free = over_links(in_rank, "none", arguments, variants=[*variants], **more)
+    add("none", free)
+    arithmetic = statistics.median(free["seconds"][variants[0]])
+    rates = list(arguments.rates)
+    for share in arguments.shares:
+        bits = 8 * free["full_precision"] / (arithmetic * share / (1 - share)) / netlab.PAYLOAD_SHARE
+        rates.append(f"{bits / 1e6:.1f}mbit")
+    for rate in rates:
+        add(rate, over_links(in_rank, rate, arguments, variants=[*variants], **more))
+    return tables
+
+
 def table(rate: str, found: dict[str, Any], base: str, **more: Any) -> dict[str, Any]:
     """Return the medians of a run, and each variant against the base."""
     medians = {variant: statistics.median(times) for variant, times in found["seconds"].items()}
