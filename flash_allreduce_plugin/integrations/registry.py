@@ -111,13 +111,12 @@ ROWS = (
         "DeepSpeed",
         package="deepspeed",
         fits="deepspeed 0.17.6 to 0.19",
-        quantizes="gradients and parameters of ZeRO stages 0 to 3, pipelines, Ulysses, experts: by the JSON section",
+        quantizes="gradients and parameters of ZeRO, AutoTP, pipelines, Ulysses, experts: by the JSON section",
         page="docs/use/deepspeed.md",
         acts=(
             *("pipeline_bits", "pipeline_backward_bits", "attention_bits", "expert_bits", "expert_combine_bits"),
-            *("backward_bits", "backward_rounding", "quantize_evaluation"),
+            *("backward_bits", "backward_rounding", "quantize_embedding", "quantize_evaluation"),
         ),
-        refused=_BUCKETS,
         probe="deepspeed",
     ),
     Row(
