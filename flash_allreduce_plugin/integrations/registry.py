@@ -117,6 +117,8 @@ ROWS = (
             *("pipeline_bits", "pipeline_backward_bits", "attention_bits", "expert_bits", "expert_combine_bits"),
             *("backward_bits", "backward_rounding", "quantize_embedding", "quantize_evaluation"),
         ),
+        waits_for=("deepspeed.inference.engine",),
+        attach="deepspeed.inference",  # engines of deepspeed.initialize have the section
         probe="deepspeed",
     ),
     Row(

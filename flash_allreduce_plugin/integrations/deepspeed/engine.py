@@ -68,10 +68,15 @@ def attach(config: FlashConfig | None = None, *, by_environment: bool = False) -
     global _attached, _for_all, _by_environment
     _patchset().apply()
     if config is not None:
-        _of_inference().apply()
-        inference.configure(config)
+        attach_inference(config)
         _for_all, _by_environment = config, by_environment
     _attached = True
+
+
+def attach_inference(config: FlashConfig) -> None:
+    """Serve engines of deepspeed.init_inference from now on. Raises PatchError, changing nothing."""
+    _of_inference().apply()
+    inference.configure(config)
 
 
 def attached_by_source() -> None:

@@ -1,4 +1,5 @@
-"""deepspeed.init_inference: the sums of its split layers (tensor_parallel.py), after `enable`.
+"""deepspeed.init_inference: the sums of its split layers (tensor_parallel.py), after `enable` or by
+FLASH_ALLREDUCE_ATTACH.
 
 Its configuration forbids unknown keys, so there is no section. Kernel injection has all-reduces of its own, which stay
 in full precision. Rank 0 prints a line for each engine of several tensor-parallel ranks.
@@ -11,6 +12,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError, PatchError
+from flash_allreduce_plugin.integrations import contract
 from flash_allreduce_plugin.integrations.deepspeed import tensor_parallel
 from flash_allreduce_plugin.integrations.deepspeed.reduction import LOGITS
 from flash_allreduce_plugin.integrations.patching import Function, Patchset, Seam
@@ -30,6 +33,19 @@ def configure(config: FlashConfig | None) -> None:
             sums.disown()
             other_traffic.detach(engine)
         _served.clear()
+
+
+def by_environment() -> None:
+    """Serve engines of init_inference with the environment's configuration, by FLASH_ALLREDUCE_ATTACH.
+
+    End the program if that configuration is refused.
+    """
+    from flash_allreduce_plugin.integrations.deepspeed import engine
+
+    try:
+        engine.attach_inference(FlashConfig.from_env())
+    except (ConfigError, PatchError) as error:
+        contract.refuse(error)
 
 
 def is_served() -> bool:

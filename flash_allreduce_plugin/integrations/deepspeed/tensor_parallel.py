@@ -178,6 +178,9 @@ def _leaves(_layer: torch.nn.Module, _arguments: Any, _output: Any) -> None:
     _running.set(None)
 
 
+never_trace(_Entering.__call__, _leaves)
+
+
 # ---- seams
 
 

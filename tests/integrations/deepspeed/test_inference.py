@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from deepspeed_training import NEWEST, deepspeed
 from torch import Tensor
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.integrations.deepspeed import inference as engines_of_inference
+from flash_allreduce_plugin.integrations.registry import ATTACHABLE
 from tests.distributed import Ranks
 
 pytestmark = NEWEST
@@ -30,10 +34,19 @@ def losses(engine: Any) -> list[float]:
         return [float(engine(batch(number))) for number in range(BATCHES)]
 
 
-def served(config: dict[str, Any]) -> dict[str, Any]:
+def by_environment(config: dict[str, Any]) -> None:
+    variables = {f"FLASH_ALLREDUCE_{key.upper()}": str(value) for key, value in config.items()}
+    with mock.patch.dict(os.environ, variables):
+        engines_of_inference.by_environment()
+
+
+def served(config: dict[str, Any], environment: bool = False) -> dict[str, Any]:
     deepspeed()
     exact = losses(inference())
-    fap.deepspeed.enable(fap.FlashConfig(**config))
+    if environment:
+        by_environment(config)
+    else:
+        fap.deepspeed.enable(fap.FlashConfig(**config))
     fap.reset_stats()
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -64,6 +77,13 @@ def test_sums_of_inference_are_quantized_between_enable_and_disable(engines: Cal
         "flash all-reduce: attached to deepspeed.init_inference: sums of 2 tensor-parallel ranks in 8 bits, groups of "
         "128, buckets from 0 bytes"
     ]
+
+
+def test_the_environment_serves_programs_that_nobody_edits(engines: Callable[[int], Ranks]) -> None:
+    assert ATTACHABLE["deepspeed"].attach_module == engines_of_inference.__name__
+    for found in engines(2).run(served, CONFIG, True):
+        assert found["sites"][FORWARD]["quantized"] == 2 * LAYERS * BATCHES
+        assert found["again"] == found["exact"] and found["left"] == 0
 
 
 def test_fields_act_in_inference(engines: Callable[[int], Ranks]) -> None:
