@@ -142,8 +142,7 @@ def train(given: dict[str, Any], flash: Any, steps: int = 6, tied: bool = False)
         for number in range(steps):
             losses.append(step(engine, number))
             equal.append(copies_are_equal(engine))
-    sites = fap.stats()["sites"]
-    report = fap.deepspeed.report()
+    stats, report = fap.stats(), fap.deepspeed.report()
     fap.reset_stats()
     engine.eval()
     with torch.no_grad():
@@ -154,10 +153,10 @@ def train(given: dict[str, Any], flash: Any, steps: int = 6, tied: bool = False)
         "equal": equal,
         "evaluated": evaluated,
         "evaluation": fap.stats()["sites"],
-        "sites": sites,
+        "sites": stats["sites"],
         "lines": lines,
         "in_place": {name for name in report if report[name]["in_place"]},
-        "beside": fap.stats()["beside"],
+        "beside": stats["beside"],
     }
     engine.destroy()
     return result

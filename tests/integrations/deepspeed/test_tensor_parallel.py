@@ -83,6 +83,23 @@ def test_a_split_embedding_is_quantized_on_request(engines: Callable[[int], Rank
         assert beside, "the cross entropy's sums are DeepSpeed's own"
 
 
+def with_gradients_of_copies() -> list[dict[str, Any]]:
+    """The norms in front of split layers, whose gradients DeepSpeed sums itself (q_norm and k_norm of Qwen3)."""
+    given = options(1)
+    specs = given["tensor_parallel"]["partition_config"]["layer_specs"]
+    specs.append({"patterns": [r".*\.other_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True})
+    return [train(given, flash) for flash in (None, EIGHT)]
+
+
+def test_gradients_of_replicated_parameters_stay_in_full_precision(engines: Callable[[int], Ranks]) -> None:
+    for exact, eight in engines(2).run(with_gradients_of_copies):
+        assert eight["losses"] == pytest.approx(exact["losses"], abs=0.01) and all(eight["equal"])
+        assert eight["sites"][FORWARD]["calls"] == SUMS * STEPS
+        assert eight["sites"][BACKWARD]["calls"] == GRADIENTS * STEPS
+        sent = [one for name, one in eight["beside"].items() if name.startswith("all_reduce")]
+        assert sum(one["calls"] for one in sent) >= LAYERS * STEPS
+
+
 def data_and_tensor_parallel() -> list[dict[str, Any]]:
     small = {**EIGHT, "min_bytes": 4 * autotp.WIDTH + 1}
     return [train({**options(1), **more}, flash) for more in ({}, BF16) for flash in (None, small)]
