@@ -165,13 +165,18 @@ def bind(engine: Any, config: FlashConfig) -> None:
             exchanges.own(engine, reduction)
         if tensor_parallel.is_there(engine):
             of_tensors().apply()
-            reduction.sums = tensor_parallel.Sums(config, reduction.site, reduction.finished_steps)
+            reduction.sums = _sums(engine, reduction)
             reduction.sums.own(engine.module)
         _count_exchanges(engine, reduction)
         _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
         raise
+
+
+def _sums(engine: Any, reduction: Reduction) -> tensor_parallel.Sums:
+    alive = weakref.proxy(reduction)  # as long as the engine is
+    return tensor_parallel.Sums(engine, reduction.config, lambda site: alive.site(site), lambda: alive.finished_steps())
 
 
 def _count_exchanges(engine: Any, reduction: Reduction) -> None:

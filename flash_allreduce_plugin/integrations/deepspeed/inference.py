@@ -86,7 +86,7 @@ def _serves(tensors: Patchset, original: Function) -> Function:
 def _serve(engine: Any, config: FlashConfig, ranks: int) -> None:
     run_log.start(config)
     first_steps = FirstSteps(config, known=(LOGITS,))
-    sums = tensor_parallel.Sums(config, first_steps.of, lambda: None)
+    sums = tensor_parallel.Sums(engine, config, first_steps.of, lambda: None)
     # A model in evaluation mode is the purpose here: quantize_evaluation does not count.
     sums.own(engine.module, evaluates=False)
     _served[engine] = sums

@@ -17,6 +17,7 @@ DeepSpeed's own defect, which stays as it is.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -50,25 +51,29 @@ _LAYERS = "deepspeed.module_inject.layers"
 
 
 class Sums:
-    """The tensor-parallel all-reduces of one model."""
+    """The tensor-parallel all-reduces of one engine's model. A model that outlives its engine has DeepSpeed's own."""
 
-    def __init__(self, config: FlashConfig, site: Callable[[Site], Site], step: Callable[[], int | None]) -> None:
+    def __init__(
+        self, engine: Any, config: FlashConfig, site: Callable[[Site], Site], step: Callable[[], int | None]
+    ) -> None:
         """Take the configuration of an engine. A preset has other values for activations than for gradients.
 
-        site: gives the site whose calls count for the engine. step: gives the finished steps.
+        site: gives the site whose calls count for the engine. step: gives the finished steps. Neither of the two may
+        keep the engine alive: hooks on the model keep them.
         """
         self.config = for_megatron(config)
         self.site, self.step = site, step
+        self._engine = weakref.ref(engine)
         self.names: list[str] = []
         self._hooks: list[Any] = []
 
     @property
     def released(self) -> bool:
         """Return True if the model has DeepSpeed's own sums again."""
-        return not self._hooks
+        return not self._hooks or self._engine() is None
 
     def own(self, model: torch.nn.Module, *, evaluates: bool = True) -> None:
-        """Serve the split layers of a model. evaluates: quantize_evaluation counts for it."""
+        """Serve the split layers of the engine's model. evaluates: quantize_evaluation counts for it."""
         for name, layer in layers(model).items():
             self.names.append(name)
             entering = _Entering(self, name, layer, exact_evaluation=evaluates and not self.config.quantize_evaluation)
