@@ -102,7 +102,6 @@ def built(given: dict[str, Any], flash: Any, net: nn.Module | None = None) -> An
     from deepspeed.module_inject import layers
 
     layers.TensorParallel_Layer.tp_overlap_comm = False  # of an earlier engine: it belongs to the process
-    layers.LinearLayer.tp_overlap_comm = False
     net = Language() if net is None else net
     optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
     return package.initialize(model=net, optimizer=optimizer, config=configuration(given, flash))[0]
@@ -167,8 +166,8 @@ def inference(net: nn.Module | None = None, ranks: int = 2) -> Any:
     package = deepspeed()
     from deepspeed.module_inject import layers
 
-    layers.set_autotp_mode(training=False)  # of the process: an engine that trained has set it
-    layers.LinearLayer.tp_overlap_comm = False
+    layers.set_autotp_mode(training=False)  # of the process: an engine that trained has set both
+    layers.TensorParallel_Layer.tp_overlap_comm = False
     # DeepSpeed imports transformers, to compare the class of a block with that of GPT-2's.
     theirs: Any = ModuleType("transformers")
     theirs.models = SimpleNamespace(gpt2=SimpleNamespace(modeling_gpt2=SimpleNamespace(GPT2Block=None)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import autotp_training as autotp
 import pytest
@@ -12,6 +14,7 @@ from autotp_training import BACKWARD, BF16, EIGHT, EMBEDDING, FORWARD, HEAD, LAY
 from deepspeed_training import NEWEST, deepspeed
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.api import reductions
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.integrations.deepspeed import engine as engines_of
 from flash_allreduce_plugin.integrations.deepspeed import section, tensor_parallel
@@ -57,6 +60,31 @@ def test_training_in_8_bits_is_as_good_and_copies_stay_equal(engines: Callable[[
     assert second["lines"] == [] and first["losses"] == second["losses"]
     assert len(first["lines"]) == 1, "a data-parallel group of one rank is no reason for a notice"
     assert "gradients in 8 bits, sums of tensor parallelism in 8 (their gradients in 8), groups of" in first["lines"][0]
+
+
+def asynchronous() -> list[tuple[str, bool, bool]]:
+    """(site, asked for a handle, the handle was waited for) of each sum of a step with tp_overlap_comm."""
+    engine = autotp.built(options(1, tp_overlap_comm=True), EIGHT)
+    calls: list[tuple[str, bool, Any]] = []
+    ours = reductions.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, **how: Any) -> Any:
+        handle = ours(tensor, **how)
+        if handle is not None:
+            handle = mock.Mock(wraps=handle)
+        calls.append((how["site"].name, how["async_op"], handle))
+        return handle
+
+    with mock.patch.object(tensor_parallel.reductions, "all_reduce", all_reduce):
+        loss = engine(autotp.words(0))
+        engine.backward(loss)
+    return [(site, given, handle is not None and handle.wait.call_count == 1) for site, given, handle in calls]
+
+
+def test_overlapped_sums_are_started_and_waited_for_where_deepspeed_waits(engines: Callable[[int], Ranks]) -> None:
+    expected = Counter({(FORWARD, False, False): SUMS, (BACKWARD, True, True): GRADIENTS})
+    for found in engines(2).run(asynchronous):
+        assert Counter(one for one in found if one[0] in (FORWARD, BACKWARD)) == expected
 
 
 def test_logits_of_a_row_parallel_head_stay_in_full_precision(engines: Callable[[int], Ranks]) -> None:
