@@ -79,7 +79,7 @@ def _problem(read: Read, seam: Seam) -> str | None:
         return f"Python {sys.version_info.major}.{sys.version_info.minor} cannot parse the module ({error})"
     node = find(tree, seam.attribute.split("."))
     if node is None:
-        return "it does not exist"
+        return None if seam.optional else "it does not exist"
     if not isinstance(node, ast.FunctionDef):
         return None  # a name for a function of torch's, whose parameters are not to be read here
     hiding = [name for name in map(ast.unparse, node.decorator_list) if name.split(".")[-1] not in TRANSPARENT]

@@ -66,7 +66,7 @@ def marked(source: str, seams: Iterable[Seam], line: str) -> str:
             text = f'{seam.attribute} = flash_allreduce.seam("{seam.id}")({seam.attribute})\n'
             last = block.end_lineno or block.lineno
             inserted[last] = inserted.get(last, "") + text
-        else:
+        elif node is not None or not seam.optional:
             raise SystemExit(f"{seam.target} does not exist")
     lines = source.splitlines(keepends=True)
     return "".join(text + inserted.get(number, "") for number, text in enumerate(lines, start=1))

@@ -39,6 +39,7 @@ class Seam:
     at the end stands for any others. Anything else means a version this seam was not written for.
     replacement: is given the original function, returns the new one.
     covers: one sentence for reports and documentation.
+    optional: releases without the symbol are supported too; nothing is replaced there.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Seam:
     signature: Parameters | tuple[Parameters, ...]
     replacement: Callable[[Callable[..., Any]], Callable[..., Any]]
     covers: str
+    optional: bool = False
 
     @property
     def target(self) -> str:
@@ -165,9 +167,10 @@ class Patchset:
         }
 
     def _prepare(self) -> list[_Patch]:
-        return [self._resolve(seam) for seam in self.seams]
+        resolved = [self._resolve(seam) for seam in self.seams]
+        return [patch for patch in resolved if patch is not None]
 
-    def _resolve(self, seam: Seam) -> _Patch:
+    def _resolve(self, seam: Seam) -> _Patch | None:
         path = seam.attribute.split(".")
         try:
             owner: Any = importlib.import_module(seam.module)
@@ -178,6 +181,8 @@ class Patchset:
                 owner = getattr(owner, part)
             found = getattr(owner, path[-1])
         except AttributeError as error:
+            if seam.optional:
+                return None
             raise self._unsupported(seam, f"it does not exist ({error})") from error
         if getattr(found, _MARKER, None) is not None:
             marker = getattr(found, _MARKER)

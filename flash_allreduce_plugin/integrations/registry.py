@@ -111,13 +111,14 @@ ROWS = (
         "DeepSpeed",
         package="deepspeed",
         fits="deepspeed 0.17.6 to 0.19",
-        quantizes="gradients and parameters of ZeRO stages 0 to 3, pipelines, Ulysses, experts: by the JSON section",
+        quantizes="gradients and parameters of ZeRO, AutoTP, pipelines, Ulysses, experts: by the JSON section",
         page="docs/use/deepspeed.md",
         acts=(
             *("pipeline_bits", "pipeline_backward_bits", "attention_bits", "expert_bits", "expert_combine_bits"),
-            *("backward_bits", "backward_rounding", "quantize_evaluation"),
+            *("backward_bits", "backward_rounding", "quantize_embedding", "quantize_evaluation"),
         ),
-        refused=_BUCKETS,
+        waits_for=("deepspeed.inference.engine",),
+        attach="deepspeed.inference",  # engines of deepspeed.initialize have the section
         probe="deepspeed",
     ),
     Row(
@@ -148,7 +149,7 @@ ROWS = (
         "tensor_parallel",
         "tensor_parallel",
         package="torch",
-        fits=_TORCH,
+        fits="torch 2.11 to 2.14",
         quantizes="activations and their gradients in torch's tensor parallelism (DTensor), with sequence parallelism",
         page="docs/use/torch.md",
         acts=(

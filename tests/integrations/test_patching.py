@@ -280,6 +280,19 @@ def test_several_signatures_serve_several_versions(library):
         Patchset("test", [seam("plain", (("a",), ("x",)))]).verify()
 
 
+def test_an_optional_seam_may_be_missing_and_is_checked_where_it_exists(library):
+    missing = Seam("missing", "made_up_library", "Operator.newer", (), lambda f: f, "", optional=True)
+    other = Seam("other", "made_up_library", "plain", ("a", "b"), lambda f: lambda a, b: 7, "")
+    patches = Patchset("made up", [missing, other])
+    patches.apply()
+    assert library.plain(1, 2) == 7 and not patches.report()["missing"]["in_place"]
+    patches.restore()
+    assert library.plain(1, 2) == -1
+    wrong = Seam("wrong", "made_up_library", "plain", ("c",), lambda f: f, "", optional=True)
+    with pytest.raises(PatchError, match="expected the parameters"):
+        Patchset("made up", [wrong]).verify()
+
+
 def test_a_seam_that_the_source_carries_is_checked_and_not_replaced(library):
     switched_on = False
 

@@ -1,5 +1,5 @@
-"""DeepSpeed: quantized gradient reduction at ZeRO stages 0 to 3, and gathers of parameters, from a section of the JSON
-configuration.
+"""DeepSpeed: quantized gradient reduction at ZeRO stages 0 to 3, gathers of parameters, and the sums of AutoTP, from a
+section of the JSON configuration.
 
     "flash_allreduce": {"bits": 4}
 
@@ -21,21 +21,24 @@ from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig, refusals
 from flash_allreduce_plugin.integrations.deepspeed import engine, engine_seams, section
 from flash_allreduce_plugin.integrations.patching import Seam
+from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
 def enable(config: FlashConfig | None = None) -> None:
     """Quantize the gradients of engines that are built from now on, also of those without a section.
 
+    With tensor parallelism the sums of activations too, and those of deepspeed.init_inference.
+
     config: for engines without a section, default `FlashConfig.from_env()`; a section goes before it. Enabled already:
     only the configuration for coming engines changes.
     Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows, and
-    ConfigError for keys that have no effect there.
+    ConfigError for keys that have no effect there. Keys without an effect on an engine are refused when it is built.
     """
-    given = config.given() if isinstance(config, FlashConfig) else {}
-    config = refusals.serve(config, "DeepSpeed", section.LACKS, section.serves(given))
+    by_environment = config is None
+    config = refusals.serve(config, "DeepSpeed", section.LACKS, BY_NAME["deepspeed"].acts)
     engine.verify()
-    engine.attach(config)
+    engine.attach(config, by_environment=by_environment)
 
 
 def disable() -> None:

@@ -4,8 +4,8 @@ engine its reductions.
 That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
 What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
 configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
-which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention or experts a few more
-(exchanges.py). Functions whose own source carries the seam (source.py)
+which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention, experts or AutoTP a
+few more (exchanges.py, tensor_parallel.py). Functions whose own source carries the seam (source.py)
 find the replacement there instead.
 """
 
@@ -34,6 +34,7 @@ from flash_allreduce_plugin.integrations.deepspeed import (
     inference,
     pipeline,
     section,
+    tensor_parallel,
 )
 from flash_allreduce_plugin.integrations.deepspeed.engine_seams import places
 from flash_allreduce_plugin.integrations.deepspeed.gathering import Gathering
@@ -55,19 +56,27 @@ _Bound = tuple[Any, str, Any, Any]
 _NOTHING = object()
 _attached = False
 _for_all: FlashConfig | None = None
+_by_environment = False  # `_for_all` was not given by the program
 
 
-def attach(config: FlashConfig | None = None) -> None:
+def attach(config: FlashConfig | None = None, *, by_environment: bool = False) -> None:
     """Serve engines that are built from now on: those with a section, and with `config` all others as well.
 
-    Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is not as this version knows it.
+    by_environment: the environment gave `config`. Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is
+    not as this version knows it.
     """
-    global _attached, _for_all
+    global _attached, _for_all, _by_environment
     _patchset().apply()
     if config is not None:
-        _of_inference().apply()
+        attach_inference(config)
+        _for_all, _by_environment = config, by_environment
     _attached = True
-    _for_all = config if config is not None else _for_all
+
+
+def attach_inference(config: FlashConfig) -> None:
+    """Serve engines of deepspeed.init_inference from now on. Raises PatchError, changing nothing."""
+    _of_inference().apply()
+    inference.configure(config)
 
 
 def attached_by_source() -> None:
@@ -84,13 +93,14 @@ def detach() -> None:
     global _attached, _for_all
     for engine in list(_engines):
         _refuse_replaced(engine)
-    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts(), _of_inference()
+    patchsets = _patchset(), _of_process(), _of_attention(), _of_experts(), of_tensors(), _of_inference()
     for patchset in patchsets:
         patchset.refuse_replaced()
     for patchset in patchsets:
         patchset.restore()
     _attached = False
     _for_all = None
+    inference.configure(None)
     for engine in list(_engines):
         release(engine)
 
@@ -102,7 +112,7 @@ def is_attached() -> bool:
 def verify() -> None:
     """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it.
 
-    Those of attention and experts are checked where they are wanted.
+    Those of attention, experts and AutoTP are checked where they are wanted.
     """
     Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
     _of_process().verify()
@@ -110,7 +120,7 @@ def verify() -> None:
 
 def seams() -> list[Seam]:
     """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
-    of_process = (*_of_process().seams, *_of_attention().seams, *_of_experts().seams)
+    of_process = (*_of_process().seams, *_of_attention().seams, *_of_experts().seams, *of_tensors().seams)
     return [*_patchset().seams, *places(None), *gathering.of_engine(None), *of_process]
 
 
@@ -129,8 +139,12 @@ def sites_in_place() -> set[str]:
             sites |= {site.name for site in experts.SITES}
         if pipeline.widths(reduction.config) and pipeline.has_stages(engine):
             sites |= {site.name for site in pipeline.COVERS}
+        if reduction.sums is not None:
+            sites |= {site.name for site in tensor_parallel.COVERS}
         if reduction.has_tied_weights():
             sites.add(TIED.name)
+    if inference.is_served():
+        sites |= {tensor_parallel.FORWARD.name, tensor_parallel.EMBEDDING.name}
     return sites | {EXPERTS.name for engine in engines if getattr(engine, "has_moe_layers", False)}
 
 
@@ -149,11 +163,20 @@ def bind(engine: Any, config: FlashConfig) -> None:
         for patchset in _of_layers(config):
             patchset.apply()
             exchanges.own(engine, reduction)
+        if tensor_parallel.is_there(engine):
+            of_tensors().apply()
+            reduction.sums = _sums(engine, reduction)
+            reduction.sums.own(engine.module)
         _count_exchanges(engine, reduction)
         _put_on(engine, reduction, own, bound)
     except BaseException:
         release(engine)
         raise
+
+
+def _sums(engine: Any, reduction: Reduction) -> tensor_parallel.Sums:
+    alive = weakref.proxy(reduction)  # as long as the engine is
+    return tensor_parallel.Sums(engine, reduction.config, lambda site: alive.site(site), lambda: alive.finished_steps())
 
 
 def _count_exchanges(engine: Any, reduction: Reduction) -> None:
@@ -222,6 +245,8 @@ def release(engine: Any) -> None:
     reduction.released = True
     reduction.reductions.forget()
     exchanges.disown(reduction)
+    if reduction.sums is not None:
+        reduction.sums.disown()
     if own is not None:
         own.close()
     delattr(engine, _BOUND)
@@ -266,9 +291,15 @@ def _of_experts() -> Patchset:
 
 
 @functools.cache
+def of_tensors() -> Patchset:
+    """The functions that are replaced while a model with AutoTP is served."""
+    return Patchset("deepspeed", tensor_parallel.of_process(), _supported())
+
+
+@functools.cache
 def _of_inference() -> Patchset:
     """Not among `seams`: replaced where a program calls `enable`, whatever DeepSpeed's own source carries."""
-    return Patchset("deepspeed", [inference.seam()], _supported())
+    return Patchset("deepspeed", [inference.seam(of_tensors())], _supported())
 
 
 def _of_layers(config: FlashConfig) -> list[Patchset]:
@@ -310,15 +341,20 @@ def _with_section(original: Function) -> Function:
         deepspeed = given.get("config_class")
         useless: dict[str, str] = {}
         try:
-            config = _config_for(deepspeed)
+            config, splits = _config_for(deepspeed), tensor_parallel.is_wanted(deepspeed)
             if config is not None:
                 trained = _is_trained(given, deepspeed)
-                config, useless = section.of_preset(config, section.useless_gathers(deepspeed, config))
+                without = section.useless_gathers(deepspeed, config)
+                if config is _for_all:
+                    without.update(_useless_sums(config, splits, f" without tensor parallelism ({section.AUTOTP})"))
+                config, useless = section.of_preset(config, without)
                 if trained:
                     _refuse_useless(config, useless)
                 verify()
                 for patchset in _of_layers(config):
                     patchset.verify()
+                if splits:
+                    of_tensors().verify()
         except Exception:
             # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
             # Python ends the process.
@@ -340,7 +376,9 @@ def _with_section(original: Function) -> Function:
                     f"the JSON's optimizer). It leaves out {keys}."
                 )
             bind(self, config)
-            for line in (start_line(self, config), *gathering.doubts(self, config)):
+            sums = reduction_of(self).sums
+            doubts = *gathering.doubts(self, config), *(() if sums is None else sums.unmatched())
+            for line in (start_line(self, config), *doubts):
                 notices.say(line)
 
     return __init__
@@ -364,9 +402,16 @@ def _refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
         raise DeepSpeedConfigError(str(error)) from error
 
 
+def _useless_sums(config: FlashConfig, split: bool, why: str) -> dict[str, str]:
+    by_environment = config is _for_all and _by_environment
+    return section.useless_sums(config, split=split, why=why, by_environment=by_environment)
+
+
 def _useless(engine: Any, config: FlashConfig) -> dict[str, str]:
     """Given widths that a finished engine has no use for: key -> reason, after "no effect"."""
     found = {}
+    if tensor_parallel.is_wanted(engine._config):
+        found = _useless_sums(config, tensor_parallel.is_there(engine), ": AutoTP has split no layer of this model")
     if not pipeline.has_stages(engine):
         widths = [key for key in pipeline.widths(config) if key in config.given()]  # not by a preset
         found.update(dict.fromkeys(widths, ": there is no pipeline here"))
@@ -422,6 +467,10 @@ def start_line(engine: Any, config: FlashConfig) -> str:
         back = "exactly" if config.backward_bits == "full" else "too"
         combine = config.expert_bits if config.expert_combine_bits is None else config.expert_combine_bits
         gives += f", tokens to experts in {config.expert_bits}, back in {combine} (their gradients {back})"
+    sums = getattr(engine, _BOUND)[0].sums if hasattr(engine, _BOUND) else None
+    if sums is not None:
+        back = "exactly" if sums.config.backward_bits == "full" else f"in {sums.config.backward_bits}"
+        gives += f", sums of tensor parallelism in {sums.config.bits} (their gradients {back})"
     return notices.attached(to, gives, config, said=("bits", "param_bits"))
 
 

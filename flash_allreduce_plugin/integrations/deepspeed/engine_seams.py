@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from flash_allreduce_plugin.errors import PatchError
-from flash_allreduce_plugin.integrations.deepspeed import attention, experts, pipeline
+from flash_allreduce_plugin.integrations.deepspeed import attention, experts, pipeline, tensor_parallel
 from flash_allreduce_plugin.integrations.deepspeed.gathering import BACKWARD, PARAMETERS
 from flash_allreduce_plugin.integrations.deepspeed.parameters import counted, parameters
 from flash_allreduce_plugin.integrations.deepspeed.reduction import EXPERTS, TIED, Reduction, Slices, gradients, owned
@@ -59,7 +59,7 @@ SITES = {
     experts.DISPATCH_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
     experts.COMBINE.name: (_EXPERTS, "the experts' outputs back: all-to-all"),
     experts.COMBINE_BACKWARD.name: (_EXPERTS, "their gradients: all-to-all"),
-    **{site.name: covers for site, covers in pipeline.COVERS.items()},
+    **{site.name: covers for site, covers in (pipeline.COVERS | tensor_parallel.COVERS).items()},
     TIED.name: pipeline.TIED_COVERS,
 }
 

@@ -38,6 +38,8 @@ TIED = Site("deepspeed.pipeline.tied_gradients")
 # Why residuals of error feedback were dropped, beside the reasons in error_feedback.py.
 SKIPPED = "step skipped"
 SCALED = "loss scale changed"
+# Why a tensor-parallel sum stays in full precision.
+LOGITS = "logits"
 
 Slices = Sequence[tuple[int, int]]  # (owner, elements) of a flat tensor, in order
 
@@ -75,8 +77,9 @@ class Reduction:
         self._engine = engine
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
         self._tied = replicated.tied(engine)
+        self.sums: Any = None  # of tensor_parallel.py, if AutoTP has split the model
         self.released = False  # the engine has its own functions again
-        self._first_steps = FirstSteps(config, lambda key: f'"{key}" in the section "{SECTION}"')
+        self._first_steps = FirstSteps(config, lambda key: f'"{key}" in the section "{SECTION}"', known=(LOGITS,))
         #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
         self.parameters: Parameters | None = None
         if config.param_bits != "full" and self.stage < 3:

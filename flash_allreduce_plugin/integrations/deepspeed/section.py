@@ -20,11 +20,19 @@ SECTION = "flash_allreduce"
 FILE = "config"  # key of the section: a JSON file with more of the configuration, such as `tune` writes
 
 LACKS = BY_NAME["deepspeed"].refused
+AUTOTP = "tensor_parallel.autotp_size of 2 or more"
+# Keys of the sums of AutoTP alone, and why they have no effect without them.
+OF_SUMS = dict.fromkeys(
+    ("include", "exclude", "quantize_embedding"), f"where only tensor parallelism uses it ({AUTOTP})"
+)
 # Keys of Megatron's that count here too: widths of sends, and of what a model's layers exchange; and what goes with one
 # of the latter.
 SENDS = ("pipeline_bits", "pipeline_backward_bits")
 EXCHANGES = ("attention_bits", "expert_bits", "expert_combine_bits")
 OF_EXCHANGES = ("backward_bits", "backward_rounding", "quantize_evaluation")
+_NO_EXCHANGE = dict.fromkeys(
+    OF_EXCHANGES, f"where only tensor parallelism ({AUTOTP}), attention_bits and expert_bits use it"
+)
 _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -47,12 +55,15 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
         )
     config, base = None, FlashConfig.from_env()
     fields = {key: value for key, value in section.items() if key != FILE}
-    stray = refusals.refusals(base.given(), "DeepSpeed", LACKS, variable)
+    splits = is_split(raw)
+    # The environment may serve Megatron in the same job; patterns of modules are refused all the same.
+    patterns = {key: OF_SUMS[key] for key in ("include", "exclude") if not splits}
+    stray = refusals.refusals(base.given(), "DeepSpeed", {**LACKS, **patterns}, variable)
     lines: list[str] = []
     try:
         if FILE in section:
-            base = _from_file(section[FILE], base, lines)
-        lacks = refusals.with_megatrons(LACKS, serves({**base.given(), **fields}))
+            base = _from_file(section[FILE], base, splits, lines)
+        lacks = lacking({**base.given(), **fields}, splits)
         lines = refusals.refusals(fields, "DeepSpeed", lacks) + lines
         config = FlashConfig.from_dict({**base.given(), **fields})
     except ConfigError as error:
@@ -62,10 +73,17 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     return config
 
 
-def serves(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of Megatron's that have an effect beside what was given."""
+def is_split(raw: Mapping[str, Any]) -> bool:
+    """True if DeepSpeed's raw dict asks for AutoTP."""
+    size = raw["tensor_parallel"].get("autotp_size", 0) if isinstance(raw.get("tensor_parallel"), Mapping) else 0
+    return isinstance(size, int) and size > 1
+
+
+def lacking(given: Mapping[str, Any], splits: bool) -> dict[str, str]:
+    """Return the keys that have no effect with `given`, each with its reason. splits: AutoTP splits the model."""
     exchanged = any(given.get(key) not in (None, "full") for key in EXCHANGES)
-    return (*SENDS, *EXCHANGES, *(OF_EXCHANGES if exchanged else ()))
+    needless = {} if splits else {**OF_SUMS, **({} if exchanged else _NO_EXCHANGE)}
+    return {**refusals.with_megatrons(LACKS, (*SENDS, *EXCHANGES, *OF_EXCHANGES, *OF_SUMS)), **needless}
 
 
 def nearly(raw: Mapping[str, Any]) -> list[str]:
@@ -78,7 +96,7 @@ def nearly(raw: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
+def _from_file(path: Any, base: FlashConfig, splits: bool, lines: list[str]) -> FlashConfig:
     """What the file sets on top of `base`; lines: is given what would have no effect."""
     if not isinstance(path, str):
         raise ConfigError(f"{FILE}={path!r} is not valid; expected the name of a JSON file.")
@@ -87,7 +105,7 @@ def _from_file(path: Any, base: FlashConfig, lines: list[str]) -> FlashConfig:
     except ConfigError as error:
         raise ConfigError("\n".join(f"{FILE}={line}" for line in str(error).splitlines())) from None
     own = {key: value for key, value in config.given().items() if base.given().get(key) != value}
-    found = refusals.refusals(own, "DeepSpeed", refusals.with_megatrons(LACKS, serves(config.given())))
+    found = refusals.refusals(own, "DeepSpeed", lacking(config.given(), splits))
     lines += [f"{FILE}={printable(path)}: {line}" for line in found]
     return config
 
@@ -162,6 +180,23 @@ def of_preset(config: FlashConfig, useless: Mapping[str, str]) -> tuple[FlashCon
     dropped = {key: getattr(FlashConfig(), key) for key in useless if key not in given}
     rest = {key: why for key, why in useless.items() if key in given}
     return (config.model_copy(update=dropped) if dropped else config), rest
+
+
+def useless_sums(config: FlashConfig, *, split: bool, why: str, by_environment: bool = False) -> dict[str, str]:
+    """Return the given keys that only AutoTP's sums use, if no layer is split: key -> `why`, after "no effect".
+
+    by_environment: those of OF_MEGATRON may be for Megatron in the same job.
+    """
+    given, defaults = config.given(), FlashConfig()
+    exchanged = any(getattr(config, key) not in (None, "full") for key in EXCHANGES)
+    keys = () if split else (*OF_SUMS, *(() if exchanged else OF_EXCHANGES))
+    return {
+        key: why
+        for key in keys
+        if key in given
+        and getattr(config, key) != getattr(defaults, key)
+        and not (by_environment and key in refusals.OF_MEGATRON)
+    }
 
 
 def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:

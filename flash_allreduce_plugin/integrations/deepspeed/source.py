@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from flash_allreduce_plugin.integrations.deepspeed import attention, engine, experts, gathering
+from flash_allreduce_plugin.integrations.deepspeed import attention, engine, experts, gathering, tensor_parallel
 from flash_allreduce_plugin.integrations.patching import in_source
 
 
@@ -25,7 +25,12 @@ def seam(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
     if name == engine.CONSTRUCTOR:
         engine.attached_by_source()
-    others = *gathering.of_process(), *attention.of_process(), *experts.of_process()
+    others = (
+        *gathering.of_process(),
+        *attention.of_process(),
+        *experts.of_process(),
+        *tensor_parallel.of_process(),
+    )
     of_process = {one.id: one for one in (engine.constructor(), *others)}
     if name not in of_process:
         return in_source(name, lambda original, owner, *_: engine.replacements(owner).get(name))

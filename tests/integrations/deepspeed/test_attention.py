@@ -357,4 +357,4 @@ def test_backward_bits_go_with_a_width_of_exchanges(tmp_path: Path, monkeypatch:
     config = section.parse({"flash_allreduce": {"backward_bits": 7}})
     assert config is not None and config.attention_bits == 5
     given = fap.FlashConfig(attention_bits=8, backward_bits=8)
-    assert refusals.serve(given, "DeepSpeed", section.LACKS, section.serves(given.given())) is given
+    assert not refusals.refusals(given.given(), "DeepSpeed", section.lacking(given.given(), splits=False))

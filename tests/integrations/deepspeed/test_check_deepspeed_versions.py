@@ -18,6 +18,7 @@ ENGINE = "deepspeed/runtime/engine.py"
 ZERO = "deepspeed/runtime/zero/stage_1_and_2.py"
 STAGE3 = "deepspeed/runtime/zero/stage3.py"
 PARTITIONING = "deepspeed/runtime/zero/partition_parameters.py"
+LAYERS = "deepspeed/module_inject/layers.py"
 COORDINATOR = "deepspeed/runtime/zero/partitioned_param_coordinator.py"
 
 
@@ -47,13 +48,15 @@ def test_the_installed_release_fits(capsys: pytest.CaptureFixture[str]) -> None:
             r"stage3\.gather: .*found",
         ),
         (PARTITIONING, "def _all_gather(self, param_list", "def _all_gather(self, params", r"stage3\.outside: .*found"),
+        (LAYERS, "handle = dist.all_reduce(", "handle = dist.reduce(", r"Async.*does not use dist\.all_reduce"),
+        (LAYERS, "class ColumnParallel(torch", "class Columns(torch", r"tensor\.ColumnParallel.*it does not exist"),
         (COORDINATOR, "def __all_gather_params_(self, params", "def __gather(self, params", "it does not exist"),
     ],
 )
 def test_what_a_release_could_change_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, old: str, new: str, said: str
 ) -> None:
-    for name in (ENGINE, ZERO, STAGE3, PARTITIONING, COORDINATOR):
+    for name in (ENGINE, ZERO, STAGE3, PARTITIONING, COORDINATOR, LAYERS):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         source = (site() / name).read_text(encoding="utf-8")
         if name == path:
