@@ -60,6 +60,16 @@ def test_quantized_sends_between_stages_train_as_full_ones() -> None:
     assert all_are_quantized("pipelining", report, "backward")
 
 
+def test_quantized_sums_of_activations_train_as_full_ones() -> None:
+    plain, preset = (command for command in COMMANDS if "examples/tensor_parallel/" in command)
+    loss, report = loss_and_report(plain)
+    assert loss < 4 and "tensor_parallel" not in report
+    quantized, report = loss_and_report(preset)
+    assert quantized == pytest.approx(loss, rel=2e-3)
+    assert all_are_quantized("tensor_parallel", report, "reduce.forward")
+    assert all_are_quantized("tensor_parallel", report, "reduce.backward")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["ddp", "fsdp"])
 def test_four_ranks(example: str) -> None:
