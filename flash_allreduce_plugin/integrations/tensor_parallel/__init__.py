@@ -43,8 +43,8 @@ def enable(config: FlashConfig | None = None) -> None:
     """Quantize the activations of torch's tensor parallelism from the next call on, on every rank alike.
 
     config: default `FlashConfig.from_env()`; a preset has the widths that it has for Megatron's activations.
-    warmup_steps counts the steps of the optimizer. Enabled already: only the configuration changes. A graph that
-    torch.compile has made keeps its configuration: call torch.compiler.reset().
+    warmup_steps counts the steps of the optimizer; a program that only evaluates has none. Enabled already: only the
+    configuration changes. A graph that torch.compile has made keeps its configuration: call torch.compiler.reset().
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here; PatchError, changing
     nothing, if this torch's functions are not as this version knows them.
     """
@@ -84,11 +84,6 @@ class _TensorParallel(Integration):
         self._tag: str | None = None  # of torch.compile's caches, before ours
         self._transformers: Patchset | None = None  # once it is imported
 
-    def enable(self, config: FlashConfig | None = None) -> None:
-        super().enable(config)
-        assert self.config is not None
-        self.config = for_megatron(self.config)
-
     def disable(self) -> None:
         if self._transformers is not None:
             self._transformers.refuse_replaced()
@@ -99,9 +94,10 @@ class _TensorParallel(Integration):
 
     def started(self, config: FlashConfig) -> None:
         super().started(config)
-        self.watch(for_megatron(config), known=(placements.OTHER, placements.LAST_DIMENSION))
+        self.config = for_megatron(config)
+        self.watch(self.config, known=(placements.OTHER, placements.LAST_DIMENSION))
         self._met = False
-        self._mark_graphs(for_megatron(config))
+        self._mark_graphs(self.config)
 
     def stopped(self) -> None:
         activations.seen.clear()
@@ -113,14 +109,16 @@ class _TensorParallel(Integration):
         config = self.served()
         if activations.tracing():
             return {"config": config, "site": Site(site.name, site.role, activation.module), "full_precision": None}
-        step = optimizer_steps.finished
+        # Before the first step of an optimizer evaluation may be all that the program does: it has no steps to warm up.
+        steps = optimizer_steps.finished
+        step = None if activation.evaluates and not steps else steps
         if self._transformers is None and transformers.is_loaded():
             self._serve_transformers()
         if not self._met:
             self._met = True
             notices.say(_attached(config))
         if self.first_steps is not None and not self.first_steps.over:
-            self.first_steps.at(step)
+            self.first_steps.at(steps)
             if self.first_steps.over:
                 _warn_of_patterns(config)
         site = Site(site.name, site.role, activation.module) if activation.module is not None else site

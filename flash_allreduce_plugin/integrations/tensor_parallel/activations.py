@@ -44,12 +44,13 @@ class Activation:
     """A redistribution of an activation that is running now.
 
     module: qualified name, "" outside of any; None if no pattern asks for it. full_precision: the reason, or None.
-    backward: it moves the gradient. embedding: it sums the rows of a vocabulary-parallel embedding. async_op: the
-    caller waits later.
+    evaluates: the module is in evaluation mode. backward: it moves the gradient. embedding: it sums the rows of a
+    vocabulary-parallel embedding. async_op: the caller waits later.
     """
 
     module: str | None = None
     full_precision: str | None = None
+    evaluates: bool = False
     backward: bool = False
     embedding: bool = False
     async_op: bool = False
@@ -157,8 +158,9 @@ def _of(calls: tuple[nn.Module, nn.Module] | None, config: FlashConfig) -> Activ
     by_name = bool(config.include or config.exclude)
     if calls is None:
         return Activation("" if by_name else None)
-    reason = None if config.quantize_evaluation or calls[0].training else EVALUATION
-    return Activation(_name(*calls) if by_name else None, reason)
+    evaluates = not calls[0].training
+    reason = EVALUATION if evaluates and not config.quantize_evaluation else None
+    return Activation(_name(*calls) if by_name else None, reason, evaluates)
 
 
 def _running() -> tuple[nn.Module, nn.Module] | None:

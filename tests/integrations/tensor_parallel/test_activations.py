@@ -82,6 +82,8 @@ def without_a_graph() -> dict[str, Any]:
 
     forward("no_grad", EIGHT, True)
     forward("evaluation", EIGHT, False)
+    forward("warm-up", EIGHT.model_copy(update={"warmup_steps": 1}), True)
+    forward("inference", EIGHT.model_copy(update={"warmup_steps": 1}), False)
     forward("exact evaluation", EIGHT.model_copy(update={"quantize_evaluation": False}), False)
     found["logits, with a graph"] = served(EIGHT, model.train(), ids).detach()
 
@@ -104,7 +106,8 @@ def without_a_graph() -> dict[str, Any]:
 
 def test_evaluation_checkpointing_and_frozen_weights() -> None:
     for found in run_ranks(2, without_a_graph):
-        assert found["no_grad"] == found["evaluation"] == (2, 2, {})
+        assert found["no_grad"] == found["evaluation"] == found["inference"] == (2, 2, {})
+        assert found["warm-up"] == (2, 0, {"warm-up": 2})
         assert found["exact evaluation"] == (2, 0, {"evaluation": 2})
         for name in ("no_grad", "evaluation"):
             assert torch.equal(found[f"logits, {name}"], found["logits, with a graph"])
