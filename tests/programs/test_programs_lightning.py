@@ -8,7 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from programs import SETTINGS, Run, attached, by_hand, needs, same_bits_for_less, start, text, without
+from programs import (
+    MOST_SENT,
+    SETTINGS,
+    Run,
+    attached,
+    by_hand,
+    needs,
+    same_bits_for_less,
+    start,
+    text,
+    torchrun,
+    without,
+)
 
 pytestmark = [needs("lightning"), pytest.mark.timeout(2400)]
 
@@ -62,6 +74,18 @@ from torch.distributed.fsdp import fully_shard
 """,
     strategy="ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)",
 )
+TENSOR = """
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+""" + PROGRAM.format(
+    configure="""
+    def configure_model(self):
+        plan = {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()}
+        for layer in [*self.model.transformer.encoder.layers, *self.model.transformer.decoder.layers]:
+            parallelize_module(layer, self.device_mesh["tensor_parallel"], plan)
+""",
+    strategy="ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, save_distributed_checkpoint=False)",
+)
 DDP_LINE = "flash all-reduce: attached to DistributedDataParallel (LanguageModel, 43855 parameters in float32): "
 FSDP2_LINE = (
     "flash all-reduce: attached to FSDP2 (Transformer, 43855 parameters in float32, shards x replicas 2 x 1): "
@@ -108,6 +132,21 @@ def test_a_strategy(tmp_path: Path, program: str, kind: str, site: str, beginnin
     assert len(losses(full)) == STEPS and losses(full)[-1] < 0.8 * losses(full)[0]
     # Training this fast, the model makes 1e-5 of the second step 1 to 3 per cent of a late one, to either side.
     assert sum(losses(served)) == pytest.approx(sum(losses(full)), rel=5e-3)
+    assert losses(served) == pytest.approx(losses(full), rel=0.05)
+
+
+def test_tensor_parallelism(tmp_path: Path) -> None:
+    """Two encoder layers and two decoder layers, whose feed-forward parts the ranks share."""
+    full = without(material(tmp_path / "full", TENSOR), "program.py")
+    variables = {"FLASH_ALLREDUCE_ATTACH": "tensor_parallel", "FLASH_ALLREDUCE_BACKWARD_BITS": "8", **SETTINGS}
+    served = torchrun(material(tmp_path / "served", TENSOR), ("program.py",), variables)
+    [line] = served.attached
+    assert line.startswith("flash all-reduce: attached to torch's tensor parallelism: sums in 8 bits, their")
+    for name in ("forward", "backward"):
+        counts = served.sites[f"tensor_parallel.reduce.{name}"]
+        assert counts["calls"] == counts["quantized"] == 4 * STEPS
+        assert counts["bytes_sent"] < MOST_SENT * counts["bytes_full_precision"]
+    assert not same_weights(served, full)
     assert losses(served) == pytest.approx(losses(full), rel=0.05)
 
 
