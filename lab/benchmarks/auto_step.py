@@ -2,6 +2,7 @@
 
     python -m lab.benchmarks.auto_step                        needs root: makes hosts with netlab; 20 minutes
     python -m lab.benchmarks.auto_step --rates loopback       two ranks of this machine, without root
+    python -m lab.benchmarks.auto_step --rates 1gbit --then none --interval 60       the links change half way
 
 The frameworks are DistributedDataParallel, DeepSpeed stage 2 and Megatron's tensor parallelism. Full precision, the
 preset and the preset with "auto" take their steps in turn, from the first step on, so that a machine that drifts drifts
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.cli.demo.model import ModelSize, prepare_cpu
 from flash_allreduce_plugin.runtime import auto
-from lab.benchmarks import command, ranks, step_time, steps
+from lab.benchmarks import command, netlab, ranks, step_time, steps
 
 FULL_PRECISION, QUANTIZED, AUTO = "full precision", "quantized", "auto"
 LOOPBACK = "loopback"
@@ -51,9 +52,14 @@ class Stopwatch:
         self._stopped, self._since = self(), 0.0
 
 
-def section(variant: str, preset: str) -> dict[str, Any]:
+def section(variant: str, preset: str, interval: int) -> dict[str, Any]:
     """Return the fields of a variant."""
-    return {"preset": preset, "enabled": {FULL_PRECISION: False, QUANTIZED: True}.get(variant, AUTO)}
+    enabled = {FULL_PRECISION: False, QUANTIZED: True}.get(variant, AUTO)
+    return {
+        "preset": preset,
+        "enabled": enabled,
+        **({"auto_interval": interval} if variant == AUTO and interval else {}),
+    }
 
 
 def layers(arguments: argparse.Namespace) -> torch.nn.Module:
@@ -66,7 +72,9 @@ def ddp(arguments: argparse.Namespace) -> Step:
     """Steps of a model a variant, without a hook in full precision."""
     models = {variant: DistributedDataParallel(layers(arguments)) for variant in (FULL_PRECISION, QUANTIZED, AUTO)}
     for variant in (QUANTIZED, AUTO):
-        models[variant].register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(**section(variant, arguments.preset))))
+        models[variant].register_comm_hook(
+            None, fap.ddp_hook(fap.FlashConfig(**section(variant, arguments.preset, arguments.interval)))
+        )
     optimizers = {variant: torch.optim.SGD(model.parameters(), lr=1e-3) for variant, model in models.items()}
     x = torch.randn(arguments.rows, arguments.width)
 
@@ -91,7 +99,11 @@ def zero2(arguments: argparse.Namespace) -> Step:
     }
     engines = {}
     for variant in (FULL_PRECISION, QUANTIZED, AUTO):
-        ours = {} if variant == FULL_PRECISION else {"flash_allreduce": section(variant, arguments.preset)}
+        ours = (
+            {}
+            if variant == FULL_PRECISION
+            else {"flash_allreduce": section(variant, arguments.preset, arguments.interval)}
+        )
         model = layers(arguments)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         engines[variant], *_ = deepspeed.initialize(model=model, optimizer=optimizer, config={**config, **ours})
@@ -125,7 +137,7 @@ def megatron(arguments: argparse.Namespace) -> Step:
 
     @contextlib.contextmanager
     def enabled(variant: str) -> Iterator[None]:
-        fap.megatron.enable(fap.FlashConfig(**section(variant, arguments.preset)))
+        fap.megatron.enable(fap.FlashConfig(**section(variant, arguments.preset, arguments.interval)))
         fap.megatron.set_step(finished[variant])
         yield
         fap.megatron.disable()
@@ -155,6 +167,9 @@ def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
     times = steps.Times((FULL_PRECISION, QUANTIZED, AUTO))
     for number in range(arguments.steps):
+        if arguments.then and number == arguments.steps // 2:
+            dist.barrier()
+            netlab.set_rate(arguments.then)
         for variant in steps.rotated((FULL_PRECISION, QUANTIZED, AUTO), number):
             with active(variant):
                 times.take(variant, timed, warm=True)
@@ -186,6 +201,8 @@ def row(found: dict[str, Any]) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="+", default=[LOOPBACK, "1gbit"])
+    parser.add_argument("--then", help="the rate of the links from half of the steps on")
+    parser.add_argument("--interval", type=int, default=0, help="auto_interval: measure again after so many steps")
     parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--preset", default="int8")
     parser.add_argument("--steps", type=int, default=300)
@@ -206,11 +223,12 @@ def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
                 found = ranks.torchrun(in_rank, arguments.hosts, arguments, **more)
             else:
                 found = steps.over_links(in_rank, rate, arguments, **more)
-            rows.append({"framework": framework, "rate": rate, **row(found)})
+            name = f"{rate}, {arguments.then}" if arguments.then else rate
+            rows.append({"framework": framework, "rate": name, **row(found)})
             one = rows[-1]
             milliseconds = [f"{one[f'{variant}, seconds'] * 1e3:.1f}" for variant in (FULL_PRECISION, QUANTIZED, AUTO)]
             print(
-                f"{framework:10}{rate:10}{milliseconds[0]:>9}{milliseconds[1]:>11}{milliseconds[2]:>9}"
+                f"{framework:10}{name:10}{milliseconds[0]:>9}{milliseconds[1]:>11}{milliseconds[2]:>9}"
                 f"{one['total']:>8.3f}{one['after']:>8.3f}  step {one['decided']}: {json.dumps(one['decision'])}",
                 flush=True,
             )

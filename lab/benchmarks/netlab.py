@@ -122,6 +122,21 @@ class Lab(launch.Ranks):
         return float(received[1]), float(received[0])
 
 
+def set_rate(rate: str) -> None:
+    """Limit this host, in whose namespace the process runs, to another rate from now on ("none": to none).
+
+    Raises ValueError for a bad rate, NetlabError where tc refuses.
+    """
+    bits = parse_rate(rate)
+    subprocess.run(["tc", "qdisc", "del", "dev", "eth0", "root"], capture_output=True)  # there may be none
+    if bits != math.inf:
+        _command("tc", "qdisc", "add", "dev", "eth0", "root", *_limit(bits))
+
+
+def _limit(bits: float) -> tuple[str, ...]:
+    return ("tbf", "rate", f"{round(bits)}bit", "burst", f"{burst(bits)}b", "latency", "50ms")
+
+
 @contextlib.contextmanager
 def hosts(count: int = 2, rate: str = "1gbit") -> Iterator[Lab]:
     """Build `count` hosts whose links run at `rate` each way, and remove them however the block ends.
@@ -172,7 +187,7 @@ def _build(lab: Lab, bits: float) -> None:
         _ip("-n", host, "link", "set", "lo", "up")
         _ip("-n", host, "link", "set", "eth0", "up")
         if bits < math.inf:
-            tbf = ("tbf", "rate", f"{round(bits)}bit", "burst", f"{burst(bits)}b", "latency", "50ms")
+            tbf = _limit(bits)
             _command("tc", "-n", host, "qdisc", "add", "dev", "eth0", "root", *tbf)
 
 
