@@ -99,18 +99,17 @@ def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def continued(arguments: argparse.Namespace) -> dict[str, Any]:
-    """In a rank: the greedy tokens after PROMPT, of every variant, and the cross entropy of the reference text."""
+    """In a rank: PROMPT and the greedy tokens after it, of every variant."""
     ranks.start()
     weights = smollm2.load()
     model = shared(pretrained(weights).bfloat16())
-    text = weights.tokenizer(smollm2.texts()["reference"][:4096])[:512].view(1, -1)
     found = {}
     for variant in arguments.variants:
         with active(variant), torch.no_grad():
             ids = weights.tokenizer(PROMPT).view(1, -1)
             for _ in range(arguments.generate):
                 ids = torch.cat([ids, _next(model, ids)], 1)
-            found[variant] = {"tokens": ids.flatten().tolist(), "loss": float(model(text))}
+            found[variant] = ids.flatten().tolist()
     return found
 
 
@@ -132,18 +131,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     variants, tables, tokens = [NO_COLLECTIVES, EXACT, *arguments.variants], [], arguments.tokens
-    generated = {}
+    same: dict[str, int] = {}  # tokens of the prompt and after it that are bf16's, by variant
     if arguments.smollm2:
         generated = steps.over_links(continued, "none", arguments, variants=variants[1:])
-        exact = generated[EXACT]
         for variant, found in generated.items():
-            same = sum(a == b for a, b in zip(found["tokens"], exact["tokens"], strict=True))
-            change = 100 * (found["loss"] / exact["loss"] - 1)
-            print(f"{variant:44}{same} of {len(exact['tokens'])} tokens as bf16, loss {change:+.3f} %", flush=True)
+            same[variant] = sum(a == b for a, b in zip(found, generated[EXACT], strict=True))
+            print(f"{variant:44}{same[variant]} of {len(found)} tokens as bf16", flush=True)
     for number in tokens:
         print(f"\n{number} tokens", flush=True)
-        tables += steps.at_shares(in_rank, variants, EXACT, arguments, tokens=number)
-        keep({"base": EXACT, "tables": tables, "generated": generated})
+        found = steps.at_shares(in_rank, variants, EXACT, arguments, tokens=number)
+        tables += [{key: value for key, value in table.items() if key != "quantized"} for table in found]
+        keep({"base": EXACT, "tables": tables, "same tokens": same})
 
 
 if __name__ == "__main__":
