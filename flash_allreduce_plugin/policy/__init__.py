@@ -13,6 +13,7 @@ from flash_allreduce_plugin.policy.plan import WithOneRoot as WithOneRoot
 from flash_allreduce_plugin.policy.plan import bits_of as bits_of
 from flash_allreduce_plugin.policy.plan import make_plan as make_plan
 from flash_allreduce_plugin.policy.plan import matches as matches
+from flash_allreduce_plugin.policy.plan import unmatched as unmatched
 from flash_allreduce_plugin.policy.plan import widths_follow_errors as widths_follow_errors
 from flash_allreduce_plugin.policy.roles import DISABLED as DISABLED
 from flash_allreduce_plugin.policy.roles import EMBEDDING as EMBEDDING

@@ -18,7 +18,7 @@ nothing else, and so decide alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -201,6 +201,12 @@ def _chunk_bytes(config: FlashConfig, world_size: int) -> int:
 def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether one of the fnmatch patterns names the module or one that it is part of."""
     return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
+
+
+def unmatched(config: FlashConfig, modules: Collection[str]) -> list[tuple[str, str]]:
+    """Return each pattern of include and exclude that names none of the modules, as (field, pattern)."""
+    patterns = [(field, pattern) for field in ("include", "exclude") for pattern in getattr(config, field)]
+    return [(field, one) for field, one in patterns if not any(matches(name, (one,)) for name in modules)]
 
 
 def _at_least(codec: Format, bits: int) -> Format:

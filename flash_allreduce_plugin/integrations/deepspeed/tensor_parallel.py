@@ -32,7 +32,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.integrations.deepspeed.reduction import LOGITS, given_group
 from flash_allreduce_plugin.integrations.patching import Function, Seam, rebound
-from flash_allreduce_plugin.policy import EVALUATION, Role, Site, matches
+from flash_allreduce_plugin.policy import EVALUATION, Role, Site, unmatched
 from flash_allreduce_plugin.runtime.traced import never_trace
 
 FORWARD = Site("deepspeed.tensor.forward", Role.FORWARD)
@@ -93,9 +93,7 @@ class Sums:
         return [
             f"{field} pattern {pattern!r} matches no layer that AutoTP has split; such layers are named like "
             f"{self.names[0]!r}."
-            for field in ("include", "exclude")
-            for pattern in getattr(self.config, field)
-            if self.names and not any(matches(name, (pattern,)) for name in self.names)
+            for field, pattern in (unmatched(self.config, self.names) if self.names else ())
         ]
 
     def all_reduce(

@@ -32,7 +32,7 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations.megatron import process_groups
 from flash_allreduce_plugin.integrations.patching import Function
 from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
-from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site, matches
+from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site, unmatched
 from flash_allreduce_plugin.runtime.decision import ring_bytes
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.notices import FirstSteps, in_python
@@ -94,7 +94,7 @@ class _State:
         self.optimizer_hook: Any = None
         self.module_hooks: list[Any] = []
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
-        self.unmatched: list[tuple[str, str]] = []  # (field, pattern) that no module of a collective has matched yet
+        self.looking = False  # which modules make a collective in the first step, for patterns that match none
         self.seen: set[str] = set()
         self.where = in_python  # how the program sets a field, for notices
         self.first_steps: FirstSteps | None = None
@@ -125,7 +125,7 @@ def start(config: FlashConfig) -> None:
     if not follow:
         _unhook()
     if config != _state.config:
-        _state.unmatched = [(field, pattern) for field in ("include", "exclude") for pattern in getattr(config, field)]
+        _state.looking = by_name
         _state.seen = set()
     _state.config = config
 
@@ -188,7 +188,7 @@ def current() -> Scope:
             reason = EVALUATION
         if config.include or config.exclude:
             module = _state.names.get(running[-1], "") if running else ""
-            if _state.unmatched:
+            if _state.looking:
                 _state.seen.add(module)
     return Scope(module, _state.step, reason, _in_embedding.get(), *_hidden_states.get())
 
@@ -305,17 +305,16 @@ def _optimizer_stepped(_optimizer: Any, _arguments: Any, _keywords: Any) -> None
     _state.step += 1
     if _state.first_steps is not None:
         _state.first_steps.at(_state.step)
-    if not _state.unmatched:
+    if not _state.looking or _state.config is None:
         return
-    for field, pattern in _state.unmatched:
-        if not any(matches(name, (pattern,)) for name in _state.seen):
-            example = min(filter(None, _state.seen), default="none")
-            warnings.warn(
-                f"flash_allreduce: {field} pattern {pattern!r} matches no module of this rank that made a collective "
-                f"in the first step; such modules are named like {example!r}.",
-                stacklevel=2,
-            )
-    _state.unmatched, _state.seen = [], set()
+    for field, pattern in unmatched(_state.config, _state.seen):
+        example = min(filter(None, _state.seen), default="none")
+        warnings.warn(
+            f"flash_allreduce: {field} pattern {pattern!r} matches no module of this rank that made a collective "
+            f"in the first step; such modules are named like {example!r}.",
+            stacklevel=2,
+        )
+    _state.looking, _state.seen = False, set()
 
 
 def _unhook() -> None:

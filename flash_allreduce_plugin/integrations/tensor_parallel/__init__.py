@@ -31,7 +31,7 @@ from flash_allreduce_plugin.integrations.patching import Patchset, Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
 from flash_allreduce_plugin.integrations.tensor_parallel import activations, placements, transformers
 from flash_allreduce_plugin.integrations.tensor_parallel.activations import Activation
-from flash_allreduce_plugin.policy import Site, matches
+from flash_allreduce_plugin.policy import Site, unmatched
 from flash_allreduce_plugin.telemetry import notices
 from flash_allreduce_plugin.telemetry.report import Report
 
@@ -80,7 +80,7 @@ class _TensorParallel(Integration):
     def __init__(self) -> None:
         where = f"{_TENSOR}.placement_types"
         super().__init__("tensor_parallel", _patchset, {s.name: (where, c) for s, c in placements.COVERS.items()})
-        self._met = False  # an activation, since `started`
+        self._met = self._traced = False  # an activation, and one in a graph, since `started`
         self._tag: str | None = None  # of torch.compile's caches, before ours
         self._transformers: Patchset | None = None  # once it is imported
 
@@ -96,7 +96,7 @@ class _TensorParallel(Integration):
         super().started(config)
         self.config = for_megatron(config)
         self.watch(self.config, known=(placements.OTHER, placements.LAST_DIMENSION))
-        self._met = False
+        self._met = self._traced = False
         self._mark_graphs(self.config)
 
     def stopped(self) -> None:
@@ -107,16 +107,17 @@ class _TensorParallel(Integration):
     def how(self, site: Site, activation: Activation) -> dict[str, Any]:
         """Return the arguments of a call at `site`."""
         config = self.served()
+        if not self._met:
+            self._met = True
+            notices.say(_attached(config))
         if activations.tracing():
-            return {"config": config, "site": Site(site.name, site.role, activation.module), "full_precision": None}
+            self._say_of_graphs(config)
+            return {"config": config, "site": site, "full_precision": activation.full_precision}
         # Before the first step of an optimizer evaluation may be all that the program does: it has no steps to warm up.
         steps = optimizer_steps.finished
         step = None if activation.evaluates and not steps else steps
         if self._transformers is None and transformers.is_loaded():
             self._serve_transformers()
-        if not self._met:
-            self._met = True
-            notices.say(_attached(config))
         if self.first_steps is not None and not self.first_steps.over:
             self.first_steps.at(steps)
             if self.first_steps.over:
@@ -128,6 +129,16 @@ class _TensorParallel(Integration):
         """Return the configuration of the calls."""
         assert self.config is not None, "a seam is in place only between enable and disable"
         return self.config
+
+    def _say_of_graphs(self, config: FlashConfig) -> None:
+        """Print once what a graph of torch.compile does not honour."""
+        if self._traced:
+            return
+        self._traced = True
+        if config.include or config.exclude:
+            notices.say("include and exclude keep activations exact in a graph of torch.compile: it knows no modules")
+        elif config.warmup_steps or config.enabled == "auto":
+            notices.say("a graph of torch.compile is quantized without warm-up and without a trial: it knows no steps")
 
     def _serve_transformers(self) -> None:
         """Replace the function of transformers too. One that differs stays, with a line."""
@@ -154,15 +165,13 @@ def _attached(config: FlashConfig) -> str:
 
 
 def _warn_of_patterns(config: FlashConfig) -> None:
-    for field in ("include", "exclude"):
-        for pattern in getattr(config, field):
-            if not any(matches(name, (pattern,)) for name in activations.seen):
-                example = min(filter(None, activations.seen), default="none")
-                warnings.warn(
-                    f"flash_allreduce: {field} pattern {pattern!r} matches no module whose activations were sent in "
-                    f"the first steps; such modules are named like {example!r}.",
-                    stacklevel=2,
-                )
+    for field, pattern in unmatched(config, activations.seen):
+        example = min(filter(None, activations.seen), default="none")
+        warnings.warn(
+            f"flash_allreduce: {field} pattern {pattern!r} matches no module whose activations were sent in "
+            f"the first steps; such modules are named like {example!r}.",
+            stacklevel=2,
+        )
 
 
 def seams() -> list[Seam]:

@@ -1,4 +1,4 @@
-"""Which redistributions of DTensors move an activation, and of which module.
+"""Tell the redistributions of DTensors that move an activation from all others, and name the module.
 
 torch's parallel styles call `DTensor.from_local` and `.redistribute`. So do state dicts, optimizers and norms, which
 must stay exact. A redistribution moves an activation if its tensor
@@ -32,6 +32,8 @@ from flash_allreduce_plugin.policy import EVALUATION
 
 CurrentConfig = Callable[[], FlashConfig]
 
+#: Why an activation stays exact in a graph of torch.compile if patterns ask for its module.
+IN_A_GRAPH = "module unknown in a graph"
 _KEPT = "flash_allreduce_activation"  # on ctx
 _CALL = nn.Module._call_impl.__code__
 _ENGINE = "_engine_run_backward"  # torch.autograd.graph: what runs inside of it belongs to the backward pass
@@ -142,8 +144,10 @@ def _found(tensor: Tensor, needs_gradient: bool, config: FlashConfig) -> Activat
         return None
     in_a_graph = needs_gradient and not tensor.is_leaf
     by_name = bool(config.include or config.exclude)
-    if tracing() or (in_a_graph and not by_name and config.quantize_evaluation):
-        return Activation("" if by_name else None) if in_a_graph else None
+    if tracing():
+        return Activation(full_precision=IN_A_GRAPH if by_name else None) if in_a_graph else None
+    if in_a_graph and not by_name and config.quantize_evaluation:
+        return Activation()
     calls = _running()
     return _of(calls, config) if calls is not None or in_a_graph else None
 

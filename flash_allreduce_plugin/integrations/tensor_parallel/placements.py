@@ -57,11 +57,12 @@ def all_reduces(how: How) -> Callable[[Function], Function]:
             if activation is None:
                 return _theirs("all_reduce")(self, reduceOp=reduceOp, group=group, tag=tag)
             site = EMBEDDING if activation.embedding else REDUCE_BACKWARD if activation.backward else REDUCE_FORWARD
-            tensor = _waited(self)
+            tensor, call = _waited(self), how(site, activation)
             if tracing():
-                return _operator("all_reduce", tensor, _OPS[reduceOp].name, group=group, how=how(site, activation))
+                if call["full_precision"]:
+                    return _theirs("all_reduce")(self, reduceOp=reduceOp, group=group, tag=tag)
+                return _operator("all_reduce", tensor, _OPS[reduceOp].name, group=group, how=call)
             output, later = tensor.clone(), activation.async_op
-            call = how(site, activation)
             handle = reductions.all_reduce(output, _OPS[reduceOp], _members(group), async_op=later, **call)
             return _result(output, handle)
 
@@ -84,10 +85,11 @@ def reduce_scatters(how: How) -> Callable[[Function], Function]:
             parts = _waited(self).chunk(_size(group), scatter_dim)
             output = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
             input = torch.cat(parts) if scatter_dim else _waited(self)
-            if tracing():
-                given = output, input, _OPS[reduceOp].name
-                return _operator("reduce_scatter", *given, group=group, how=how(site, activation))
             call, later = how(site, activation), activation.async_op
+            if tracing():
+                if call["full_precision"]:
+                    return _theirs(name)(self, reduceOp, scatter_dim=scatter_dim, group=group, tag=tag)
+                return _operator("reduce_scatter", output, input, _OPS[reduceOp].name, group=group, how=call)
             handle = reductions.reduce_scatter(
                 *(output, input, _OPS[reduceOp], _members(group)), async_op=later, **call
             )
@@ -113,11 +115,11 @@ def all_gathers(how: How) -> Callable[[Function], Function]:
             output = tensor.new_empty((ranks * tensor.shape[0], *tensor.shape[1:]))
             call = how(site, activation)
             if gather_dim == tensor.dim() - 1:
-                if tracing():
-                    return _theirs(name)(self, gather_dim=gather_dim, group=group, tag=tag)
                 call["full_precision"] = call["full_precision"] or LAST_DIMENSION
             later = activation.async_op and gather_dim == 0
             if tracing():
+                if call["full_precision"]:
+                    return _theirs(name)(self, gather_dim=gather_dim, group=group, tag=tag)
                 output = _operator("all_gather", output, tensor, group=group, how=call)
             else:
                 output = _result(output, reductions.all_gather(output, tensor, _members(group), async_op=later, **call))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.integrations.tensor_parallel import integration
+from flash_allreduce_plugin.telemetry import notices
 from tests.distributed import run_ranks
 from tests.integrations.tensor_parallel.model import (
     EIGHT,
@@ -34,7 +35,11 @@ def compiled(sequence: bool) -> dict[str, Any]:
         forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else None
         return train(model, dist.group.WORLD, 3, forward=forward)
 
-    found = {"stock": run(True), "eager": served(EIGHT, run, False), "ours": served(EIGHT, run, True)}
+    found: dict[str, Any] = {"stock": run(True), "eager": served(EIGHT, run, False)}
+    lines: list[str] = []
+    notices.say = lines.append  # type: ignore[assignment]
+    found["excluded"] = served(EIGHT.model_copy(update={"exclude": ["head"]}), run, True)
+    found |= {"of excluded": counts(), "lines": lines, "ours": served(EIGHT, run, True)}
     tag = torch.compiler.config.cache_key_tag
     fap.tensor_parallel.enable(EIGHT)
     other = torch.compiler.config.cache_key_tag
@@ -50,6 +55,9 @@ def test_a_compiled_model_has_the_bits_of_the_eager_one(sequence: bool) -> None:
         assert all(found["ours"]["copies are equal"])
         assert found["counts"]["reduce.forward"] == (6, 6, {})
         assert found["counts"]["reduce.backward"][:2] == ((15, 15) if not sequence else (9, 9))
+        assert found["excluded"]["losses"] == found["stock"]["losses"] and set(found["of excluded"]) <= {"other"}
+        assert "attached to torch's tensor parallelism" in found["lines"][0]
+        assert found["lines"][1].startswith("include and exclude keep activations exact in a graph of torch.compile")
         before, ours, after = found["tags"]
         assert before == after != ours
 
