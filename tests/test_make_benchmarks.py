@@ -229,6 +229,7 @@ def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, 
     assert "IndexError" in rows["quantization_pertensor_hook"]
 
 
+@pytest.mark.slow
 def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
     """All of docs/decide/accuracy.md, with its picture."""
     if need := missing(next(table for table in TABLES if table.name == "accuracy")):

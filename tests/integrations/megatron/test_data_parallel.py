@@ -476,17 +476,19 @@ def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
             assert found["large copies"] == 1, "the embedding of positions"
 
 
-def train_for_long() -> dict[str, Any]:
+def train_for_long(steps: int) -> dict[str, Any]:
     start_megatron(2)
     config = FlashConfig(grad_bits=4, error_feedback=True, rounding="stochastic", backward_bits=8, min_bytes=SMALL)
-    return train(config, 2, 200, learned=True, **WAYS[3])
+    return train(config, 2, steps, learned=True, **WAYS[3])
 
 
-def test_copies_are_the_same_after_200_steps_and_the_large_one_is_quantized():
-    for found in run_ranks(4, train_for_long, timeout=250, preload=MEGATRON):
+@pytest.mark.parametrize("steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_copies_are_the_same_after_many_steps_and_the_large_one_is_quantized(steps: int) -> None:
+    for found in run_ranks(4, train_for_long, steps, timeout=250, preload=MEGATRON):
         assert found["copies equal"] and found["replicas equal"]
-        assert found["counts"][SITE] == by_step(found, 200)
-        assert found["large copies"] == 1 and found["losses"][-1] < 0.6 * found["losses"][0]
+        assert found["counts"][SITE] == by_step(found, steps)
+        assert found["large copies"] == 1
+        assert found["losses"][-1] < (0.6 if steps == 200 else 0.9) * found["losses"][0]
 
 
 def reduce_in_instances(min_bytes: int) -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
