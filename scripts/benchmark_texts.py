@@ -530,7 +530,8 @@ def auto_step(results: list[Any]) -> Rows:
 def prefill(results: list[Any]) -> Rows:
     """Of lab.benchmarks.prefill: a row a number of tokens and link."""
     names = {'{"bits": 8}': "INT8", '{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
-    rows: Rows = [["model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
+    engines = {"torch": "torch", "autotp": "AutoTP", "megatron": "Megatron"}
+    rows: Rows = [["engine", "model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
     for result in results:
         given = result["about"]["arguments"]
         model = "SmolLM2" if given["smollm2"] else f"{given['layers']} x {given['hidden']}"
@@ -539,5 +540,5 @@ def prefill(results: list[Any]) -> Rows:
             speedups = [f"{variants[name]['x base']:.2f}" for name in names]
             milliseconds = f"{1e3 * variants['bf16']['step, seconds']:.0f}"
             link = [table["tokens"], table["rate"], f"{table['share']:.0%}", milliseconds]
-            rows.append([f"{model}, {given['hosts']}", *link, *speedups])
+            rows.append([engines[given.get("engine", "torch")], f"{model}, {given['hosts']}", *link, *speedups])
     return rows

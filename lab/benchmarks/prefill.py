@@ -1,124 +1,80 @@
-"""Time to the first token of a Llama whose ranks share every layer by torch's tensor parallelism, over slow links.
+"""Time to the first token of a Llama whose layers the ranks share by tensor parallelism, over slow links.
 
     python -m lab.benchmarks.prefill                          needs root: makes hosts with netlab
+    python -m lab.benchmarks.prefill --engine autotp          DeepSpeed's; megatron: its static engine
     python -m lab.benchmarks.prefill --hosts 3 --smollm2      SmolLM2-135M, and the tokens that it goes on with
+    python -m lab.benchmarks.prefill --tokens 1 --shares --rates 1gbit          a step of decoding, as far as sums go
 
 A forward pass of `--tokens` tokens in bf16 without a gradient, one rank and one core a host. Two sums a layer are
-tensor-parallel; the embedding and the head are on every rank. "no collectives" leaves the sums out: what the arithmetic
-takes. "bf16" is torch's own. min_bytes is 64 KiB: the sum of one token stays in full precision.
+tensor-parallel; in Megatron that of the embedding too. "no collectives" leaves the sums out: what the arithmetic
+takes. "bf16" is the engine's own. min_bytes is 64 KiB: the sum of one token stays in full precision.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-import flash_allreduce_plugin as fap
-from flash_allreduce_plugin.integrations.patching import Patchset, Seam
-from lab.benchmarks import command, ranks, smollm2, steps
-from lab.benchmarks.llama import Llama, pretrained
-from lab.benchmarks.smollm2 import Config
+from lab.benchmarks import command, prefill_engines, smollm2, steps
+from lab.benchmarks.llama import Llama
+from lab.benchmarks.prefill_engines import ENGINES, EXACT, NO_COLLECTIVES
+from lab.benchmarks.smollm2 import Config, Pretrained
 
-NO_COLLECTIVES, EXACT = "no collectives", "bf16"
 OURS = ['{"bits": 8}', '{"preset": "int8"}', '{"preset": "int4"}']
-MIN_BYTES = 1 << 16
 PROMPT = "The capital of France is"
 
 
-def shared(model: Llama) -> Llama:
-    """Share the layers of `model` among all ranks."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    plan: dict[str, ParallelStyle] = {f"attn_{name}": ColwiseParallel() for name in "qkv"}
-    plan |= {"ffn_gate": ColwiseParallel(), "ffn_up": ColwiseParallel()}
-    plan |= {"attn_output": RowwiseParallel(), "ffn_down": RowwiseParallel()}
-    for layer in model.blk:
-        parallelize_module(layer, mesh, plan)
-    return model
-
-
-def build(arguments: argparse.Namespace) -> Llama:
-    """Return the model in bf16: SmolLM2's weights, or random ones."""
+def weights(arguments: argparse.Namespace) -> Pretrained:
+    """Return SmolLM2's weights, or random ones."""
     if arguments.smollm2:
-        return shared(pretrained(smollm2.load()).bfloat16())
+        return smollm2.load()
     torch.manual_seed(1)
     heads = arguments.hidden // 64
     config = Config(arguments.layers, arguments.hidden, heads, heads, 4 * arguments.hidden, vocabulary=1024)
-    return shared(Llama(config).bfloat16())
-
-
-@contextlib.contextmanager
-def active(variant: str) -> Iterator[None]:
-    """Put the variant in place: "no collectives", "bf16", or a FlashConfig as JSON."""
-    if variant == EXACT:
-        yield
-    elif variant == NO_COLLECTIVES:
-        module, signature = "torch.distributed.tensor.placement_types", ("self", "tensor", "mesh", "mesh_dim")
-        seam = Seam("benchmark.sum", module, "Partial._reduce_value", signature, _nothing_sent, "nothing is sent")
-        patchset = Patchset("no collectives", [seam])
-        patchset.apply()
-        try:
-            yield
-        finally:
-            patchset.restore()
-    else:
-        fap.tensor_parallel.enable(fap.FlashConfig.from_dict({"min_bytes": MIN_BYTES, **json.loads(variant)}))
-        try:
-            yield
-        finally:
-            fap.tensor_parallel.disable()
-
-
-def _nothing_sent(original: Any) -> Any:
-    return lambda self, tensor, mesh, mesh_dim: tensor
+    return Pretrained(config, Llama(config).state_dict(), [], [])
 
 
 def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
-    ranks.start()
-    model = build(arguments)
-    ids = torch.randint(model.config.vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(1))
+    prefill_engines.start(arguments.engine)
+    given = weights(arguments)
+    engine = ENGINES[arguments.engine](given, arguments.tokens, arguments.variants)
+    ids = torch.randint(given.config.vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(1))
 
     @torch.no_grad()
     def step(_: str) -> None:
-        model.logits(ids)
+        engine(ids)
 
-    times = steps.in_turn(arguments.variants, arguments.rounds, 1, step, active)
-    half = ids.numel() * model.config.hidden * 2 * (dist.get_world_size() - 1) // dist.get_world_size()
-    times.full_precision = 2 * half * 2 * model.config.layers
+    times = steps.in_turn(arguments.variants, arguments.rounds, 1, step, engine.active)
+    half = ids.numel() * given.config.hidden * 2 * (dist.get_world_size() - 1) // dist.get_world_size()
+    sums = 2 * given.config.layers + (arguments.engine == "megatron")
+    times.full_precision = 2 * half * sums
     times.sent |= {NO_COLLECTIVES: 0, EXACT: times.full_precision}
     return times.result()
 
 
 def continued(arguments: argparse.Namespace) -> dict[str, Any]:
     """In a rank: PROMPT and the greedy tokens after it, of every variant."""
-    ranks.start()
-    weights = smollm2.load()
-    model = shared(pretrained(weights).bfloat16())
+    prefill_engines.start(arguments.engine)
+    given = smollm2.load()
+    prompt = given.tokenizer(PROMPT).view(1, -1)
+    engine = ENGINES[arguments.engine](given, prompt.shape[1] + arguments.generate, arguments.variants)
     found = {}
     for variant in arguments.variants:
-        with active(variant), torch.no_grad():
-            ids = weights.tokenizer(PROMPT).view(1, -1)
+        with engine.active(variant), torch.no_grad():
+            ids = prompt
             for _ in range(arguments.generate):
-                ids = torch.cat([ids, _next(model, ids)], 1)
+                ids = torch.cat([ids, engine(ids)[:, -1:].argmax(-1)], 1)
             found[variant] = ids.flatten().tolist()
     return found
 
 
-def _next(model: Llama, ids: Tensor) -> Tensor:
-    return model.logits(ids)[:, -1:].argmax(-1)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_arguments(parser, hosts=2, variants=OURS, rates=False)
+    parser.add_argument("--engine", choices=ENGINES, default="torch")
     parser.add_argument("--rates", nargs="*", default=[], help="links of these rates too, such as 1gbit")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.5, 0.75])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 2048])

@@ -28,11 +28,11 @@ from tests.integrations.tensor_parallel.model import (
 # ---- torch.compile ----
 
 
-def compiled(sequence: bool) -> dict[str, Any]:
+def compiled(sequence: bool, backend: str) -> dict[str, Any]:
     def run(compile: bool) -> dict[str, Any]:
         model = new_model(sequence, layers=1)
         torch.compiler.reset()
-        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else None
+        forward = torch.compile(model, backend=backend, fullgraph=True) if compile else None
         return train(model, dist.group.WORLD, 3, forward=forward)
 
     found: dict[str, Any] = {"stock": run(True), "eager": served(EIGHT, run, False)}
@@ -47,9 +47,10 @@ def compiled(sequence: bool) -> dict[str, Any]:
     return {**found, "counts": counts(), "tags": (tag, other, torch.compiler.config.cache_key_tag)}
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_compiled_model_has_the_bits_of_the_eager_one(sequence: bool) -> None:
-    for found in run_ranks(2, compiled, sequence, timeout=240):
+def test_a_compiled_model_trains_as_the_eager_one(sequence: bool, backend: str) -> None:
+    for found in run_ranks(2, compiled, sequence, backend, timeout=500):
         assert found["ours"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-6)
         assert found["ours"]["losses"] != found["stock"]["losses"]
         assert all(found["ours"]["copies are equal"])
