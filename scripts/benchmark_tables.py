@@ -161,7 +161,14 @@ COLLECTIVES = (
     ),
     Table(
         "auto",
-        (Command("python -m lab.benchmarks.auto_step", "--rates loopback --frameworks ddp --steps 20 --width 64"),),
+        tuple(
+            Command(f"python -m lab.benchmarks.auto_step{more}", "--frameworks ddp --steps 20 --width 64")
+            for more in (
+                "",
+                " --rates 200mbit --steps 100",
+                " --frameworks ddp --rates 1gbit --then none --interval 120 --steps 480",
+            )
+        ),
         texts.auto_step,
         document="tuning.md",
         names_codec=True,

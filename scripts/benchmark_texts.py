@@ -520,7 +520,7 @@ def whole_step(results: list[Any]) -> Rows:
 def auto_step(results: list[Any]) -> Rows:
     """Of lab.benchmarks.auto_step: a row a framework and link."""
     rows: Rows = [["", "link", "full, ms", "`int8`, ms", "auto, ms", "total", "after", "from step"]]
-    for row in results[0]["rows"]:
+    for row in [row for result in results for row in result["rows"]]:
         milliseconds = [f"{row[f'{way}, seconds'] * 1e3:.1f}" for way in ("full precision", "quantized", "auto")]
         ratios = [f"{row[key]:.3f}" for key in ("total", "after")]
         rows.append([row["framework"], row["rate"], *milliseconds, *ratios, row["decided"]])
@@ -528,7 +528,7 @@ def auto_step(results: list[Any]) -> Rows:
 
 
 def prefill(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.prefill: a row a number of tokens and link."""
+    """Of lab.benchmarks.prefill: a row a number of tokens and a link with a limit."""
     names = {'{"bits": 8}': "INT8", '{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
     engines = {"torch": "torch", "autotp": "AutoTP", "megatron": "Megatron"}
     rows: Rows = [["engine", "model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
@@ -536,6 +536,8 @@ def prefill(results: list[Any]) -> Rows:
         given = result["about"]["arguments"]
         model = "SmolLM2" if given["smollm2"] else f"{given['layers']} x {given['hidden']}"
         for table in result["tables"]:
+            if table["rate"] == "none" and (given["shares"] or given["rates"]):
+                continue
             variants = table["variants"]
             speedups = [f"{variants[name]['x base']:.2f}" for name in names]
             milliseconds = f"{1e3 * variants['bf16']['step, seconds']:.0f}"

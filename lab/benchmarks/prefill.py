@@ -72,6 +72,13 @@ def continued(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def compact(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of steps with the time and the speed-up of each variant alone."""
+    kept = ("step, seconds", "x base")
+    rows = {name: {key: round(row[key], 5) for key in kept} for name, row in table["variants"].items()}
+    return {**{key: table[key] for key in ("rate", "share", "tokens")}, "variants": rows}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_arguments(parser, hosts=2, variants=OURS, rates=False)
     parser.add_argument("--engine", choices=ENGINES, default="torch")
@@ -96,7 +103,7 @@ def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     for number in tokens:
         print(f"\n{number} tokens", flush=True)
         found = steps.at_shares(in_rank, variants, EXACT, arguments, tokens=number)
-        tables += [{key: value for key, value in table.items() if key != "quantized"} for table in found]
+        tables += [compact(table) for table in found]
         keep({"base": EXACT, "tables": tables, "same tokens": same})
 
 

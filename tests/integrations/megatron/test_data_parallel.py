@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from tests.distributed import MEGATRON, run_ranks
 
@@ -28,24 +27,12 @@ from flash_allreduce_plugin.errors import MismatchError
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.integrations.megatron import arguments, data_parallel, tensor_parallel
 from flash_allreduce_plugin.telemetry import counters, other_traffic
+from lab.benchmarks.megatron_on_cpu import CudaIsCpu
 
 SITE = data_parallel.GRADIENTS.name
 GRADS = FlashConfig(grad_bits=8, min_bytes=0)
 SIZE = ModelSize(hidden=64, layers=2, heads=4, sequence=32, batch=2)
 STEPS = 3
-
-
-class CudaIsCpu(TorchFunctionMode):
-    """What Megatron's optimizers ask of CUDA, answered by the CPU."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "cuda" in str(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        value = function(*args, **kwargs)
-        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
-            value = value.replace("torch.", "torch.cuda.")
-        return value
 
 
 def start_megatron(tensor_parallel_size: int = 1, **options: Any) -> None:
