@@ -10,11 +10,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from flash_allreduce_plugin.aliases import Finder
+from flash_allreduce_plugin.autoload import AfterImport
 from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 __version__ = "0.1.0"
 
 sys.meta_path.insert(0, Finder())  # first: an old package has the folder of the new one
+# torch.ops.flash_allreduce, whether torch is imported before this package or after it.
+AfterImport(("torch._ops",), lambda: importlib.import_module(f"{__name__}.api.operators").attach()).install()
 
 _HOMES = {
     "ConfigError": "errors",

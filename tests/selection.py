@@ -14,6 +14,7 @@ LONG = (
     "tests/collectives/test_all_to_all.py::test_ranks_that_disagree_about_a_run_get_an_error",
     *("tests/api/test_sends.py::test_guarantee_7", "tests/api/test_one_to_many.py::test_guarantee_7"),
     "tests/telemetry/test_run_log.py::test_the_last_line_comes_when_the_process_ends",
+    "tests/api/test_operators.py::test_a_plain_import_places_the_namespace_before_torch_and_after",
     "tests/integrations/megatron/test_data_parallel.py::test_training",
     "tests/test_docs.py::test_the_readmes_script_prints_what_the_readme_says",
 )

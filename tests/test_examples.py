@@ -1,4 +1,4 @@
-"""The commands of docs/use/torch.md (with fewer steps) and docs/use/collectives.md: DDP, FSDP, pipelining and SUMMA."""
+"""The commands of docs/use/torch.md (with fewer steps) and docs/use/collectives.md: each example as printed there."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = re.findall(r"^torchrun .*", (ROOT / "docs" / "use" / "torch.md").read_text(), flags=re.MULTILINE)
+COLLECTIVES = (ROOT / "docs" / "use" / "collectives.md").read_text()
 STEPS = 20
 
 
@@ -90,8 +93,42 @@ def test_two_replicas_of_two_shards() -> None:
 
 
 def test_a_matrix_product_by_broadcasts_and_reduces() -> None:
-    page = (ROOT / "docs" / "use" / "collectives.md").read_text()
-    plain, quantized = re.findall(r"^torchrun .*", page, flags=re.MULTILINE)
-    [says] = re.findall(r"^The second prints.*?^```\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    plain, quantized = re.findall(r"^torchrun .* examples/summa/.*", COLLECTIVES, flags=re.MULTILINE)
+    [says] = re.findall(r"^The second prints.*?^```\n(.*?)^```", COLLECTIVES, flags=re.MULTILINE | re.DOTALL)
     assert printed(quantized) == says
     assert re.findall("relative error (.*)%", printed(plain)) == ["0.00", "0.00"]
+
+
+def rounds_of(report: str) -> list[tuple[str, float]]:
+    return [(number, float(loss)) for number, loss in re.findall(r"^round (\d+): loss (\S+)", report, re.MULTILINE)]
+
+
+def test_quantized_differences_train_as_full_ones_and_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    plain, quantized = re.findall(r"^torchrun .* examples/local_sgd/.*", COLLECTIVES, flags=re.MULTILINE)
+    quantized = re.sub(r" --checkpoint \S+", "", quantized)
+    fewer = ("--steps", "5", "--rounds", "6", "--checkpoint")
+    [_, (_, full)] = rounds_of(printed(plain, *fewer[:-1]))
+    report = printed(quantized, *fewer, str(tmp_path / "whole"))
+    [_, (number, loss)] = rounds_of(report)
+    assert number == "6" and loss == pytest.approx(full, rel=0.05) and full < 4  # log(256) = 5.5 at the start
+    assert "local_sgd: 6 of 6 calls quantized" in report
+    cut = printed(quantized, *fewer, str(tmp_path / "cut"), "--rounds", "3")
+    assert [number for number, _ in rounds_of(cut)] == ["3"]
+    resumed = printed(quantized, *fewer, str(tmp_path / "cut"))
+    assert rounds_of(resumed) == rounds_of(report) and "local_sgd: 3 of 3 calls quantized" in resumed
+    for rank in range(2):
+        one, other = (torch.load(tmp_path / name / f"rank_{rank}.pt", weights_only=True) for name in ("whole", "cut"))
+        assert one["outer"]["feedback"]["residuals"]["difference"]["before"].any()
+        assert same(one, other)
+    (tmp_path / "cut" / "rank_1.pt").unlink()
+    with pytest.raises(AssertionError, match=r"are of rounds \[6, 0\]; delete the folder"):
+        printed(quantized, *fewer, str(tmp_path / "cut"))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two states are the same, their tensors bit for bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

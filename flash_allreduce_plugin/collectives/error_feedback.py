@@ -42,6 +42,7 @@ LOADED = "checkpoint loaded"
 INTERVAL = "error_feedback_reset_interval"
 LAYOUT = "another layout"
 NOT_FINITE = "result not finite"
+NO_SLOT = "call without a slot"  # error_feedback is true, and the caller keeps no residuals
 
 _COPY = "copy "  # keys of copies begin with it
 _DTYPES = {8: torch.uint8, 16: torch.bfloat16}  # of a residual of so many bits

@@ -19,15 +19,19 @@ from torch import Tensor
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives import all_to_all as exchanges
 from flash_allreduce_plugin.collectives import flat, replicated_params, transport, two_level, two_shot
-from flash_allreduce_plugin.collectives.error_feedback import Residual
+from flash_allreduce_plugin.collectives.error_feedback import NO_SLOT, Residual
 from flash_allreduce_plugin.collectives.replicated_params import Exactly, Range
 from flash_allreduce_plugin.collectives.transport import BufferPool, Label
 from flash_allreduce_plugin.collectives.weight_differences import Exact, HeldWeights
 from flash_allreduce_plugin.collectives.work import Stage, StreamWork, Work
 from flash_allreduce_plugin.errors import CollectiveError
-from flash_allreduce_plugin.policy import Collective, Plan, Site
+from flash_allreduce_plugin.policy import Collective, Plan, Role, Site
 from flash_allreduce_plugin.runtime.decision import Call
+from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.other_traffic import ours
+
+#: Roles of tensors that error_feedback is for. A preset sets error_feedback where activations are summed too.
+_CARRIED = (Role.ANY, Role.GRADIENT, Role.PARAMETER_DIFFERENCE)
 
 Plain = Callable[[], Any]
 """Runs a framework's own collective, which leaves its result where ours would; returns its handle, if it has one."""
@@ -83,6 +87,9 @@ def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
     """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
     request = call.request
     if request.feedback is None or plan.nodes is not None:  # the configuration refuses both
+        if request.config.error_feedback and request.site.role in _CARRIED:
+            counters.record_residual_dropped(request.site, NO_SLOT)
+            notices.without_slot(request.site.name)
         return None
     place = f"rank {call.state.rank} of {call.world_size}"
     layout = f"{request.collective} of {request.dtype} {list(sizes)} as {place} by {plan}"

@@ -46,6 +46,7 @@ _KNOWN = {
 }
 # Of a site that quantizes, some calls may be so without a notice.
 _IN_PART = (policy.SMALL, policy.EVALUATION)
+_without_slot: set[str] = set()  # sites that `without_slot` has printed
 # The field that a reason is about.
 _FIELDS = {
     policy.SMALL: "min_bytes",
@@ -108,6 +109,16 @@ def settings(config: FlashConfig, said: tuple[str, ...]) -> str:
 def few_bits(key: str, bits: int) -> str | None:
     """A warning where parameters, gathered by values, have so few bits that the training notices; else None."""
     return None if bits >= _FEW else f"{key} is {bits}: {_MEASURED}; take 8."
+
+
+def without_slot(site: str) -> None:
+    """Print once for each site that error_feedback has no effect there."""
+    if site not in _without_slot:
+        _without_slot.add(site)
+        say(
+            f"error_feedback=true has no effect at {site}: the call has no slot; keep one owner = "
+            "flash_allreduce_plugin.Feedback.from_config(config) and pass feedback=owner.slot(name) to each call"
+        )
 
 
 class FirstSteps:

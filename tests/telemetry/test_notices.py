@@ -358,6 +358,32 @@ def test_without_steps_many_calls_are_looked_at_and_a_reason_is_named_once(capsy
     assert not steps.over
 
 
+def without_a_slot() -> tuple[list[str], dict[str, int]]:
+    """What is printed, and counted, in calls with and without a slot, of activations, and in full precision."""
+    config = fap.FlashConfig(bits=4, grad_bits=4, error_feedback=True, min_bytes=4096)
+    owner, x = fap.Feedback.from_config(config), torch.ones(1024)
+    result, text = x.new_empty(1024), io.StringIO()
+    fap.reset_stats()
+    with contextlib.redirect_stdout(text):
+        for _ in range(2):
+            fap.all_reduce(x.clone(), config=config, site=Site("no slot"))
+            fap.all_reduce(x.clone(), config=config, site=Site("slot"), feedback=owner.slot("x"))
+            fap.all_reduce(x.clone(), config=config, site=Site("activations", Role.FORWARD))
+            fap.all_reduce(x[:1023].clone(), config=config, site=Site("small"))
+            fap.reduce_scatter(result, torch.ones(2048), config=config, site=Site("no slot either", Role.GRADIENT))
+    sites = {name: site["residuals_dropped"] for name, site in fap.stats()["sites"].items()}
+    return text.getvalue().splitlines(), {name: dropped for name, dropped in sites.items() if dropped}
+
+
+def test_error_feedback_without_a_slot_has_one_line_a_site_and_is_counted(ranks: Callable[[int], Ranks]) -> None:
+    (said, counted), (others, same) = ranks(2).run(without_a_slot)
+    assert [line.partition(":")[2].partition(":")[0] for line in said] == [
+        f" error_feedback=true has no effect at {site}" for site in ("no slot", "no slot either")
+    ]
+    assert "pass feedback=owner.slot(name)" in said[0] and not others
+    assert counted == same == {site: {"call without a slot": 2} for site in ("no slot", "no slot either")}
+
+
 @pytest.mark.parametrize(("count", "said"), [(8, "8 bytes"), (65536, "64 KiB"), (1 << 20, "1 MiB"), (1536, "1.5 KiB")])
 def test_sizes(count: int, said: str) -> None:
     assert notices.size(count) == said
