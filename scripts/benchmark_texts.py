@@ -345,19 +345,17 @@ def pretraining(results: list[Any]) -> Rows:
 
 def fine_tuning(results: list[Any]) -> Rows:
     """Of lab.benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
-    rows: Rows = [["", "loss, mean %", "by seed, %", "right, %", "more than full precision"]]
+    rows: Rows = [["", "loss, mean %", "by seed, %", "right, points"]]
     for name, by_seed in (item for result in results for item in result["runs"].items()):
         seeds = list(by_seed.values())
         for variant in seeds[0]:
+            if variant == "full precision":
+                continue
             runs = [(seed[variant], seed["full precision"]) for seed in seeds if variant in seed]
             loss = [_difference(seed, variant) for seed in seeds if variant in seed]
-            right = 100 * statistics.fmean(one["accuracy"] for one, _ in runs)
-            points = [100 * (one["accuracy"] - full["accuracy"]) for one, full in runs]
-            more = f"{statistics.fmean(points):+.2f} ({', '.join(f'{value:+.2f}' for value in points)})"
-            differences = (f"{statistics.fmean(loss):+.3f}", _signed(loss) if len(loss) > 1 else "", more)
-            if variant == "full precision":
-                differences = ("", "", "")
-            rows.append([f"{name}, {_section(variant)}", *differences[:2], f"{right:.2f}", differences[2]])
+            points = statistics.fmean(100 * (one["accuracy"] - full["accuracy"]) for one, full in runs)
+            by = _signed(loss) if len(loss) > 1 else ""
+            rows.append([f"{name}, {_section(variant)}", f"{statistics.fmean(loss):+.3f}", by, f"{points:+.2f}"])
     return rows
 
 
