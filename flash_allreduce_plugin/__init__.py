@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.integrations import deepspeed as deepspeed
     from flash_allreduce_plugin.integrations import fsdp as fsdp
     from flash_allreduce_plugin.integrations import megatron as megatron
+    from flash_allreduce_plugin.integrations import megatron_fsdp as megatron_fsdp
     from flash_allreduce_plugin.integrations import pipelining as pipelining
     from flash_allreduce_plugin.integrations import tensor_parallel as tensor_parallel
     from flash_allreduce_plugin.integrations.ddp import ddp_hook as ddp_hook

@@ -29,6 +29,7 @@ from typing import Any
 
 from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.integrations import megatron
+from flash_allreduce_plugin.integrations.megatron import fsdp_seams
 from flash_allreduce_plugin.integrations.patching import Seam
 from scripts.releases import Read, Unavailable, check, final, pip
 
@@ -49,10 +50,19 @@ def main(arguments: list[str] | None = None) -> int:
         wheels = options.wheels or Path(scratch)
         return check(
             lambda: options.what or releases(),
-            lambda what: problems(reader(what, wheels), seams),
+            lambda what: problems(reader(what, wheels), (*seams, *of_fsdp(reader(what, wheels)))),
             len(seams),
             "seams",
         )
+
+
+def of_fsdp(read: Read) -> list[Seam]:
+    """Return the seams of Megatron-FSDP for sources that have it as from 0.16 on; others are not served."""
+    try:
+        has = "outer_fsdp_group_param_gather" in read(f"{fsdp_seams.CORE.replace('.', '/')}/param_and_grad_buffer.py")
+    except (KeyError, OSError):
+        has = False
+    return fsdp_seams.every(megatron.core_fsdp()) if has else []
 
 
 def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
@@ -74,7 +84,7 @@ def _problem(read: Read, seam: Seam) -> str | None:
     try:
         tree = _parsed(read(seam.module.replace(".", "/") + ".py"))
     except (KeyError, OSError):
-        return "the module does not exist"
+        return None if seam.optional else "the module does not exist"
     except SyntaxError as error:
         return f"Python {sys.version_info.major}.{sys.version_info.minor} cannot parse the module ({error})"
     node = find(tree, seam.attribute.split("."))

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flash_allreduce_plugin.codec import rows
 from flash_allreduce_plugin.collectives.error_feedback import Slot
-from flash_allreduce_plugin.collectives.replicated_params import Range
 from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.policy import SUMS, Site
@@ -97,11 +96,9 @@ def check_part(input: Tensor, output: Tensor, numel: int, *, dtypes: bool = True
         raise ValueError(f"input has {input.numel()} elements; expected {numel}, as output_split_sizes has them.")
 
 
-def check_held(held: Any, output: Tensor, input: Tensor, exact: Sequence[Range]) -> None:
+def check_held(held: Any, output: Tensor, input: Tensor) -> None:
     """Raises TypeError, ValueError unless output can take differences to input, the exact values."""
     if held is None:
-        if exact:
-            raise ValueError("exact is of gathers by differences; give held as well, or leave exact out.")
         return
     if not isinstance(held, HeldWeights):
         raise TypeError(f"held is {type(held).__name__}; expected fap.HeldWeights(), one for each output, or None.")

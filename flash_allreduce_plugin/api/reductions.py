@@ -191,7 +191,7 @@ def all_gather(
     in output's dtype, is what this rank's part is to be: the differences are sent
     (collectives/weight_differences.py). One HeldWeights for each output. Whole values are sent at first, and after
     another change of output: counted.
-    exact: then, ascending ranges (first, end) of output's elements whose values travel as they are.
+    exact: ascending ranges (first, end) of output's elements that are gathered in full precision.
     which: names the tensors, with a repr that is the same on all ranks. On gloo, calls of other tensors do not meet.
     """
     if torch.compiler.is_dynamo_compiling():
@@ -212,7 +212,7 @@ def all_gather(
     checks.check_written(output, "output")
     checks.check_tensor(input, "input")
     group = checks.group_of(group)
-    checks.check_held(held, output, input, exact)
+    checks.check_held(held, output, input)
     like = input if held is None else output
     parts = None
     if output_split_sizes is None:

@@ -59,7 +59,8 @@ def serve(config: FlashConfig | None, row: registry.Row, who: str | None = None)
     who: the name in errors, by default the row's title.
     Raises TypeError where config is no FlashConfig, and ConfigError with one line for each field without effect.
     """
-    lacks = without_effect(row) if row.elsewhere and config is not None else row.refused
+    own = row.elsewhere or row.why != registry.Row._field_defaults["why"]
+    lacks = without_effect(row) if own and config is not None else row.refused
     return refusals.serve(config, who or row.title, lacks, row.acts)
 
 

@@ -39,7 +39,7 @@ class Seam:
     at the end stands for any others. Anything else means a version this seam was not written for.
     replacement: is given the original function, returns the new one.
     covers: one sentence for reports and documentation.
-    optional: releases without the symbol are supported too; nothing is replaced there.
+    optional: releases without the symbol or its module are supported too; nothing is replaced there.
     """
 
     id: str
@@ -175,6 +175,8 @@ class Patchset:
         try:
             owner: Any = importlib.import_module(seam.module)
         except ImportError as error:
+            if seam.optional:
+                return None
             raise self._unsupported(seam, f"importing {seam.module} failed: {error}") from error
         try:
             for part in path[:-1]:

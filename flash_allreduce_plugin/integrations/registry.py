@@ -100,11 +100,27 @@ ROWS = (
         acts=_MEGATRON,
         refused={
             "param_backward_bits": "which gathers no parameters for the backward pass alone",
-            "quantize_frozen": "which gathers no frozen parameters",
+            "quantize_frozen": "which gathers frozen parameters in full precision",
         },
         waits_for=("megatron.core.parallel_state",),
         attach="megatron.attach",
         probe="megatron.core",
+    ),
+    Row(
+        "megatron_fsdp",
+        "megatron_fsdp",
+        package="megatron-fsdp",
+        fits="megatron-fsdp 0.3.1 to 0.6",
+        quantizes="gradients and parameters of Megatron-FSDP without megatron-core",
+        page="docs/use/megatron.md",
+        acts=("grad_bits",),
+        refused={
+            **_BUCKETS,
+            "param_backward_bits": "which gathers parameters at `param_bits` in both passes",
+        },
+        why="where gradients and parameters are sent, and nothing else",
+        waits_for=("megatron_fsdp.fully_shard",),
+        probe="megatron_fsdp",
     ),
     Row(
         "deepspeed",

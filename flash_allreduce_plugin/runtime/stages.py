@@ -322,7 +322,11 @@ def all_gather(call: Call, plan: Plan | None, output: Tensor, input: Tensor, pla
         call.quality.try_codebook(plan, own)
         _measure(call, plan, own)
         pool, how = pool_of(call, plan), {"parts": request.parts, "meter": call.quality.meter}
+        sizes = request.parts or [len(own)] * call.world_size
+        exact = Exact(call.exact, whole, own, sizes, call.label, request.site) if call.exact else None
         yield from levels_of(plan).all_gather(whole, own, plan, call.label, pool, call.key, **how)
+        if exact is not None:
+            exact.write(whole)
     if not in_place:
         output.copy_(whole.view(output.shape))
     yield Stage.FINISH

@@ -41,6 +41,34 @@ def still_works() -> bool:
     return bool((x - world * (world + 1) / 2).abs().max() < 0.1)
 
 
+# ---- ranges in full precision ----
+
+
+def gathered_with_exact(asynchronous: bool) -> tuple[bool, bool, bool]:
+    """Return whether the ranges are exact, the other elements as without ranges, and the own part rounded too."""
+    own = gaussian(2000, seed=7 + dist.get_rank())
+    whole, rounded, exact = (own.new_empty(len(own) * dist.get_world_size()) for _ in range(3))
+    ranges = [(5, 9), (1990, 2010), (3999, 4000)]
+    fap.all_gather(rounded, own, config=QUANTIZED)
+    dist.all_gather_into_tensor(exact, own)
+    handle = fap.all_gather(whole, own, config=QUANTIZED, exact=ranges, async_op=asynchronous)
+    if asynchronous:
+        handle.wait()
+    inside = torch.zeros(len(whole), dtype=torch.bool)
+    for first, last in ranges:
+        inside[first:last] = True
+    return (
+        torch.equal(whole[inside], exact[inside]),
+        torch.equal(whole[~inside], rounded[~inside]),
+        not torch.equal(whole, exact),
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_gather_of_values_keeps_ranges_in_full_precision(ranks: GetRanks, asynchronous: bool) -> None:
+    assert ranks(2).run(gathered_with_exact, asynchronous) == [(True, True, True)] * 2
+
+
 # ---- any stride ----
 
 

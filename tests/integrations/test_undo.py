@@ -82,8 +82,11 @@ def integrations() -> Integrations:
             seams = [engine_constructor()] if row.name == "deepspeed" else module.seams()
             found[row.name] = (enabling(row, module), module.disable, owners(seams))
     if "megatron" in found:
-        from flash_allreduce_plugin.integrations.megatron import arguments, monitor
+        from flash_allreduce_plugin.integrations import megatron
+        from flash_allreduce_plugin.integrations.megatron import arguments, fsdp_seams, monitor
 
+        of_fsdp = fsdp_seams.every(megatron.core_fsdp()) if megatron.serves_fsdp() else []
+        found["megatron"][2].extend(owners(seam for seam in of_fsdp if not seam.optional))
         found["megatron"][2].extend(owners(monitor.seams()))
         found["launch flags"] = (
             lambda config: arguments.attach(),
@@ -96,7 +99,7 @@ def integrations() -> Integrations:
 def enabling(row: registry.Row, module: Any) -> On:
     """Return the integration's enable, with a configuration that it accepts."""
     own = {name: 8 for name in row.acts if name.endswith("_bits")}
-    if not row.elsewhere:
+    if not row.elsewhere and row.name != "megatron_fsdp":  # which refuses to quantize nothing
         return lambda config: module.enable(config)
     return lambda config: module.enable(FlashConfig(bits=config.bits, group_size=config.group_size, **own))
 

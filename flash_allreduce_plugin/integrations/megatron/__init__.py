@@ -10,6 +10,7 @@ Megatron. Every rank must enable the same thing.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import warnings
 
@@ -22,6 +23,10 @@ from flash_allreduce_plugin.integrations.megatron import (
     checkpoints,
     data_parallel,
     expert_parallel,
+    fsdp,
+    fsdp_gradients,
+    fsdp_parameters,
+    fsdp_seams,
     grouped_queries,
     monitor,
     parameters,
@@ -83,7 +88,7 @@ def enable(config: FlashConfig | None = None) -> None:
         without = _misfit(monitors)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
-        optional = transformer_engine_seams + its_attention + ([] if without else monitors)
+        optional = transformer_engine_seams + its_attention + ([] if without else monitors) + _of_fsdp()
         without = _misfit(saving)
         if without is not None:
             warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
@@ -98,8 +103,7 @@ def enable(config: FlashConfig | None = None) -> None:
         if fresh is not None:
             fresh.apply()
         scopes.start(config)
-        data_parallel.residuals.configure(config)
-        parameters.buckets.configure(config)
+        _configure(config)
         checkpoints.start()
     except BaseException:
         if fresh is not None:
@@ -126,9 +130,15 @@ def disable() -> None:
 def _stop() -> None:
     scopes.stop()
     checkpoints.stop()
-    data_parallel.residuals.configure(None)
     data_parallel.reduced.forget()
-    parameters.buckets.configure(None)
+    fsdp_gradients.reduced.forget()
+    _configure(None)
+
+
+def _configure(config: FlashConfig | None) -> None:
+    data_parallel.residuals.configure(config)
+    parameters.buckets.configure(config)
+    fsdp_parameters.configure(config)
 
 
 def _misfit(seams: list[Seam]) -> str | None:
@@ -155,9 +165,11 @@ def feedback() -> Feedback | None:
 
 def report() -> Report:
     """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
-    found = (_patchset or _made(_transformer_engine()[0] + _attention_of_transformer_engine()[0])).report()
+    optional = _transformer_engine()[0] + _attention_of_transformer_engine()[0]
+    found = (_patchset or _made(optional + fsdp_seams.every(core_fsdp()))).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
     own = {seam.id: found[seam.id] for seam in seams() if seam.id not in helpers}
+    own |= fsdp_seams.rows(found, core_fsdp())
     return of_sites({**own, **attention.rows(found), **pipeline_parallel.rows(found), **transformer_engine.rows(found)})
 
 
@@ -196,6 +208,35 @@ def _attention_of_transformer_engine() -> tuple[list[Seam], str | None]:
     found = attention.of_transformer_engine(attention.te_module(), current_config)
     misfit = transformer_engine.misfit(found)
     return ([], misfit) if misfit else (found, None)
+
+
+def _of_fsdp() -> list[Seam]:
+    """Return the seams of Megatron-FSDP; none if this megatron-core has none that this version knows."""
+    return fsdp_seams.every(core_fsdp()) if serves_fsdp() else []
+
+
+@functools.cache
+def core_fsdp() -> fsdp.Host:
+    """Return the Megatron-FSDP inside of megatron-core."""
+    return fsdp.Host(
+        fsdp_seams.CORE,
+        "megatron.fsdp",
+        current_config,
+        scopes.step,
+        scopes.requested,
+        scopes.current,
+        data_parallel.residuals,
+    )
+
+
+@functools.cache
+def serves_fsdp() -> bool:
+    """Return True if the seams fit the Megatron-FSDP of this megatron-core."""
+    try:
+        Patchset("megatron", fsdp_seams.every(core_fsdp())).verify()
+    except PatchError:
+        return False
+    return True
 
 
 def _helpers() -> list[Seam]:

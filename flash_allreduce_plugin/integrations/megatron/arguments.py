@@ -28,7 +28,6 @@ from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.integrations.megatron import scopes
 from flash_allreduce_plugin.integrations.megatron.refusals import (
-    OTHER_BUFFERS,
     OTHER_GRADIENTS,
     of_attention,
     of_experts,
@@ -36,6 +35,7 @@ from flash_allreduce_plugin.integrations.megatron.refusals import (
     of_parameters,
     of_pipeline,
     of_ring_exchange,
+    other_buffers,
     refusals,
 )
 from flash_allreduce_plugin.integrations.megatron.scopes import SWITCH, flag
@@ -249,7 +249,7 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
 
 def _without_buffers(args: Any) -> list[str]:
     """The options with which gradients pass other buffers than Megatron's own."""
-    return [name for name in OTHER_BUFFERS if getattr(args, name, False)]
+    return other_buffers(args)
 
 
 def _option(name: str, value: Any = None) -> str:

@@ -27,7 +27,7 @@ from flash_allreduce_plugin.telemetry import notices
 
 _SUPPORTED = BY_NAME["megatron"].fits
 # megatron-core's wrappers whose gradients do not pass through the buffers of its DistributedDataParallel.
-_SHARDED = ("TorchFullyShardedDataParallel", "FullyShardedDataParallel")
+_SHARDED = ("TorchFullyShardedDataParallel", "FullyShardedDataParallel")  # the latter is Megatron-FSDP
 
 _asked = False  # the first call has been served
 
@@ -126,7 +126,8 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 def _of_wrapper(name: str) -> list[str]:
     """Why a wrapper of this class does not go with the configuration; only said, where it is a preset's."""
     config = megatron.current_config()
-    if name not in _SHARDED or config.grad_bits == "full":
+    served = name == "FullyShardedDataParallel" and megatron.serves_fsdp()
+    if name not in _SHARDED or served or config.grad_bits == "full":
         return []
     why = f"the gradients of {name} do not pass through Megatron's own data-parallel buffers"
     if "grad_bits" in config.given():

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -86,7 +86,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
     return start_grad_sync
 
 
-class _Handle:
+class Handle:
     """What Megatron waits on: the collectives of all buckets of one call, in the order they were started."""
 
     def __init__(self) -> None:
@@ -98,9 +98,10 @@ class _Handle:
 
 
 class Residuals:
-    """Those of `error_feedback`, of all gradients of this process."""
+    """Those of `error_feedback`, of all gradients of this process. step: counts finished training steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
         self.feedback: Feedback | None = None
         # Bucket groups, numbered in the order in which they are first reduced, and those of the current pass.
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -122,7 +123,7 @@ class Residuals:
             number = self._numbers[bucket_group] = max(self._numbers.values(), default=-1) + 1
             weakref.finalize(bucket_group, self._forget, number)
         if number in self._started or not self._started:
-            self.feedback.begin(scopes.step())
+            self.feedback.begin(self._step())
             self._started.clear()
         self._started.add(number)
         feedback = self.feedback
@@ -137,7 +138,7 @@ class Residuals:
                     self.feedback.drop(key)
 
 
-residuals = Residuals()
+residuals = Residuals(scopes.step)
 # Its optimizers step on copies and views of parameters: any optimizer counts.
 reduced = Reductions("Megatron's DistributedDataParallel")
 # For the collectives of the bucket group that is being started.
@@ -148,13 +149,13 @@ _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of
 _reducing: ContextVar[Any] = ContextVar("flash_allreduce_reducing_buckets", default=None)
 
 # The handle of the call whose buckets are being started, None under torch.distributed's own manager.
-_starting: ContextVar[_Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
+_starting: ContextVar[Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
 
 
 @contextmanager
-def each_at_once(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[_Handle]:
+def each_at_once(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[Handle]:
     """In the place of `torch.distributed._coalescing_manager`: its handle waits for all that is `started` inside."""
-    handle = _Handle()
+    handle = Handle()
     token = _starting.set(handle)
     try:
         yield handle

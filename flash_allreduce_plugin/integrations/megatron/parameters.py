@@ -170,7 +170,8 @@ _starting: ContextVar[Any] = ContextVar("flash_allreduce_gathered_bucket_group")
 def _copy_main_params(original: Function, config: CurrentConfig) -> Function:
     @functools.wraps(original)
     def _copy_main_params_to_model_params(self: Any) -> None:
-        pieces = None if self.is_stub_optimizer else _pieces(self, config())
+        other = self.is_stub_optimizer or refusals.in_fsdp(self.ddp_config)  # fsdp_parameters.py serves the latter
+        pieces = None if other else _pieces(self, config())
         if pieces is None:
             original(self)
             return

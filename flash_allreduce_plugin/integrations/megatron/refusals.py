@@ -24,7 +24,11 @@ from flash_allreduce_plugin.telemetry import notices
 Spelling = Callable[..., str]
 
 # The options with which gradients and parameters pass other buffers than those of Megatron's DistributedDataParallel.
-OTHER_BUFFERS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+_FSDP = "use_megatron_fsdp"
+OTHER_BUFFERS = ("use_torch_fsdp2", _FSDP, "use_custom_fsdp")
+NO_GATHER = (
+    "has no effect with data_parallel_sharding_strategy no_shard, where no parameters are gathered; leave it at full."
+)
 OTHER_GRADIENTS = (
     "gradients and parameters do not pass through Megatron's own data-parallel buffers, and stay in full precision "
     "whatever the preset says"
@@ -95,7 +99,9 @@ def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list
     """
     on = {name for one in settings for name, value in vars(one).items() if value is True}
     whys = {
-        **dict.fromkeys(OTHER_BUFFERS, "the parameters do not pass through Megatron's own data-parallel buffers"),
+        **dict.fromkeys(
+            other_buffers(*settings), "the parameters do not pass through Megatron's own data-parallel buffers"
+        ),
         **dict.fromkeys(("fp8_param_gather", "fp4_param", "fp4_param_gather"), f"it is not for parameters {IN_FP8}"),
         "use_precision_aware_optimizer": "the exact values lie inside of Transformer Engine's optimizer",
     }
@@ -104,9 +110,27 @@ def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list
         for name, why in whys.items()
         if name in on
     ]
+    if not lines and any(map(in_fsdp, settings)):
+        strategies = [getattr(one, "data_parallel_sharding_strategy", None) for one in settings]
+        return [f"{ours} {NO_GATHER}"] * ("no_shard" in strategies)
     if not lines and "use_distributed_optimizer" not in on:
         lines.append(f"{ours} {GATHERS_NOTHING}")
     return lines
+
+
+def other_buffers(*settings: Any) -> list[str]:
+    """Return the options of `settings` with which gradients and parameters pass buffers without seams."""
+    # Megatron-LM sets use_custom_fsdp, its older name, with use_megatron_fsdp.
+    served = (_FSDP, "use_custom_fsdp") if any(map(in_fsdp, settings)) else ()
+    on = (name for name in OTHER_BUFFERS if any(getattr(one, name, False) for one in settings))
+    return [name for name in on if name not in served]
+
+
+def in_fsdp(settings: Any) -> bool:
+    """Return True if Megatron-FSDP shards the model, and has seams."""
+    from flash_allreduce_plugin.integrations import megatron  # which imports this module
+
+    return bool(getattr(settings, _FSDP, False)) and megatron.serves_fsdp()
 
 
 _left_out: set[str] = set()

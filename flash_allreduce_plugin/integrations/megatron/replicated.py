@@ -22,7 +22,7 @@ def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[replicated_params.Ra
     """
     if process_groups.layout_of(bucket_group).tensor == 1:
         return []
-    pairs = ((one, getattr(one, "main_grad", None)) for one in bucket_group.params if _is_replicated(one))
+    pairs = ((one, getattr(one, "main_grad", None)) for one in bucket_group.params if is_replicated(one))
     return replicated_params.of(((one, gradient) for one, gradient in pairs if gradient is not None), bucket)
 
 
@@ -47,7 +47,7 @@ def parameters(bucket_group: Any, bucket: Any, padding: bool = False) -> list[re
     return sorted(ranges)
 
 
-def _is_replicated(parameter: torch.nn.Parameter) -> bool:
-    """Neither split, nor an expert's, nor added up over the tensor-parallel ranks afterwards."""
+def is_replicated(parameter: torch.nn.Parameter) -> bool:
+    """Return True if neither split, nor an expert's, nor added up over the tensor-parallel ranks afterwards."""
     others = ("tensor_model_parallel", "sequence_parallel", "average_gradients_across_tp_domain")
     return getattr(parameter, "allreduce", True) and not any(getattr(parameter, name, False) for name in others)

@@ -416,7 +416,8 @@ def test_a_program_that_builds_no_such_model_is_told(tmp_path: Path) -> None:
         (
             {"ATTACH": "ddp,dpp"},
             "FLASH_ALLREDUCE_ATTACH=ddp,dpp cannot be served: "
-            ".*ddp, fsdp, megatron, deepspeed, context_parallel, tensor_parallel, pipelining; dpp is none",
+            ".*ddp, fsdp, megatron, megatron_fsdp, deepspeed, context_parallel, tensor_parallel, pipelining; "
+            "dpp is none",
         ),
         ({"ATTACH": "ddp", "AUTOLOAD": "0"}, "FLASH_ALLREDUCE_AUTOLOAD is off"),
         ({"ATTACH": "ddp", "PRESET": "int5"}, "FLASH_ALLREDUCE_PRESET='int5' is not valid; expected \"int8\""),

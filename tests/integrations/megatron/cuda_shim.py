@@ -33,6 +33,8 @@ def on_cpu(device: Any) -> Any:
 class CudaIsCpu(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function is torch.device:  # Megatron-FSDP says f"cuda:{torch.cuda.current_device()}"
+            args = tuple(map(on_cpu, args))
         if "device" in kwargs:
             kwargs["device"] = on_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
@@ -51,7 +53,7 @@ class Inert:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: Inert()
 
 
 class Properties:
@@ -116,7 +118,17 @@ def stub_torch() -> None:
     cuda.Stream = cuda.Event = Inert
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Inert()
     cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    stub_meshes()
     CudaIsCpu().__enter__()
+
+
+def stub_meshes() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    own: Any = DeviceMesh.from_group
+    DeviceMesh.from_group = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda groups, device_type, *args, **kwargs: own(groups, "cpu", *args, **kwargs)
+    )
 
 
 def stub_datasets() -> None:

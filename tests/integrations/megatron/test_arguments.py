@@ -94,7 +94,7 @@ def test_a_preset_and_what_is_said_beside_it(
     assert other == FlashConfig(preset="thin", bits=6, backward_bits=8)
 
 
-@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_megatron_fsdp"])
+@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_custom_fsdp"])
 def test_grad_bits_of_a_preset_are_left_out_where_gradients_pass_other_buffers(
     enabled: list[FlashConfig], name: str
 ) -> None:
@@ -185,12 +185,25 @@ def test_what_bypasses_our_collectives_is_refused(
     assert enabled == [FlashConfig()], "one tensor-parallel rank: there is nothing to bypass"
 
 
-@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_megatron_fsdp"])
+@pytest.mark.parametrize("name", ["use_torch_fsdp2", "use_custom_fsdp"])
 def test_gradients_that_pass_other_buffers_are_refused(name: str) -> None:
     gradients = FlashConfig.model_construct(**{**dict(FlashConfig()), "grad_bits": 8})
     with pytest.raises(ConfigError, match="--flash-allreduce-grad-bits exclude each other"):
         arguments.refuse_incompatible(argparse.Namespace(**{name: True}), gradients)
     arguments.refuse_incompatible(argparse.Namespace(**{name: True}), FlashConfig())
+
+
+def test_megatron_fsdp_is_served_and_the_strategy_without_gathers_refused(
+    enabled: list[FlashConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MEGATRON, "serves_fsdp", lambda: True)
+    words = ("--flash-allreduce", "--flash-allreduce-grad-bits", "8", "--flash-allreduce-param-bits", "8")
+    sharded: dict[str, Any] = {"rank": 1, "use_megatron_fsdp": True, "use_custom_fsdp": True}
+    sharded |= {"data_parallel_sharding_strategy": "optim_grads"}
+    arguments.start(parse(*words, **sharded))
+    assert enabled == [FlashConfig(grad_bits=8, param_bits=8)]
+    with pytest.raises(ConfigError, match=r"^--flash-allreduce-param-bits has no effect with data_parallel_sharding"):
+        arguments.start(parse(*words, **{**sharded, "data_parallel_sharding_strategy": "no_shard"}))
 
 
 def test_pipeline_widths_without_a_pipeline_are_refused(enabled: list[FlashConfig]) -> None:
@@ -219,8 +232,8 @@ def test_what_only_zero_3_has_is_refused() -> None:
     ("given", "said"),
     [
         (
-            {"use_megatron_fsdp": True},
-            "--use-megatron-fsdp and --flash-allreduce-param-bits exclude each other: the para",
+            {"use_custom_fsdp": True},
+            "--use-custom-fsdp and --flash-allreduce-param-bits exclude each other: the para",
         ),
         (
             {"use_torch_fsdp2": True, "use_distributed_optimizer": False},
@@ -253,7 +266,7 @@ def test_parameters_that_cannot_be_served_are_refused(
     assert enabled == [FlashConfig(), FlashConfig(param_bits=4)]
 
 
-@pytest.mark.parametrize("option", ["use_torch_fsdp2", "use_megatron_fsdp"])
+@pytest.mark.parametrize("option", ["use_torch_fsdp2", "use_custom_fsdp"])
 def test_a_presets_width_of_gradients_that_cannot_be_served_is_named(
     enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

@@ -303,3 +303,39 @@ def test_megatron_lm_trains_over_stages_with_flags_only(tmp_path: Path, layout: 
     stock = run(tmp_path, *launch, timeout=500, **environment)
     theirs = [float(loss) for loss in re.findall(r"lm loss: (\S+)", stock.stdout)]
     assert losses == pytest.approx(theirs, rel=0.02)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_megatron_lm_trains_under_megatron_fsdp_with_flags_only(tmp_path: Path, strategy: str) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", site / "sitecustomize.py")
+    script = Path(CHECKOUT, "pretrain_gpt.py").resolve()
+    environment = {"TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTHONDONTWRITEBYTECODE": "1"}
+    iterations = 8
+    words = [*ARGUMENTS, "--tensor-model-parallel-size", "1", "--train-iters", str(iterations), "--bf16"]
+    words += [
+        "--hidden-size",
+        "64",
+        "--seq-length",
+        "64",
+        "--max-position-embeddings",
+        "64",
+        "--global-batch-size",
+        "4",
+    ]
+    words += ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy, "--ckpt-format", "fsdp_dtensor"]
+    words += ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+    words += ["--calculate-per-token-loss"]  # else gradients are multiplied in the collective, which gloo cannot
+    flags = ["--flash-allreduce", "--flash-allreduce-min-bytes", "0"]
+    flags += ["--flash-allreduce-grad-bits", "8", "--flash-allreduce-param-bits", "8"]
+    done = run(tmp_path, *TORCHRUN, str(script), *words, *flags, timeout=500, **environment)
+    assert done.returncode == 0, done.stdout[-8000:]
+    print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("flash all", "  megatron.fsdp"))))
+    stock = run(tmp_path, *TORCHRUN, str(script), *words, timeout=500, **environment)
+    ours, theirs = ([float(loss) for loss in re.findall(r"lm loss: (\S+)", one.stdout)] for one in (done, stock))
+    assert len(ours) == iterations and ours == pytest.approx(theirs, rel=0.01)
+    assert re.search(r"megatron\.fsdp\.gradients: (\d+) calls, \1 quantized", done.stdout)
+    assert f"megatron.fsdp.parameter{'s' if strategy.endswith('params') else '_differences'}: " in done.stdout

@@ -248,7 +248,7 @@ def refused() -> dict[str, str]:
     for name, change in {
         "fp8": lambda training: setattr(training.ddp.ddp_config, "fp8_param_gather", True),
         "precision": lambda training: setattr(training.optimizer.config, "use_precision_aware_optimizer", True),
-        "fsdp": lambda training: setattr(training.ddp.ddp_config, "use_megatron_fsdp", True),
+        "fsdp": lambda training: setattr(training.ddp.ddp_config, "use_torch_fsdp2", True),
     }.items():
         with trained(CONFIG) as training:
             change(training)
@@ -419,7 +419,7 @@ def test_what_cannot_be_served_is_refused(ranks):
         said = seen["refused"]
         assert said["fp8"].startswith("fp8_param_gather and param_bits exclude each other: it is not for parameters in")
         assert said["precision"].startswith("use_precision_aware_optimizer and param_bits exclude each other")
-        assert said["fsdp"].startswith("use_megatron_fsdp and param_bits exclude each other")
+        assert said["fsdp"].startswith("use_torch_fsdp2 and param_bits exclude each other")
         assert said["gathers nothing"].startswith("param_bits has no effect without the distributed optimizer")
         assert all("\n" not in line and line.endswith("leave param_bits at full.") for line in list(said.values())[:3])
 
