@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -154,8 +154,8 @@ class Megatron:
         from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
         from megatron.core.transformer.enums import AttnBackend
 
-        model = model.bfloat16()
-        model.config.params_dtype, model.config.attention_backend = torch.bfloat16, AttnBackend.local
+        settings: Any = model.bfloat16().config
+        settings.params_dtype, settings.attention_backend = torch.bfloat16, AttnBackend.local
         given = InferenceWrapperConfig(weights.config.hidden, torch.bfloat16, -1, weights.config.vocabulary, 1, length)
         self.wrapper = GPTInferenceWrapper(model, given, StaticInferenceContext(1, length))
 
@@ -174,7 +174,17 @@ class Megatron:
         return _switched(variant, silent, fap.megatron)
 
 
-ENGINES = {"torch": Torch, "autotp": AutoTP, "megatron": Megatron}
+class Engine(Protocol):
+    """A model that is shared by all ranks, and its variants."""
+
+    def __init__(self, weights: Pretrained, length: int, variants: Sequence[str]) -> None: ...
+
+    def __call__(self, ids: Tensor) -> Tensor: ...
+
+    def active(self, variant: str) -> AbstractContextManager[None]: ...
+
+
+ENGINES: dict[str, type[Engine]] = {"torch": Torch, "autotp": AutoTP, "megatron": Megatron}
 
 
 def start(engine: str) -> None:
