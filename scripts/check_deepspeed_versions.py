@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             lambda what: problems(reader(what, archives), seams),
             len(seams),
             "functions",
+            lambda what: sources.texts(reader(what, archives), spelled(seams)),
         )
 
 
@@ -86,7 +87,7 @@ def source(release: str, archives: Path) -> Path:
 
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
-    return final("deepspeed", lambda number: FIRST <= number < BELOW)
+    return final("deepspeed", lambda number: FIRST <= number < BELOW, BELOW)
 
 
 if __name__ == "__main__":

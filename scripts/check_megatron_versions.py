@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             lambda what: problems(reader(what, wheels), (*seams, *of_fsdp(reader(what, wheels)))),
             len(seams),
             "seams",
+            lambda what: texts(reader(what, wheels), seams),
         )
 
 
@@ -73,6 +74,18 @@ def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
         if problem is not None:
             lines.append(f"{seam.id}: {seam.target}: {problem}")
     return lines
+
+
+def texts(read: Read, seams: Iterable[Seam]) -> dict[str, str]:
+    """Return the function that each seam replaces, without comments, by the seam's name; "" where there is none."""
+    found = {}
+    for seam in seams:
+        try:
+            node = find(_parsed(read(seam.module.replace(".", "/") + ".py")), seam.attribute.split("."))
+        except (KeyError, OSError, SyntaxError):
+            node = None
+        found[seam.id] = "" if node is None else ast.unparse(node)
+    return found
 
 
 @functools.lru_cache(maxsize=16)  # many seams are of one module
@@ -192,7 +205,7 @@ def wheel(release: str, wheels: Path) -> Path:
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
     first, last = WINDOW
-    return final("megatron-core", lambda number: first <= number[:2] <= last)
+    return final("megatron-core", lambda number: first <= number[:2] <= last, (last[0], last[1] + 1))
 
 
 if __name__ == "__main__":

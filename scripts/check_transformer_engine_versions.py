@@ -135,7 +135,7 @@ def reader(what: str, wheels: Path) -> Read:
 def releases() -> list[str]:
     """Every final release of the window, oldest first."""
     first, last = transformer_engine.WINDOW
-    return final("transformer_engine", lambda number: first <= number[:2] <= last)
+    return final("transformer_engine", lambda number: first <= number[:2] <= last, (last[0], last[1] + 1))
 
 
 if __name__ == "__main__":

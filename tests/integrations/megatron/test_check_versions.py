@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
+import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flash_allreduce_plugin.integrations import megatron
 from scripts import check_megatron_versions as script
+from scripts import releases
 
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
@@ -76,3 +79,25 @@ def test_a_missing_module_and_a_wheel(tmp_path, capsys):
 def test_what_cannot_be_had_has_a_status_of_its_own(tmp_path, capsys):
     assert script.main([str(tmp_path)]) == 2
     assert "neither a release nor a folder that holds megatron/core" in capsys.readouterr().err
+
+
+def test_functions_that_moved_since_the_last_release_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(SITE / "megatron" / "core", tmp_path / "megatron" / "core", ignore=shutil.ignore_patterns("*.pyc"))
+    mappings = tmp_path / MAPPINGS
+    source = mappings.read_text(encoding="utf-8")
+    mappings.write_text(source.replace("return _reduce(input_, group)", "return _reduce(input_, group=group)"))
+    assert source != mappings.read_text(encoding="utf-8")
+    script.main([str(SITE), str(tmp_path), str(tmp_path)])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "moved since" in line]
+    assert lines == [f"moved since {SITE}: megatron.g.forward", f"moved since {tmp_path}: nothing"]
+
+
+def test_releases_above_the_window_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listing = SimpleNamespace(stdout="x\nAvailable versions: 2.1, 2.0rc1, 1.9, 1.8, 1.7", stderr="")
+    monkeypatch.setattr(releases, "pip", lambda *_: listing)
+    assert releases.final("x", lambda number: (1, 8) <= number < (2,), (2,)) == ["1.8", "1.9"]
+    assert capsys.readouterr().out == "x 2.1: newer than the window, which ends below 2\n"
