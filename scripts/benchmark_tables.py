@@ -339,7 +339,7 @@ TRAINING = (
                 + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
                 _QUICK_DEEPSPEED,
             ),
-            Command(f"{DEEPSPEED} --stages 0 2 3 " + _sections('"preset": "int8"'), _QUICK_DEEPSPEED),
+            Command(f"{DEEPSPEED} --stages 0 2 --noise " + _sections('"preset": "int8"'), _QUICK_DEEPSPEED),
         ),
         texts.deepspeed_training,
         slow=True,

@@ -409,7 +409,7 @@ def scale(results: list[Any]) -> Rows:
     """Of lab.planning.scale, a width a command: a row a size and number of ranks."""
     names = [f"INT{result['bits']}" for result in results]
     head = ["ranks", "MiB", "bf16 ms", *(f"{name} {what}" for name in names for what in ("flat ms", "two levels ms"))]
-    rows: Rows = [[*head, *(f"{names[0]}, KiB a message: {what}" for what in ("flat", "two levels, between nodes"))]]
+    rows: Rows = [head]
     for same in zip(*(result["rows"] for result in results), strict=True):
         cells = [
             same[0]["ranks"],
@@ -418,7 +418,7 @@ def scale(results: list[Any]) -> Rows:
         ]
         for row in same:
             cells += [f"{1e3 * row[way]['seconds']:.2f}" for way in ("flat", "two levels")]
-        rows.append([*cells, *(f"{same[0][way]['message bytes'] / KIB:.1f}" for way in ("flat", "two levels"))])
+        rows.append(cells)
     return rows
 
 
