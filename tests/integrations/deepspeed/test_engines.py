@@ -335,14 +335,17 @@ def test_a_matrix_of_muon_with_two_owners(engines: Callable[[int], Ranks], stage
         assert 0 < error < 0.25, error  # Muon scales small singular values up, with their error; not reduced: 0.54
 
 
-def train_by_muon(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def train_by_muon(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
     """Twelve steps; a bias, which Adam moves, and matrices that the ranks' partitions cut."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.Tanh())
     net.append(nn.Linear(64, 48))
     options = {
         "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, **({"reduce_scatter": False} if stage == 3 else {})},
+        "zero_optimization": zero,
         "gradient_clipping": 0.0,  # from stage 1 on DeepSpeed would clip the orthogonalized update
     }
     fap.reset_stats()
@@ -361,13 +364,18 @@ def train_by_muon(stage: int, flash: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_muon_trains_as_without(engines: Callable[[int], Ranks], stage: int) -> None:
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, **OFFLOAD}, {"stage": 3, "reduce_scatter": False}],
+    ids=["0", "1", "2", "2-offload", "3"],
+)
+def test_muon_trains_as_without(engines: Callable[[int], Ranks], zero: dict[str, Any]) -> None:
     if release() < (0, 19, 8):
         pytest.skip("DeepSpeed before 0.19.8 gives Muon matrices that are reduced in part")
-    plain = engines(2).run(train_by_muon, stage, None)
+    stage = zero["stage"]
+    plain = engines(2).run(train_by_muon, zero, None)
     for flash in (EIGHT, {"preset": "int4", "min_bytes": 0}):
-        outcomes = engines(2).run(train_by_muon, stage, flash)
+        outcomes = engines(2).run(train_by_muon, zero, flash)
         for rank, seen in enumerate(outcomes):
             assert seen["losses"][-1] < 0.95 * seen["losses"][0]
             assert seen["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=0.01)
@@ -377,9 +385,9 @@ def test_muon_trains_as_without(engines: Callable[[int], Ranks], stage: int) -> 
             others = {name: site["full_precision"] for name, site in seen["sites"].items() if "gradients" not in name}
             reasons = {"first gather of parameters"} if flash is not EIGHT and stage in (1, 2) else set()
             assert flash is EIGHT or set().union(*others.values()) == reasons
-            # Stage 3 gathers gradients, momenta and updates of matrices: exact, by DeepSpeed's own all-gather.
+            # Stage 3 and offloading gather gradients and momenta of matrices: exact, by DeepSpeed's own all-gather.
             gathers = sum(one["calls"] for name, one in seen["beside"].items() if name.startswith("all_gather"))
-            assert (gathers > 0) == (stage == 3)
+            assert (gathers > 0) == (stage == 3 or "offload_optimizer" in zero)
 
 
 def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
