@@ -5,6 +5,7 @@
     python -m lab.benchmarks.deepspeed_training --sections '{"bits": 4, "group_size": 32}'
     python -m lab.benchmarks.deepspeed_training --ulysses        every sequence is shared by the ranks
     python -m lab.benchmarks.deepspeed_training --experts        each layer has four experts, two of them a rank
+    python -m lab.benchmarks.deepspeed_training --muon --stages 0    DeepSpeed's Muon moves the matrices
 
 The transformer of examples/deepspeed, two ranks, on Python's own sources; a variant is a "flash_allreduce" section.
 On the first seed of each stage full precision is also trained with noise on every gradient, tiny and large: if the
@@ -125,12 +126,14 @@ class Ulysses(torch.nn.Module):
         return torch.nn.functional.cross_entropy(model.head(x).flatten(0, 1), text[:, positions + 1].flatten())
 
 
-def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | None) -> dict[str, Any]:
+def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | str | None) -> dict[str, Any]:
+    adam = {"lr": arguments.lr, "betas": [0.9, 0.95], "torch_adam": True}
+    muon = {"muon_lr": 0.02, "adam_lr": arguments.lr, "momentum": 0.95, "betas": [0.9, 0.95], "torch_adam": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": arguments.lr, "betas": [0.9, 0.95], "torch_adam": True}},
+        "optimizer": {"type": "Muon", "params": muon} if arguments.muon else {"type": "AdamW", "params": adam},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
@@ -160,7 +163,7 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
     """In a rank: train a variant, full precision, "noise <size>" or a section as JSON, and validate it."""
     import deepspeed
 
-    section = json.loads(variant) if variant.startswith("{") else None
+    section = None if variant == FULL_PRECISION or variant.startswith(NOISE) else json.loads(variant)
     fap.reset_stats()
     model = layered(build_model(arguments, seed), arguments)
     if variant.startswith(NOISE):
@@ -200,6 +203,7 @@ def sent(results: list[dict[str, Any]]) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sections", nargs="+", help='"flash_allreduce" each')
+    parser.add_argument("--muon", action="store_true", help="DeepSpeed's Muon for matrices")
     layers = parser.add_mutually_exclusive_group()
     layers.add_argument("--ulysses", action="store_true", help="DeepSpeed's attention across ranks")
     layers.add_argument("--experts", action="store_true", help="DeepSpeed's mixture of experts")

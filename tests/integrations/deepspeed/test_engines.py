@@ -335,6 +335,61 @@ def test_a_matrix_of_muon_with_two_owners(engines: Callable[[int], Ranks], stage
         assert 0 < error < 0.25, error  # Muon scales small singular values up, with their error; not reduced: 0.54
 
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def train_by_muon(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
+    """Twelve steps; a bias, which Adam moves, and matrices that the ranks' partitions cut."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.Tanh())
+    net.append(nn.Linear(64, 48))
+    options = {
+        "optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.9, "torch_adam": True}},
+        "zero_optimization": zero,
+        "gradient_clipping": 0.0,  # from stage 1 on DeepSpeed would clip the orthogonalized update
+    }
+    fap.reset_stats()
+    losses = []
+    with mock.patch.object(torch._dynamo.config, "disable", True):  # to compile Muon takes half a minute
+        given = {"model": net, "model_parameters": list(net.parameters()), "config": configuration(options, flash)}
+        built, *_ = deepspeed().initialize(**given)
+        for number in range(12):
+            x = batch(built, number, rows=64)
+            loss = (built(x) - x.flip(1)).square().mean()
+            built.backward(loss)
+            built.step()
+            losses.append(float(loss.detach()))
+        found = {"losses": losses, **fap.stats(), "weights": weights(built)}
+        built.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, **OFFLOAD}, {"stage": 3, "reduce_scatter": False}],
+    ids=["0", "1", "2", "2-offload", "3"],
+)
+def test_muon_trains_as_without(engines: Callable[[int], Ranks], zero: dict[str, Any]) -> None:
+    if release() < (0, 19, 8):
+        pytest.skip("DeepSpeed before 0.19.8 gives Muon matrices that are reduced in part")
+    stage = zero["stage"]
+    plain = engines(2).run(train_by_muon, zero, None)
+    for flash in (EIGHT, {"preset": "int4", "min_bytes": 0}):
+        outcomes = engines(2).run(train_by_muon, zero, flash)
+        for rank, seen in enumerate(outcomes):
+            assert seen["losses"][-1] < 0.95 * seen["losses"][0]
+            assert seen["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=0.01)
+            assert torch.equal(seen["weights"], outcomes[0]["weights"]), "the replicas have drifted apart"
+            gradients = seen["sites"][f"deepspeed.stage{stage}.gradients"]
+            assert gradients["quantized"] == gradients["calls"] == 12
+            others = {name: site["full_precision"] for name, site in seen["sites"].items() if "gradients" not in name}
+            reasons = {"first gather of parameters"} if flash is not EIGHT and stage in (1, 2) else set()
+            assert flash is EIGHT or set().union(*others.values()) == reasons
+            # Stage 3 and offloading gather gradients and momenta of matrices: exact, by DeepSpeed's own all-gather.
+            gathers = sum(one["calls"] for name, one in seen["beside"].items() if name.startswith("all_gather"))
+            assert (gathers > 0) == (stage == 3 or "offload_optimizer" in zero)
+
+
 def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
     for plain, eight in zip(engines(2).run(sparse, None), engines(2).run(sparse, EIGHT), strict=True):
         assert eight["full_precision"] == {"sparse gradient": 2}
