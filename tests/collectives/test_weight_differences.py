@@ -321,9 +321,6 @@ def refused(case: str) -> str:
         how["held"] = True
     elif case == "size":
         part = part[:99]
-    elif case == "exact":
-        how = {"exact": [(0, 4)]}
-        part = part.to(torch.bfloat16)
     with pytest.raises((TypeError, ValueError)) as caught:
         fap.all_gather(weights, part, config=CONFIG, site=SITE, **how)
     return str(caught.value)
@@ -337,7 +334,6 @@ def refused(case: str) -> str:
         ("strides", "contiguous weights"),
         ("held", "expected fap.HeldWeights"),
         ("size", "x 2 ranks"),
-        ("exact", "give held as well"),
     ],
 )
 def test_refused_before_anything_is_sent(ranks: Callable[[int], Ranks], case: str, message: str) -> None:

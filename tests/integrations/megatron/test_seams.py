@@ -368,7 +368,7 @@ def test_the_forward_width_alone_decides_the_loss(runs):
 def test_report_counts_every_seam_and_prints(runs):
     ranks, forward, _ = runs
     for seen in ranks:
-        others = ("data_parallel", "expert", "attention", "pipeline", "shared_gradients", "grouped_queries")
+        others = ("data_parallel", "expert", "attention", "pipeline", "shared_gradients", "grouped_queries", "fsdp")
         assert [seam for seam in seen["report"] if not any(map(seam.__contains__, others))] == SEAMS
         assert seen["report"][forward]["quantized"] == seen["report"][forward]["calls"] == 2 * SIZE.layers
         assert seen["report"][EMBEDDING]["full_precision"] == {policy.EMBEDDING: 1}
