@@ -129,11 +129,12 @@ class Ulysses(torch.nn.Module):
 def configuration(arguments: argparse.Namespace, stage: int, section: dict[str, Any] | str | None) -> dict[str, Any]:
     adam = {"lr": arguments.lr, "betas": [0.9, 0.95], "torch_adam": True}
     muon = {"muon_lr": 0.02, "adam_lr": arguments.lr, "momentum": 0.95, "betas": [0.9, 0.95], "torch_adam": True}
+    by_muon = getattr(arguments, "muon", False)  # other benchmarks have no such option
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": arguments.batch,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
-        "optimizer": {"type": "Muon", "params": muon} if arguments.muon else {"type": "AdamW", "params": adam},
+        "optimizer": {"type": "Muon", "params": muon} if by_muon else {"type": "AdamW", "params": adam},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {
