@@ -73,10 +73,10 @@ def test_ranks_that_fail_end_the_benchmark() -> None:
 
 
 def test_auto_takes_part_and_its_clock_is_its_own(available: None, tmp_path: Path) -> None:
-    """A gradient of 1 MiB and a link of 100 Mbit/s: quantized, which is three times as fast."""
+    """A gradient of 4 MB and a link of 100 Mbit/s: quantized, which is three times as fast."""
     file = tmp_path / "auto.json"
     command = [sys.executable, "-m", "lab.benchmarks.auto_step", "--rates=100mbit", "--frameworks=ddp", "--steps=24"]
-    sizes = ["--width=512", "--layers=1", "--rows=4", f"--json={file}"]
+    sizes = ["--width=1024", "--layers=1", "--rows=4", f"--json={file}"]
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     [row] = json.loads(file.read_text())["rows"]
