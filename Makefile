@@ -4,7 +4,7 @@
 #                      DEMO=--long: a larger model, about 6 minutes; DEMO="--tp 4 --bits 8,6": flash-allreduce demo --help
 #                      PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu: the CPU build of torch, a tenth of the download
 #   make test          the product: every collective on ranks, a training with each framework; OPTIONS="-k hook": of pytest
-#   make test-all      every test that is not slow: half an hour; WORKERS=4: in four processes, where there are eight cores
+#   make test-all      every test that is not slow: half an hour
 #   make test-changed  the tests of the files that differ from main, and the gates
 #   make lint          ruff, mypy, clang-format
 #   make format        the same tools, which mend the files
@@ -23,8 +23,6 @@ DEEPSPEED ?= 0.19.8
 DEMO ?=
 BENCH ?=
 OPTIONS ?=
-# Processes of test-all; 0: one, which on two cores is as fast as two.
-WORKERS ?= 0
 # Where gpu-check leaves gpu_check.json and log.txt, and its options.
 GPU_OUT ?= build/gpu-check
 GPU ?=
@@ -51,7 +49,7 @@ test: deepspeed
 	$(BIN)/python -m pytest -m "not slow and not thorough" $(OPTIONS)
 
 test-all: deepspeed
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(OPTIONS)
+	$(BIN)/python -m pytest -m "not slow" $(OPTIONS)
 
 test-changed: deepspeed
 	@tests=$$($(BIN)/python -m scripts.changed_tests) && $(BIN)/python -m pytest -m "not slow" $(OPTIONS) $$tests

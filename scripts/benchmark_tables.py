@@ -165,8 +165,9 @@ COLLECTIVES = (
             Command(f"python -m lab.benchmarks.auto_step{more}", "--frameworks ddp --steps 20 --width 64")
             for more in (
                 "",
-                " --rates 200mbit --steps 100",
+                " --rates 200mbit --frameworks ddp megatron --steps 100",
                 " --frameworks ddp --rates 1gbit --then none --interval 120 --steps 480",
+                " --rates 200mbit --frameworks zero2 --steps 100",
             )
         ),
         texts.auto_step,
@@ -339,7 +340,7 @@ TRAINING = (
                 + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
                 _QUICK_DEEPSPEED,
             ),
-            Command(f"{DEEPSPEED} --stages 0 2 --noise " + _sections('"preset": "int8"'), _QUICK_DEEPSPEED),
+            Command(f"{DEEPSPEED} --stages 0 --noise " + _sections('"preset": "int8"'), _QUICK_DEEPSPEED),
         ),
         texts.deepspeed_training,
         slow=True,

@@ -526,7 +526,7 @@ def auto_step(results: list[Any]) -> Rows:
 
 
 def prefill(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.prefill: a row a number of tokens and a link with a limit."""
+    """Return a row for each number of tokens and link with a limit, from lab.benchmarks.prefill."""
     names = {'{"bits": 8}': "INT8", '{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
     engines = {"torch": "torch", "autotp": "AutoTP", "megatron": "Megatron"}
     rows: Rows = [["engine", "model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]

@@ -47,13 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"update {DURATIONS.name}, on a quiet machine")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not selection.is_product(item.nodeid):
             item.add_marker("thorough")
-    if hasattr(config, "workerinput"):  # a process of pytest-xdist: long files first, or one of them ends alone
-        modules = json.loads(DURATIONS.read_text(encoding="utf-8"))["modules"]
-        items.sort(key=lambda item: -modules.get(item.nodeid.partition("::")[0], 0.0))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -61,7 +58,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--record-durations") and not hasattr(session.config, "workerinput"):
+    if session.config.getoption("--record-durations"):
         modules: dict[str, float] = defaultdict(float)
         for test, seconds in _seconds.items():
             modules[test.partition("::")[0]] += seconds

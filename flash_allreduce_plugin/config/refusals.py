@@ -10,6 +10,8 @@ from flash_allreduce_plugin.config.fields import FlashConfig
 from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
+#: The reason where an integration names no other.
+AT_BITS = "where everything travels at `bits`"
 # Fields about collectives that only Megatron has.
 OF_MEGATRON = (
     "backward_bits",
@@ -56,7 +58,7 @@ def serve(
 def with_megatrons(lacks: Mapping[str, str], serves: Container[str] = ()) -> dict[str, str]:
     """`lacks`, and the keys of Megatron's but for those that the integration serves as well."""
     others = [key for key in OF_MEGATRON if key not in serves]
-    return {**dict.fromkeys(others, "where everything travels at `bits`"), **lacks}
+    return {**dict.fromkeys(others, AT_BITS), **lacks}
 
 
 def refusals(

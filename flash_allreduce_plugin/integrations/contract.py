@@ -59,15 +59,14 @@ def serve(config: FlashConfig | None, row: registry.Row, who: str | None = None)
     who: the name in errors, by default the row's title.
     Raises TypeError where config is no FlashConfig, and ConfigError with one line for each field without effect.
     """
-    own = row.elsewhere or row.why != registry.Row._field_defaults["why"]
-    lacks = without_effect(row) if own and config is not None else row.refused
+    lacks = without_effect(row) if row.why and config is not None else row.refused
     return refusals.serve(config, who or row.title, lacks, row.acts)
 
 
 def without_effect(row: registry.Row) -> dict[str, str]:
     """Return the fields that a configuration given by hand may not set, each with its reason."""
     others = [name for name in refusals.OF_MEGATRON if name not in row.acts]
-    return {**dict.fromkeys((*others, *row.elsewhere), row.why), **row.refused}
+    return {**dict.fromkeys((*others, *row.elsewhere), row.why or refusals.AT_BITS), **row.refused}
 
 
 class Integration:

@@ -29,7 +29,7 @@ class Row(NamedTuple):
         unless this row says why not.
     refused: fields that have no effect, and why. The environment may not set them either.
     elsewhere: more fields that a configuration given by hand may not set. The environment may: it may serve another
-        integration in the same job. why: the reason for these, and for the rest of OF_MEGATRON.
+        integration in the same job. why: the reason for these, and for the rest of OF_MEGATRON; "": refusals.AT_BITS.
     waits_for: the modules after whose import FLASH_ALLREDUCE_ATTACH attaches; empty: it cannot name this integration.
     attach: the module whose by_environment attaches; the integration's own if empty.
     probe: the module that `doctor` imports, in a process of its own, before it verifies the seams.
@@ -45,7 +45,7 @@ class Row(NamedTuple):
     acts: tuple[str, ...] = ()
     refused: Mapping[str, str] = {}
     elsewhere: tuple[str, ...] = ()
-    why: str = "where everything travels at `bits`"
+    why: str = ""
     waits_for: tuple[str, ...] = ()
     attach: str = ""
 

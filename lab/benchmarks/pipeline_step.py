@@ -12,10 +12,9 @@ over that of the bf16 step. "wire" is what a step puts on the interfaces of both
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,19 +48,14 @@ def in_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     return steps.in_turn(arguments.variants, arguments.rounds, 1, step, _active, summed=True).result()
 
 
-@contextlib.contextmanager
-def _active(variant: str) -> Iterator[None]:
+def _active(variant: str) -> AbstractContextManager[None]:
     """The variant in place. In full precision the plugin counts, and Megatron's own functions send."""
     fields: dict[str, Any] = {"min_bytes": 0}
     if variant.startswith(PRESET):
         fields["preset"] = variant.removeprefix(PRESET)
     elif variant != FULL_PRECISION:
         fields |= dict.fromkeys(("pipeline_bits", "pipeline_backward_bits"), int(variant.removeprefix("INT")))
-    megatron.enable(FlashConfig.from_dict(fields))
-    try:
-        yield
-    finally:
-        megatron.disable()
+    return steps.enabled(megatron, FlashConfig.from_dict(fields))
 
 
 def _median(result: dict[str, Any]) -> float:

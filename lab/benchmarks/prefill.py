@@ -1,4 +1,4 @@
-"""Time to the first token of a Llama whose layers the ranks share by tensor parallelism, over slow links.
+"""Measure the time to the first token of a tensor-parallel Llama over slow links.
 
     python -m lab.benchmarks.prefill                          needs root: makes hosts with netlab
     python -m lab.benchmarks.prefill --engine autotp          DeepSpeed's; megatron: its static engine

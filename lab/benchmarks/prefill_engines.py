@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.integrations.patching import Patchset, Seam
-from lab.benchmarks import ranks
+from lab.benchmarks import ranks, step_time, steps
 from lab.benchmarks.llama import Layer, Llama, pretrained
 from lab.benchmarks.smollm2 import Pretrained
 
@@ -40,31 +40,11 @@ def config_of(variant: str) -> fap.FlashConfig:
     return fap.FlashConfig.from_dict({"min_bytes": MIN_BYTES, **json.loads(variant)})
 
 
-@contextlib.contextmanager
-def _switched(variant: str, silent: Callable[[], AbstractContextManager[Any]], integration: Any) -> Iterator[None]:
-    """Put a variant in place by the integration's enable and disable. silent: leaves the sums out."""
+def _in_place(variant: str, silent: Patchset, integration: Any) -> AbstractContextManager[None]:
+    """Put a variant in place. silent: leaves the sums out. integration: enables ours."""
     if variant == NO_COLLECTIVES:
-        with silent():
-            yield
-    elif variant == EXACT:
-        yield
-    else:
-        integration.enable(config_of(variant))
-        try:
-            yield
-        finally:
-            integration.disable()
-
-
-@contextlib.contextmanager
-def _nothing_sent(module: str, name: str, signature: tuple[str, ...], replacement: Any) -> Iterator[None]:
-    seam = Seam("benchmark.sum", module, name, signature, lambda original: replacement, "nothing is sent")
-    patchset = Patchset("no collectives", [seam])
-    patchset.apply()
-    try:
-        yield
-    finally:
-        patchset.restore()
+        return steps.patched(silent)
+    return contextlib.nullcontext() if variant == EXACT else steps.enabled(integration, config_of(variant))
 
 
 class Torch:
@@ -82,10 +62,10 @@ class Torch:
         return self.model.logits(ids)
 
     def active(self, variant: str) -> AbstractContextManager[None]:
-        signature = ("self", "tensor", "mesh", "mesh_dim")
-        module, name = "torch.distributed.tensor.placement_types", "Partial._reduce_value"
-        silent = lambda: _nothing_sent(module, name, signature, lambda self, tensor, mesh, mesh_dim: tensor)  # noqa: E731
-        return _switched(variant, silent, fap.tensor_parallel)
+        module, signature = "torch.distributed.tensor.placement_types", ("self", "tensor", "mesh", "mesh_dim")
+        unsummed = lambda original: lambda self, tensor, mesh, mesh_dim: tensor  # noqa: E731
+        seam = Seam("benchmark.sum", module, "Partial._reduce_value", signature, unsummed, "nothing is sent")
+        return _in_place(variant, Patchset("no collectives", [seam]), fap.tensor_parallel)
 
 
 class AutoTP:
@@ -130,11 +110,8 @@ class AutoTP:
 
         silent = variant == NO_COLLECTIVES
         self.running = self.engines[EXACT if silent else variant]
-        with (
-            mock.patch.object(comm, "inference_all_reduce", lambda tensor, **_: tensor)
-            if silent
-            else contextlib.nullcontext()
-        ):
+        unsummed = mock.patch.object(comm, "inference_all_reduce", lambda tensor, **_: tensor)
+        with unsummed if silent else contextlib.nullcontext():
             yield
 
 
@@ -168,10 +145,7 @@ class Megatron:
         return logits
 
     def active(self, variant: str) -> AbstractContextManager[None]:
-        from flash_allreduce_plugin.integrations.megatron.scopes import MAPPINGS
-
-        silent = lambda: _nothing_sent(MAPPINGS, "_reduce", ("input_", "group"), lambda input_, group: input_)  # noqa: E731
-        return _switched(variant, silent, fap.megatron)
+        return _in_place(variant, step_time.without_collectives(), fap.megatron)
 
 
 class Engine(Protocol):
@@ -188,7 +162,7 @@ ENGINES: dict[str, type[Engine]] = {"torch": Torch, "autotp": AutoTP, "megatron"
 
 
 def start(engine: str) -> None:
-    """In a rank: the process group, and what the engine needs besides."""
+    """Start the process group in a rank, by DeepSpeed for its engine."""
     if engine == "autotp":
         ranks.start_deepspeed(attach=False)
     else:

@@ -15,7 +15,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class _Done:
         return True
 
 
-def _without_collectives() -> Patchset:
+def without_collectives() -> Patchset:
     """Megatron's layers with their tensor-parallel reductions left out: the arithmetic of a step alone."""
     g = Seam(
         "benchmark.g",
@@ -66,24 +67,11 @@ def _without_collectives() -> Patchset:
     return Patchset("no collectives", [g, dgrad])
 
 
-@contextlib.contextmanager
-def _active(variant: str) -> Iterator[None]:
+def _active(variant: str) -> AbstractContextManager[None]:
     """The variant in place: "bf16", "INT<bits>", "preset <name>", a FlashConfig as JSON, or "no collectives"."""
     if variant == NO_COLLECTIVES:
-        patchset = _without_collectives()
-        patchset.apply()
-        try:
-            yield
-        finally:
-            patchset.restore()
-    elif variant == FULL_PRECISION:
-        yield
-    else:
-        fap.megatron.enable(_config(variant))
-        try:
-            yield
-        finally:
-            fap.megatron.disable()
+        return steps.patched(without_collectives())
+    return contextlib.nullcontext() if variant == FULL_PRECISION else steps.enabled(fap.megatron, _config(variant))
 
 
 def _config(name: str) -> fap.FlashConfig:

@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import flash_allreduce_plugin as fap
+from flash_allreduce_plugin.integrations.patching import Patchset
 from lab.benchmarks import netlab
 from lab.benchmarks.command import Keep
 from lab.benchmarks.ranks import InRank, command, on_the_wire, result_of
@@ -99,6 +100,26 @@ def in_turn(
             with active(variant):
                 times.take(variant, step, warm=number >= warm_up)
     return times
+
+
+@contextlib.contextmanager
+def patched(patchset: Patchset) -> Iterator[None]:
+    """Apply a patchset, and restore it."""
+    patchset.apply()
+    try:
+        yield
+    finally:
+        patchset.restore()
+
+
+@contextlib.contextmanager
+def enabled(integration: Any, config: fap.FlashConfig) -> Iterator[None]:
+    """Enable an integration, such as fap.megatron, and disable it."""
+    integration.enable(config)
+    try:
+        yield
+    finally:
+        integration.disable()
 
 
 def rotated(variants: Sequence[str], number: int) -> list[str]:

@@ -60,7 +60,7 @@ def test_a_step_keeps_its_direction_where_singular_values_decay_slowly(
 
 
 def test_error_feedback_and_momentum_give_the_direction_back() -> None:
-    """The adverse case: a gradient that is the same in every step, whose rounding errors never cancel."""
+    """Sum rounding errors that never cancel: the gradient is the same in every step."""
     config, gradient = fap.FlashConfig(preset="int4"), matrix(1.0)
     momentum, forgotten, residual = (torch.zeros_like(gradient) for _ in range(3))
     for _ in range(20):

@@ -65,16 +65,9 @@ def available() -> None:
 
 @pytest.fixture
 def nothing_left(available: None) -> Iterator[None]:
-    """Fail if the test leaves a host or a link. Tests that run beside it have hosts too, of processes that live."""
-
-    def ownerless() -> set[str]:
-        pids = {name: int(name.split("-")[1]) for name in namespaces() if name.startswith(f"{netlab.PREFIX}-")}
-        return {name for name, pid in pids.items() if pid == os.getpid() or ended(pid)}
-
-    before = ownerless(), links()
+    before = namespaces(), links()
     yield
-    assert ownerless() == before[0]
-    wait_until(lambda: links() == before[1], "links to go")
+    assert (namespaces(), links()) == before
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def start(args: Any) -> None:
     if config is None:
         return
     left_out = []
-    if options := _without_buffers(args):
+    if options := other_buffers(args):
         keys = ("grad_bits", "param_bits", "quantize_layernorm", "error_feedback")
         asked, config = config, without(config, keys)  # a preset's
         if asked.grad_bits != config.grad_bits:
@@ -231,7 +231,7 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
     """
     lines = refusals(args, _option, SWITCH) + of_fields(config, flag)
     if config.grad_bits != "full":
-        for name in _without_buffers(args):
+        for name in other_buffers(args):
             lines.append(
                 f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
                 f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
@@ -245,11 +245,6 @@ def refuse_incompatible(args: Any, config: FlashConfig) -> None:
     lines += of_ring_exchange(args, config, _option)
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def _without_buffers(args: Any) -> list[str]:
-    """The options with which gradients pass other buffers than Megatron's own."""
-    return other_buffers(args)
 
 
 def _option(name: str, value: Any = None) -> str:

@@ -98,7 +98,7 @@ class Handle:
 
 
 class Residuals:
-    """Those of `error_feedback`, of all gradients of this process. step: counts finished training steps."""
+    """Keeps the residuals of all gradients of this process. step: counts finished training steps."""
 
     def __init__(self, step: Callable[[], int]) -> None:
         self._step = step

@@ -211,7 +211,7 @@ def _gathers_many(original: Function, host: Host) -> Function:
 
 
 def _all_gather(host: Host) -> Function:
-    """What stands in for the gather of one bucket."""
+    """Return the function that stands in for the gather of one bucket."""
 
     def all_gather_into_tensor(
         output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -240,7 +240,7 @@ def _all_gather(host: Host) -> Function:
 
 
 def _all_gather_between_instances(host: Host) -> Function:
-    """What stands in for the gather between the instances of HSDP, into this instance's part of a bucket."""
+    """Return the stand-in for the gather between instances of HSDP, into this instance's part of a bucket."""
 
     def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup) -> Any:
         buffers, _, _ = _gathering.get()
@@ -295,7 +295,7 @@ def _differences(
         bucket.stepped = False
         how["held"] = bucket.held
         how["exact"] = _exact(buffers, parameters, whole, fsdp.window(whole))
-        if config.hadamard:  # rotated groups would leave there what no checkpoint has
+        if config.hadamard:  # rotated groups would write values there that a checkpoint does not have
             used = [place for place, _ in fsdp.places(whole)]
             gaps = replicated_params.between(used, whole.bucket_index.size)
             how["exact"] = sorted([*how["exact"], *fsdp.clipped(gaps, fsdp.window(whole))])

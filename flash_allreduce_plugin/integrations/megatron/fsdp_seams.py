@@ -21,7 +21,7 @@ def every(host: Host) -> list[Seam]:
 
 
 def covers(host: Host) -> dict[str, tuple[str, str]]:
-    """Return the sites, each with the function that is replaced and what the site covers."""
+    """Return the function that is replaced, and a sentence on its traffic, by site."""
     found = {seam.id: (seam.target, seam.covers) for seam in fsdp_gradients.seams(host) + fsdp_parameters.seams(host)}
     target, _ = found[host.parameters.name]
     return {**found, host.differences.name: (target, _DIFFERENCES)}

@@ -131,7 +131,7 @@ class _TensorParallel(Integration):
         return self.config
 
     def _say_of_graphs(self, config: FlashConfig) -> None:
-        """Print once what a graph of torch.compile does not honour."""
+        """Print once the fields that a graph of torch.compile does not honour."""
         if self._traced:
             return
         self._traced = True

@@ -115,7 +115,7 @@ def test_the_loss_is_that_of_full_precision(ranks: list[dict[str, Any]], way: st
 
 @pytest.mark.parametrize("way", WAYS)
 def test_at_8_bits_both_ways_at_most_four_tenths_of_the_bytes(ranks: list[dict[str, Any]], way: str) -> None:
-    """Of what the same calls send in full precision, the first gathers, which are whole, among them."""
+    """Compare with the bytes of the same calls in full precision. The first gathers send whole values."""
     for seen in ranks:
         sites = {name: site for name, site in seen[way, "8"]["sites"].items() if ".fsdp." in name}
         assert set(sites) == {"megatron.fsdp.gradients", f"megatron.fsdp.{SITES.get(way, 'parameter_differences')}"}

@@ -73,7 +73,7 @@ def copies(training: Training) -> dict[str, torch.Tensor]:
         shard = exact.get_shard_from_local_buffer()
         found["exact"] += [shard[first:last] for first, last in fsdp.clipped((place for place, _ in kept), own)]
     training.fsdp.module.synchronize_param_gather()
-    nothing = torch.empty(0)  # copies of which this rank has no part
+    nothing = torch.empty(0)  # of copies that lie outside of this rank's part
     return {kind: torch.cat([nothing, *pieces]) for kind, pieces in found.items()}
 
 
