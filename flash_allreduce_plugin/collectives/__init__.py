@@ -1,1 +1,1 @@
-"""The quantized collectives, run as a Plan says: they read no environment, no globals and no framework."""
+"""The quantized collectives. A Plan decides how a call runs; nothing here reads the environment or a framework."""

@@ -1,28 +1,27 @@
-"""The quantized all-to-all: every rank sends a run of elements to each rank, of any length, and decodes those it gets.
+"""The quantized all-to-all: every rank sends a run of elements to each rank. The runs may have any lengths.
 
     encode -> all_to_all -> decode     one rounding
 
-A rank's own run is encoded and decoded as well: what becomes of an element does not depend on where it goes. Groups
-are anchored at the first element of every run.
+A rank also encodes and decodes the run for itself: an element is rounded the same for every destination. Groups start
+at the first element of every run.
 
-No rank knows all the runs of a call, but the two ends of a run both know its length. What both must do alike is
-therefore a function of that length and the configuration, on every backend:
+No rank has the lengths of all runs of a call, but both ends of a run have its length. So a function of that length and
+the configuration decides, on every backend:
 
-    is it quantized   run bytes x world size >= min_bytes: as in a call whose runs are all as long as this one. A
-                      shorter run travels as it is, in the same exchange, and arrives bit for bit.
-    its pieces        payload bytes x world size / chunk_bytes of them, whole groups each, EXCHANGES at most
+    quantized or not    run bytes x world size >= min_bytes, as in a call with runs of equal length. A shorter run is
+                        sent in full precision, in the same exchange.
+    number of pieces    payload bytes x world size / chunk_bytes, of whole groups, EXCHANGES at most
 
-Exchange i carries piece i of every run. Over messages (gloo) a rank keeps its own run to itself, which it encodes and
-decodes while the others' are on the wire, and a call reserves EXCHANGES numbers, the same on all
-ranks, and posts those exchanges in which this rank has something to send or to receive. NCCL matches exchanges by
-their order, so one too many would cost a launch on every rank of every call: there a call is one exchange, whose byte
-sizes differ from rank to rank, and no run is cut.
+Exchange i sends piece i of every run. Over messages (gloo) a rank does not send its run for itself, and encodes and
+decodes it while the others are on the wire. There a call reserves EXCHANGES tags on all ranks, and posts the exchanges
+in which this rank sends or receives anything. NCCL matches exchanges by their order, and an empty one would cost every
+rank a launch: there a call is one exchange with different byte sizes, and runs are not cut.
 
-Neighbouring runs of whole groups are encoded, and decoded, by one launch: the payload of a concatenation of whole
-groups is the concatenation of their payloads. So a call over NCCL whose runs are rows of a multiple of the group size
-is one launch before the exchange and one after it, for any number of peers.
+One launch encodes or decodes neighbouring runs of whole groups: the payload of a concatenation of whole groups is the
+concatenation of their payloads. So a call over NCCL whose runs are rows of a multiple of the group size is one launch
+before the exchange and one after it, for any number of peers.
 
-A generator as those of flat.py.
+all_to_all is a generator as in flat.py.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ from flash_allreduce_plugin.collectives.transport import BufferPool, Label, Pend
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
 
-# Over messages: the most pieces of a run, all of them in flight at once. Half of the codec hides behind the wire. More
-# pieces would hide more of it and cost more messages, one for each peer: on two and four ranks that share two cores
-# three and four pieces were no faster at 1 Gbit/s, and eight or more slower on loopback.
+# Over messages: the most pieces of a run, all in flight together. With two, half of the codec's time hides behind the
+# wire. More pieces hide more of it and cost one more message a peer: on two and four ranks that share two cores three
+# and four pieces were no faster at 1 Gbit/s, and eight or more were slower on loopback.
 EXCHANGES = 2
-KEPT_GROUPS = 1024  # of what a rank keeps, at a time
+KEPT_GROUPS = 1024  # groups of the run for this rank that are encoded at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which runs are quantized, by their length: the same at both ends of a run.
+    """The rule that decides by its length if a run is quantized: the same at both ends of a run.
 
     Args:
         itemsize: bytes of an element.
         world_size: ranks of the group.
-        min_bytes: of a run times world_size; a shorter one travels as it is.
+        min_bytes: a run whose bytes times world_size are fewer is sent in full precision.
     """
 
     itemsize: int
@@ -69,14 +68,14 @@ class Rule:
         return numel * self.itemsize * self.world_size >= self.min_bytes
 
     def sent_bytes(self, sizes: Sequence[int], rank: int, wire: Format) -> tuple[int, int]:
-        """Bytes that `rank` puts on the wire for runs of these sizes, and those of them that travel as they are."""
+        """Return the bytes that `rank` sends for runs of these sizes, and the part of them in full precision."""
         others = [numel for to, numel in enumerate(sizes) if to != rank]
         exact = sum(aligned(numel * self.itemsize) for numel in others if not self.quantizes(numel))
         return exact + sum(aligned(wire.payload_bytes(numel)) for numel in others if self.quantizes(numel)), exact
 
 
 class _Stretch(NamedTuple):
-    """Elements and their bytes in an exchange, which one launch can encode or decode.
+    """Elements and their bytes in an exchange that one launch can encode or decode.
 
     group: the number of the first group in the call.
     """
@@ -88,7 +87,7 @@ class _Stretch(NamedTuple):
 
 
 class _Runs:
-    """The runs of a 1-D tensor, one to or from each rank, and their pieces. kept: whose run is not exchanged."""
+    """The runs of a 1-D tensor, one to or from each rank, and their pieces. kept: the rank without an exchange."""
 
     def __init__(
         self,
@@ -117,14 +116,14 @@ class _Runs:
         self.slot = sum(self.sizes(0))
 
     def sizes(self, i: int) -> list[int]:
-        """Bytes of exchange i to or from each rank, filled up to where the next one may begin."""
+        """Return the bytes of exchange i to or from each rank, with padding."""
         return [
             0 if rank == self._kept else aligned(self._bytes(max(0, min(step, end - start - i * step)), quantized))
             for rank, (start, end, _, step, quantized) in enumerate(self._runs)
         ]
 
     def stretches(self, i: int, payload: Tensor) -> list[_Stretch]:
-        """Exchange i, whose bytes are `payload`, in as few launches as its pieces allow."""
+        """Return exchange i, with the bytes `payload`, as the fewest stretches."""
         found: list[tuple[int, int, int, bool]] = []  # first element, the one after the last, first group, quantized
         for rank, (start, end, group, step, quantized) in enumerate(self._runs):
             first = start + i * step
@@ -145,7 +144,7 @@ class _Runs:
         ]
 
     def pieces_kept(self) -> Iterator[_Stretch]:
-        """The run that is not exchanged, cut for the cache. Their payloads have the same memory."""
+        """Yield the run that is not exchanged, in pieces that fit the cache. Their payloads share one buffer."""
         if self._kept is None:
             return
         start, end, group, _, quantized = self._runs[self._kept]
@@ -160,7 +159,7 @@ class _Runs:
             yield _Stretch(elements, payload[: self._bytes(len(elements), True)], group + i * KEPT_GROUPS, True)
 
     def _is_whole(self, numel: int, quantized: bool) -> bool:
-        """Whether another run may follow these elements in one payload: groups and bytes end with them."""
+        """True if another run may follow these elements in one payload: their groups and bytes end together."""
         return (not quantized or numel % self._wire.group_size == 0) and self._bytes(numel, quantized) % ALIGNMENT == 0
 
     def _bytes(self, numel: int, quantized: bool) -> int:
@@ -180,9 +179,9 @@ def all_to_all(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """Run j of input, sent[j] elements, goes to rank j; run j of output, received[j] elements, comes from it.
+    """Send run j of input, sent[j] elements, to rank j, and receive run j of output, received[j] elements, from it.
 
-    One rounding, by plan.gather, of the runs that the rule quantizes; the others arrive as they are.
+    One rounding, by plan.gather, of the runs that the rule quantizes. The others are sent in full precision.
     """
     wire = plan.gather
     by_messages = transport.by_messages(label.group, input.device)

@@ -1,12 +1,12 @@
-"""One rank's tensor to all, quantized: encoded once, by the root, and the same bytes decoded by every rank.
+"""The quantized broadcast: the root encodes once, and every rank decodes the same bytes.
 
     root: encode -> a part to each of the others -> each passes its part on to the others -> decode     one rounding
 
-The root sends every byte once, however many ranks there are, and each of the others (ranks - 2) / (ranks - 1) of them:
-over messages no link carries more than the payload. Backends that have no messages of ours have a broadcast of their
-own. The root decodes what it has sent, as the others do: all ranks end with the same bits.
+For any number of ranks the root sends every byte once, and each other rank sends (ranks - 2) / (ranks - 1) of them. So
+over messages no link carries more than the payload. Backends without messages use their own broadcast. The root decodes
+its payload too: all ranks end with the same bits.
 
-A generator as those of flat.py.
+broadcast is a generator as in flat.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def broadcast(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """tensor [numel], 1-D and contiguous, in place: on every rank what the root's decodes to, by plan.gather.
+    """Replace tensor [numel], 1-D and contiguous, on every rank by the decoded payload of the root's, by plan.gather.
 
-    root: its rank in the group. key, meter: as in flat.py; only the root measures.
+    root: rank in the group. key, meter: as in flat.py; only the root measures.
     """
     wire, world, rank = plan.gather, label.group.size(), label.group.rank()
     by_messages = label.by_messages(tensor.device)
@@ -91,7 +91,7 @@ def broadcast(
     yield Stage.PROGRESS
     for i in range(chunks.count):
         pass_on(i)
-        if i > 0:  # the chunk before it: one is decoded while another is passed on
+        if i > 0:  # decode the previous chunk while this one is passed on
             write()
             if i - 1 + chunks.window < chunks.count:
                 send(i - 1 + chunks.window)
@@ -100,7 +100,7 @@ def broadcast(
 
 
 def _parts(payload: Tensor, root: int, world: int) -> list[Tensor]:
-    """The payload cut for the ranks that are not the root, whose own part is empty."""
+    """Cut the payload into one part a rank. The root's part is empty."""
     size = aligned(-(-len(payload) // (world - 1)))
     others = iter(range(0, (world - 1) * size, size))
     return [payload[:0] if rank == root else payload[(start := next(others)) : start + size] for rank in range(world)]

@@ -1,21 +1,20 @@
-"""Error feedback: what quantizing took from a gradient at one step is added to it at the next.
+"""Error feedback: the quantization error of a gradient at one step is added to the gradient of the next step.
 
 F. Seide et al., "1-Bit Stochastic Gradient Descent" (2014); S. P. Karimireddy et al., "Error Feedback Fixes SignSGD"
 (arXiv 1901.09847); X. Xie et al., "LoCo" (arXiv 2407.04480), which keeps the error in 8 bits and resets it at times.
 
     x = gradient + residual;  payload = encode(x);  residual = m residual + (1 - m) (x - decode(payload))
 
-An exact zero is sent as zero and keeps its residual: an embedding's row that no token touched stays untouched,
-and what it lost before comes back when it is used again. With hadamard a zero arrives with an error, as every
-element of its group: the error is carried over as the others are. Kept apart, it would add up without bound.
+An exact zero is sent as zero and keeps its residual. So an embedding's row without tokens stays untouched, and its
+residual is added when the row is used again. With hadamard a zero gets an error, as every element of its group, and the
+error is carried over as the others are. If it were kept instead, it would grow without bound.
 
-With a momentum m of 0 this is the method of the first two. With LoCo's 0.8 what is added is the lasting part of the
-error and little of its noise. Either way the sum of what was lost stays bounded.
+A momentum m of 0 is the method of the first two papers. LoCo's 0.8 adds the lasting part of the error and little of its
+noise. In both cases the sum of the errors stays bounded.
 
-A residual is this rank's alone: nothing about it has to be agreed on, and what the ranks decode is the same bits with
-or without. Residuals of copies (replicated_params.py) are the same on all ranks that have the
-copy: they outlive other residuals. A residual is kept in 8 bits, symmetric, in the groups of the payload: 1 byte an
-element and 2 a group.
+A residual belongs to one rank: the ranks need not agree about it, and all of them decode the same bits with or without
+it. Residuals of copies (replicated_params.py) are the same on all ranks that have the copy, and outlive other
+residuals. A residual has 8 bits, symmetric, in the groups of the payload: 1 byte an element and 2 a group.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ NOT_FINITE = "result not finite"
 NO_SLOT = "call without a slot"  # error_feedback is true, and the caller keeps no residuals
 
 _COPY = "copy "  # keys of copies begin with it
-_DTYPES = {8: torch.uint8, 16: torch.bfloat16}  # of a residual of so many bits
-_LOOKED_AT = 1 << 16  # records at a time
-_MOST_KEPT = 1000  # results whose finiteness nobody asked for yet
+_DTYPES = {8: torch.uint8, 16: torch.bfloat16}  # bits of a residual's element: its dtype
+_LOOKED_AT = 1 << 16  # records checked at a time
+_MOST_KEPT = 1000  # pending checks of results
 
 
 class Residual:
     """The error that one call left: records of 8 bits [groups, bytes], or bf16 [groups, group_size].
 
-    `before` has every group of the call, as it was before the sum; `after` the groups whose sum this rank encodes, as
-    they are encoded (rotated, if they are). Zeros: nothing was lost. `momentum` is the share that stays when a call
-    adds its own.
+    before: the errors of the encoding before the sum, all groups of the call.
+    after: the errors of the encoding after the sum, the groups that this rank sums; rotated if hadamard is on.
+    momentum: the share of the residual that stays when a call adds its error.
     """
 
     __slots__ = ("after", "before", "layout", "loaded", "momentum", "site")
@@ -66,7 +65,7 @@ class Residual:
         self.before = before
         self.after = after
         self.site: Site | None = None  # of the last call
-        self.loaded = False  # and not used since
+        self.loaded = False  # from a checkpoint, and not used since
 
     def shapes(self) -> list[tuple[int, ...]]:
         return [tuple(self.before.shape), tuple(self.after.shape)]
@@ -78,17 +77,17 @@ class Residual:
 class Feedback:
     """The residuals of one owner of gradients: an engine, a communication hook, a module's reduce-scatter.
 
-    Make one for each model: where two models use the same keys, each adds the error of the other to its gradients.
-    A call finds its residual by a key, or by its place in the backward pass. A residual of a call of another layout
-    (sizes, dtype, ranks, codec, chunk_bytes) is dropped; fap.stats() counts under "residuals_dropped" how many were
-    dropped and why. Calls in full precision neither use nor change a residual.
+    Create one for each model: two models with the same keys would add each other's errors. A call finds its residual
+    by a key, or by its position in the backward pass. A residual of another layout (sizes, dtype, ranks, codec,
+    chunk_bytes) is dropped; fap.stats() counts the dropped residuals by reason under "residuals_dropped". Calls in full
+    precision neither use nor change a residual.
     """
 
     def __init__(self, reset_interval: int = 0, momentum: float = 0.8, bits: int = 8) -> None:
-        """reset_interval: every so many steps all residuals are dropped; 0: never.
+        """reset_interval: steps after which all residuals are dropped; 0: never.
 
         momentum: the share of a residual that stays at each step, 0 or more and below 1.
-        bits: of a residual's element, 8 or 16 (bf16).
+        bits: bits of a residual's element, 8 or 16 (bf16).
         """
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; expected 0 or more and below 1.")
@@ -99,27 +98,27 @@ class Feedback:
         self.step = 0  # finished steps, as `begin` was told
         self._interval = reset_interval
         self._order = 0
-        # Whether each result since then was, on its device: nobody waits for it yet. Those of copies apart.
+        # One flag a result since the last `begin`, on its device, not yet waited for. Copies have their own list.
         self._finite: list[Tensor] = []
         self._finite_copies: list[Tensor] = []
         self._residuals: dict[str, Residual] = {}
 
     @classmethod
     def from_config(cls, config: FlashConfig) -> Feedback:
-        """With the configuration's error_feedback_reset_interval, error_feedback_momentum and error_feedback_bits.
+        """Create one with error_feedback_reset_interval, error_feedback_momentum and error_feedback_bits.
 
-        error_feedback itself is not looked at: a call that is given a slot carries its error over.
+        The field error_feedback is not read: every call with a slot carries its error over.
         """
         return cls(config.error_feedback_reset_interval, config.error_feedback_momentum, config.error_feedback_bits)
 
     def begin(self, step: int | None = None) -> None:
-        """A backward pass begins. step: finished steps so far; None: one more than at the last call."""
+        """Start a backward pass. step: finished steps so far; None: one more than at the last call."""
         step = self.step + 1 if step is None else step
         if self._interval and step // self._interval != self.step // self._interval:
             self.reset(INTERVAL)
-        elif not _all(self._finite_copies):  # the step may have been skipped, and the scale of the loss be another
+        elif not _all(self._finite_copies):  # the step may have been skipped and the loss scale changed
             self.reset(NOT_FINITE)
-        elif not _all(self._finite):  # on this rank: other ranks that have the copies need not see it
+        elif not _all(self._finite):  # on this rank; other ranks with the same copies may have finite results
             for key in self.keys():
                 if not key.startswith(_COPY):
                     self.drop(key, NOT_FINITE)
@@ -129,10 +128,10 @@ class Feedback:
         self._order = 0
 
     def slot(self, key: object = None, holds: str = "") -> Slot:
-        """Where a call finds its residual.
+        """Return the slot in which a call finds its residual.
 
-        key: tells the calls of a pass apart by its text; None: the n-th call that asks for a slot in this pass.
-        holds: what the tensor is made of, where its size does not say it; part of the layout.
+        key: identifies the call within a pass by its text. None: the position among the calls without a key.
+        holds: a description of the tensor's contents, if its size does not determine them; part of the layout.
         """
         if key is None:
             key = self._order
@@ -153,19 +152,19 @@ class Feedback:
             counters.record_residual_dropped(residual.site, reason)
 
     def keys(self) -> list[str]:
-        """Of the residuals that there are."""
+        """Return the keys of the present residuals."""
         return list(self._residuals)
 
     def nbytes(self) -> int:
-        """Memory of the residuals."""
+        """Return the memory of the residuals in bytes."""
         return sum(residual.before.nbytes + residual.after.nbytes for residual in self._residuals.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies, on the CPU: strings, numbers and tensors, which torch.load reads with weights_only=True.
+        """Return this rank's residuals, copied to the CPU. Call it between steps.
 
-        Each rank has its own. To be taken between steps.
+        The state has strings, numbers and tensors, which torch.load reads with weights_only=True.
         """
-        copies_last = _all(self._finite_copies)  # else the next step drops them
+        copies_last = _all(self._finite_copies)  # False: the next step drops them
         residuals = {
             key: {"layout": residual.layout, "before": _copy(residual.before), "after": _copy(residual.after)}
             for key, residual in self._residuals.items()
@@ -174,13 +173,13 @@ class Feedback:
         return {"step": self.step, "finite": copies_last and _all(self._finite), "residuals": residuals}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict gave on this rank.
+        """Load a state that state_dict returned on this rank.
 
-        Residuals that do not fit the calls to come (another number of ranks, other buckets) are dropped, with a
-        warning, when those calls come.
+        A residual that does not fit its next call (another number of ranks, other buckets) is dropped by that call,
+        with a warning.
 
         Raises:
-            ValueError: it is not such a state; the message says where. Nothing has changed then.
+            ValueError: the state has another shape; the message says where. Nothing has changed.
         """
         where = misshapen(state, STATE)
         if where is not None:
@@ -226,7 +225,7 @@ class Feedback:
 
 
 class Slot:
-    """The place of one call's residual in its owner; see Feedback.slot."""
+    """The residual of one call in its owner; see Feedback.slot."""
 
     __slots__ = ("_feedback", "_holds", "_key")
 
@@ -236,32 +235,33 @@ class Slot:
         self._holds = holds
 
     def open(self, layout: str, site: Site, groups: tuple[int, int], group_size: int, device: torch.device) -> Residual:
-        """The residual that the last call of the same layout left, or a new one. groups: before and after the sum."""
+        """Return the residual of the last call of the same layout, or a new one. groups: before and after the sum."""
         layout = f"{layout}, {self._holds}" if self._holds else layout
         return self._feedback._open(self._key, layout, site, groups, group_size, device)
 
     def of_copy(self, number: int) -> Slot:
-        """The place of a copy's residual in the same owner: the same in whatever call the copy is."""
+        """Return the slot of a copy in the same owner. It does not depend on the call that has the copy."""
         return Slot(self._feedback, f"{_COPY}{number}", "")
 
     def check(self, result: Tensor) -> None:
-        """A result that is not finite drops all residuals of the owner when the next backward pass begins: those of
-        copies only if it is a copy's, which is the same on all ranks that have the copy.
+        """Note a result. One that is not finite drops the owner's residuals when the next backward pass starts.
+
+        Residuals of copies are dropped only by a copy's result, which is the same on all ranks that have the copy.
         """
         finite = self._feedback._finite_copies if self._key.startswith(_COPY) else self._feedback._finite
         finite.append(_is_finite(result))
-        if len(finite) > _MOST_KEPT:  # nobody calls begin
+        if len(finite) > _MOST_KEPT:  # the caller never calls begin
             finite[:] = [torch.tensor(_all(finite))]
 
 
 def _all(flags: Sequence[Tensor]) -> bool:
-    """Whether all of them are true; waits once for each device that they are on."""
+    """True if all flags are true. Waits once for each of their devices."""
     devices = {flag.device for flag in flags}
     return all(bool(torch.stack([f for f in flags if f.device == device]).all()) for device in devices)
 
 
 def _is_finite(x: Tensor) -> Tensor:
-    """Whether every element of a vector is, a bool on its device. x.isfinite().all() takes 20 to 60 times as long."""
+    """Return, as a bool on the device, if a vector is finite. x.isfinite().all() takes 20 to 60 times as long."""
     if x.numel() == 0 or (x.device.type == "cpu" and x.dtype is torch.float32 and x.dot(x).isfinite()):
         return torch.ones((), dtype=torch.bool, device=x.device)
     low, high = x.aminmax()
@@ -269,7 +269,7 @@ def _is_finite(x: Tensor) -> Tensor:
 
 
 def _are_kept(value: Any) -> bool:
-    """Whether they can be a residual's: no more memory than was read, of a known group size, all finite."""
+    """True if a loaded value can be a residual: no more memory than was read, a known group size, finite."""
     if not isinstance(value, Tensor) or value.dtype not in _DTYPES.values() or value.dim() != 2:
         return False
     if value.layout is not torch.strided or value.is_meta or not value.is_contiguous():  # expanded: shares its bytes
@@ -279,7 +279,7 @@ def _are_kept(value: Any) -> bool:
 
 
 def _width(dtype: torch.dtype, group_size: int) -> int:
-    """Columns of a residual."""
+    """Return the columns of a residual."""
     return residual_format(group_size).record_bytes if dtype is torch.uint8 else group_size
 
 
@@ -291,7 +291,7 @@ def _finite(groups: Tensor, group_size: int) -> bool:
     return bool(_is_finite(numbers.view(-1)))
 
 
-# The result of state_dict; in the language of collectives/state_shapes.py.
+# The shape of a state_dict, in the language of collectives/state_shapes.py.
 _RESIDUAL = {"layout": str, "before": _are_kept, "after": _are_kept}
 STATE = {"step": int, "finite": bool, "residuals": {...: _RESIDUAL}}
 

@@ -1,23 +1,26 @@
-"""The quantized collectives, run as a Plan says (Flash All-Reduce: arXiv 2412.04964, Algorithm 1).
+"""all_reduce, reduce_scatter and all_gather in one level (Flash All-Reduce: arXiv 2412.04964, Algorithm 1).
 
-A call is cut into chunks so that the codec of one chunk hides behind the wire of another and the link is busy
-in both directions. Groups are anchored at the tensor's first element (reduce_scatter, all_gather: at the first
-of every shard), chunks and shards begin at groups, and sums are taken in rank order in float32: what an element
-becomes depends on its group alone. The owner of a shard decodes the bytes that it sent, like everyone else.
+A call is cut into chunks: the codec works on one chunk while another is on the wire, and the link is busy in both
+directions. Groups start at the tensor's first element (reduce_scatter, all_gather: at the first element of each shard).
+Chunks and shards start at groups, and sums are taken in rank order in float32. So the result of an element depends on
+its group alone. The owner of a shard decodes the bytes that it sent, as every other rank does.
 
-all_reduce of K chunks, per chunk i, the first W of them on the wire at once:
+all_reduce of K chunks, for each chunk i, with W chunks on the wire together:
 
     encode chunk -> A[i] -> all_to_all -> R[i mod W] -> decode, sum, encode -> own shard of A[i] -> all_gather -> A[i]
     -> decode into the tensor
 
-A has a slot for every chunk, R for W of them: K + W slots, 1.5 x the payload from 4 chunks on. Chunks are decoded as
-they arrive: what a call that fails leaves in the tensor is undefined, as with torch.distributed.
+A has K slots and R has W: K + W slots, 1.5 x the payload from 4 chunks on. Chunks are decoded as they arrive: a call
+that fails leaves the tensor undefined, as with torch.distributed.
 
-Each function is a generator that yields once, when the first chunks are on the wire; what comes after may run in
-another thread (work.py). Tensors are 1-D and contiguous; `label` names the call in errors; `pool` lends the buffers.
-`key` is the call's, for stochastic rounding: before the sum every rank has random numbers of its own, after it every
-group, whoever encodes it. `residual`, for gradients, has what the last call of the same kind lost and is left with what
-this one loses (error_feedback.py). `meter` is told of every rounding of a call that is measured (meter.py).
+Each function is a generator that yields once, when the first chunks are on the wire. The rest may run in another thread
+(work.py). Tensors are 1-D and contiguous. Arguments that all functions share:
+
+    label      names the call in errors
+    pool       lends the buffers
+    key        seeds stochastic rounding: one stream of random numbers a rank before the sum, one a group after it
+    residual   the error that the last call of this slot lost; replaced by the error of this call (error_feedback.py)
+    meter      receives every rounding of a call that is measured (meter.py)
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ from flash_allreduce_plugin.collectives.weight_differences import HeldWeights
 from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan
 
-_REDUCE, _GATHER = 0, 1  # the halves
-_REMEMBERED = 1024  # sizes of calls
+_REDUCE, _GATHER = 0, 1  # the two halves of a call
+_REMEMBERED = 1024  # layouts, one a size of call
 
 
 def _chunks_of_tensor(numel: int, plan: Plan, world_size: int) -> Chunks:
@@ -62,7 +65,7 @@ def all_reduce(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """tensor [numel], in place: the sum over the ranks times factor, quantized before and after the sum."""
+    """Replace tensor [numel] by the sum over the ranks times factor, quantized before and after the sum."""
     call = _AllReduce(tensor, factor, plan, label, pool, key, residual, meter)
     count, window = call.chunks.count, call.chunks.window
     for i in range(window):
@@ -72,7 +75,7 @@ def all_reduce(
         call.reduce(i)
         if i + window < count:
             call.send(i + window)
-        if i + 1 >= window:  # the order in which the peers put them on the wire
+        if i + 1 >= window:  # the peers send in this order
             call.write(i + 1 - window)
     for i in range(count + 1 - window, count):
         call.write(i)
@@ -81,9 +84,9 @@ def all_reduce(
 
 @dataclass(slots=True)
 class _Slot:
-    """Where a chunk lies in A: its groups first to last, encoded, and then their sums.
+    """The views of one chunk in A: its groups first to last, encoded, and later their sums.
 
-    Records are filled up to equal shards. payload and result are the real ones, rest those that are zero.
+    Records are padded to equal shards. payload and result are the records of the tensor, rest is the padding.
     """
 
     first: int
@@ -92,7 +95,7 @@ class _Slot:
     rest: Tensor | None  # [1, bytes]
     shards: Tensor  # [world, bytes]: payload and rest
     sums: Tensor  # [world, bytes]
-    mine: Tensor  # [bytes]: this rank's of them
+    mine: Tensor  # [bytes]: this rank's row of sums
     result: Tensor  # [1, bytes]
     exchanging: str
     gathering: str
@@ -100,7 +103,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """How A and R of an all_reduce are cut, by rank. record: bytes, before the sum and after it."""
+    """The cuts of A and R of an all_reduce. records: bytes of a record before the sum and after it."""
 
     chunks: Chunks
     records: tuple[int, int]
@@ -109,16 +112,16 @@ class _Layout:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Of A and R."""
+        """Return the bytes of A and of R."""
         chunks = self.chunks
         return chunks.count * chunks.size * max(self.records), chunks.window * chunks.size * self.records[0]
 
     def slots(self, buffer: Tensor) -> list[_Slot]:
-        """A, chunk by chunk."""
+        """Cut A into one slot a chunk."""
         return [self._slot(i, row) for i, row in enumerate(buffer.view(self.chunks.count, 1, -1).unbind(0))]
 
     def inboxes(self, buffer: Tensor) -> list[Tensor]:
-        """Where in R each chunk arrives: [world, bytes]."""
+        """Return the view of R [world, bytes] that receives each chunk."""
         chunks = self.chunks
         rows = buffer.view(chunks.window, -1).unbind(0)
         return [
@@ -127,7 +130,7 @@ class _Layout:
         ]
 
     def _filled(self, i: int) -> int:
-        """Groups of chunk i, filled up."""
+        """Return the groups of chunk i with its padding."""
         first, last = self.chunks[i]
         return -(-(last - first) // self.chunks.multiple) * self.chunks.multiple
 
@@ -151,13 +154,13 @@ class _Layout:
 
 @lru_cache(_REMEMBERED)
 def _layout(numel: int, plan: Plan, world: int, rank: int) -> _Layout:
-    """The same object for the same arguments: a buffer that was cut by it finds its parts again."""
+    """Return the same object for the same arguments: BufferPool.take_cut finds the views of a buffer by it."""
     records = plan.reduce.record_bytes, plan.gather.record_bytes
     return _Layout(_chunks_of_tensor(numel, plan, world), records, world, rank)
 
 
 class _AllReduce:
-    """The steps of an all_reduce in flight, its two buffers, and the messages that it waits for."""
+    """The steps of one all_reduce, its two buffers and its pending messages."""
 
     __slots__ = (
         *("chunks", "elements", "exchanges", "factor", "gather_key", "gathers", "inboxes", "label", "meter", "plan"),
@@ -192,7 +195,7 @@ class _AllReduce:
         self.gathers: deque[Pending] = deque()
 
     def send(self, i: int) -> None:
-        """Encode chunk i and put it on the wire."""
+        """Encode chunk i and send it."""
         slot = self.slots[i]
         draw = Draw(self.reduce_key, slot.first) if self.stochastic else NO_DRAW
         wire = self.plan.reduce
@@ -202,7 +205,7 @@ class _AllReduce:
         self.exchanges.append(transport.all_to_all(self.inboxes[i], slot.shards, self.label, slot.exchanging))
 
     def reduce(self, i: int) -> None:
-        """Wait for chunk i, the oldest on the wire, sum this rank's shard of it, and put the sum on the wire."""
+        """Wait for chunk i, the oldest on the wire, sum this rank's shard of it, and send the sum."""
         self.exchanges.popleft().wait()
         plan, residual, inbox = self.plan, self.residual, self.inboxes[i]
         mine, wires = self.slots[i].mine, (plan.reduce, plan.gather, self.factor)
@@ -237,9 +240,10 @@ def reduce_scatter(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
+    """Write this rank's shard of the sum times factor into output. One rounding.
 
-    One rounding. Shards of different lengths: every chunk is the same range of elements of each, as far as it reaches.
+    shards: [world, numel], or one 1-D tensor a rank. Chunk i covers the same range of elements of every shard.
+    A shorter shard has fewer elements there, or none.
     """
     world, rank, wire = label.group.size(), label.group.rank(), plan.reduce
     numels = tuple(sizes_of(shards))
@@ -291,10 +295,10 @@ def all_gather(
     meter: Meter | None = None,
     held: HeldWeights | None = None,
 ) -> Iterator[Stage]:
-    """input [numel] of every rank -> output [world * numel], one rounding.
+    """Gather input [numel] of every rank into output [world * numel]. One rounding.
 
-    parts: the ranks' numels, where they differ. Then every chunk is the same range of elements of each part, as far as
-    it reaches. held: output has the previous result, and the ranks send differences (weight_differences.py).
+    parts: the numel of each rank, if they differ. Chunk i covers the same range of elements of every part.
+    held: output has the previous result, and the ranks send differences (weight_differences.py).
     """
     world, rank, wire, even = label.group.size(), label.group.rank(), plan.gather, parts is None
     numels = (input.numel(),) * world if parts is None else tuple(parts)
@@ -343,22 +347,22 @@ def all_gather(
 
 @dataclass(slots=True)
 class _Pieces:
-    """A chunk of parts: a piece of each rank's, one after another, each filled up to a multiple of 16 bytes."""
+    """One chunk in the buffer: one piece of each rank's part, in rank order, each padded to a multiple of 16 bytes."""
 
     whole: Tensor  # [bytes]
     room: list[int]  # bytes of each piece
     mine: Tensor  # [bytes], this rank's
-    payloads: list[Tensor | None]  # [1, bytes], the real ones of each; None: there are none
-    rows: Tensor | None  # [world, bytes], the same in one, if the parts are alike
+    payloads: list[Tensor | None]  # [1, bytes] of each piece without padding; None: the piece is empty
+    rows: Tensor | None  # [world, bytes], all payloads in one view, if the parts have one size
     exchanging: str
     gathering: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayoutOfParts:
-    """How the buffers of a reduce_scatter or all_gather are cut; numels: elements of each rank's part.
+    """The cuts of the buffers of a reduce_scatter or all_gather. numels: elements of each rank's part.
 
-    starts: the first group of each part, counted through all of them.
+    starts: the number of the first group of each part in the call.
     """
 
     chunks: Chunks
@@ -372,12 +376,15 @@ class _LayoutOfParts:
         return self.chunks.window * len(self.numels) * self.chunks.size * self.wire.record_bytes
 
     def pieces(self, buffer: Tensor) -> list[_Pieces]:
-        """One of each chunk."""
+        """Return the pieces of each chunk."""
         slots = buffer.view(self.chunks.window, -1).unbind(0)
         return [self._pieces(i, slots[i % len(slots)]) for i in range(self.chunks.count)]
 
     def inboxes(self, buffer: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each chunk, where this rank's piece arrives from everyone: [bytes], and the real ones [world, bytes]."""
+        """Return the views that receive this rank's piece of each chunk from all ranks.
+
+        A pair a chunk: [bytes] with the padding, and [world, bytes] without it.
+        """
         slots, world = buffer.view(self.chunks.window, -1).unbind(0), len(self.numels)
         found = []
         for i in range(self.chunks.count):
@@ -387,7 +394,7 @@ class _LayoutOfParts:
         return found
 
     def _real(self, i: int) -> list[int]:
-        """Bytes of each part's piece of chunk i."""
+        """Return the bytes of each part's piece of chunk i, without padding."""
         first, last = self.chunks[i]
         groups = map(self.wire.groups, self.numels)
         return [max(0, min(last, count) - first) * self.wire.record_bytes for count in groups]
@@ -410,24 +417,24 @@ class _LayoutOfParts:
 
 @lru_cache(_REMEMBERED)
 def _layout_of_parts(numels: tuple[int, ...], wire: Format, chunk_bytes: int, rank: int) -> _LayoutOfParts:
-    """The same object for the same arguments, as _layout."""
+    """Return the same object for the same arguments, as _layout does."""
     chunks = Chunks.cut(wire.groups(max(numels)), chunk_bytes // (wire.record_bytes * len(numels)), whole_groups(wire))
     starts = itertools.accumulate(map(wire.groups, numels), initial=0)
     return _LayoutOfParts(chunks, wire, numels, rank, tuple(starts))
 
 
 def sizes_of(shards: Tensor | Sequence[Tensor]) -> list[int]:
-    """Elements of each. The rows of a matrix are not looked at one by one: each would be a view."""
+    """Return the elements of each shard. A matrix is not iterated: each row would cost a view."""
     return [shards.shape[1]] * shards.shape[0] if isinstance(shards, Tensor) else list(map(len, shards))
 
 
 def _cut(tensor: Tensor, size: int, dim: int = 0) -> Sequence[Tensor]:
-    """tensor.split(size, dim)."""
+    """Return tensor.split(size, dim)."""
     return (tensor,) if tensor.shape[dim] <= size else tensor.split(size, dim)
 
 
 def _in_turn(chunks: Chunks, send: Callable[[int], None], receive: Callable[[int], None]) -> Iterator[Stage]:
-    """Send the first chunks, yield, then receive every chunk in order and send the one that takes its place."""
+    """Send the first chunks and yield. Then receive the chunks in order; after each, send the next one."""
     for i in range(chunks.window):
         send(i)
     yield Stage.PROGRESS
@@ -448,9 +455,10 @@ def _encode(
     meter: Meter | None,
     a_row: int = 0,
 ) -> None:
-    """part [rows, numel] -> payload [rows, bytes]; with a residual one row, the groups first to last of the call.
+    """Encode part [rows, numel] into payload [rows, bytes].
 
-    a_row: by how much the number of the first group grows from one row to the next.
+    With a residual part has one row, the groups first to last of the call.
+    a_row: the number of a row's first group minus that of the row before.
     """
     if residual is None:
         rows.encode(part, payload, wire, draw)
@@ -461,7 +469,7 @@ def _encode(
 
 
 def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_size: int) -> tuple[int, int]:
-    """Groups that a Residual has, before and after the sum. sizes: elements of the tensor, or of each rank's part."""
+    """Return the groups of a Residual before and after the sum. sizes: elements of the tensor, or of each part."""
     before = sum(map(plan.reduce.groups, sizes))
     if collective != "all_reduce":
         return before, 0
@@ -471,11 +479,11 @@ def groups_of_residual(collective: str, sizes: Sequence[int], plan: Plan, world_
 
 @lru_cache(_REMEMBERED)
 def sent_bytes(collective: str, numel: int, plan: Plan, world_size: int) -> int:
-    """Bytes that a rank puts on the wire for a call of `numel` elements (the whole tensor, not a shard)."""
+    """Return the bytes that a rank sends for a call of `numel` elements (the whole tensor, not a shard)."""
     if collective == "all_reduce":
         groups = plan.reduce.groups(numel)
         multiple = shard_multiple(groups, world_size, plan.reduce, plan.gather)
-        groups = -(-groups // (world_size * multiple)) * multiple  # of a shard; that of the last chunk is filled up
+        groups = -(-groups // (world_size * multiple)) * multiple  # of a shard, with the padding of the last chunk
         return (world_size - 1) * groups * (plan.reduce.record_bytes + plan.gather.record_bytes)
     half = plan.reduce if collective == "reduce_scatter" else plan.gather
     return (world_size - 1) * aligned(half.payload_bytes(numel // world_size))

@@ -1,4 +1,4 @@
-"""Small messages between the ranks of a group: numbers to add up, names, configurations."""
+"""Small messages between the ranks of a group: sums of numbers, names, configurations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from flash_allreduce_plugin.collectives import transport
 from flash_allreduce_plugin.collectives.transport import Label
 
-MOST_TEXT = 1 << 20  # bytes that a rank sends, whatever length a peer asks for
+MOST_TEXT = 1 << 20  # most bytes that a rank sends, for any length that a peer asks for
 
 
 def gather(mine: bytes, label: Label, device: torch.device, doing: str = "gathering the configurations") -> list[bytes]:
-    """`mine` of every rank, in rank order; all have one length."""
+    """Return `mine` of every rank, in rank order. All must have one length."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     received: Tensor = sent.new_empty(label.group.size() * sent.numel())
     transport.all_gather(received, sent, label, doing).wait()
@@ -27,7 +27,7 @@ def gather(mine: bytes, label: Label, device: torch.device, doing: str = "gather
 def add_up(mine: Tensor, label: Label, device: torch.device) -> Tensor:
     """Return the sums over the ranks of the label's group, float64, added in rank order: the same bits on every rank.
 
-    mine: float64, on the CPU. device: where the messages lie.
+    mine: float64, on the CPU. device: of the messages.
     """
     sent = mine.reshape(-1).view(torch.uint8).to(device)
     received = sent.new_empty(label.group.size() * sent.numel())
@@ -41,9 +41,9 @@ def add_up(mine: Tensor, label: Label, device: torch.device) -> Tensor:
 def gather_json(
     mine: Mapping[str, Any], label: Label, doing: str, device: torch.device | None = None
 ) -> list[dict[str, Any]]:
-    """`mine`, of what JSON can say, of every rank of the label's group, in rank order.
+    """Return `mine`, a value that JSON can hold, of every rank of the label's group, in rank order.
 
-    device: the messages lie there; None: on the CPU if the group has a backend for it, else on the current GPU.
+    device: of the messages; None: the CPU if the group has a backend for it, else the current GPU.
     """
     device = _device_of(label) if device is None else device
     text = json.dumps(mine).encode()

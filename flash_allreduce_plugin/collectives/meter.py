@@ -1,16 +1,16 @@
-"""The error of a call from the values of each rank: quality_measure "local".
+"""The error of a call, measured from the values of each rank: quality_measure "local".
 
 How-to: docs/decide/accuracy_controls.md#what-is-measured.
 
-A rank decodes its own payloads and compares, at the runs of a Sample. Where errors of different ranks are independent,
-a run has
+A rank decodes its own payloads and compares them with the values, at the runs of a Sample. If the errors of the ranks
+are independent, a run has
 
     noise   = factor^2 x sum of |x - q|^2 before the sum + sum of |s - t|^2 after it
     signal  = sum of |s|^2 + factor^2 x sum of (|x|^2 - |q|^2)
 
-A rank encodes x, which decodes to q. s is a part of the sum, times factor, as its owner has it in float32, and decodes
-to t. Every term is known to one rank. The last one corrects the signal: it takes off the energy that errors have added
-to the sums, and puts back the energy of small values that became zeros.
+A rank encodes x, which decodes to q. s is a part of the sum times factor, in its owner's float32, and decodes to t.
+One rank has each term. The last term corrects the signal: it subtracts the energy that errors added to the sums, and
+adds the energy of small values that became zeros.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from flash_allreduce_plugin.collectives.sample import Chosen, Sample, energy
 class Meter:
     """This rank's share of the signal and the noise of one call, run by run.
 
-    Methods take the number, in the call, of the first group that they are given; `gathered` and `held` are given all
-    groups of this rank in order.
+    first: the number in the call of the first group of the argument. `gathered` and `held` receive all groups of this
+    rank in order.
     """
 
     def __init__(self, factor: float, device: torch.device, chosen: Sample, *, summed: bool) -> None:
-        """factor: the sum over the ranks is multiplied with it. summed: other ranks know of the same runs."""
+        """factor: multiplies the sum over the ranks. summed: True if other ranks measure the same runs."""
         self._weight, self._sample, self._summed = factor * factor, chosen, summed
-        self._next = 0  # group of `gathered` and `held`
+        self._next = 0  # next group of `gathered` and `held`
         self._signal, self._faded, self._before, self._after = torch.zeros(
             4, sample.RUNS, dtype=torch.float64, device=device
         )
 
     def encoded(self, part: Tensor, payload: Tensor, wire: Format, first: int, a_row: int = 0) -> None:
-        """part [rows, numel], of any dtype, is sent as payload [rows, bytes] to be summed."""
+        """Measure part [rows, numel], of any dtype, sent as payload [rows, bytes] before the sum."""
         chosen = self._chosen(part, first, a_row)
         if chosen is not None:
             self._encoded(*_both(part, payload, wire, chosen), chosen)
 
     def summed_inside(self, payloads: Tensor, payload: Tensor, wide: Format, reduce: Format, first: int) -> None:
-        """The sum of payloads [ranks, bytes], over a node, is sent as payload [bytes] to be summed again."""
+        """Measure the sum of a node's payloads [ranks, bytes], sent as payload [bytes] before the next sum."""
         chosen = self._sample.of(first, payload.numel() // reduce.record_bytes, 1, 0, payload.device)
         if chosen is not None:
             self._encoded(_sums(payloads, wide, 1.0, chosen), _decoded(payload.view(1, -1), reduce, chosen), chosen)
@@ -54,7 +54,7 @@ class Meter:
     def summed(
         self, payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, first: int
     ) -> None:
-        """The sum of payloads [ranks, bytes], times factor, is sent as payload [bytes] to all ranks."""
+        """Measure the sum of payloads [ranks, bytes] times factor, sent as payload [bytes] to all ranks."""
         chosen = self._sample.of(first, payload.numel() // gather.record_bytes, 1, 0, payload.device)
         if chosen is not None:
             self._arrives(
@@ -62,13 +62,13 @@ class Meter:
             )
 
     def gathered(self, part: Tensor, payload: Tensor, wire: Format) -> None:
-        """part [1, numel], of any dtype, is sent as payload [1, bytes] to all ranks."""
+        """Measure part [1, numel], of any dtype, sent as payload [1, bytes] to all ranks."""
         chosen = self._following(part)
         if chosen is not None:
             self._arrives(*_both(part, payload, wire, chosen), chosen)
 
     def held(self, master: Tensor, weights: Tensor) -> None:
-        """master [numel] is exact, and all ranks hold it as weights [numel]."""
+        """Measure weights [numel], the values on all ranks, against the exact master [numel]."""
         chosen = self._following(master.view(1, -1))
         if chosen is not None:
             size = self._sample.group_size
@@ -76,13 +76,13 @@ class Meter:
             self._arrives(exact, arrived, chosen)
 
     def result(self, part: Tensor, first: int) -> None:
-        """A part [numel] of the result that no other rank measures."""
+        """Add a part [numel] of the result to the signal, which no other rank measures."""
         chosen = self._chosen(part.view(1, -1), first)
         if chosen is not None:
             self._signal.index_add_(0, chosen.run, energy(taken(part.view(1, -1), self._sample.group_size, chosen)))
 
     def would_lose(self, part: Tensor, wire: Format, first: int, *, summed: bool) -> None:
-        """part [numel] adds the error that encoding it would make. summed: on all ranks, before the sum."""
+        """Add the error that encoding part [numel] would make. summed: True before the sum, on all ranks."""
         chosen = self._chosen(part.view(1, -1), first)
         if chosen is not None:
             exact = taken(part.view(1, -1), wire.group_size, chosen)
@@ -90,7 +90,7 @@ class Meter:
             self._after.index_add_(0, chosen.run, lost * (self._weight if summed else 1.0))
 
     def read(self) -> Tensor:
-        """Return the measurement; those of all ranks together are that of the call. Waits for a GPU."""
+        """Return this rank's measurement, to be added to those of the other ranks. Waits for a GPU."""
         signal, faded, before, after = torch.stack([self._signal, self._faded, self._before, self._after]).cpu()
         signal, noise = signal + self._weight * faded, self._weight * before + after
         if not self._summed:
@@ -118,7 +118,7 @@ class Meter:
 
 
 def decoded_from(row: Tensor, wire: Format) -> Tensor:
-    """Return the float32 values [1, numel] that a row [1, numel] arrives as."""
+    """Return the float32 values [1, numel] of a row [1, numel] after encoding and decoding."""
     payload = torch.empty(1, wire.payload_bytes(row.shape[1]), dtype=torch.uint8, device=row.device)
     rows.encode(row, payload, wire)
     decoded = torch.empty(row.shape, dtype=torch.float32, device=row.device)
@@ -127,16 +127,16 @@ def decoded_from(row: Tensor, wire: Format) -> Tensor:
 
 
 def _both(part: Tensor, payload: Tensor, wire: Format, chosen: Chosen) -> tuple[Tensor, Tensor]:
-    """Groups [n, group_size] of part [rows, numel], and as they decode from payload [rows, bytes]."""
+    """Return the chosen groups [n, group_size] of part [rows, numel], exact and decoded from payload [rows, bytes]."""
     exact, decoded = taken(part, wire.group_size, chosen), _decoded(payload, wire, chosen)
     rest = part.shape[1] % wire.group_size
-    if rest:  # the codec has filled up the last group
+    if rest:  # the codec has padded the last group
         decoded[chosen.group == part.shape[1] // wire.group_size, rest:] = 0
     return exact, decoded
 
 
 def taken(part: Tensor, size: int, chosen: Chosen) -> Tensor:
-    """Groups [n, size] of part [rows, numel] in float32; a group that is not full ends with zeros."""
+    """Return the chosen groups [n, size] of part [rows, numel] in float32. A last, short group ends with zeros."""
     whole, rest = divmod(part.shape[1], size)
     if not rest:
         return _of(part.unflatten(1, (whole, size)), chosen).float()
@@ -149,7 +149,7 @@ def taken(part: Tensor, size: int, chosen: Chosen) -> Tensor:
 
 
 def _of(groups: Tensor, chosen: Chosen) -> Tensor:
-    """Return the chosen ones of groups [rows, groups, size], a matrix."""
+    """Return the chosen groups of [rows, groups, size] as a matrix [n, size]."""
     return groups[0].index_select(0, chosen.group) if len(groups) == 1 else groups[chosen.row, chosen.group]
 
 
@@ -158,14 +158,14 @@ def _records(payload: Tensor, wire: Format) -> Tensor:
 
 
 def _decoded(payload: Tensor, wire: Format, chosen: Chosen) -> Tensor:
-    """Groups [n, group_size] as they decode from payload [rows, bytes]."""
+    """Return the chosen groups [n, group_size] decoded from payload [rows, bytes]."""
     decoded = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payload.device)
     rows.decode(_of(_records(payload, wire), chosen).view(1, -1), decoded.view(1, -1), wire)
     return decoded
 
 
 def _sums(payloads: Tensor, wire: Format, factor: float, chosen: Chosen) -> Tensor:
-    """Groups [n, group_size] of the sum of payloads [ranks, bytes], times factor."""
+    """Return the chosen groups [n, group_size] of the sum of payloads [ranks, bytes], times factor."""
     sums = torch.empty(len(chosen.run), wire.group_size, dtype=torch.float32, device=payloads.device)
     of_ranks = _records(payloads, wire).index_select(1, chosen.group).flatten(1)
     rows.decode_sum(of_ranks, sums.view(-1), wire, factor)

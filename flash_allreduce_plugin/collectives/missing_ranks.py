@@ -1,10 +1,10 @@
-"""Which ranks use this package on a process group: every rank says so in the group's store before its first exchange.
+"""The ranks that use this package on a process group: each writes a key to the group's store before its first exchange.
 
-A rank without the plugin, or without its flag, calls something else, and its peers would wait for it in silence until
-the group's timeout. So a rank that waits for more than a few seconds asks the store and says once which ranks are
-missing; the error at the end names them.
+A rank without the plugin, or without its flag, makes another call, and its peers would wait in silence until the
+group's timeout. So a rank that waits for more than a few seconds reads the store and logs the missing ranks once. The
+error at the timeout names them too.
 
-The keys are the group's: one of a few bytes for each rank, beside torch's own.
+A group has one key of a few bytes a rank, next to torch's keys.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.errors import CollectiveError
 
-GRACE = 5.0  # seconds that a first exchange may take before anything is said
-_SECONDS = 5.0  # seconds that the store has for an answer: its host may be what died
+GRACE = 5.0  # seconds of a first exchange before the missing ranks are logged
+_SECONDS = 5.0  # seconds that the store has for an answer: its host may have died
 _MOST = 8  # ranks that a sentence names
 
 _Answer = TypeVar("_Answer")
@@ -34,10 +34,9 @@ _log = logging.getLogger("flash_allreduce_plugin")
 
 @contextmanager
 def first_use(label: Label) -> Iterator[None]:
-    """Around the first exchange of a group: says that this rank is there, and, if it takes long, which ranks are
-    missing.
+    """Register this rank around the first exchange of a group, and log the missing ranks if the exchange is slow.
 
-    Raises CollectiveError that names the missing ranks, in place of one from inside.
+    Raises CollectiveError with the missing ranks, in place of the error from inside.
     """
     store = _store(label.group)
     if store is None:
@@ -56,7 +55,7 @@ def first_use(label: Label) -> Iterator[None]:
 
 
 def shown(ranks: Sequence[int]) -> str:
-    """Ranks in a sentence: a few of them."""
+    """Return the ranks as words, at most a few of them."""
     more = ", ..." if len(ranks) > _MOST else ""
     return f"rank{'s' * (len(ranks) > 1)} " + ", ".join(map(str, ranks[:_MOST])) + more
 
@@ -70,7 +69,7 @@ def leave(group: dist.ProcessGroup, key: str, text: str) -> None:
 
 
 def left(group: dist.ProcessGroup, key: str) -> str | None:
-    """What another rank has left, which is gone then; None: nothing, or the store does not answer."""
+    """Return and delete the text that another rank left; None if there is none or the store does not answer."""
 
     def ask(store: Any) -> list[str]:
         name = f"flash_allreduce/{key}"
@@ -87,11 +86,11 @@ def left(group: dist.ProcessGroup, key: str) -> str | None:
 
 
 def _store(group: dist.ProcessGroup) -> Any:
-    """The group's store, in which this rank has said that it is there; None: it has none that answers."""
+    """Return the group's store after registering this rank in it; None if no store answers."""
     try:
         store = group.get_group_store()
         store.set(_key(group.rank()), "")
-    except Exception:  # whatever a store of somebody's own may raise: it only serves a better error
+    except Exception:  # a user's store may raise anything; the store only improves an error message
         return None
     return store
 
@@ -101,7 +100,7 @@ def _key(rank: int) -> str:
 
 
 def _missing(store: Any, ranks: range) -> Iterator[int]:
-    """Those of `ranks` that have not said so: log2(ranks) questions for each, and one if none is missing."""
+    """Yield the ranks without a key: log2(ranks) reads for each, and one read if no rank is missing."""
     if not ranks or store.check([_key(rank) for rank in ranks]):
         return
     if len(ranks) == 1:
@@ -113,14 +112,14 @@ def _missing(store: Any, ranks: range) -> Iterator[int]:
 
 
 def _asked(store: Any, group: dist.ProcessGroup) -> list[int]:
-    """Ranks of the group that are missing, a few of them; none if the store does not answer."""
+    """Return a few of the missing ranks of the group; none if the store does not answer."""
     return _answer(store, lambda own: list(islice(_missing(own, range(group.size())), _MOST + 1)))
 
 
 def _answer(store: Any, ask: Callable[[Any], list[_Answer]]) -> list[_Answer]:
-    """What `ask` has from the store; nothing if that does not answer.
+    """Return the answers of the store to `ask`; an empty list if the store does not answer.
 
-    By a connection of its own, for torch uses the group's at the same time; opened now, because it takes milliseconds.
+    Opens another connection, because torch uses the group's at the same time. That takes milliseconds.
     """
     found: list[_Answer] = []
 
@@ -137,18 +136,18 @@ def _answer(store: Any, ask: Callable[[Any], list[_Answer]]) -> list[_Answer]:
 
 
 class _Watcher:
-    """Looks after the exchanges that are going on, in one thread, which ends when there are none.
+    """Watches the exchanges in flight, in one thread, which ends when there are none.
 
-    Not a timer for each: starting a thread takes a quarter of the time of the whole exchange.
+    One timer an exchange would be slow: the start of a thread takes a quarter of the time of the exchange.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[object, tuple[float, Any, Label]] = {}  # since when
+        self._waiting: dict[object, tuple[float, Any, Label]] = {}  # start, store, label
         self._running = False
 
     def begin(self, store: Any, label: Label) -> object:
-        """Returns the argument for `end`."""
+        """Start to watch an exchange. Returns the argument for `end`."""
         key = object()
         with self._lock:
             self._waiting[key] = time.monotonic(), store, label
@@ -180,14 +179,14 @@ _watcher = _Watcher()
 
 def _forked() -> None:
     global _watcher
-    _watcher = _Watcher()  # the thread is the parent's, and maybe the lock
+    _watcher = _Watcher()  # after a fork: the parent has the thread, and may hold the lock
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def _say_who_is_missing(store: Any, label: Label) -> None:
-    """Once, on the rank of the group that comes first."""
+    """Log the missing ranks once, on the first rank of the group that gets here."""
     missing = _asked(store, label.group)
     if missing and _is_first(store):
         _log.warning(

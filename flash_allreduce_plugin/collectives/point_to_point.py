@@ -1,19 +1,19 @@
-"""One tensor from one rank to another, quantized or as it is.
+"""A send of one tensor from one rank to another, quantized or in full precision.
 
     sender      header | encode piece 1 | encode piece 2 | ...
     receiver    header | piece 1 -> decode | piece 2 -> decode | ...        one rounding
 
-Nothing is asked back: either end knows the pieces from its own tensor and configuration, and all of them are posted
-when the call is made. Quantized, a piece is a chunk of whole groups; as it is, the tensor's bytes are the one piece.
+The receiver sends no reply. Each end computes the pieces from its own tensor and configuration, and posts all of them
+when the call starts. Quantized, a piece is a chunk of whole groups; in full precision, the tensor is one piece.
 
-The header is how ends that do not agree find out. Its 256 bytes are a digest of what has to be alike at both ends, and
-the same in words with the shape. The receiver compares digests and, where they differ, names both ends; it leaves the
-sentence in the group's store, where the sender finds it when its own wait has failed. Over messages that wait fails
-whatever the sizes are, because the digest is in the tag of every piece (transport.between_two). The sizes of what is
-received are the receiver's own, whatever a header says.
+The header detects ends that differ. Its 256 bytes hold a digest of all facts that must be equal at both ends, and the
+same facts with the shape in words. The receiver compares the digests. If they differ, its error names both ends, and it
+leaves the sentence in the group's store, where the sender finds it after its own wait has failed. Over messages that
+wait fails for all sizes, because the digest is in the tag of every piece (transport.between_two). The receiver uses its
+own sizes, never those of a header.
 
-Over messages (gloo) every message has a header. Elsewhere it would hold up the host for each of them: there the first
-message of a kind between two ranks has one, and later ones are the backend's affair.
+Over messages (gloo) every message has a header. With other backends a header blocks the host, so only the first message
+of a kind between two ranks has one; later mismatches depend on the backend.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from flash_allreduce_plugin.errors import CollectiveError, MismatchError
 from flash_allreduce_plugin.policy import FullPrecision, Plan
 
 HEADER_BYTES, _DIGEST_BYTES = 256, 16
-# What the first piece is encoded in, and the last one decoded, hides behind nothing: so many pieces, if they are not
-# smaller than that. At 1 Gbit/s 8 M values in 4 bits take 38.1 ms in 8 pieces and 39.9 in 4, against 139.1 in bf16.
+# Nothing hides the encoding of the first piece and the decoding of the last. So a message has this many pieces, unless
+# they would be smaller than this. At 1 Gbit/s 8 M values in 4 bits take 38.1 ms in 8 pieces and 39.9 ms in 4; 139.1 in
+# bf16.
 _PIECES, _LEAST_BYTES = 8, 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What the two ends of a message have to agree about, as one of them has it.
+    """The facts of one end of a message that must be equal at the other end.
 
     Args:
         numel, dtype: of the tensor.
-        plan: how it travels; of a Plan the gather half and chunk_bytes.
-        shape: need not be alike, and is named where something else is not.
+        plan: a Plan, of which the gather half and chunk_bytes must be equal, or the reason for full precision.
+        shape: may differ; an error about another fact names it.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +59,7 @@ class Ends:
     plan: Plan | FullPrecision
 
     def text(self) -> str:
-        """In words (ASCII), at most as many as a header takes."""
+        """Return the facts in words (ASCII) that fit a header."""
         if isinstance(self.plan, Plan):
             how = f"in {_described(self.plan.gather)}, chunks of {self.plan.chunk_bytes} bytes, wire {WIRE_VERSION}"
         else:
@@ -69,24 +70,24 @@ class Ends:
 
 @lru_cache(1024)
 def header(ends: Ends) -> bytes:
-    """HEADER_BYTES of them: a digest of what has to be alike, and the text."""
+    """Return HEADER_BYTES bytes: the digest of the facts, and their text."""
     how = (WIRE_VERSION, ends.plan.gather, ends.plan.chunk_bytes) if isinstance(ends.plan, Plan) else None
     digest = hashlib.sha256(repr((ends.numel, ends.dtype, how)).encode()).digest()
     return (digest[:_DIGEST_BYTES] + ends.text().encode()).ljust(HEADER_BYTES, b"\0")
 
 
 class Message:
-    """One end of a message, posted and then waited for. Nothing else may touch the tensor meanwhile.
+    """One end of a message: post it, then wait for it. Nothing else may touch the tensor between.
 
     Args:
-        tensor: 1-D and contiguous; what a receiver gets is written into it.
-        ends: what this end takes the message for.
-        outgoing: this rank sends.
-        peer: the other end's rank in the group; None, of a receiver: whoever sends first, whose rank is left here.
-        tag: the caller's, the same at both ends.
-        headed: it has a header.
-        key: of its random numbers, where the sender rounds stochastically.
-        meter: is told what the sender loses.
+        tensor: 1-D and contiguous; a receiver writes into it.
+        ends: the facts of this end.
+        outgoing: True if this rank sends.
+        peer: the other end's rank in the group. None, for a receiver: any sender; holds its rank afterwards.
+        tag: the caller's, equal at both ends.
+        headed: True if the message has a header.
+        key: of the random numbers, if the sender rounds stochastically.
+        meter: measures the sender's error.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Message:
         self._buffer: Tensor | None = None
 
     def post(self, pool: BufferPool, issue: Callable[[Post, Label], Pending] | None = None) -> None:
-        """Put it on the wire, or say that it may come. issue: posts a piece; None: at once."""
+        """Post the sends or receives. issue: posts a piece; None: transport.post."""
         issue = issue or transport.post
         if self.headed:
             device = self._tensor.device
@@ -125,11 +126,11 @@ class Message:
             self._pieces_pending = [issue(piece, self.label) for piece in self._pieces(pool)]
 
     def finish(self, pool: BufferPool) -> None:
-        """Wait for all of it; a receiver has the tensor then.
+        """Wait for all pieces. A receiver has the tensor afterwards.
 
         Raises:
-            MismatchError: the other end has another number of elements, dtype or configuration. The receiver knows as
-                soon as it has the header, the sender when it has waited in vain.
+            MismatchError: the other end has another number of elements, dtype or configuration. The receiver raises it
+                after the header, the sender after its wait has failed.
             CollectiveError: the other end failed or the group's timeout passed.
         """
         if self.outgoing:
@@ -166,7 +167,7 @@ class Message:
                 rows.decode(payload.view(1, -1), elements.view(1, -1), self._ends.plan.gather)
 
     def _pieces(self, pool: BufferPool) -> Iterator[Post]:
-        """In order; a chunk that is sent is encoded when its turn comes, while the ones before it are on the wire."""
+        """Yield the pieces in order. The sender encodes a chunk while the chunks before it are on the wire."""
         numel, plan = self._tensor.numel(), self._ends.plan
         if not numel:
             return
@@ -193,7 +194,7 @@ class Message:
             yield self._piece(payload, f"chunk {i + 1} of {chunks.count}", self._digest)
 
     def _piece(self, part: Tensor, what: str, digest: bytes | None) -> Post:
-        """digest: as transport.between_two."""
+        """Return one piece. digest: as for transport.between_two."""
         where = "anybody" if self.peer is None else f"rank {self.peer}"
         doing = f"sending {what} to {where}" if self.outgoing else f"receiving {what} from {where}"
         tag = transport.between_two(self._tag, digest) if self.label.by_messages(part.device) else self._tag
@@ -214,9 +215,9 @@ class Message:
 
 
 def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Iterator[Stage]:
-    """Post the messages, yield, wait for them. Several, where the backend takes them together, are one launch.
+    """Post the messages, yield, and wait for them. A backend that batches sends and receives launches them as one.
 
-    pool: those of the stream that this runs on.
+    pool: returns the buffers of the current stream.
     """
     buffers = pool()
     if len(messages) == 1:
@@ -232,12 +233,12 @@ def exchange(messages: Sequence[Message], pool: Callable[[], BufferPool]) -> Ite
 
 
 def _refusal(sender: int, receiver: int) -> str:
-    """The key in the group's store of what a receiver has said about a message."""
+    """Return the key in the group's store of a receiver's sentence about a message."""
     return f"refused/{sender}/{receiver}"
 
 
 def _printable(text: str) -> str:
-    """The words of a peer, which are shown and nothing else: ASCII, and no control characters."""
+    """Return a peer's text for display: ASCII without control characters."""
     return "".join(c if " " <= c <= "~" else "?" for c in text)
 
 

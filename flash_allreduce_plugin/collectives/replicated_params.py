@@ -1,21 +1,20 @@
-"""Gradients of parameters that every tensor-parallel rank has a copy of: layer norms, biases after a sum, embeddings.
+"""Gradients of parameters with a copy on every tensor-parallel rank: layer norms, biases after a sum, embeddings.
 
-Copies stay the same because their gradients are the same bits on all tensor-parallel ranks. In a bucket such a gradient
-shares groups with its neighbours, which are other numbers on every tensor-parallel rank, and gets other roundings: the
-copies would drift apart, step by step. A call therefore sends copies apart from its other elements:
+Copies stay equal because their gradients have the same bits on all tensor-parallel ranks. In a bucket such a gradient
+shares groups with neighbours that differ between tensor-parallel ranks, and gets different roundings: the copies would
+drift apart, step by step. A call therefore sends copies separately:
 
     bucket   | other | A: whole, large | other | b: small | C: large, cut off here |
-    A        a quantized call of its own. Its groups begin at A's first element and hold nothing else, its residual and
-             its random numbers are A's own: the result is the same wherever the other ranks have A in their buckets.
-    b, C     summed once more, in full precision, in one small all-reduce. The sum takes the place of the quantized
-             elements.
+    A        a separate quantized call. Its groups start at A's first element and hold A alone, with a residual and
+             random numbers of A: the result does not depend on A's position in the buckets of other ranks.
+    b, C     summed again, in full precision, in one small all-reduce. That sum replaces the quantized elements.
 
-A is large if the configuration quantizes a call of its size (min_bytes): the size is the same on all ranks that have a
-copy, the bucket's size is not. C is a part of a gradient. Other ranks may have the border elsewhere, so C is not
+A is large if the configuration quantizes a call of its size (min_bytes): that size is equal on all ranks that have a
+copy, the bucket's size is not. C is a part of a gradient. Other ranks may cut the gradient elsewhere, so C is not
 quantized. With `hierarchical` no copy is quantized: the sums follow the nodes of each data-parallel group.
 
-Limit: inputs that are the same in value but not in bits (kernels that add up in a random order) stay as close as their
-quantized values, as their sums in full precision would stay as close as their last bits.
+Limit: inputs of equal value and different bits (kernels that add in a random order) stay as close as their quantized
+values. In full precision they would stay as close as their last bits.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The whole gradient of a parameter that other ranks have a copy of.
+    """The whole gradient of a parameter with a copy on other ranks.
 
-    number: of the parameter, the same at every step (`number_of`).
+    number: of the parameter, equal at every step (`number_of`).
     pieces: the ranges of the call's input that hold the gradient, in the order of its elements.
     cut_alike: True if a reduce-scatter cuts the gradient at the same elements on all ranks that have a copy.
     """
@@ -69,7 +68,7 @@ _unused = itertools.count()
 
 
 def number_of(parameter: Any) -> int:
-    """The number of a parameter, or of an object that stands for one: the order in which they were first asked for."""
+    """Return the number of a parameter, or of an object that stands for one, in the order of the first requests."""
     number: int | None = _numbers.get(parameter)
     if number is None:
         number = _numbers[parameter] = next(_unused)
@@ -86,17 +85,17 @@ Sharding = frozenset[str | int]
 
 
 def sharding(mesh: Any, placements: Sequence[Any]) -> Sharding:
-    """Of a DTensor."""
+    """Return the sharding of a DTensor."""
     names = mesh.mesh_dim_names or range(mesh.ndim)
     return frozenset(name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate())
 
 
 def among(shardings: Sequence[Sharding], adapted: bool, others: Sharding = frozenset()) -> list[bool]:
-    """Which parameters of one call are copies on ranks where others of the call are split.
+    """Return for each parameter of a call if it is a copy on ranks where other parameters of the call are split.
 
-    others: dimensions over which parameters of other calls are split. Ranks may have other borders between calls.
-    Where nothing is split, the gradients and so the results are the same on those ranks anyway. Raises ConfigError
-    where they would be the same at one width only, and the width is adapted (policy.widths_follow_errors).
+    others: dimensions over which parameters of other calls are split; ranks may cut calls elsewhere. Where nothing is
+    split, gradients and results are equal on those ranks without help. Raises ConfigError where they would be equal at
+    one width only and the width is adapted (policy.widths_follow_errors).
     """
     split = others.union(*shardings)
     found = [one != split for one in shardings]
@@ -106,7 +105,7 @@ def among(shardings: Sequence[Sharding], adapted: bool, others: Sharding = froze
 
 
 def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
-    """Where `bucket`, 1-D and contiguous, has elements of `gradients`, ascending: in whole or, of a shard, in part."""
+    """Return the ascending ranges of `bucket`, 1-D and contiguous, with elements of `gradients`, whole or in part."""
     found = []
     for gradient in gradients:
         if gradient.dtype != bucket.dtype:  # not in this memory
@@ -119,9 +118,9 @@ def within(gradients: Iterable[Tensor], bucket: Tensor) -> list[Range]:
 
 
 def of(gradients: Iterable[tuple[Any, Tensor]], bucket: Tensor) -> list[Range | Copy]:
-    """Return the copies in `bucket`, 1-D and contiguous, in the order of its elements, which is that of the calls.
+    """Return the copies in `bucket`, 1-D and contiguous, in the order of its elements, which is the order of the calls.
 
-    gradients: of (parameter, gradient), in any order: Megatron's buckets hold sets.
+    gradients: (parameter, gradient) pairs in any order: Megatron's buckets hold sets.
     """
     places = [
         (place, place[1] - place[0] == gradient.numel(), parameter)
@@ -133,14 +132,14 @@ def of(gradients: Iterable[tuple[Any, Tensor]], bucket: Tensor) -> list[Range | 
 
 
 def ranges_of(copied: Copied) -> Sequence[Range]:
-    """All elements of the copies as ascending ranges."""
+    """Return all elements of the copies as ascending ranges."""
     if not any(isinstance(one, Copy) for one in copied):
         return copied  # type: ignore[return-value]
     return sorted(piece for one in copied for piece in (one.pieces if isinstance(one, Copy) else (one,)))
 
 
 def check(ranges: Sequence[Range], numel: int) -> None:
-    """ValueError where they are not ascending ranges of a tensor of `numel` elements."""
+    """Raise ValueError unless they are ascending ranges of a tensor of `numel` elements."""
     end = 0
     for first, last in ranges:
         if not end <= first < last <= numel:
@@ -152,7 +151,7 @@ def check(ranges: Sequence[Range], numel: int) -> None:
 
 
 def moved(copied: Copied, segments: Iterable[Range], cut_alike: bool = False) -> list[Range | Copy]:
-    """Where copies in a tensor are once its segments, which do not overlap, stand one after another in this order."""
+    """Return the copies of a tensor after its segments, which do not overlap, are joined in the given order."""
     placed, at = [], 0
     for first, last in segments:
         if first < last:
@@ -161,7 +160,7 @@ def moved(copied: Copied, segments: Iterable[Range], cut_alike: bool = False) ->
     placed.sort()
 
     def pieces(one: Range) -> Iterator[Range]:
-        """In the order of the elements of `one`."""
+        """Yield the moved pieces of `one`, in the order of its elements."""
         for first, last, at in placed[max(0, bisect_right(placed, (one[0] + 1,)) - 1) :]:
             if first >= one[1]:
                 break
@@ -177,7 +176,7 @@ def moved(copied: Copied, segments: Iterable[Range], cut_alike: bool = False) ->
 
 
 def between(ranges: Sequence[Range], numel: int) -> list[Range]:
-    """The ranges of `numel` elements between ascending ones."""
+    """Return the ranges of `numel` elements between ascending ranges."""
     free, start = [], 0
     for first, last in [*ranges, (numel, numel)]:
         if start < first:
@@ -191,7 +190,7 @@ def numel_of(ranges: Iterable[Range]) -> int:
 
 
 def split(ranges: Iterable[Range], sizes: Iterable[int]) -> list[list[Range]]:
-    """The pieces of the ranges in each of parts of these sizes, one after another."""
+    """Return the pieces of the ranges in each part. sizes: of the parts, one after another."""
     ends = list(itertools.accumulate(sizes))
     found: list[list[Range]] = [[] for _ in ends]
     for part, piece in _by_part(ranges, ends):
@@ -200,7 +199,7 @@ def split(ranges: Iterable[Range], sizes: Iterable[int]) -> list[list[Range]]:
 
 
 def _by_part(ranges: Iterable[Range], ends: Sequence[int]) -> Iterator[tuple[int, Range]]:
-    """The pieces of the ranges in parts that end there: (part, piece), in the order of the elements."""
+    """Yield (part, piece) of the ranges, in the order of the elements. ends: of the parts."""
     for first, last in ranges:
         part = bisect_right(ends, first)
         while first < last:
@@ -211,12 +210,12 @@ def _by_part(ranges: Iterable[Range], ends: Sequence[int]) -> Iterator[tuple[int
 
 
 def overlap(ranges: Sequence[Range], start: int, end: int) -> int:
-    """How many elements of the ranges are in start to end."""
+    """Return the number of elements of the ranges in start to end."""
     return sum(max(0, min(last, end) - max(first, start)) for first, last in ranges)
 
 
 class Exactly:
-    """Some ranges of a call's input, on their way in full precision; every rank gets all of them."""
+    """The sum in full precision of some ranges of a call's input, in flight. Every rank gets all of them."""
 
     def __init__(self, ranges: Sequence[Range], parts: Sequence[Tensor], factor: float, label: Label, site: Site):
         """ranges: ascending, of the parts one after another; parts: contiguous; factor: for the sum."""
@@ -230,13 +229,13 @@ class Exactly:
         self._pending = transport.all_reduce(self._sums, dist.ReduceOp.SUM, label)
 
     def write(self, output: Tensor, start: int = 0) -> None:
-        """Wait, and put in place what output [numel] has of the ranges: elements from `start` on of the input."""
+        """Wait, and write the ranges into output [numel], which has the input's elements from `start` on."""
         self._pending.wait()
         write(self._sums, self._ranges, output, start)
 
 
 def write(values: Tensor, ranges: Iterable[Range], output: Tensor, start: int = 0) -> None:
-    """Copy `values`, the elements of the ranges, to where output [numel] has them: elements from `start` on."""
+    """Copy `values`, the elements of the ranges, into output [numel], which has the elements from `start` on."""
     at, end = 0, start + output.numel()
     for first, last in ranges:
         begin, stop = max(first, start), min(last, end)
@@ -246,7 +245,7 @@ def write(values: Tensor, ranges: Iterable[Range], output: Tensor, start: int = 
 
 
 def cut(parts: Sequence[Tensor], ranges: Iterable[Range]) -> Iterator[Tensor]:
-    """The elements of the ranges of contiguous parts one after another, 1-D."""
+    """Yield the elements of the ranges of contiguous parts, in order, as 1-D tensors."""
     ends = list(itertools.accumulate(map(Tensor.numel, parts)))
     for part, (first, last) in _by_part(ranges, ends):
         start = ends[part] - parts[part].numel()
@@ -254,6 +253,6 @@ def cut(parts: Sequence[Tensor], ranges: Iterable[Range]) -> Iterator[Tensor]:
 
 
 def joined(pieces: Iterable[Tensor], like: Tensor) -> Tensor:
-    """1-D; of one tensor its own memory. like: has the dtype and the device, where there are no pieces."""
+    """Join the pieces into a 1-D tensor; one piece keeps its memory. like: dtype and device without any piece."""
     found = list(pieces)
     return found[0] if len(found) == 1 else torch.cat(found or [like.new_empty(0)])

@@ -1,17 +1,17 @@
-"""The elements of a call that are measured, and the quality of the call as they show it.
+"""The sample of a call's elements that is measured, and the SQNR computed from it.
 
-1. A call is cut into runs of RUN elements (of a group, if that is larger). Up to RUNS runs are measured; of a longer
-   call one run at a scattered place in each of RUNS equal stretches, the same on all ranks.
-2. The error of a run is noise / signal: sums of squares of the difference and of the exact result. It counts as at most
-   MOST. A run of zeros is left out.
+1. A call is cut into runs of RUN elements (of one group, if a group is larger). Up to RUNS runs are measured. A longer
+   call is cut into RUNS equal stretches, and one run of each is measured, at the same place on all ranks.
+2. The error of a run is noise / signal: sums of squares of the difference and of the exact result. It is at most MOST.
+   A run of zeros is skipped.
 3. All runs weigh the same: SQNR = 10 log10(number of runs / sum of their errors), in dB.
 
-A token or a channel with all the energy of a tensor is a few runs of many, and hides no others. On values of one size
-everywhere the number is 10 log10(signal / noise) of the whole tensor.
+A token or channel with most of a tensor's energy is a few runs of many, and hides no other run. For values of equal
+size the result is 10 log10(signal / noise) of the whole tensor.
 
-A measurement is a tensor [2, RUNS + 1], float64, on the CPU: signal and noise of each run. Of a sum every rank knows a
-part of both, and measurements of the ranks are added up. The last column is of runs that one rank has measured alone:
-their number and the sum of their errors.
+A measurement is a tensor [2, RUNS + 1], float64, on the CPU: signal and noise of each run. Every rank has a part of the
+signal and noise of a sum, so the measurements of the ranks are added. The last column is for runs that one rank
+measured alone: their number and the sum of their errors.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 
 RUNS = 256
 RUN = 256
-#: A sum of terms that cancel each other may have more error than energy, and must not outweigh all other runs.
+#: A sum of terms that cancel may have more error than energy, and must not outweigh all other runs.
 MOST = 10.0
 _LEAST, _GREATEST = 1e-14, 1e18
-_TURNS, _REMEMBERED = 8, 256  # places of the runs of a call; samples
+_TURNS, _REMEMBERED = 8, 256  # sets of places for the runs of a call; cached samples
 _GOLDEN = (math.sqrt(5) - 1) / 2  # its multiples, modulo 1, are spread evenly and have no period
 
 
 class Chosen(NamedTuple):
-    """Groups that are measured of a matrix [rows, groups]: the row, the group and the run of each."""
+    """The measured groups of a matrix [rows, groups]: the row, the group and the run of each."""
 
     row: Tensor
     group: Tensor
@@ -43,10 +43,10 @@ class Chosen(NamedTuple):
 
 
 class Sample:
-    """The groups of one call that are measured, by their numbers in the call."""
+    """The measured groups of one call, by their numbers in the call."""
 
     def __init__(self, groups: int, group_size: int, turn: int, most: int = RUNS) -> None:
-        """Choose `most` runs of a call of `groups` groups. turn: calls of other turns have them at other places."""
+        """Choose `most` runs of a call of `groups` groups. turn: selects their places."""
         self.group_size = group_size
         a_run = max(1, RUN // group_size)
         runs = -(-groups // a_run)
@@ -84,7 +84,7 @@ def _sample(groups: int, group_size: int, turn: int) -> Sample:
 
 
 def sample_of(groups: int, group_size: int, measured: int) -> Sample:
-    """Return the sample of a call of `groups` groups. measured: how many calls of its site have been."""
+    """Return the sample of a call of `groups` groups. measured: number of measured calls of its site so far."""
     return _sample(groups, group_size, measured % _TURNS)
 
 
@@ -94,7 +94,7 @@ def nothing() -> Tensor:
 
 
 def alone(signal: Tensor, noise: Tensor) -> Tensor:
-    """Return the measurement of one rank that knows signal and noise of its runs, of any number."""
+    """Return the measurement of one rank that has the whole signal and noise of its runs, any number of them."""
     measured = nothing()
     measured[:, -1] = _fold(signal, noise)
     return measured
@@ -112,16 +112,14 @@ def fold_all(measured: Tensor) -> list[tuple[float, float]]:
 
 
 def compare(exact: Tensor, result: Tensor) -> Tensor:
-    """Return the measurement of a result by the exact one, both 1-D, at all their runs."""
+    """Return the measurement of all runs of a result against the exact one, both 1-D."""
     signal = _by_run(exact.float())
     return alone(signal, _by_run(result.float() - exact))
 
 
 def energy(x: Tensor) -> Tensor:
     """Return the sums of squares of the rows of a float32 matrix, in float64."""
-    if x.is_cpu and len(
-        x
-    ):  # norms in float32 take a third of the time, and are enough where squares are normal numbers
+    if x.is_cpu and len(x):  # norms in float32 take a third of the time, and suffice where squares are normal numbers
         norms = torch.linalg.vector_norm(x, dim=1)
         least, greatest = norms.aminmax()
         if float(least) > _LEAST and float(greatest) < _GREATEST:

@@ -1,8 +1,14 @@
-"""The shape that a loaded state must have, checked before anything goes on from it.
+"""The shape of a loaded state, checked before the state is used.
 
-A shape is a type; a text, which is that text; the range of a number; a function that says whether a value will do;
-(one, or another); [all alike]; [each of a row]; {each by its key}; {...: all alike, but for those that are named}. int
-stands for a whole number that is not negative.
+A shape is one of
+
+    a type                  an instance of it; int: a whole number, not negative
+    a str, a range          this text; a number in this range
+    a function              a value for which it returns True
+    (shape, shape)          one of them
+    [shape]                 a list, each element of this shape
+    [shape, shape, ...]     a list of this length, one shape an element
+    {key: shape}            a dictionary with at least these keys; {...: shape}: every other key
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from typing import Any
 
 
 def misshapen(value: Any, shape: Any) -> str | None:
-    """Where a state does not have its shape ("['groups']", "" at its root); None: it has it everywhere."""
+    """Return the place at which a state has another shape ("['groups']", "" at its root), or None."""
     if isinstance(shape, tuple):
         found = [misshapen(value, one) for one in shape]
         return None if None in found else max(found, key=lambda where: len(where or ""))

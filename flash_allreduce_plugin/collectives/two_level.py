@@ -1,19 +1,20 @@
 """The quantized collectives in two levels: wide codes inside a node, narrow ones between nodes.
 
-(ZeRO++: arXiv 2306.10209, section 3.3, for nodes of any numbers of ranks.) The tensor goes in slabs, of which a rank
-has a part in its node and owns a piece in the group (policy/topology.py). Per slab:
+(ZeRO++: arXiv 2306.10209, section 3.3, extended to nodes with different numbers of ranks.) The tensor is cut into
+slabs. A rank holds a part of a slab in its node and owns a piece of it in the group (policy/topology.py). Per slab:
 
-    1 inside    every rank encodes the slab with plan.inside; each part goes to the rank of its node that has it
-    2 between   that rank sums its node's in rank order, encodes with plan.reduce; each piece goes to its owner
-    3 back      the owner sums the nodes' in node order, times factor, encodes with plan.gather -> who has it in a part
-    4 forward   those bytes, unchanged, to the other ranks of the node; all decode them
+    1 inside    every rank encodes the slab with plan.inside and sends each part to its holder in the node
+    2 between   the holder sums its node's parts in rank order, encodes with plan.reduce, sends each piece to its owner
+    3 back      the owner sums the nodes' pieces in node order, times factor, encodes with plan.gather, and sends the
+                sum to the holders of the piece, one in each node
+    4 forward   the holder sends those bytes, unchanged, to the other ranks of its node; all decode them
 
-all_reduce is all four, three roundings an element; reduce_scatter 1 and 2, where a piece is the chunk of a shard, two
-roundings; all_gather 3 and 4 with the shards in place of sums, one rounding. Which rank holds what changes nothing in
-the sums: a group has the same result in any tensor and chunk size. Between nodes goes one payload where the flat
-collectives send one for each of the node's ranks. A slab makes four exchanges, whatever the number of nodes.
+all_reduce runs all four, three roundings an element. reduce_scatter runs 1 and 2, where a piece is the chunk of a
+shard, two roundings. all_gather runs 3 and 4 with shards in place of sums, one rounding. The sums do not depend on
+holders and owners: a group has the same result in any tensor and chunk size. Between nodes one payload is sent where
+the flat collectives send one for each of the node's ranks. A slab needs four exchanges for any number of nodes.
 
-Slabs are in flight in each stage while others are in the next. Signatures and generators are those of flat.py.
+Slabs overlap: some are in each stage while others are in the next. Signatures and generators are those of flat.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from flash_allreduce_plugin.collectives.work import Stage
 from flash_allreduce_plugin.policy import Plan, topology
 from flash_allreduce_plugin.policy.topology import Nodes, Overlap, Part, Slab
 
-_INSIDE, _GATHER, _BETWEEN = 0, 1, 2  # the roundings, as random numbers know them
+_INSIDE, _GATHER, _BETWEEN = 0, 1, 2  # the roundings: indices of the streams of random numbers
 
 
 def all_reduce(
@@ -46,7 +47,7 @@ def all_reduce(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """tensor [numel], in place: the sum over the ranks times factor. Three roundings."""
+    """Replace tensor [numel] by the sum over the ranks times factor. Three roundings."""
     slabs = _slabs_of_tensor(tensor.numel(), plan)
     group_size, rank = plan.gather.group_size, label.group.rank()
     inside_key, gather_key = rows.draw_key(key, _INSIDE, rank), rows.draw_key(key, _GATHER)
@@ -91,9 +92,9 @@ def reduce_scatter(
     *,
     meter: Meter | None = None,
 ) -> Iterator[Stage]:
-    """shards [world, numel], or one 1-D tensor a rank -> output: this rank's shard of the sum times factor.
+    """Write this rank's shard of the sum times factor into output. Two roundings.
 
-    Two roundings.
+    shards: [world, numel], or one 1-D tensor a rank.
     """
     firsts, slabs = _slabs_of_shards([len(shard) for shard in shards], plan)
     group_size, rank = plan.reduce.group_size, label.group.rank()
@@ -148,8 +149,9 @@ def all_gather(
     meter: Meter | None = None,
     held: HeldWeights | None = None,
 ) -> Iterator[Stage]:
-    """input [numel] of every rank -> output [world * numel], one rounding. parts: the ranks' numels, if they differ.
+    """Gather input [numel] of every rank into output [world * numel]. One rounding.
 
+    parts: the numel of each rank, if they differ.
     held: output has the previous result, and the ranks send differences (weight_differences.py).
     """
     world, rank = label.group.size(), label.group.rank()
@@ -194,9 +196,9 @@ def all_gather(
 
 
 def sent_bytes(collective: str, sizes: int | Sequence[int], plan: Plan, rank: int) -> tuple[int, int]:
-    """Bytes that a rank puts on the wire for a call, and those of them that go to another node.
+    """Return the bytes that a rank sends for a call, and the part of them that it sends to other nodes.
 
-    sizes: elements of the tensor of all_reduce; of every rank's shard in the other two.
+    sizes: elements of the tensor for all_reduce; of each rank's shard for the other two.
     """
     assert plan.inside is not None and plan.nodes is not None
     slabs = _slabs_of_tensor(sizes, plan) if isinstance(sizes, int) else _slabs_of_shards(sizes, plan)[1]
@@ -224,7 +226,7 @@ def _length(part: Part) -> int:
 
 
 def _multiple(plan: Plan) -> int:
-    """Of groups: where slabs and parts begin."""
+    """Return the number of groups that divides the start of every slab and part."""
     assert plan.inside is not None
     return whole_groups(plan.inside, plan.reduce, plan.gather)
 
@@ -236,7 +238,7 @@ def _slabs_of_tensor(numel: int, plan: Plan) -> tuple[Slab, ...]:
 
 
 def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], tuple[Slab, ...]]:
-    """First groups of the slabs' chunks, counted from the first of a shard; the slabs."""
+    """Return the first group of each slab's chunk, counted from the start of a shard, and the slabs."""
     assert plan.nodes is not None
     groups = tuple(map(plan.reduce.groups, sizes))
     of_all = plan.chunk_bytes // plan.widest.record_bytes
@@ -246,27 +248,27 @@ def _slabs_of_shards(sizes: Sequence[int], plan: Plan) -> tuple[tuple[int, ...],
 
 
 def _lag(count: int, exchanges: int) -> int:
-    """By how many slabs a stage is behind the one before it: so many are in flight in each."""
+    """Return the number of slabs in flight in each stage: a stage is so many slabs behind the one before."""
     return -(-count // exchanges)
 
 
 class _Ring:
-    """`count` buffers of `rows` rows of at most `size` bytes, used in turn."""
+    """`count` buffers of `rows` rows of at most `size` bytes, used cyclically."""
 
     def __init__(self, pool: BufferPool, count: int, rows: int, size: int) -> None:
         self._count, self._rows, self._row = count, rows, aligned(size)
         self.buffer = pool.take(count * rows * self._row)
 
     def __call__(self, i: int, size: int) -> Tensor:
-        """[rows, size]"""
+        """Return buffer i, [rows, size]."""
         start = i % self._count * self._rows * self._row
         return self.buffer[start : start + self._rows * self._row].view(self._rows, self._row)[:, :size]
 
 
 class _Stages:
-    """The exchanges of a call's slabs, as one rank takes part in them, and their buffers.
+    """One rank's exchanges of a call's slabs, and their buffers.
 
-    Each one but the first waits for the one before it, of the same slab.
+    Each exchange but the first waits for the exchange of the same slab before it.
     """
 
     def __init__(
@@ -280,7 +282,7 @@ class _Stages:
         ring: int,
         meter: Meter | None = None,
     ) -> None:
-        """lag: slabs in flight in each stage; ring: in all stages together."""
+        """lag: slabs in flight in each stage. ring: slabs in flight in all stages."""
         assert plan.inside is not None and plan.nodes is not None
         self.nodes: Nodes = plan.nodes
         self.wide: Format = plan.inside
@@ -298,10 +300,10 @@ class _Stages:
         self._pending: dict[int, Pending] = {}
 
     def run(self, *stages: Callable[[int], None], write: Callable[[int], None] | None = None) -> Iterator[Stage]:
-        """Every stage of every slab; yields once, when the first slabs are on the wire.
+        """Run every stage of every slab. Yields once, when the first slabs are on the wire.
 
-        Of the stages of one turn the last comes first: it sets free the buffers that the others take.
-        write: what the last exchange brings.
+        Within a turn the last stage runs first: it frees the buffers that the other stages take.
+        write: stores the output of the last exchange.
         """
         count = len(self._slabs)
 
@@ -322,21 +324,21 @@ class _Stages:
         self._pool.give(*(ring.buffer for ring in (self._whole, self._inbox, self._sums, self._arrived)))
 
     def whole(self, i: int, codec: Format) -> Tensor:
-        """The slab's payload [bytes]: what is sent inside, later what comes back."""
+        """Return the slab's payload [bytes]: sent inside the node, later the sums."""
         return self._whole(i, self._slabs[i].groups * codec.record_bytes)[0]
 
     def part(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
-        """What a rank of the node has of it; under plan.gather by default."""
+        """Return the part of the slab that a rank of the node holds; in plan.gather by default."""
         return self._cut(i, self._slabs[i].part(rank), codec or self._plan.gather)
 
     def own(self, i: int, rank: int, codec: Format | None = None) -> Tensor:
-        """The piece of a rank; under plan.gather by default."""
+        """Return the piece that a rank owns; in plan.gather by default."""
         return self._cut(i, self._slabs[i].own(rank), codec or self._plan.gather)
 
     def by_place(self, i: int, codec: Format) -> list[Tensor]:
-        """The pieces of a call whose shards are alike, of each place in a node [nodes, bytes]: what its ranks own.
+        """Return the pieces [nodes, bytes] of the ranks at each place in a node, for a call with equal shards.
 
-        Nothing where nodes differ, or are not of neighbouring ranks.
+        Empty if nodes have different sizes, or ranks that are not neighbours.
         """
         places = self._slabs[i].order.regular
         if not places:
@@ -345,7 +347,7 @@ class _Stages:
         return list(self.whole(i, codec).view(places, len(self.nodes), -1)[:, :, :real].unbind(0))
 
     def arrived(self, i: int) -> Tensor:
-        """The sums of every node, of the piece that this rank owns [nodes, bytes]."""
+        """Return every node's sums of the piece that this rank owns, [nodes, bytes]."""
         self.wait(i)
         return self._outbox(i)
 
@@ -394,7 +396,7 @@ class _Stages:
         self._exchange(i, received, sent, "gathering inside the node")
 
     def _runs(self, slab: Slab, owners: Sequence[Overlap]) -> list[tuple[int, Part]]:
-        """What goes to them, joined where one kernel does for two: the number of the first group in the call, part."""
+        """Return (number of the first group in the call, part) for the owners, joined where one kernel can do two."""
         runs: list[tuple[int, Part]] = []
         numbered = self._plan.reduce.stochastic or self._meter is not None
         for _, owner, (first, last) in owners:

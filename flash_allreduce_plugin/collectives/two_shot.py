@@ -1,9 +1,9 @@
 """All-reduce in one kernel over torch's symmetric memory: small calls of ranks that reach each other's memory.
 
-csrc/cuda/two_shot.h draws the kernel. Its results have the bits of flat.all_reduce. This file decides which calls take
-it and makes the workspaces, one a group and device, at the first call that may use one. Every other call takes
-flat.all_reduce, and `counts` says why. The ranks decide alike: they gather what only one of them can know when the
-workspace is made.
+csrc/cuda/two_shot.h draws the kernel. Its results have the bits of flat.all_reduce. This file decides which calls use
+the kernel, and creates one workspace a group and device at the first call that may use it. Every other call runs
+flat.all_reduce, and `counts` has the reason. All ranks decide the same: they gather the facts of each rank when the
+workspace is created.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LIMIT, ONE_SHOT, NVLS = environment.TWO_SHOT_BYTES, environment.ONE_SHOT_BYTES, 
 AUTO = "auto"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 MULTICAST_OFF = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-# Of the group's timeout: a kernel that gives up reports which peer is missing before NCCL ends the process.
+# Share of the group's timeout: the kernel reports the missing peer before NCCL ends the process.
 PATIENCE = 0.9
 
-# csrc/cuda/two_shot.h; tests/collectives/test_two_shot.py holds the two together.
+# As in csrc/cuda/two_shot.h; tests/collectives/test_two_shot.py compares the two.
 MOST_RANKS = 8
 MOST_BLOCKS = 64
 HEADER_BYTES = 4096
@@ -46,7 +46,7 @@ _LARGEST = Format(8, 32, spikes=True)  # records of an element
 
 
 class Limits(NamedTuple):
-    """Bytes of the largest tensor that goes in one shot, and of the largest that takes the kernel at all."""
+    """Bytes of the largest tensor for one shot, and of the largest tensor for the kernel."""
 
     one_shot: int
     fused: int
@@ -56,7 +56,7 @@ def _by_ranks(one_shot_kib: Sequence[int], fused_kib: int) -> dict[int, Limits]:
     return {ranks: Limits(kib << 10, fused_kib << 10) for ranks, kib in enumerate(one_shot_kib, 2)}
 
 
-#: What `auto` stands for with 2, 3, ... 8 ranks: an unmeasured estimate (lab/planning/fused_estimate.py).
+#: The values of `auto` for 2, 3, ... 8 ranks: an unmeasured estimate (lab/planning/fused_estimate.py).
 NVLINK = _by_ranks((512, 256, 256, 128, 128, 128, 128), fused_kib=4096)
 PCIE = _by_ranks((256, 128, 128, 128, 128, 128, 128), fused_kib=1024)
 _MOST = max(*NVLINK.values(), *PCIE.values(), key=lambda limits: limits.fused)
@@ -77,7 +77,7 @@ NO_ACCESS = "no peer access"
 NO_MEMORY = "no symmetric memory on a rank"
 NO_RENDEZVOUS = "no rendezvous in symmetric memory"
 
-#: All-reduces of CUDA tensors that were quantized: TWO_SHOT, or why not.
+#: Quantized all-reduces of CUDA tensors, by TWO_SHOT or the reason against it.
 counts: Counter[str] = Counter()
 
 _SETTING_UP = "setting up symmetric memory"
@@ -89,9 +89,9 @@ _workspaces: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Workspace |
 def refusal(
     nbytes: int, plan: Plan, world_size: int, limit: int, *, feedback: bool = False, measured: bool = False
 ) -> str | None:
-    """Why a call does not take the two-shot kernel, or None; whether its group has a workspace is another question.
+    """Return why a call cannot use the two-shot kernel, or None. The group may still lack a workspace.
 
-    nbytes: of the tensor. measured: from payloads, which the kernel keeps to itself.
+    nbytes: of the tensor. measured: the call's error is measured from its payloads, which the kernel does not return.
     """
     if limit == 0:
         return OFF
@@ -107,7 +107,7 @@ def refusal(
 
 
 def limits_of_environment(auto: Limits = _MOST) -> Limits:
-    """What the two variables say; auto: what that word stands for, by default the most. Raises ConfigError."""
+    """Return the limits of the two variables. auto: the value of that word. Raises ConfigError."""
     return Limits(_limit(ONE_SHOT, AUTO, auto.one_shot), _limit(LIMIT, "0", auto.fused))
 
 
@@ -121,7 +121,7 @@ def _limit(variable: str, default: str, auto: int) -> int:
 
 
 def half_bytes(numel: int, world_size: int, one_shot: bool, reduce: Format, gather: Format) -> int:
-    """The bytes that a call uses of one half of a workspace."""
+    """Return the bytes that a call uses of one half of a workspace."""
     pieces, width = -(-numel // _PIECE_ELEMENTS), 1 if one_shot else world_size
     return -(-pieces // width) * (world_size * _piece_bytes(reduce) + width * _piece_bytes(gather))
 
@@ -131,16 +131,16 @@ def _piece_bytes(wire: Format) -> int:
 
 
 def workspace_bytes(limits: Limits, world_size: int) -> int:
-    """The size of a workspace for every tensor within the limits, whatever the configuration."""
+    """Return the size of a workspace for every tensor within the limits and every configuration."""
     largest = (limits.fused, False), (min(limits), True)
     return HEADER_BYTES + 2 * max(half_bytes(n // 2, world_size, one, _LARGEST, _LARGEST) for n, one in largest)
 
 
 def blocks_of(processors: Sequence[int]) -> int:
-    """The most blocks of a call, of GPUs with so many multiprocessors, each of which holds one.
+    """Return the most blocks of a call, one a multiprocessor. processors: multiprocessors of each rank's GPU.
 
-    A block waits for its peers', and so do the kernels of other groups and NCCL's on other streams. On a third of the
-    GPU three of them are resident together: none waits for one that has found no place.
+    A block waits for the blocks of its peers; kernels of other groups and of NCCL wait in the same way. Each takes a
+    third of the GPU, so that three are resident together and none waits for one that cannot start.
     """
     return max(1, min(MOST_BLOCKS, min(processors) // 3))
 
@@ -155,13 +155,13 @@ def all_reduce(
     feedback: bool = False,
     measured: bool = False,
 ) -> bool:
-    """tensor [numel] on a GPU, contiguous, in place: as flat.all_reduce, in the order of the current stream.
+    """All-reduce tensor [numel], contiguous, on a GPU, in place, as flat.all_reduce does, on the current stream.
 
-    Returns False, the tensor untouched, if the call is to take flat.all_reduce. Kernels of a group's workspace must not
+    Returns False, with the tensor untouched, if the caller must run flat.all_reduce. Kernels of one workspace must not
     overlap: calls from several streams are ordered here, replayed graphs by their user.
 
     Raises:
-        CollectiveError: a peer did not come within the group's timeout, in an earlier call; that call's result is NaN.
+        CollectiveError: a peer was missing at the group's timeout, in an earlier call. The result of that call is NaN.
         MismatchError: the ranks have different limits.
     """
     most = limits_of_environment().fused
@@ -199,12 +199,12 @@ def all_reduce(
 
 
 def draw_keys(key: int, rank: int) -> tuple[int, int]:
-    """For stochastic rounding, of both halves, as flat.all_reduce has them."""
+    """Return the keys of stochastic rounding for both halves, as flat.all_reduce draws them."""
     return rows.draw_key(key, 0, rank), rows.draw_key(key, 1)
 
 
 class MissingPeer:
-    """The report word of a kernel, decoded: which peer did not come, to which half, and which block waited."""
+    """The report word of a kernel, decoded: the missing peer, the half, and the block that waited."""
 
     def __init__(self, word: int) -> None:
         self.peer, self.block = word >> 8 & 0xFF, word >> 16 & 0xFF
@@ -215,38 +215,38 @@ class Workspace:
     """This rank's part of a group's symmetric memory and, after the rendezvous, the addresses of all parts."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, ranks: Sequence[dict[str, Any]]) -> None:
-        """ranks: what each says of itself (_describe)."""
+        """ranks: the facts of each rank (_describe)."""
         self.rank = group.rank()
         self.device = device
-        #: pieces of one owner after those of another: two_shot.h
+        #: True if the pieces of one owner follow those of another: two_shot.h
         self.staged = not on_nvlink(ranks)
         self.auto = (PCIE if self.staged else NVLINK)[len(ranks)]
         self.nbytes = workspace_bytes(limits_of_environment(self.auto), len(ranks))
         self.blocks = blocks_of([rank["processors"] for rank in ranks])
         self.timeout_ms = timeout_ms(group, device)
         self.addresses: list[int] = []
-        #: of all workspaces at once; 0: it is not used
+        #: multicast address of all workspaces; 0: not used
         self.multicast = 0
 
     def allocate(self) -> None:
-        """What a rank does alone. Raises RuntimeError, or ImportError where torch has no symmetric memory."""
+        """Allocate this rank's part, without the others. Raises RuntimeError; ImportError without symmetric memory."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         with torch.cuda.device(self.device), torch.inference_mode(False):
             self.stream = torch.cuda.current_stream()
-            # An allocation of its own: in the pool of torch's empty() ranks may get different places (pytorch 198024).
+            # A separate allocation: in the pool of torch's empty() ranks may get different offsets (pytorch 198024).
             self._memory = _SymmetricMemory.empty_strided_p2p((self.nbytes,), (1,), torch.uint8, self.device)
-            # Before anybody knows the address: torch leaves the memory as it was.
+            # Before any peer has the address: torch does not clear the memory.
             self._memory[:HEADER_BYTES].zero_()
             torch.cuda.synchronize()
             self._report = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            # CUDA loads a kernel at its first launch, which may wait for what runs: a kernel that waits for this rank.
+            # CUDA loads a kernel at its first launch. The load may wait for a running kernel that waits for this rank.
             _op.load_two_shot(self._memory)
         self.report_address = int(_op.device_address(self._report))
         self._word = ctypes.c_uint32.from_address(self._report.data_ptr())
 
     def rendezvous(self, group: dist.ProcessGroup) -> None:
-        """Collective, once every rank has its part. Raises RuntimeError."""
+        """Exchange the addresses, after every rank has its part; collective. Raises RuntimeError."""
         from torch.distributed._symmetric_memory import rendezvous
 
         wanted = environment.is_on(NVLS) and torch.cuda.get_device_capability(self.device) >= (9, 0)
@@ -258,7 +258,7 @@ class Workspace:
             raise RuntimeError("a peer's memory has no address here")
 
     def check(self, label: Label) -> None:
-        """Raises CollectiveError if a call has failed, as far as the host knows: it does not wait for the GPU."""
+        """Raise CollectiveError if the host has the report of a failed call. Does not wait for the GPU."""
         word = self._word.value
         if word:
             missing = MissingPeer(word)
@@ -271,7 +271,7 @@ class Workspace:
             )
 
     def order(self) -> None:
-        """Behind the calls of other streams. A captured stream is ordered by the user of its graph."""
+        """Order the current stream behind the calls of other streams. A graph's user orders the captured stream."""
         if torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(self.device)
@@ -281,7 +281,7 @@ class Workspace:
 
 
 def _workspace(label: Label, device: torch.device) -> Workspace | str:
-    """The group's workspace, made at the first call; or why it has none, the same on all ranks."""
+    """Return the group's workspace, created at the first call, or the reason against it: the same on all ranks."""
     of_group = _workspaces.setdefault(label.group, {})
     workspace = of_group.get(device)
     if workspace is None:
@@ -304,11 +304,11 @@ def _set_up(label: Label, device: torch.device) -> Workspace | str:
 
 
 def _all_succeed(step: Callable[[], None], label: Label, device: torch.device) -> bool:
-    """Run the step on every rank of the group and tell each other: nobody goes on to wait for a rank that failed."""
+    """Run the step on every rank and exchange the outcome, so that no rank waits for one that failed."""
     failure = ""
     try:
         step()
-    except Exception as error:  # whatever it is: the others wait for the answer
+    except Exception as error:  # any exception: the others wait for the outcome
         failure = f"{type(error).__name__}: {error}"[:200]
     everyone = messages.gather_json({"failure": failure}, label, _SETTING_UP, device)
     failures = [f"rank {rank}: {said['failure']}" for rank, said in enumerate(everyone) if said["failure"]]
@@ -318,9 +318,9 @@ def _all_succeed(step: Callable[[], None], label: Label, device: torch.device) -
 
 
 def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
-    """Why a group has no workspace, from what each rank says of itself (_describe); None: it may have one.
+    """Return why a group has no workspace, from the facts of each rank (_describe), or None.
 
-    Raises MismatchError where their limits differ.
+    Raises MismatchError if the limits of the ranks differ.
     """
     limits = [rank["limits"] for rank in ranks]
     if any(one != limits[0] for one in limits):
@@ -339,14 +339,14 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
 
 
 def on_nvlink(ranks: Sequence[dict[str, Any]]) -> bool:
-    """Whether NVLink connects every GPU of the group with every other, from what each rank says of itself."""
+    """True if NVLink connects every GPU of the group with every other, from the facts of each rank."""
     return all(ours["uuid"] == other["uuid"] or other["uuid"] in ours["linked"] for ours in ranks for other in ranks)
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """The facts about this rank that the others need.
+    """Return the facts about this rank that the others need.
 
-    linked, blocked: of the GPUs seen here those that this one has NVLink to, and those that it has no access to.
+    linked, blocked: the visible GPUs that this one has an NVLink to, and those that it cannot access.
     """
     properties = torch.cuda.get_device_properties(device)
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
@@ -370,7 +370,7 @@ def _uuid(index: int) -> str:
 
 
 def _links(index: int) -> list[int]:
-    """How many NVLinks GPU `index` has to each GPU that is seen here; empty where torch cannot tell."""
+    """Return the number of NVLinks from GPU `index` to each visible GPU; empty if torch cannot detect them."""
     try:
         from torch._C._autograd import DeviceType
         from torch._C._distributed_c10d import _detect_dma_connectivity  # type: ignore[attr-defined]
@@ -382,7 +382,7 @@ def _links(index: int) -> list[int]:
 
 
 def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How long a kernel waits for a peer: PATIENCE of the group's timeout; torch's default where it does not say."""
+    """Return how long a kernel waits for a peer: PATIENCE of the group's timeout, or of torch's default timeout."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     whole = timeout if isinstance(timeout, timedelta) else timedelta(minutes=10)
@@ -391,9 +391,9 @@ def timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 @contextmanager
 def _multicast(wanted: bool) -> Iterator[None]:
-    """Whether torch's rendezvous maps a multicast address, at which it fails on some machines.
+    """Set whether torch's rendezvous maps a multicast address, which fails on some machines.
 
-    torch reads the variable at every rendezvous (CUDASymmetricMemoryUtils.cpp); what is set already stays.
+    torch reads the variable at every rendezvous (CUDASymmetricMemoryUtils.cpp). A value of the user's stays.
     """
     if wanted:
         yield
@@ -408,5 +408,5 @@ def _multicast(wanted: bool) -> Iterator[None]:
 
 
 if ops.unavailable is None and hasattr(_op, "two_shot_all_reduce"):
-    # It returns nothing and allocates nothing: a fake has nothing to make.
+    # The op returns nothing and allocates nothing, so its fake has nothing to create.
     torch.library.register_fake("flash_allreduce::two_shot_all_reduce", lambda *_: None)

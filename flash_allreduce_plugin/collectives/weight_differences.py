@@ -1,16 +1,16 @@
-"""Weights that every rank keeps, gathered by their differences (SDP4Bit: arXiv 2410.15526, section 3.1).
+"""All-gather of weights by their differences (SDP4Bit: arXiv 2410.15526, section 3.1).
 
-The owner of a shard has its exact values, the master; all ranks hold the same rounded weights.
+The owner of a shard has its exact values, the master. All ranks hold the same rounded weights.
 
     owner       payload = encode(master - held)
     every rank  held = held + decode(payload), in float32, rounded to the dtype of the weights
 
-What a gather loses is part of the next difference: errors do not add up. Every rank, the owner too, adds the same bytes
-to the same weights, so that all hold the same bits. A difference of zero adds zero.
+The error of a gather is part of the next difference, so errors do not add up. Every rank, the owner too, adds the same
+bytes to the same weights, so all hold the same bits. A difference of zero adds zero.
 
-That holds as long as nobody else writes to the weights (a checkpoint, averaged weights, a merged adapter, a step that
-one rank lost). `HeldWeights` notices: a sum over the weights' bits, left by the last gather, is compared before the
-next one, on all ranks. Where it is another one the whole values travel, once.
+Other code may write to the weights: a checkpoint, averaged weights, a merged adapter, a step that one rank lost. So all
+ranks keep a sum over the weights' bits after a gather (`HeldWeights`) and compare it before the next one. If it has
+changed, the next gather sends whole values, once.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from flash_allreduce_plugin.collectives.transport import Label
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters
 
-# Why whole values travel: keys of counters.
+# Reasons to send whole values: keys of counters.
 FIRST = "first gather of parameters"
 CHANGED = "parameters changed"
 
 _ROW = 64  # words that are summed before they are multiplied
 _LAYOUT = "<QB"
-# Of its weights a rank knows nothing; they are as the last gather left them; they are not.
+# The state of a rank's weights: not known; unchanged since the last gather; changed.
 _NONE, _SAME, _OTHER = range(3)
 
 
 class HeldWeights:
-    """What is known of the weights of one buffer that is gathered by differences.
+    """The state of the weights of one buffer that is gathered by differences.
 
-    Its owner keeps one for each buffer from gather to gather. It holds 8 bytes and no weights.
+    The buffer's owner keeps one from gather to gather. It holds 8 bytes and no weights.
     """
 
     __slots__ = ("_asked", "_finite", "digest")
 
     def __init__(self) -> None:
-        #: of the weights as the last gather left them: 63 bits; None: they are not known
+        #: digest of the weights after the last gather, 63 bits; None: not known
         self.digest: int | None = None
         self._asked = False
         self._finite: list[Tensor] = []
 
     def agree(self, weights: Tensor, label: Label) -> str | None:
-        """None if all ranks hold the same weights and nobody has changed them; else why whole values have to travel.
+        """Return None if the weights are equal and unchanged on all ranks, else the reason to send whole values.
 
-        All ranks ask, and get the same answer.
-        Raises CollectiveError if a peer failed or the group's timeout passed.
+        Collective: all ranks get the same answer. Raises CollectiveError if a peer failed or the group's timeout
+        passed.
         """
         self._asked = True
         digest = digest_of(weights)
@@ -74,16 +74,16 @@ class HeldWeights:
         return FIRST if any(struct.unpack(_LAYOUT, told)[1] == _NONE for told in ranks) else CHANGED
 
     def gathered(self, weights: Tensor) -> None:
-        """A gather is done, by differences or whole: weights [numel] are what all ranks hold. Waits for a GPU."""
+        """Note weights [numel], equal on all ranks after a gather of differences or whole values. Waits for a GPU."""
         if self._asked:
             self.digest, self._asked = digest_of(weights), False
-        else:  # a gather in full precision by itself, as in a warm-up: the next one that is quantized will ask
+        else:  # a gather in full precision, as in a warm-up: the next quantized one asks all ranks
             self.digest = None
 
     def encode(self, master: Tensor, held: Tensor, payload: Tensor, wire: Format, draw: Draw) -> None:
-        """master, held [1, numel] -> payload [1, bytes] of their difference.
+        """Encode master - held, both [1, numel], into payload [1, bytes].
 
-        A difference that is not finite would be there for ever: the next gather is of whole values.
+        A difference that is not finite would stay in the weights: the next gather then sends whole values.
         """
         finite = rows.encode_difference(master, held, payload, wire, draw)
         if finite.is_cuda or not finite:
@@ -91,9 +91,9 @@ class HeldWeights:
 
 
 def digest_of(weights: Tensor) -> int:
-    """A sum over the bits of the weights, in row-major order: 63 bits, the same for the same bits.
+    """Return a sum over the bits of the weights, in row-major order: 63 bits, equal for equal bits.
 
-    Another value anywhere is another sum, and so are values that changed places, but among 512 neighbouring bytes.
+    A changed value changes the sum. So do values that changed places, unless they stay within 512 bytes.
     """
     bits = rows.flat(weights).view(torch.uint8)
     if bits.storage_offset() % 8:
@@ -111,16 +111,16 @@ def digest_of(weights: Tensor) -> int:
 
 
 class Exact:
-    """Ranges of weights whose values travel beside the differences: of parameters that other ranks have copies of.
+    """Ranges of weights that are sent as values: those of parameters with copies on other ranks.
 
-    Copies stay copies because they get the same bits; differences are rounded beside neighbours that are others on
-    every tensor-parallel rank (replicated_params.py).
+    Copies stay equal because they get the same bits. The rounding of a difference depends on its neighbours, which
+    differ between tensor-parallel ranks (replicated_params.py).
     """
 
     def __init__(
         self, ranges: Sequence[Range], weights: Tensor, master: Tensor, sizes: Sequence[int], label: Label, site: Site
     ) -> None:
-        """ranges: ascending, of weights [numel]; master: this rank's part, sizes: elements of every rank's."""
+        """ranges: ascending, of weights [numel]. master: this rank's part. sizes: elements of each rank's part."""
         rank = label.group.rank()
         starts = list(accumulate(sizes, initial=0))
         counts = [
@@ -133,13 +133,13 @@ class Exact:
         ]
         sent = torch.cat([*mine, master[:0]]).to(weights.dtype)
         self._ranges, self._values = ranges, weights.new_empty(sum(counts))
-        # The gather's own call counts the bytes that it takes the place of.
+        # The call of the gather counts the bytes that it replaces.
         bytes_ = counts[rank] * (len(sizes) - 1) * weights.element_size()
         counters.record_full_precision(site, replicated_params.REASON, bytes_, instead_of=0)
         self._pending = transport.all_gather(self._values, sent, label, "gathering copies exactly", counts)
 
     def write(self, weights: Tensor) -> None:
-        """Wait, and put the values in their places."""
+        """Wait, and write the values into the weights."""
         self._pending.wait()
         at = 0
         for first, last in self._ranges:

@@ -1,9 +1,9 @@
-"""Buffers of a group that are symmetric windows of NCCL, which copy engines can serve: opt-in, not yet run on a GPU.
+"""Buffers of a group in symmetric windows of NCCL, for its copy engines: opt-in, not yet run on a GPU.
 
-NCCL >= 2.28 moves an all-to-all or all-gather without a kernel if the group has NCCL_CTA_POLICY_ZERO and the buffers
-are windows: memory from NCCL's allocator, registered at all ranks (pytorch/pytorch#188697). Registering is itself a
-collective: every rank has to allocate the same sizes in the same order. So only buffers whose size is the same on all
-ranks come from here, their sizes are powers of two, and none is given back.
+NCCL >= 2.28 runs an all-to-all or all-gather without a kernel if the group has NCCL_CTA_POLICY_ZERO and the buffers are
+windows: memory from NCCL's allocator, registered on all ranks (pytorch/pytorch#188697). A registration is a collective:
+every rank has to allocate the same sizes in the same order. So only buffers of equal size on all ranks come from here,
+their sizes are powers of two, and none is freed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import Tensor
 
 from flash_allreduce_plugin import environment
 
-_LEAST = 2 << 20  # what torch's allocator asks the driver for at least
+_LEAST = 2 << 20  # bytes: the least that torch's allocator requests from the driver
 
 Allocate = Callable[[int], Tensor]
 """nbytes -> a 1-D uint8 tensor of that many or more."""
 
 
 def wanted() -> bool:
-    """Whether FLASH_ALLREDUCE_NCCL_WINDOWS is on: the same on all ranks, as groups.agree has compared."""
+    """True if FLASH_ALLREDUCE_NCCL_WINDOWS is on. groups.agree has compared it on all ranks."""
     return environment.is_on(environment.NCCL_WINDOWS)
 
 
 def open(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
-    """Allocates windows of the group; every rank calls it. None, with a warning, where torch cannot register any."""
+    """Return an allocator of the group's windows; collective. None, with a warning, if torch cannot register any."""
     backend: Any = group._get_backend(device)
     if not (hasattr(backend, "register_mem_pool") and hasattr(backend, "mem_allocator")):
         warnings.warn(
@@ -40,7 +40,7 @@ def open(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
             stacklevel=2,
         )
         return None
-    # Registering needs a communicator, and all ranks in the same state of it.
+    # A registration needs a communicator, in the same state on all ranks.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     dist.barrier(group)
     pool = torch.cuda.MemPool(backend.mem_allocator)

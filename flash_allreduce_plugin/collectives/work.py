@@ -1,15 +1,15 @@
-"""The handle of a call in flight, and the thread that brings it on.
+"""The handle of a call in flight, and the thread in which it progresses.
 
-A call has three stages (Stage), each of which runs once, in this order:
+A call has three stages (Stage), which run once each, in this order:
 
     START                PROGRESS                           FINISH
     encode,              receive, sum, send, write the      note the measured error and the residual,
     first sends          result                             in the order of the waits
 
-START runs when the call is made and FINISH in wait(). Over gloo the PROGRESS of a quantized call runs in a thread of
-the group (Helper), as torch's own calls progress in a thread of gloo's: handles may be waited for in any order, and
-other collectives may come in between. Over NCCL all of it is on a stream of the GPU (StreamWork). Over other backends
-PROGRESS issues collectives, which are matched by their order, and so it runs in wait().
+START runs in the call and FINISH in wait(). Over gloo the PROGRESS of a quantized call runs in a thread of the group
+(Helper), as torch's calls progress in a thread of gloo: the caller may wait for handles in any order and issue other
+collectives between. Over NCCL all stages are on a stream of the GPU (StreamWork). Over other backends PROGRESS issues
+collectives, which are matched by their order, so it runs in wait().
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor
 
 from flash_allreduce_plugin.errors import CollectiveError
 
-_NO_LIMIT = timedelta(0)  # torch's: the group's timeout is the limit
-_GRACE = 2.0  # seconds that the end of the program waits for calls in flight
+_NO_LIMIT = timedelta(0)  # as in torch: the group's timeout is the limit
+_GRACE = 2.0  # seconds that the program waits at its end for calls in flight
 
 Future = torch.futures.Future[list[Tensor]]
 
 
 class Stage(IntEnum):
-    """The stage of a call that comes next. A call yields it before each stage but the first; DONE is never yielded."""
+    """The next stage of a call. A call yields it before each stage but the first; DONE is never yielded."""
 
     START = 0
     PROGRESS = 1
@@ -46,7 +46,7 @@ class Stage(IntEnum):
 
 
 class Work:
-    """A collective that has been started. `stages` holds its buffers as long as the wire reads them."""
+    """A collective in flight. `stages` keeps its buffers alive while they are on the wire."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Work:
         helper: Helper | None = None,
         at_once: bool = False,
     ) -> None:
-        """outputs: what get_future() gives. helper: may make the call progress; at_once: from now on."""
+        """outputs: the value of get_future(). helper: may make the call progress; at_once: immediately."""
         self._stages = stages
         self._label = label
         self._outputs = list(outputs)
@@ -72,13 +72,13 @@ class Work:
             self._delegate()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Block until the result is in place; True. May be called again and from any thread.
+        """Block until the result is in place, and return True. May be called again and from any thread.
 
-        timeout: 0 for the group's own. It bounds this wait, of a call that progresses by itself, and not the call.
+        timeout: 0 for the group's timeout. It limits this wait, not the call.
 
         Raises:
             CollectiveError: a peer failed or the group's timeout passed; every later wait raises it too. Or `timeout`
-                passed first; then the call goes on and may be waited for again.
+                passed first: the call continues, and wait() may be called again.
         """
         if timeout and self._progressed is None:
             with self._lock:
@@ -91,8 +91,8 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is in place, or the call has failed."""
-        if self._progressed is None and self._lock.acquire(blocking=False):  # else somebody waits, and brings it on
+        """True if the result is in place or the call has failed."""
+        if self._progressed is None and self._lock.acquire(blocking=False):  # not free: a wait makes the call progress
             try:
                 self._delegate()
             finally:
@@ -100,7 +100,7 @@ class Work:
         return self._next > Stage.PROGRESS if self._progressed is None else self._progressed.is_set()
 
     def get_future(self) -> Future:
-        """Done with the result, as torch's: the tensors written. Over backends that do not progress it waits first."""
+        """Return a future of the written tensors, as torch does. Waits first over backends without progress."""
         with self._lock:
             if self._future is None:
                 self._future = self._new_future()
@@ -116,7 +116,7 @@ class Work:
         except BaseException as error:
             self._next = Stage.DONE
             self._error = error
-            if not isinstance(error, Exception):  # Ctrl-C: for this wait, not for those of the cleaning up
+            if not isinstance(error, Exception):  # Ctrl-C: raised by this wait, not by later waits of a clean-up
                 self._error = CollectiveError(
                     f"{self._label} was interrupted by {type(error).__name__}: its result will not come, and the group "
                     "is not to be used any more"
@@ -130,18 +130,18 @@ class Work:
             raise self._error
 
     def _delegate(self) -> None:
-        """Leave the progress to the helper, if there is one and anything to do."""
+        """Hand the progress to the helper, if there is one and the stage is due."""
         if self._helper is not None and self._progressed is None and self._next is Stage.PROGRESS:
             self._progressed = threading.Event()
             self._helper.submit(self)
 
     def progress(self) -> None:
-        """The helper's part. Raises nothing: wait() does."""
+        """Run PROGRESS in the helper's thread. Raises nothing: wait() raises the error."""
         assert self._progressed is not None
         try:
             with torch.no_grad(), torch.inference_mode(self._inference):
                 self._advance()
-        except BaseException:  # it is in self._error
+        except BaseException:  # self._error has it
             pass
         with self._lock:
             self._progressed.set()
@@ -161,10 +161,10 @@ class Work:
 
 
 class Helper:
-    """A thread that makes the asynchronous calls of one group progress, in the order in which they were made.
+    """A thread in which the asynchronous calls of one group progress, in the order of the calls.
 
-    One for each group, because two ranks may make calls of two groups in different orders. It starts with the first
-    call and ends with this object.
+    Each group has one, because two ranks may call two groups in different orders. The thread starts with the first call
+    and ends with this object.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Helper:
 
     def submit(self, work: Work) -> None:
         if self._thread is None:
-            # A daemon: the end of the program does not wait for peers that are gone.
+            # A daemon: the program's end does not wait for dead peers.
             self._thread = threading.Thread(target=_serve, args=(self._calls,), name="flash_allreduce", daemon=True)
             self._thread.start()
             _serving[self._thread] = self._calls
@@ -187,11 +187,11 @@ _serving: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Work | None]] 
 def _serve(calls: SimpleQueue[Work | None]) -> None:
     while (work := calls.get()) is not None:
         work.progress()
-        del work  # nothing of a call outlives it here
+        del work  # frees the call before the next get()
 
 
 def _at_exit() -> None:
-    """Let the threads end: one that wakes up while the interpreter is taken down would abort the process."""
+    """End the threads: one that wakes up while the interpreter shuts down would abort the process."""
     threads = list(_serving.items())
     for _, calls in threads:
         calls.put(None)
@@ -205,17 +205,17 @@ os.register_at_fork(after_in_child=_serving.clear)
 
 
 class StreamWork(Work):
-    """A call over a backend that queues its work on the GPU (NCCL), where waiting holds up a stream and not the caller.
+    """A call over a backend that queues its work on the GPU (NCCL): a wait blocks a stream, not the caller.
 
-    It is issued on a stream of its group's own, behind what the current stream has to do by now:
+    The call is issued on a stream of its group, behind the present work of the current stream:
 
-        current stream   ... | gradient      | other work, which overlaps     | wait(): goes on behind the event
+        current stream   ... | gradient      | other work, which overlaps     | wait(): continues behind the event
         the group's stream                   | encode | sum | decode | event
         NCCL's stream                                 | all-to-all | all-gather
 
-    With one hardware queue (has_one_queue) what is issued later runs later, on whatever stream: a sum that waits for
-    the wire would hold up all that the program issues after the call. There only the encoding and the first
-    all-to-alls are issued at once, and the rest by wait(), as over gloo.
+    With one hardware queue (has_one_queue) kernels run in the order of their launches, on any stream: a sum that waits
+    for the wire would block everything that the program issues after the call. There the call issues the encoding and
+    the first all-to-alls, and wait() issues the rest, as over gloo.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class StreamWork(Work):
         device: torch.device,
         looks: bool = False,
     ) -> None:
-        """tensors: of the caller's stream, which the call reads or writes: their memory is not given away before.
+        """tensors: the caller's tensors in the call; their memory is not reused before the call has ended.
 
-        looks: what is left of the call once it is on the wire waits on the host for what has come: wait() does that.
+        looks: True if the stages after START wait on the host for received data. wait() runs them then.
         """
         self._device, self._stream = device, stream
         self._event: torch.cuda.Event | None = None
@@ -243,16 +243,16 @@ class StreamWork(Work):
             self._issue()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Have the current stream wait for the result; the caller goes on. True."""
+        """Make the current stream wait for the result, and return True. The caller is not blocked."""
         torch.cuda.current_stream(self._device).wait_event(self._issue())
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is in place."""
+        """True if the result is in place."""
         return self._issue().query()
 
     def _issue(self) -> torch.cuda.Event:
-        """What is left of the call; the event of its end."""
+        """Issue the rest of the call, and return the event of its end."""
         with self._lock:
             if self._event is None:
                 with torch.cuda.stream(self._stream):
@@ -264,15 +264,15 @@ class StreamWork(Work):
         return Future(devices=[self._device])
 
     def _complete(self, future: Future) -> None:
-        with torch.cuda.stream(self._stream):  # what waits for the future waits for it
+        with torch.cuda.stream(self._stream):  # a wait for the future waits for this stream
             super()._complete(future)
 
 
 @cache
 def has_one_queue(device: torch.device) -> bool:
-    """Whether the GPU takes all streams from one hardware queue: Megatron's CUDA_DEVICE_MAX_CONNECTIONS=1.
+    """True if the GPU runs all streams from one hardware queue: Megatron's CUDA_DEVICE_MAX_CONNECTIONS=1.
 
-    Kernels then start in the order in which they were launched. Blackwell does not look at it.
+    Kernels then start in the order of their launches. Blackwell ignores the variable.
     """
     alone = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     return alone and torch.cuda.get_device_capability(device) < (10, 0)
