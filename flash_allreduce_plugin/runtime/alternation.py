@@ -1,12 +1,12 @@
-"""Two ways to make a training step, by turns, until it is clear which is faster. No clock and no communication.
+"""Alternation of two ways to run a training step, until one is clearly faster. No clock and no communication.
 
-Blocks of steps alternate, so that a machine that grows slower does not speak for either way. A pair is two blocks:
+Blocks of steps alternate, so that a machine that slows down does not favour either way. A pair is two blocks:
 
     step   0   1 2   3   4 5   6 7   8 9   10 11   12 13   14 15 ...
     way    base ...  other     other base  base    other   other
     pair   |       0         | |    1   |  |      2     |  |    3 ...
 
-The steps 0 and 3 are not measured: what a way needs at its first use is made in them.
+The steps 0 and 3 are not measured: a way compiles and allocates at its first use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MOST_PAIRS = 12
 MARGIN = 0.01
 """A way has to be faster by this share of a step to take the place of the other one."""
 
-# After so many pairs, and after more: multiples of the standard error that a difference must have. Two steps of a block
-# say little about how much steps vary.
+# The difference, in standard errors, that decides after one pair of blocks, after two, and so on. The two steps of one
+# block show little of the variation of steps.
 _CLEAR = (10.0, 5.0, 4.0, 3.0)
-_LEAST_SPREAD = 0.01  # of a step: fewer steps may agree by chance
-# The same: a factor between the slowest step of one way and the fastest of the other that is clear too.
+_LEAST_SPREAD = 0.01  # share of a step: a few steps may agree by chance
+# In the same way: the factor between the slowest step of one way and the fastest of the other that decides too.
 _APART = (2.0, 1.25)
 
 
 def is_other(step: int) -> bool:
-    """Return True if step number `step` is made the other way."""
+    """Return True if step number `step` runs the other way."""
     if step < 2 * FIRST:
         return step >= FIRST
     pair, within = divmod(step - 2 * FIRST, 2 * BLOCK)
@@ -42,12 +42,12 @@ def is_measured(step: int) -> bool:
 
 
 def end_of(pair: int) -> int:
-    """The step that begins when so many pairs, and one, are over."""
+    """Return the first step after pair number `pair`."""
     return 2 * FIRST + pair * 2 * BLOCK
 
 
 def faster(base: Sequence[float], other: Sequence[float], pairs: int) -> bool | None:
-    """Return True if the other way is faster, by MARGIN or more; None: the steps so far do not tell.
+    """Return True if the other way is faster, by MARGIN or more. None: the steps so far do not decide.
 
     base, other: seconds of the measured steps. Medians are compared, so that a step with a checkpoint in it counts as
     one step. The standard error is that of a median, from the median absolute deviation.
@@ -64,6 +64,6 @@ def faster(base: Sequence[float], other: Sequence[float], pairs: int) -> bool | 
 
 
 def _spread(seconds: Sequence[float]) -> float:
-    """The standard deviation of normal values with this median absolute deviation, as a share of their median."""
+    """Return the standard deviation, from the median absolute deviation of normal values, as a share of the median."""
     middle = median(seconds)
     return max(_LEAST_SPREAD, 1.4826 * median(abs(one - middle) for one in seconds) / middle)

@@ -1,17 +1,17 @@
-"""enabled "auto": the first steps are made in full precision and quantized by turns, and the faster way stays.
+"""enabled "auto": the first steps run alternately in full precision and quantized, and the faster way stays.
 
-1. After warm-up three steps pass in full precision: programs compile and allocate in them.
+1. After warm-up three steps run in full precision: programs compile and allocate in them.
 2. Full precision and quantized steps alternate (runtime/alternation.py). A step is the time between the first calls of
    two steps; the integrations count them.
 3. At the end of each pair of blocks a rank posts the seconds of its steps in the store of the default group. The
    first rank there reads all posts and posts its verdict (runtime/verdict.py). All ranks wait for it and switch at the
    same step.
-4. Then each site that sends a share of the bytes alternates alone: it may pay where the others do not. With
+4. Then each site with a share of the bytes alternates alone: one site may pay where the others do not. With
    hierarchical "auto", two levels and one level alternate last.
 5. The decision stays, for `auto_interval` steps if that is set. Rank 0 prints it, with the setting that pins it.
 
-Every rank of the default group that makes calls with "auto" takes part in one trial: its steps are those of one
-training. Calls without a step (`fap.all_reduce` in a program's own code) are quantized, without a trial.
+All ranks of the default group that make calls with "auto" take part in one trial, as parts of one training. Calls
+without a step (`fap.all_reduce` in a program's own code) are quantized, without a trial.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, LEVELS, QUANT
 from flash_allreduce_plugin.telemetry import notices, run_log
 
 SETTLE = 3  # steps
-#: Seconds. A benchmark stops it while other trainings of its process take their steps.
+#: Seconds. A benchmark stops this clock while other trainings of its process run their steps.
 clock = time.perf_counter
 
 _log = logging.getLogger("flash_allreduce_plugin")
@@ -51,7 +51,7 @@ _PATIENCE = timedelta(seconds=60)
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The steps from number `start` on. other: None: all are made as `base` says. over: nothing is measured."""
+    """The steps from number `start` on. other: None if all run as `base`. over: True if no step is measured."""
 
     start: int
     base: Switches
@@ -67,35 +67,35 @@ class Segment:
 class Auto:
     """The trial and the decision of this process, in one default group.
 
-    A call goes by its number of the step alone, as its peers do: a second engine that counts more slowly, or a second
-    training, takes the way of those numbers.
+    The number of its step alone decides about a call, on all ranks. A second engine that counts more slowly, or a
+    second training, follows these numbers too.
     """
 
     def __init__(self, world: dist.ProcessGroup, number: int, interval: int, decided: Switches | None = None) -> None:
-        """number: of this trial, the same on all ranks. interval: auto_interval. decided: of a checkpoint."""
+        """number: of this trial, equal on all ranks. interval: auto_interval. decided: the decision of a checkpoint."""
         self.world = weakref.ref(world)
         self._name = f"flash_allreduce/auto/{number}"
         self._interval = interval
         self._lock = threading.Lock()
         self._store: Any = None
         self._member = 0
-        self._latest: int | None = None  # step
+        self._latest: int | None = None  # the last step
         self._began = 0.0
         self._plan = [Segment(0, FULL_PRECISION if decided is None else decided, over=decided is not None)]
         self._pair = self._verdicts = 0
         self._notes: verdict.Notes = {}
-        self._seconds: list[tuple[bool, float]] = []  # of this rank, of the pair
+        self._seconds: list[tuple[bool, float]] = []  # this rank's steps of the pair
         self._sent: Counter[str] = Counter()  # bytes of a site in full precision, in the pair
-        self._levels = False  # calls of several nodes came, with hierarchical "auto"
+        self._levels = False  # True after calls of several nodes with hierarchical "auto"
 
     @property
     def decision(self) -> Switches | None:
-        """None until there is one, and while it is measured again."""
+        """The decision; None before the first one and while it is measured again."""
         segment = self._segment(self._latest or 0)
         return segment.base if segment.over else None
 
     def reason(self, site: Site, step: int, nbytes: int, label: Label, device: torch.device) -> str | None:
-        """Return why a call of `nbytes` goes in full precision; None: it is quantized.
+        """Return why a call of `nbytes` runs in full precision; None: it is quantized.
 
         Raises CollectiveError if a rank did not answer within the timeout of the store.
         """
@@ -111,7 +111,7 @@ class Auto:
         return SLOWER if segment.over else TRIAL
 
     def is_flat(self, step: int) -> bool:
-        """Return whether a quantized call of several nodes, of hierarchical "auto", goes in one level."""
+        """Return True if a quantized call of several nodes, with hierarchical "auto", runs in one level."""
         self._levels = True
         return not self._segment(step).switches(step).has(LEVELS)
 
@@ -119,7 +119,7 @@ class Auto:
         return next((one for one in reversed(self._plan) if one.start <= step), self._plan[0])
 
     def _begins(self, step: int, label: Label, device: torch.device) -> None:
-        """The first call of a step."""
+        """Start a step at its first call."""
         segment, before = self._plan[-1], self._latest
         if segment.other is not None and step >= segment.start:
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -136,10 +136,10 @@ class Auto:
         self._latest, self._began = step, clock()
 
     def _enter(self, step: int, segment: Segment) -> None:
-        """Become a member. One that comes late learns when the others have begun."""
+        """Join the trial. A late rank reads the step at which the others started."""
         world = self.world()
         assert world is not None
-        # A connection of its own: torch uses the group's at the same time.
+        # Another connection: torch uses the group's at the same time.
         store: Any = world.get_group_store()
         self._store = store.clone()
         self._member = self._store.add(f"{self._name}/members", 1)
@@ -149,7 +149,7 @@ class Auto:
         self._plan.append(Segment(first + (self._interval if segment.over else SETTLE), FULL_PRECISION, QUANTIZED))
 
     def _advance(self, step: int) -> None:
-        """Ask for the verdicts that are due when a step begins."""
+        """Read the verdicts that are due at the start of a step."""
         while True:
             segment = self._plan[-1]
             start = segment.start + alternation.end_of(self._pair)
@@ -159,7 +159,7 @@ class Auto:
             self._judged(start, self._verdict(segment.base, segment.other))
 
     def _verdict(self, base: Switches, other: Switches) -> dict[str, Any]:
-        """The verdict of the first rank that is here, on what all ranks have measured in the pair."""
+        """Return the first rank's verdict on the measurements of all ranks in the pair."""
         name = f"{self._name}/{self._verdicts}"
         self._verdicts += 1
         post = {"seconds": self._seconds, "sent": self._sent, "levels": self._levels}
@@ -172,7 +172,7 @@ class Auto:
         return found
 
     def _posts(self, name: str) -> list[verdict.Post]:
-        """Of all members. One that has no calls any more is not waited for again."""
+        """Return the posts of all members. A member without further calls is not waited for again."""
         gone = self._notes.setdefault("gone", [])
         members = [one for one in range(1, self._store.add(f"{self._name}/members", 0) + 1) if one not in gone]
         keys = {member: f"{name}/{member}" for member in members}
@@ -189,7 +189,7 @@ class Auto:
         return posts
 
     def _judged(self, start: int, found: dict[str, Any]) -> None:
-        """Go by a verdict from step `start` on."""
+        """Apply a verdict from step `start` on."""
         if found["base"] is None:
             return
         base, self._pair = Switches.of(found["base"]), 0
@@ -206,11 +206,11 @@ class Auto:
 _current: Auto | None = None
 _loaded: Switches | None = None  # of a checkpoint, until the first call
 _told = False
-_number = 0  # of the trial: its keys in a store that outlives it are its own
+_number = 0  # of the trial: part of its keys in the store, which outlives the trial
 
 
 def reason(site: Site, step: int | None, nbytes: int, interval: int, label: Label, device: torch.device) -> str | None:
-    """Auto.reason, of the trial in the default group of this process. Calls without a step are quantized."""
+    """Return Auto.reason of the trial in the default group of this process. Calls without a step are quantized."""
     global _current, _loaded, _number, _told
     world = dist.group.WORLD
     if step is None or world is None:
@@ -225,22 +225,22 @@ def reason(site: Site, step: int | None, nbytes: int, interval: int, label: Labe
 
 
 def is_flat(step: int) -> bool:
-    """Auto.is_flat, after `reason` for the same call. False without a trial."""
+    """Return Auto.is_flat, after `reason` for the same call. False without a trial."""
     return _current is not None and _current.is_flat(step)
 
 
 def decision() -> Switches | None:
-    """The decision that stands; None: there is none yet."""
+    """Return the present decision; None if there is none yet."""
     return _loaded if _current is None else _current.decision
 
 
 def state_dict() -> dict[str, Any]:
-    """Return the decision for a checkpoint, the same on all ranks; empty: none yet."""
+    """Return the decision for a checkpoint, equal on all ranks; empty if there is none yet."""
     decided = decision()
     return {} if decided is None else decided.said()
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Go on from what state_dict gave; from {}: measure. All ranks together."""
+    """Load a decision that state_dict returned; {}: measure. All ranks call it."""
     global _current, _loaded, _number
     _current, _loaded, _number = None, Switches.of(state) if state else None, _number + 1

@@ -1,12 +1,14 @@
-"""The state from which a resumed run goes on, bit for bit: of each rank, in files beside a framework's checkpoint.
+"""The state of a rank with which a resumed run continues bit for bit, in files next to a framework's checkpoint.
 
-It is the counts and decisions of runtime/groups.py on a process group (calls, random numbers, the widths of
-target_sqnr_db and min_sqnr_db), the decision of runtime/auto.py and, of every owner of gradients, its finished steps
-and the residuals of error feedback: dicts of tensors, numbers and strings, which torch.load reads with
-weights_only=True.
+The state has
+    process groups       call counts, random numbers, the widths of target_sqnr_db and min_sqnr_db (runtime/groups.py)
+    the decision         of enabled "auto" (runtime/auto.py)
+    owners of gradients  finished steps, and the residuals of error feedback
 
-Most of it has to be the same on the ranks of a group. So all ranks go on from their states or none does: they tell each
-other what is wrong with theirs.
+as dicts of tensors, numbers and strings, which torch.load reads with weights_only=True.
+
+Most of the state must be equal on the ranks of a group. So all ranks load their states or none does: they exchange the
+reasons against loading.
 """
 
 from __future__ import annotations
@@ -33,44 +35,44 @@ from flash_allreduce_plugin.runtime import auto, groups
 
 VERSION = 2
 FOLDER = "flash_allreduce"  # in the folder of a checkpoint
-STEP = "step"  # of an owner's numbers: what is carried over where the rest is not
+STEP = "step"  # an owner's number that is kept where the rest of the state is dropped
 
 _KEY = "flash_allreduce"
 
 
 class Owner(Protocol):
-    """An owner of gradients: a hook of DDP's, Megatron's buffers, an engine."""
+    """An owner of gradients: a hook of DDP, Megatron's buffers, an engine."""
 
     @property
     def feedback(self) -> Feedback | None: ...
 
     def numbers(self) -> dict[str, float]:
-        """Its numbers from step to step, besides residuals."""
+        """Return the numbers that it keeps from step to step, besides residuals."""
 
     def set_numbers(self, numbers: Mapping[str, float]) -> None:
-        """Go on from them. Those that are missing: from where it is, or anew."""
+        """Load the numbers. A missing one keeps its value or starts again."""
 
 
 Owners = Mapping[str, Owner]
 
-# By kind, in the order in which they were made.
+# By kind, in the order of creation.
 _registered: dict[str, list[weakref.ref[Owner]]] = {}
 
 
 def register(kind: str, owner: Owner) -> None:
-    """Let state_dict and load_state_dict see an owner as long as it lives: as the n-th living one of its kind."""
+    """Add an owner to state_dict and load_state_dict while it lives, as the n-th living owner of its kind."""
     unregister(kind, owner)
     _registered.setdefault(kind, []).append(weakref.ref(owner))
 
 
 def unregister(kind: str, owner: Owner) -> None:
-    """Does nothing if it is not registered."""
+    """Remove an owner. Does nothing if it is not registered."""
     kept = _registered.get(kind, [])
     kept[:] = [reference for reference in kept if reference() not in (None, owner)]
 
 
 def registered() -> dict[str, Owner]:
-    """The living owners, by names that are the same in every run that makes them in the same order."""
+    """Return the living owners by name. A run that creates them in the same order has the same names."""
     found = {}
     for kind, references in _registered.items():
         living = [owner for owner in (reference() for reference in references) if owner is not None]
@@ -79,39 +81,38 @@ def registered() -> dict[str, Owner]:
 
 
 def state_dict() -> dict[str, Any]:
-    """This rank's state, to be saved beside the model on every rank: copies on the CPU, for torch.save.
+    """Return this rank's state, copied to the CPU, for torch.save next to the model. Call it between steps.
 
-    Of the process groups, and of the hooks of DistributedDataParallel, the FlashReduceScatters and FlashAllReduces of
-    FSDP and what fap.megatron serves. DeepSpeed's engines have theirs in their own checkpoints. To be taken between
-    steps.
+    The state covers the process groups, the hooks of DistributedDataParallel, FSDP's FlashReduceScatters and
+    FlashAllReduces, and fap.megatron. DeepSpeed's engines save theirs in their own checkpoints.
     """
     return state_of(registered())
 
 
 def load_state_dict(state: Mapping[str, Any] | None) -> bool:
-    """Go on from what state_dict gave on this rank: all ranks together, after hooks were made, before the first step.
+    """Load a state that state_dict returned on this rank. All ranks call it, after creating hooks, before a step.
 
     state: None if this rank has none.
 
     Returns:
-        Whether all ranks go on from it. If not, all begin anew, finished steps apart, and rank 0 warns and says why:
-        a rank has no state, a damaged one, or that of another number of ranks.
+        True if all ranks loaded their states. False if a rank has no state, a damaged one, or one of another number of
+        ranks: then all ranks start again, except for the count of finished steps, and rank 0 warns with the reason.
     """
     return resume(state, registered(), "the state that was loaded")
 
 
 def save(folder: str, owners: Owners) -> None:
-    """Write this rank's state into the folder of a checkpoint. A file that is there is whole, old or new."""
+    """Write this rank's state into the folder of a checkpoint. The file is replaced atomically."""
     write(_path(folder), owners)
 
 
 def load(folder: str, owners: Owners, step: int | None = None) -> bool:
-    """load_state_dict from the folder of a checkpoint. step: finished steps, where no rank's file knows them."""
+    """Call load_state_dict from the folder of a checkpoint. step: finished steps, if no rank's file has them."""
     return load_file(_path(folder), owners, os.path.join(folder, FOLDER), step)
 
 
 def write(path: str | os.PathLike[str], owners: Owners) -> None:
-    """save, into a file of any name."""
+    """Write this rank's state into a file of any name."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     part = f"{os.fspath(path)}.part"
     torch.save(state_of(owners), part)
@@ -119,7 +120,7 @@ def write(path: str | os.PathLike[str], owners: Owners) -> None:
 
 
 def load_file(path: str | os.PathLike[str] | None, owners: Owners, source: str, step: int | None = None) -> bool:
-    """load, from a file of any name; path: None if this rank has none. source: in warnings."""
+    """Load from a file of any name. path: None if this rank has none. source: its name in warnings."""
     state, wrong = None, None
     try:
         if path is None:
@@ -127,7 +128,7 @@ def load_file(path: str | os.PathLike[str] | None, owners: Owners, source: str, 
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         wrong = "there is no file"
-    except Exception as error:  # torch.load raises whatever the bytes lead to
+    except Exception as error:  # damaged bytes can make torch.load raise anything
         wrong = f"the file cannot be read, {type(error).__name__}"
     return resume(state, owners, source, wrong, step)
 
@@ -153,7 +154,7 @@ def state_of(owners: Owners) -> dict[str, Any]:
 def resume(
     state: Mapping[str, Any] | None, owners: Owners, source: str, wrong: str | None = None, step: int | None = None
 ) -> bool:
-    """load_state_dict for these owners. wrong: why there is no state, if that is known."""
+    """Call load_state_dict for these owners. wrong: why there is no state, if known."""
     rank, _ = _rank_and_world()
     wrong = wrong or _wrong(state, owners)
     said = {"groups": {}, "auto": {}} if wrong is not None else {"groups": _digests(state), "auto": _decision(state)}
@@ -179,7 +180,7 @@ def resume(
         return False
     assert state is not None
     groups.load_state_dict(state["groups"])
-    # A rank that has made no such call goes on from its peers' decision too.
+    # A rank without such calls takes its peers' decision too.
     auto.load_state_dict(next((told["auto"] for told in ranks if told["auto"]), {}))
     for name, owner in owners.items():
         kept = state["owners"][name]
@@ -207,7 +208,7 @@ def _path(folder: str) -> str:
 
 
 def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """`mine` of every rank."""
+    """Return `mine` of every rank."""
     if _rank_and_world()[1] == 1:
         return [mine]
     group = dist.group.WORLD
@@ -215,11 +216,11 @@ def _told(mine: dict[str, Any]) -> list[dict[str, Any]]:
     return messages.gather_json(mine, Label("all_gather", "checkpoint", group), "agreeing on a checkpoint")
 
 
-# ---- what a state must look like (collectives/state_shapes.py) ----
+# ---- the shape of a state (collectives/state_shapes.py) ----
 
 
 def _is_measurement(value: Any) -> bool:
-    """True for nothing, for a measurement (collectives/sample.py), and for the two sums of earlier versions."""
+    """Return True for None, a measurement (collectives/sample.py), and the two sums of earlier versions."""
     return misshapen(value, [float]) is None and len(value) in (0, 2, sample.nothing().numel())
 
 
@@ -241,7 +242,7 @@ _STATE = {
 
 
 def _wrong(state: Any, owners: Owners) -> str | None:
-    """Why this rank cannot go on from a state, or None."""
+    """Return why this rank cannot load a state, or None."""
     if not isinstance(state, Mapping) or _KEY not in state:
         return "there is no state of the plugin"
     if misshapen(state[_KEY], int) is None and state[_KEY] != VERSION:
@@ -263,18 +264,18 @@ def _listed(names: Any) -> str:
     return ", ".join(sorted(names)) or "no owner of gradients"
 
 
-# ---- what the ranks compare ----
+# ---- the comparison between ranks ----
 
 
 def _steps(state: Any) -> dict[str, int]:
-    """Finished steps of each owner, as far as a state that may be of another run can say."""
+    """Return the finished steps of each owner, as far as a state has them. It may be of another run."""
     if not isinstance(state, Mapping) or misshapen(state.get("owners"), _STATE["owners"]) is not None:
         return {}
     return {n: kept["numbers"][STEP] for n, kept in state["owners"].items() if type(kept["numbers"].get(STEP)) is int}
 
 
 def _digests(state: Any) -> dict[str, list[Any]]:
-    """Of each group: what has to be the same on its ranks, and how many they are."""
+    """Return for each group the digest of the state that its ranks share, and their number."""
     found: dict[str, list[Any]] = {}
     for name, kept in state["groups"].items():
         sites = [{key: value for key, value in site.items() if key != "measured"} for site in kept["sites"]]
@@ -289,7 +290,7 @@ def _decision(state: Any) -> Any:
 
 
 def _are_of_one(ranks: list[dict[str, Any]]) -> bool:
-    """Return True if the states are of one checkpoint: all ranks of every group have the same, and one decision."""
+    """Return True if the states are of one checkpoint: equal on all ranks of every group, with one decision."""
     decisions = [told["auto"] for told in ranks if told["auto"]]
     if any(decision != decisions[0] for decision in decisions):
         return False

@@ -1,12 +1,12 @@
-"""One decision for every call: do the ranks agree, is it quantized, how exact must it be. It is counted here.
+"""The decision about one call: a Plan, or the reason for full precision. It is counted here.
 
-    agree     the ranks of the group have the same configuration                         runtime/groups.py
-    policy    size, dtype, operator, role, module and step say whether, and at what width  policy/plan.py
-    auto      enabled "auto": by the step, whether quantizing makes it faster               runtime/auto.py
-    quality   what was measured at the site may raise the width, or ask for full precision  quality/
-    count     the bytes that go, and the bytes that would have gone                       telemetry/
+    agree     compare the configuration on all ranks of the group                             runtime/groups.py
+    policy    decide by size, dtype, operator, role, module and step: quantized or not, width   policy/plan.py
+    auto      enabled "auto": full precision in steps, or at sites, where that is faster        runtime/auto.py
+    quality   raise the width, or require full precision, after a measurement at the site       quality/
+    count     the bytes sent, and the bytes that full precision would have sent                 telemetry/
 
-`decide` sees the facts of a call and no tensor, and returns once: a Plan, or the reason for full precision.
+`decide` sees the facts of a call and no tensor.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from flash_allreduce_plugin.quality.control import Quality
 from flash_allreduce_plugin.runtime import auto, groups
 from flash_allreduce_plugin.telemetry import counters, run_log
 
-_PLANS = 1024  # of a group that are remembered
-_COPY = 1  # tells the random numbers of copies from others
+_PLANS = 1024  # cached plans of a group
+_COPY = 1  # separates the random numbers of copies from others
 
 DISABLED = environment.DISABLE
 """The reason of a call while FLASH_ALLREDUCE_DISABLE is set."""
@@ -58,25 +58,25 @@ DISABLED = environment.DISABLE
 class Request(NamedTuple):
     """The facts of one call, as its caller states them.
 
-    collective: the collective that is asked for.
+    collective: the requested collective.
     numel: elements of the whole tensor: the input of a reduce_scatter, the output of an all_gather.
-    op, op_name: the operator as it was given; "sum", "avg", "premul_sum", "max" ...
+    op, op_name: the given operator; "sum", "avg", "premul_sum", "max" ...
     step: finished training steps, for warmup_steps; None: no warm-up.
-    feedback: the place of this call's residual; None: no error feedback.
-    exact: ascending ranges (first, end) of elements that are copies: summed in full precision, by a call of their own.
+    feedback: the slot of this call's residual; None: no error feedback.
+    exact: ascending ranges (first, end) of elements that are copies, summed in full precision by another call.
     theirs: True if the framework's own collective runs the call in full precision.
-    full_precision: the caller's reason for full precision, on all ranks, which agree on nothing else; None: the policy
-        decides.
-    parts: elements of each rank's part, where they differ from rank to rank; of an all_to_all, a gather and a scatter,
-        of the parts that this rank sends.
+    full_precision: the caller's reason for full precision on all ranks, which then skip the agreement; None: the
+        policy decides.
+    parts: elements of each rank's part, if they differ. For an all_to_all, a gather or a scatter: of the parts that
+        this rank sends.
     instead_of: bytes that the framework's own collective would send, if that is another one; None: the ring's.
-    root: the rank in the group that has or gets everything, where there is one.
+    root: the rank in the group that sends or receives everything, if there is one.
     copies: the parts of `exact` that are whole gradients (collectives/replicated_params.py).
-    copy: the number of the copy that the call reduces alone; None: the call reduces something else.
-    rule: of an all_to_all, which of its runs are quantized. Its ranks do not know each other's sizes.
-    drawn_as: of a send: ranks of the same number draw the same random numbers; None: the rank in the group.
-    whole: of differences of weights: asks all ranks, with the call's label, for a reason to send whole values.
-    which: names the tensors, the same on all ranks: on gloo, messages of calls of other tensors do not meet.
+    copy: the number of the copy that the call reduces alone; None: the call reduces no single copy.
+    rule: for an all_to_all: decides which runs are quantized. Its ranks do not have each other's sizes.
+    drawn_as: for a send: the number of its random numbers, shared by ranks of one number; None: the rank in the group.
+    whole: for differences of weights: asks all ranks, with the call's label, for a reason to send whole values.
+    which: name of the tensors, equal on all ranks: on gloo, messages of calls with other names do not match.
     """
 
     collective: Collective
@@ -105,7 +105,7 @@ class Request(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """The number that the sum is multiplied with."""
+        """The factor of the sum."""
         if self.op_name == "avg":
             return 1 / self.group.size()
         return float(self.op.__getstate__()[1]) if self.op_name == "premul_sum" else 1.0
@@ -114,11 +114,13 @@ class Request(NamedTuple):
 class Call:
     """A request, and the state of its call.
 
-    label: names the call in messages and errors. state: of the group. alone: True for a send and its receiving end: no
-    other rank sees the call, and the ranks agree on nothing. exact: the request's, or empty once it is known that the
-    whole call is in full precision. key: of stochastic rounding; the same on all ranks.
+    label: names the call in messages and errors.
+    state: of the group.
+    alone: True for a send and its receiving end: other ranks do not see the call, and there is no agreement.
+    exact: the request's; empty after the whole call was found to run in full precision.
+    key: of stochastic rounding; equal on all ranks.
 
-    Raises ValueError for a group of the process that this one was forked from.
+    Raises ValueError for a group that was created before this process was forked.
     """
 
     __slots__ = ("alone", "exact", "key", "label", "quality", "request", "state")
@@ -145,12 +147,12 @@ class Call:
 
 
 def decide(call: Call) -> Plan | FullPrecision:
-    """How a call runs, counted. The ranks may talk to each other: all of them call this in the same order.
+    """Decide how a call runs, and count it. The ranks may exchange messages: all call this in the same order.
 
     Raises:
         MismatchError: the ranks have different configurations.
         CollectiveError: a peer failed or the group's timeout passed.
-        ConfigError: the first call of a configuration, and the log of the run cannot be written.
+        ConfigError: the log of the run cannot be written, at the first call of a configuration.
     """
     request = call.request
     state, config = call.state, request.config
@@ -182,7 +184,7 @@ def decide(call: Call) -> Plan | FullPrecision:
         sent = plain + _header_bytes(call)
         counters.record_full_precision(request.site, answer.reason, sent, instead_of=instead_of, message=message)
         return answer
-    if not call.alone and call.label.by_messages(request.device):  # whose tags tell calls apart
+    if not call.alone and call.label.by_messages(request.device):  # tags keep calls apart
         if request.rule is not None:
             alike: tuple[Any, ...] = (request.rule.min_bytes,)
         else:
@@ -199,7 +201,7 @@ def decide(call: Call) -> Plan | FullPrecision:
         if request.copy is None:
             call.key = rows.draw_key(config.seed, state.draws)
             state.draws += 1
-        else:  # the same where other ranks have the copy: nothing else that the group reduces counts
+        else:  # equal on the ranks that have the copy: other calls of the group do not count
             name = f"copy {request.copy}"
             call.key = rows.draw_key(config.seed, request.numel, state.sites.calls[name], _COPY)
             state.sites.calls[name] += 1
@@ -207,15 +209,15 @@ def decide(call: Call) -> Plan | FullPrecision:
 
 
 def _one_level(call: Call) -> bool:
-    """Return whether enabled "auto" has a call of several nodes go in one level; after `_slower`."""
+    """Return True if enabled "auto" runs a call of several nodes in one level. Call it after `_slower`."""
     config, step = call.request.config, call.request.step
     return config.enabled == "auto" and config.hierarchical == "auto" and step is not None and auto.is_flat(step)
 
 
 def apart(call: Call) -> list[tuple[Sequence[Range], Call]]:
-    """The calls that a call falls into, and the elements of each: large copies, and the rest. Empty: it stays whole.
+    """Split a call into calls for its large copies and one for the rest, with the elements of each. Empty: no split.
 
-    A copy is treated by its own size and the configuration: the same on all ranks that have the copy.
+    The size of a copy and the configuration decide about it: both are equal on all ranks that have the copy.
     """
     request = call.request
     config = request.config
@@ -268,12 +270,12 @@ def _part_of(call: Call, ranges: Sequence[Range], collective: Collective, **fact
 
 
 def lasts(answer: FullPrecision) -> bool:
-    """Whether every call of the same facts will be answered alike."""
+    """Return True if the answer may be cached: every call of the same facts gets it."""
     return answer.reason not in (DISABLED, WARM_UP, LOW_SQNR, TRIAL, SLOWER)
 
 
 def _slower(call: Call) -> str | None:
-    """Return why enabled "auto" has a call go in full precision; None: it is quantized."""
+    """Return why enabled "auto" runs a call in full precision; None: it is quantized."""
     request = call.request
     if request.config.enabled != "auto":
         return None
@@ -283,13 +285,13 @@ def _slower(call: Call) -> str | None:
 
 
 def ring_bytes(collective: str, nbytes: int, world_size: int) -> int:
-    """What a rank sends in a ring collective of a whole tensor of nbytes: an all-reduce has two halves."""
+    """Return the bytes that a rank sends in a ring collective of a tensor of nbytes: an all-reduce has two halves."""
     half = nbytes * (world_size - 1) // world_size
     return 2 * half if collective == "all_reduce" else half
 
 
 def full_precision_bytes(call: Call) -> int:
-    """What a rank sends in full precision."""
+    """Return the bytes that a rank sends in full precision."""
     request = call.request
     if request.theirs and request.instead_of is not None:
         return request.instead_of
@@ -303,19 +305,19 @@ def full_precision_bytes(call: Call) -> int:
 
 
 def instead_of_bytes(call: Call) -> int:
-    """Return the bytes that a rank would send without us."""
+    """Return the bytes that a rank would send without the plugin."""
     request = call.request
     return full_precision_bytes(call) if request.instead_of is None else request.instead_of
 
 
 def _to_others(call: Call, sizes: list[int]) -> int:
-    """What a rank sends if the ranks' parts have these sizes: the others' parts, or its own to each of them."""
+    """Return the bytes that a rank sends for parts of these sizes: the others' parts, or its own to each of them."""
     own = sizes[call.state.rank]
     return own * (call.world_size - 1) if call.request.collective == "all_gather" else sum(sizes) - own
 
 
 def _passed_on(call: Call, nbytes: int) -> int:
-    """What a rank sends of a broadcast of nbytes: the root each byte once, the others what they pass on of it."""
+    """Return the bytes that a rank sends in a broadcast of nbytes: all of them once (root), or those it passes on."""
     others = call.world_size - 1
     if others == 0:
         return 0
@@ -323,14 +325,14 @@ def _passed_on(call: Call, nbytes: int) -> int:
 
 
 def _header_bytes(call: Call) -> int:
-    """What goes before a message that this rank sends; on backends where only a few have a header it is not counted."""
+    """Return the bytes of the header of a sent message. 0 on backends where few messages have a header."""
     request = call.request
     headed = request.collective == "send" and transport.by_messages(request.group, request.device)
     return point_to_point.HEADER_BYTES if headed else 0
 
 
 def _count(call: Call, plan: Plan) -> None:
-    """A call that goes as planned. Of an all_to_all this rank's runs may all be too short to be quantized."""
+    """Count a call that runs as planned. All runs of this rank in an all_to_all may be too short to be quantized."""
     request = call.request
     bits, plain = plan.bits(request.collective), instead_of_bytes(call)
     if request.rule is None or request.parts is None:
@@ -391,7 +393,7 @@ def _at_width(call: Call, width: int, flat: bool) -> Plan:
 
 
 def _sent_bytes(call: Call, plan: Plan) -> tuple[int, int]:
-    """What a rank sends as planned, and what of it goes to another node; 0 where the call knows no nodes."""
+    """Return the bytes that a rank sends as planned, and the part to other nodes; 0 for a call without nodes."""
     request = call.request
     if plan.nodes is not None:
         shards = request.parts or [request.numel // call.world_size] * call.world_size

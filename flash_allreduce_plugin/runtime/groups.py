@@ -1,6 +1,6 @@
-"""The state that is kept for a process group, and the agreement of its ranks about the configuration.
+"""The state of a process group, and the agreement of its ranks about the configuration.
 
-Everything here dies with the group; runtime/checkpoint.py brings what a resumed run goes on from.
+The state ends with the group. runtime/checkpoint.py saves and loads the part that a resumed run needs.
 """
 
 from __future__ import annotations
@@ -42,38 +42,37 @@ class GroupState:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank: int = group.rank()
         self.world_size: int = group.size()
-        #: the same in every run that makes and uses its groups in the same order; "": it has none
+        #: equal in every run that creates and uses its groups in the same order; "": none
         self.name = _name(group)
         self.sites = SiteStates(self.rank, self.world_size)
-        #: calls of the group that were rounded stochastically; the same on all its ranks
+        #: number of calls of the group with stochastic rounding; equal on all its ranks
         self.draws = 0
         #: quantized sends of a site from this rank; other ranks have counts of their own
         self.sends: Counter[str] = Counter()
-        #: kinds of messages to and from other ranks that had a header, where not every message has one
+        #: kinds of messages that already had a header, on backends where not every message has one
         self.headed: set[tuple[int | None, bool, bytes]] = set()
-        #: the ranks of every host, once they were asked for
+        #: the ranks of every host, after the first request
         self.hosts: Nodes | None = None
-        #: makes asynchronous calls progress where messages can
+        #: thread of asynchronous calls over messages
         self.helper = Helper()
         self._pools: dict[tuple[torch.device, int, bool], BufferPool] = {}
         self._windows: dict[torch.device, Allocate | None] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        #: (reason, bytes sent) of calls that went in full precision and will again; what the ids in a key name is kept
-        #: beside it
+        #: cached answers "full precision": (reason, bytes sent); with the objects whose ids are in the key
         self.plain: dict[tuple[Any, ...], tuple[str, int, Any]] = {}
-        #: by the facts of a call; the configuration whose id is among them is kept beside it
+        #: cached plans by the facts of a call; with the configuration whose id is among the facts
         self.plans: dict[tuple[Any, ...], tuple[Plan | FullPrecision, FlashConfig]] = {}
-        #: of the last call: the log of the run knows it
+        #: digest of the last call's configuration, which the log of the run has
         self.logged: FlashConfig | None = None
         self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._layer_numbers = itertools.count()
         self._agreed: set[tuple[FlashConfig, bool]] = set()
-        self._last: tuple[FlashConfig, bool] | None = None  # of them: spares a call of the same object its hash
+        self._last: tuple[FlashConfig, bool] | None = None  # of the last agreement: the same object needs no hash
 
     def pool(self, device: torch.device, windows_of: dist.ProcessGroup | None = None) -> BufferPool:
-        """The buffers of the current stream: what is given back before it was read is used again behind that.
+        """Return the buffers of the current stream. A returned buffer is reused behind its pending reads.
 
-        windows_of: the group, for a call whose buffers have the same sizes on all ranks; they may be windows of NCCL.
+        windows_of: the group, for a call with equal buffer sizes on all ranks; they may be windows of NCCL.
         """
         on_gpu = device.type == "cuda"
         stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
@@ -88,10 +87,10 @@ class GroupState:
         return self._pools[key]
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """That of the group's asynchronous calls, which follow one another on the wire as it is.
+        """Return the stream of the group's asynchronous calls, which use the wire one after another anyway.
 
-        Groups have streams of their own: a call of one does not wait for calls of another, and two ranks may issue
-        calls of two groups in different orders. Of high priority: the codec's kernels are short, and the wire waits.
+        Each group has one: a call of one group does not wait for another group, and two ranks may issue calls of two
+        groups in different orders. Its priority is high: the codec's kernels are short, and the wire waits for them.
         """
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
@@ -107,7 +106,7 @@ class GroupState:
         return self._layers[module]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the same on all ranks of the group, but for `sends` and `measured` of a site."""
+        """Return the state for a checkpoint: equal on all ranks of the group, except a site's `sends` and `measured`."""
         return {
             "size": self.world_size,
             "draws": self.draws,
@@ -116,19 +115,22 @@ class GroupState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict gave, or as a new group from an empty one."""
+        """Load a state that state_dict returned; empty: as a new group."""
         self.draws, self.sends = state.get("draws", 0), Counter(state.get("sends", {}))
         self.sites.load_state_dict(state)
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, GroupState] = WeakKeyDictionary()
-# Of a checkpoint, by the names of groups that have not been used yet.
+# Loaded states of groups that were not used yet, by name.
 _kept: dict[str, Mapping[str, Any]] = {}
-_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # of the process that this one was forked from
+_inherited: WeakSet[dist.ProcessGroup] = WeakSet()  # groups created before this process was forked
 
 
 def state_of(group: dist.ProcessGroup) -> GroupState:
-    """Raises ValueError for a group that was made before this process was forked: gloo waits for ever on one."""
+    """Return the state of a group.
+
+    Raises ValueError for a group that was created before this process was forked: gloo would wait for ever.
+    """
     state = _states.get(group)
     if state is None:
         if group in _inherited:
@@ -142,13 +144,13 @@ def state_of(group: dist.ProcessGroup) -> GroupState:
 
 
 def state_dict() -> dict[str, Any]:
-    """What a checkpoint keeps of the groups of this process, by their names."""
+    """Return the states of the groups of this process for a checkpoint, by name."""
     found = {**_kept, **{state.name: state.state_dict() for state in _states.values() if state.name}}
     return {name: kept for name, kept in found.items() if any(map(kept.get, ("draws", "calls", "sends", "sites")))}
 
 
 def load_state_dict(state: Mapping[str, Any]) -> None:
-    """Go on from what state_dict gave on this rank, in groups that are yet to be used too; {}: as new groups."""
+    """Load the states that state_dict returned on this rank, also for groups not used yet; {}: as new groups."""
     _kept.clear()
     _kept.update(state)
     for own in _states.values():
@@ -156,10 +158,10 @@ def load_state_dict(state: Mapping[str, Any]) -> None:
 
 
 def _name(group: dist.ProcessGroup) -> str:
-    """Of its description, its ranks, and its place among living groups of the same, as they were first used."""
+    """Return a name of the description, the ranks, and the position among equal living groups, by first use."""
     try:
         ranks = dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # a group that torch.distributed does not know
+    except (KeyError, ValueError):  # not registered with torch.distributed
         return ""
     same = f"{group.group_desc} of {len(ranks)} ranks {hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}"
     taken = {state.name for state in _states.values()}
@@ -177,16 +179,15 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def known(group: Any) -> GroupState | None:
-    """The state of a group; None if it is no group, or has none yet."""
+    """Return the state of a group; None if it is no group or has no state yet."""
     return _states.get(group) if isinstance(group, dist.ProcessGroup) else None
 
 
 def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.device) -> None:
     """Compare the configuration across the label's group, once a configuration and group.
 
-    Two gathers at most: of digests, and only where they differ of the configurations themselves, so that the
-    sentence can name the field. `disabled` (FLASH_ALLREDUCE_DISABLE) is compared like a field: a rank that
-    goes another way than its peers must be found out as well.
+    One gather of digests, and one of the configurations if the digests differ, so that the error can name the field.
+    `disabled` (FLASH_ALLREDUCE_DISABLE) is compared like a field: all ranks must quantize or none.
 
     Raises:
         MismatchError: on every rank, naming the fields that differ and each rank's value.
@@ -203,7 +204,7 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
     switches = {environment.DISABLE: disabled, environment.NCCL_WINDOWS: windows.wanted()}
     fields = {**config.to_dict(), **switches, "wire version": WIRE_VERSION}
     text = json.dumps(fields, sort_keys=True).encode()
-    # The length travels with the digest: if one differs, all ranks know how much to gather.
+    # The length is sent with the digest: if one differs, all ranks have the size of the second gather.
     digest = config.digest() + struct.pack("<??IQ", disabled, windows.wanted(), WIRE_VERSION, len(text))
     with nullcontext() if state._agreed else missing_ranks.first_use(label):
         digests = messages.gather(digest, label, device)
@@ -215,9 +216,9 @@ def agree(label: Label, config: FlashConfig, disabled: bool, device: torch.devic
 
 
 def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes | None:
-    """The nodes of the label's group, as config.hierarchical has them; None: it is off.
+    """Return the nodes of the label's group by config.hierarchical; None if it is off.
 
-    "auto": the ranks that share a host are a node. Hosts are gathered at the first such call of a group.
+    "auto": the ranks of one host are a node. Hosts are gathered at the first such call of a group.
     """
     if config.hierarchical == "off" or not config.enabled:
         return None
@@ -233,7 +234,7 @@ def nodes_of(label: Label, config: FlashConfig, device: torch.device) -> Nodes |
 
 
 def mismatch(texts: list[bytes]) -> MismatchError:
-    """Of ranks whose configurations, as JSON, are these; what cannot be read counts as unknown."""
+    """Build the error for the configurations of the ranks, as JSON. An unreadable one counts as unknown."""
     return MismatchError(_differences([_fields(text) for text in texts]))
 
 

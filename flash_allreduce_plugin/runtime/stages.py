@@ -1,7 +1,7 @@
-"""A call that was decided, run step by step: quantized, or in full precision.
+"""The stages of a call after its decision: quantized, or in full precision.
 
-Each function here is one kind of call. It yields the stage that comes next (collectives/work.py, Stage), which keeps
-the local variables of its stages together.
+Each function here is one kind of call: a generator that yields the next stage (collectives/work.py, Stage), so that its
+stages share local variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flash_allreduce_plugin.runtime.decision import Call
 from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.other_traffic import ours
 
-#: Roles of tensors that error_feedback is for. A preset sets error_feedback where activations are summed too.
+#: Roles of tensors with error feedback. A preset also sets it where activations are summed; it has no effect there.
 _CARRIED = (Role.ANY, Role.GRADIENT, Role.PARAMETER_DIFFERENCE)
 
 Plain = Callable[[], Any]
@@ -38,7 +38,7 @@ Plain = Callable[[], Any]
 
 
 def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain: Plain, async_op: bool = False) -> Any:
-    """A plain collective as it is; its handle if async_op. Raises CollectiveError where it fails."""
+    """Run a collective in full precision; return its handle if async_op. Raises CollectiveError if it fails."""
     try:
         with ours:
             handle = plain()
@@ -48,14 +48,14 @@ def plainly(collective: Collective, site: Site, group: dist.ProcessGroup, plain:
 
 
 def failed(collective: Collective, site: Site, group: dist.ProcessGroup, cause: BaseException) -> CollectiveError:
-    """Of a plain collective."""
+    """Build the error of a failed collective in full precision."""
     return Label(collective, site.name, group).error(transport.PLAINLY, cause)
 
 
 def start(
     call: Call, steps: Iterator[Stage], plan: Plan | None, async_op: bool, outputs: list[Tensor], *inputs: Tensor
 ) -> Work | None:
-    """Run all stages, or, asynchronous, return their handle. plan: None in full precision."""
+    """Run all stages, or return their handle if asynchronous. plan: None in full precision."""
     request = call.request
     if not async_op:
         for _ in steps:
@@ -70,7 +70,7 @@ def start(
 
 
 def plain_op(call: Call) -> tuple[Any, float]:
-    """The operator for torch's collective, and what its result is still to be multiplied with: gloo can only sum."""
+    """Return the operator for torch's collective and the remaining factor of its result: gloo can only sum."""
     request = call.request
     if request.op_name in ("avg", "premul_sum") and request.group._get_backend(request.device).name() == "gloo":
         return dist.ReduceOp.SUM, request.factor
@@ -78,13 +78,13 @@ def plain_op(call: Call) -> tuple[Any, float]:
 
 
 def _exactly(call: Call, parts: Sequence[Tensor]) -> Exactly | None:
-    """Starts what is summed in full precision beside the call; parts: its input, contiguous."""
+    """Start the sum in full precision of the call's copies. parts: the call's input, contiguous."""
     request = call.request
     return Exactly(call.exact, parts, request.factor, call.label, request.site) if call.exact else None
 
 
 def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
-    """What the last such call lost. sizes: elements of the tensor, or of each rank's part."""
+    """Return the residual of the last such call. sizes: elements of the tensor, or of each rank's part."""
     request = call.request
     if request.feedback is None or plan.nodes is not None:  # the configuration refuses both
         if request.config.error_feedback and request.site.role in _CARRIED:
@@ -98,7 +98,7 @@ def _residual(call: Call, plan: Plan, sizes: Sequence[int]) -> Residual | None:
 
 
 def _measure(call: Call, plan: Plan, input: Tensor | Sequence[Tensor]) -> None:
-    """A quantized call begins. input: in world_size even parts, or one 1-D tensor a rank."""
+    """Measure a quantized call before it starts. input: in world_size even parts, or one 1-D tensor a rank."""
     request = call.request
     if not call.quality.measured:
         return
@@ -161,7 +161,7 @@ def all_reduce(call: Call, plan: Plan, tensor: Tensor) -> Iterator[Stage]:
 def reduce_scatter(
     call: Call, plan: Plan | None, outputs: list[Tensor], shards: Tensor | Sequence[Tensor], plain: Plain | None
 ) -> Iterator[Stage]:
-    """shards [world, numel], or a list of 1-D tensors."""
+    """Run a reduce-scatter. shards: [world, numel], or a list of 1-D tensors."""
     request = call.request
     if request.numel == 0 and plain is None:
         return
@@ -198,7 +198,7 @@ def reduce_scatter(
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Some elements of a call that another call reduces: ranges of the call's input, in order."""
+    """Elements of a call that a separate call reduces: ranges of the call's input, in order."""
 
     ranges: Sequence[Range]
     call: Call
@@ -206,14 +206,14 @@ class Apart:
 
 
 def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[Stage]:
-    """All elements of the tensor, in calls of their own (collectives/replicated_params.py)."""
+    """All-reduce the tensor in separate calls (collectives/replicated_params.py)."""
     tensor = tensor.detach()
     whole = tensor.contiguous().view(-1)
     values = [replicated_params.joined(replicated_params.cut([whole], one.ranges), whole) for one in every]
     steps = [_all_reduce_of(one, value) for one, value in zip(every, values, strict=True)]
     yield from _together(steps)
     for one, value in zip(every, values, strict=True):
-        if len(one.ranges) > 1:  # else the value is the tensor's own memory
+        if len(one.ranges) > 1:  # with one range the value is a view of the tensor
             replicated_params.write(value, one.ranges, whole)
     if not tensor.is_contiguous():
         tensor.copy_(whole.view(tensor.shape))
@@ -224,7 +224,7 @@ def all_reduce_apart(every: Sequence[Apart], tensor: Tensor) -> Iterator[Stage]:
 def reduce_scatter_apart(
     call: Call, every: Sequence[Apart], outputs: list[Tensor], shards: Tensor | Sequence[Tensor]
 ) -> Iterator[Stage]:
-    """All elements of the shards, in calls of their own: of one that is all-reduced every rank takes its part."""
+    """Reduce-scatter the shards in separate calls. Of an all-reduced copy every rank takes its part."""
     outputs = [one.detach() for one in outputs]
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
     shard = outputs[0].view(-1) if in_place else outputs[0].new_empty(sum(map(Tensor.numel, outputs)))
@@ -256,7 +256,7 @@ def _all_reduce_of(one: Apart, value: Tensor) -> Iterator[Stage]:
 
 
 def _together(calls: Sequence[Iterator[Stage]]) -> Iterator[Stage]:
-    """Start all calls, yield, and bring them to their results."""
+    """Start all calls, yield, and finish them."""
     for one in calls:
         next(one, None)
     yield Stage.PROGRESS
@@ -272,7 +272,7 @@ def _finish(calls: Sequence[Iterator[Stage]]) -> None:
 def _plain_reduce_scatter(
     call: Call, shard: Tensor, shards: Tensor | Sequence[Tensor], plain: Plain | None
 ) -> Iterator[Stage]:
-    """The framework's own, whose result is in the caller's output; else torch's, whose result is in `shard`."""
+    """Run the framework's reduce-scatter into the caller's output, or else torch's into `shard`."""
     if plain is not None:
         pending = transport.plainly(plain, call.label)
         yield Stage.PROGRESS
@@ -291,7 +291,7 @@ def _plain_reduce_scatter(
 
 
 def _padded(shards: Sequence[Tensor]) -> Tensor:
-    """1-D tensors as rows [world, the longest's numel], filled up with zeros."""
+    """Return 1-D tensors as rows [world, numel of the longest], padded with zeros."""
     even = shards[0].new_zeros(len(shards), max(map(len, shards)))
     for row, shard in zip(even, shards, strict=True):
         row[: len(shard)] = shard
@@ -344,7 +344,7 @@ def gather_differences(
     held: HeldWeights,
     plain: Plain | None,
 ) -> Iterator[Stage]:
-    """weights, contiguous, are what the ranks hold; master is this rank's part as it is to be."""
+    """Gather weights by differences. weights: contiguous, equal on all ranks. master: this rank's new part."""
     request = call.request
     if request.numel == 0 and plain is None:
         return
@@ -388,7 +388,7 @@ def all_to_all(
     sent: list[int],
     plain: Plain | None,
 ) -> Iterator[Stage]:
-    """A rank that sends and gets nothing takes part as well: the others cannot know."""
+    """Run an all-to-all. A rank that sends and receives nothing takes part too: the others cannot know."""
     output = output.detach()
     in_place = output.is_contiguous()
     whole = rows.flat(output) if in_place else output.new_empty(output.numel())
@@ -419,7 +419,7 @@ def all_to_all(
 
 
 def pool_of(call: Call, plan: Plan) -> BufferPool:
-    """In two levels the ranks' buffers have sizes of their own."""
+    """Return the buffers of a call. In two levels the ranks' buffers differ in size."""
     request = call.request
     return call.state.pool(request.device, request.group if plan.nodes is None else None)
 

@@ -1,9 +1,9 @@
-"""What a graph of torch.compile holds of a call: operators that take what a graph can hold, and run the eager code.
+"""The operators of torch.compile's graphs. Their arguments fit a graph, and they run the eager code.
 
-Under Dynamo a call comes here instead of going on in api/reductions.py or codec. It is said in strings and numbers (a
-configuration is FlashConfig.text, a group its name), and becomes one node. The nodes are functional, as those of
-torch.distributed._functional_collectives are, and the collectives among them are marked as effects: no pass drops one,
-runs it twice or exchanges two, whatever becomes of their results. A call that cannot be said so breaks the graph.
+Under Dynamo api/reductions.py and codec call this module. A call becomes one node, whose arguments are strings and
+numbers (FlashConfig.text for a configuration, the name of a group). The nodes are functional, as those of
+torch.distributed._functional_collectives are. The collectives among them are marked as effects: no pass removes one,
+runs it twice or reorders two, even if its result is not used. A call with other arguments breaks the graph.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _SCHEMAS = {
     "encode_tensor": "(Tensor tensor, str config, SymInt call) -> Tensor",
     "decode_payload": "(Tensor payload, SymInt[] shape, ScalarType dtype, str config) -> Tensor",
 }
-# An operator decides and counts on the host, every time: it must not be recorded into a CUDA graph.
+# An operator decides and counts on the host in every call: it must not be captured into a CUDA graph.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _OPERATORS = torch.ops.flash_allreduce
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_plainly: dict[str, Eager] = {}  # what a graph that was broken goes on with
+_plainly: dict[str, Eager] = {}  # the functions that run after a graph break
 
 
-# ---- what is traced ----
+# ---- traced functions ----
 
 
 def all_reduce(tensor: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any) -> Any:
-    """reductions.all_reduce under Dynamo. more: what a graph does not hold."""
+    """Run reductions.all_reduce under Dynamo. more: arguments that a graph cannot hold."""
     if not (_is_tensor(tensor) and _can_be_said(op, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
         return _plainly["all_reduce"](tensor, op, group, config, async_op, site=site, step=step, **more)
@@ -55,7 +55,7 @@ def all_reduce(tensor: Any, op: Any, group: Any, config: Any, async_op: bool, si
 def reduce_scatter(
     output: Any, input: Any, op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any
 ) -> Any:
-    """reductions.reduce_scatter under Dynamo; a list of inputs breaks the graph, as torch's does."""
+    """Run reductions.reduce_scatter under Dynamo. A list of inputs breaks the graph, as torch's does."""
     tensors = _is_tensor(output) and _is_tensor(input)
     if not (tensors and _can_be_said(op, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op, feedback, operator ...")
@@ -68,7 +68,7 @@ def reduce_scatter(
 def all_gather(
     output: Any, input: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, **more: Any
 ) -> Any:
-    """reductions.all_gather under Dynamo."""
+    """Run reductions.all_gather under Dynamo."""
     tensors = _is_tensor(output) and _is_tensor(input)
     if not (tensors and _can_be_said(dist.ReduceOp.SUM, group, config, async_op, site, step, more)):
         torch._dynamo.graph_break("a call of flash_allreduce that no graph can hold: async_op ...")
@@ -78,7 +78,7 @@ def all_gather(
 
 
 def encode(tensor: Any, config: Any, call: Any) -> Any:
-    """codec.encode under Dynamo."""
+    """Run codec.encode under Dynamo."""
     if not (_is_tensor(tensor) and tensor.dtype in _DTYPES and isinstance(config, FlashConfig)):
         torch._dynamo.graph_break("flash_allreduce_plugin.encode refuses this")
         return _plainly["encode_tensor"](tensor, config, call)
@@ -86,7 +86,7 @@ def encode(tensor: Any, config: Any, call: Any) -> Any:
 
 
 def decode(payload: Any, shape: Any, dtype: Any, config: Any) -> Any:
-    """codec.decode under Dynamo."""
+    """Run codec.decode under Dynamo."""
     if not (_is_tensor(payload) and dtype in _DTYPES and isinstance(config, FlashConfig)):
         torch._dynamo.graph_break("flash_allreduce_plugin.decode refuses this")
         return _plainly["decode_payload"](payload, shape, dtype, config)
@@ -94,12 +94,15 @@ def decode(payload: Any, shape: Any, dtype: Any, config: Any) -> Any:
 
 
 def _is_tensor(tensor: Any) -> bool:
-    """And no subclass. Dynamo forbids other questions, its layout among them, in a backward of an autograd.Function."""
+    """Return True for a Tensor that is no subclass.
+
+    Dynamo allows no other check, such as the layout, in the backward of an autograd.Function.
+    """
     return type(tensor) in (Tensor, torch.nn.Parameter)
 
 
 def _can_be_said(op: Any, group: Any, config: Any, async_op: bool, site: Any, step: Any, more: dict[str, Any]) -> bool:
-    """more: what no graph holds, if it is given."""
+    """Return True if a graph can hold the arguments. more: arguments that it cannot hold, if they are given."""
     group = dist.group.WORLD if group is None else group
     return (
         isinstance(op, dist.ReduceOp.RedOpType)
@@ -119,16 +122,16 @@ def _said(group: Any, config: Any, site: Any, step: Any) -> tuple[Any, ...]:
 
 
 def _put(tensor: Tensor, result: Tensor) -> None:
-    """Unseen by autograd, as what a collective writes is."""
+    """Copy result into tensor, unseen by autograd, as a collective's output is."""
     with torch.no_grad():
         tensor.copy_(result)
 
 
-# ---- what a graph runs ----
+# ---- operators of a graph ----
 
 
 def serve(name: str, eager: Eager, operator: Eager, fake: Eager) -> None:
-    """Define the operator `name`, which stands for the public function `eager` in a graph."""
+    """Define the operator `name`, which runs the public function `eager` in a graph."""
     torch.library.define(f"flash_allreduce::{name}", _SCHEMAS[name], tags=_TAGS)
     torch.library.impl(f"flash_allreduce::{name}", "CompositeExplicitAutograd", operator)
     torch.library.register_fake(f"flash_allreduce::{name}", fake)
@@ -142,7 +145,7 @@ def serve(name: str, eager: Eager, operator: Eager, fake: Eager) -> None:
 
 
 def never_compile(*functions: Eager) -> None:
-    """Dynamo compiles no frame of them, nor one below: behind a break they run as they do without torch.compile."""
+    """Keep Dynamo from compiling the functions and their callees: after a graph break they run eagerly."""
     skip = eval_frame._FrameAction.SKIP
     for function in functions:
         assert isinstance(function, FunctionType)
@@ -150,7 +153,7 @@ def never_compile(*functions: Eager) -> None:
 
 
 def never_trace(*functions: Eager, reason: str = "flash_allreduce runs this without a graph") -> None:
-    """And a graph breaks in front of them: as torch.compiler.disable, which costs every call and imports Dynamo now."""
+    """Break the graph before the functions too, as torch.compiler.disable does, without its cost a call and import."""
     never_compile(*functions)
     for function in functions:
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -158,7 +161,7 @@ def never_trace(*functions: Eager, reason: str = "flash_allreduce runs this with
 
 
 def serve_collectives(all_reduce: Eager, reduce_scatter: Eager, all_gather: Eager) -> None:
-    """Define the operators that stand for the functions of api/reductions.py."""
+    """Define the operators of api/reductions.py's functions."""
 
     def reduced(tensor: Tensor, op: str, *call: Any) -> Tensor:
         result = tensor.clone()
@@ -186,7 +189,7 @@ def serve_collectives(all_reduce: Eager, reduce_scatter: Eager, all_gather: Eage
 
 
 def serve_codec(encode: Eager, decode: Eager) -> None:
-    """Define the operators that stand for codec's functions."""
+    """Define the operators of codec's functions."""
 
     def encoded(tensor: Tensor, config: str, call: int) -> Tensor:
         return encode(tensor, config_of(config), call)
@@ -219,7 +222,7 @@ def _heard(
 
 @lru_cache(256)
 def config_of(text: str) -> FlashConfig | None:
-    """The configuration that a graph names: one object for one text, since api/reductions.py caches plans by it."""
+    """Return the configuration of a text, one object a text: api/reductions.py caches plans by the object."""
     return FlashConfig.from_dict(json.loads(text)) if text else None
 
 

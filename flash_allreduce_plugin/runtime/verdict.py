@@ -1,6 +1,6 @@
-"""Judge the steps of a trial: full precision or quantized, then one site after another, then one level or two.
+"""The verdict of a trial: full precision or quantized, then one site after another, then one level or two.
 
-`judge` is a function of what earlier verdicts noted and of the ranks' posts. Each time another rank may call it.
+`judge` is a function of earlier verdicts' notes and the ranks' posts. A different rank may call it each time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from flash_allreduce_plugin.runtime import alternation
 
-LEAST_SHARE = 0.05  # of the bytes, of a site that is tried alone
+LEAST_SHARE = 0.05  # of the bytes: a site with less is not tried alone
 MOST_SITES = 8
 LEVELS = "two levels"
 """Switched as a site is: what hierarchical "auto" does. Off: such calls are flat."""
@@ -22,7 +22,7 @@ LEVELS = "two levels"
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Which sites are quantized (and LEVELS): all or none, and the exceptions."""
+    """The sites that are quantized (and LEVELS): all or none, and the exceptions."""
 
     on: bool
     but: frozenset[str] = frozenset()
@@ -34,7 +34,7 @@ class Switches:
         return Switches(self.on, self.but ^ {site})
 
     def said(self) -> dict[str, Any]:
-        """In JSON types."""
+        """Return the switches in JSON types."""
         return {"on": self.on, "but": sorted(self.but)}
 
     @classmethod
@@ -48,8 +48,8 @@ FULL_PRECISION, QUANTIZED = Switches(False), Switches(True)
 class Post(TypedDict):
     """The measurements of a rank in a pair of blocks.
 
-    seconds: of each measured step, with True where it was made the other way. sent: bytes of a site, in full precision.
-    levels: calls of several nodes came, with hierarchical "auto".
+    seconds: of each measured step, with True if it ran the other way. sent: bytes of a site in full precision.
+    levels: True after calls of several nodes with hierarchical "auto".
     """
 
     seconds: list[tuple[bool, float]]
@@ -58,12 +58,15 @@ class Post(TypedDict):
 
 
 class Notes(TypedDict, total=False):
-    """What a verdict leaves for the next one, in JSON types.
+    """The notes of a verdict for the next one, in JSON types.
 
-    base, other: seconds of the slowest rank in every measured step of the alternation that goes on. sent, levels: as of
-    a Post, of all ranks. steps: measured in earlier alternations. sites: yet to be tried alone; missing: full precision
-    alternates with quantized. first: a part of the line. seconds: of a step as decided. gone: members that no longer
-    post.
+    base, other: seconds of the slowest rank in every measured step of the present alternation.
+    sent, levels: as in a Post, of all ranks.
+    steps: number of steps measured in earlier alternations.
+    sites: still to be tried alone; missing while full precision alternates with quantized.
+    first: the first part of the line.
+    seconds: of a step as decided.
+    gone: members that no longer post.
     """
 
     base: list[float]
@@ -78,10 +81,10 @@ class Notes(TypedDict, total=False):
 
 
 def judge(notes: Notes, posts: Sequence[Post], base: Switches, other: Switches, pairs: int) -> dict[str, Any]:
-    """Return the verdict after so many pairs of blocks of `base` and `other`, in JSON types.
+    """Return the verdict after `pairs` pairs of blocks of `base` and `other`, in JSON types.
 
-    {"base": the switches that stay, None: go on, "other": what is tried against them, None: nothing any more,
-    "line": to print then, "notes": for the next verdict}
+    {"base": the switches that stay; None: measure more, "other": the switches to try against them; None: the end,
+    "line": to print, "notes": for the next verdict}
     """
     notes = _taken(notes, posts)
     seconds = notes["base"], notes["other"]
@@ -107,12 +110,12 @@ def judge(notes: Notes, posts: Sequence[Post], base: Switches, other: Switches, 
 
 
 def _taken(notes: Notes, posts: Sequence[Post]) -> Notes:
-    """Add what the ranks posted: of every step the slowest rank's time."""
+    """Add the ranks' posts to the notes: the slowest rank's time of every step."""
     sent = Counter(notes.get("sent", {}))
     for post in posts:
         sent.update(post["sent"])
     times = {False: list(notes.get("base", [])), True: list(notes.get("other", []))}
-    most = max((len(post["seconds"]) for post in posts), default=0)  # a rank that has come late lacks some
+    most = max((len(post["seconds"]) for post in posts), default=0)  # a late rank has fewer
     for steps in zip(*(post["seconds"] for post in posts if len(post["seconds"]) == most), strict=True):
         times[steps[0][0]].append(max(seconds for _, seconds in steps))
     levels = notes.get("levels", False) or any(post["levels"] for post in posts)
@@ -120,7 +123,7 @@ def _taken(notes: Notes, posts: Sequence[Post]) -> Notes:
 
 
 def _to_try(sent: Mapping[str, int]) -> list[str]:
-    """Sites that are worth a trial of their own, the largest first."""
+    """Return the sites to try alone, the largest first."""
     if len(sent) < 2:
         return []
     total = sum(sent.values())
