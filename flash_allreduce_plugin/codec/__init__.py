@@ -1,1 +1,1 @@
-"""Tensors and bytes: the format of a payload, the compiled operators, the specification in plain PyTorch."""
+"""The codec: the format of a payload, the compiled operators, and the specification in plain PyTorch."""

@@ -1,44 +1,43 @@
 """Sizes of a payload.
 
-The byte layout itself is drawn in ``docs/trust/wire_format.md`` and written down in ``csrc/wire_format.h``; this
-leaf repeats only its sizes, so that a plan can be made without the compiled library. ``tests/codec/test_format.py``
-holds the two together.
+``docs/trust/wire_format.md`` draws the byte layout and ``csrc/wire_format.h`` defines it. This module repeats its
+sizes, so that a plan needs no compiled library. ``tests/codec/test_format.py`` compares the two.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Changes whenever the bytes of a payload change; compared across the ranks of a group.
+#: Version of a payload's bytes. The ranks of a group compare it.
 WIRE_VERSION = 5
 
 MIN_BITS, MAX_BITS = 2, 8
 GROUP_SIZES = (32, 64, 128, 256, 512, 1024)
-#: Of the codebook: its groups have eight parts of 16 elements or more.
+#: Least group size of the codebook: its groups have eight parts of 16 elements or more.
 MIN_CODEBOOK_GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How the elements of one half of a collective travel. csrc/codec_math.h has the arithmetic of each option.
+    """The format of the elements in one half of a collective. csrc/codec_math.h has the arithmetic of each option.
 
     Args:
         bits: width of a code, 2 to 8.
         group_size: consecutive elements that share a scale (and a zero point), a power of two, 32 to 1024.
         symmetric: a scale alone, codes centred on zero; otherwise a scale and a zero point.
-        spikes: a group's least and greatest element travel beside the codes, as bf16. With codebook: its two elements
-            of greatest magnitude, as short floats; the codes carry what these have rounded off.
+        spikes: a group's least and greatest element are also sent as bf16. With codebook: its two elements of greatest
+            magnitude, as short floats, and the codes have the rest of these elements.
         hadamard: each group is rotated before it is quantized, and back after the sum.
-        mse: of several ranges, the one with the least squared error; otherwise the group's whole range.
-        stochastic: codes are rounded at random, without a bias; otherwise to the nearest.
+        mse: the range with the least squared error among several; otherwise the group's whole range.
+        stochastic: codes are rounded stochastically, without a bias; otherwise to the nearest.
         compact: scale and zero point share two bytes, the zero point one of 32 multiples of the scale.
-        codebook: a scale for every eighth of a group, and up to 6 bits levels that lie closer near zero.
+        codebook: a scale for every eighth of a group; up to 6 bits, levels that are closer near zero.
 
     Attributes:
-        options: those above as the compiled operators take them (csrc/wire_format.h).
-        metadata_bytes: of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places;
-            codebook: the scale and the eight of the parts, spikes of 2 bytes each.
-        record_bytes: of one group on the wire: metadata, then the planes of its codes.
+        options: the options above, encoded for the compiled operators (csrc/wire_format.h).
+        metadata_bytes: bytes of a record before its planes: scale, zero point (2 each, or 2 in all), spikes and places;
+            codebook: the scale, the eight scales of the parts, and spikes of 2 bytes each.
+        record_bytes: bytes of one group: metadata, then the planes of its codes.
     """
 
     bits: int
@@ -50,7 +49,7 @@ class Format:
     stochastic: bool = False
     compact: bool = False
     codebook: bool = False
-    # Asked for with every launch, so that they are worked out once.
+    # Every launch reads these, so they are computed once.
     options: int = field(init=False, repr=False, compare=False)
     metadata_bytes: int = field(init=False, repr=False, compare=False)
     record_bytes: int = field(init=False, repr=False, compare=False)
@@ -76,31 +75,31 @@ class Format:
 
     @property
     def bits_per_element(self) -> float:
-        """Bits an element costs on the wire, metadata included, in a group that is full."""
+        """Bits of an element on the wire, with metadata, in a full group."""
         return 8 * self.record_bytes / self.group_size
 
     def groups(self, numel: int) -> int:
-        """Number of groups, the ragged last one included, of ``numel`` elements."""
+        """Return the number of groups of ``numel`` elements, with the ragged last one."""
         return -(-numel // self.group_size)
 
     def payload_bytes(self, numel: int) -> int:
-        """Length in bytes of the payload of ``numel`` elements."""
+        """Return the length in bytes of the payload of ``numel`` elements."""
         return self.groups(numel) * self.record_bytes
 
 
 def residual_format(group_size: int) -> Format:
-    """Of what error feedback keeps in 8 bits, in the groups of the payload."""
+    """Return the format of error feedback's residuals of 8 bits, in the groups of the payload."""
     return Format(8, group_size, symmetric=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which random numbers round the groups of a call: the same for the same key and group, on every device.
+    """The random numbers that round the groups of a call: equal for the same key and group, on every device.
 
     Args:
         key: of the call, 64 bits, signed; see rows.draw_key.
-        first_group: the number, in the call, of the first group that is encoded.
-        groups_a_row: by how much the number grows from one row to the next.
+        first_group: the number in the call of the first encoded group.
+        groups_a_row: the number of a row's first group minus that of the row before.
     """
 
     key: int = 0

@@ -1,8 +1,8 @@
-"""Loads the compiled library and registers what torch.compile needs to know of its operators.
+"""Load the compiled library, and register its operators for torch.compile.
 
-The operators work on rows so that one call serves all shards of a chunk; they fill an output they are given:
+The operators work on rows: one call does all shards of a chunk. They write into a given output:
 
-    encode(input [rows, numel], payload [rows, bytes])            each row a tensor of its own
+    encode(input [rows, numel], payload [rows, bytes])            each row is a tensor
     decode(payload [rows, bytes], output [rows, numel])
     decode_sum(payloads [ranks, bytes], output [numel], factor)   sum in rank order, in float32, times factor
     decode_sum_encode(payloads [ranks, bytes], payload [bytes], factor)
@@ -11,8 +11,7 @@ The operators work on rows so that one call serves all shards of a chunk; they f
     encode_difference(master, held [1, numel], payload [1, bytes]) -> bool    on a CPU
     decode_add(payload [rows, bytes], held [rows, numel])                     on a CPU
 
-Each takes bits, group_size and options (format.Format.options) as well. Those that encode take the numbers of a
-format.Draw.
+All take bits, group_size and options (format.Format.options) too. The encoding ones take the numbers of a format.Draw.
 Rows may be strided, elements of a row may not. Dtypes float32, bfloat16, float16; payloads uint8.
 """
 
@@ -29,7 +28,7 @@ _FEEDBACK = ("encode_feedback", "decode_sum_encode_feedback")
 
 
 def _load() -> str | None:
-    """Load the library; why it could not be, or None."""
+    """Load the library. Return the reason of a failure, or None."""
     library = next(iter(sorted(Path(__file__).parent.parent.glob("_C*.so"))), None)
     if library is None:
         return "no compiled library is installed"
@@ -41,7 +40,7 @@ def _load() -> str | None:
     if version != WIRE_VERSION:
         return f"{library.name} writes wire version {version}, this package {WIRE_VERSION}; build it again"
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode", *_FEEDBACK, "decode_add"):
-        # They return nothing and allocate nothing: a fake has nothing to make.
+        # The operators return nothing and allocate nothing, so their fakes have nothing to create.
         torch.library.register_fake(f"flash_allreduce::{name}", _fake)
     return None
 
@@ -51,7 +50,10 @@ def _fake(*_: Any) -> None:
 
 
 def _load_cuda() -> str | None:
-    """Load the operators for CUDA tensors; why they could not be, or None. Needs no GPU, only a CUDA build of torch."""
+    """Load the operators for CUDA tensors. Return the reason of a failure, or None.
+
+    Needs a CUDA build of torch, but no GPU.
+    """
     if unavailable is not None:
         return unavailable
     if torch.version.cuda is None:
@@ -66,12 +68,12 @@ def _load_cuda() -> str | None:
     return None
 
 
-#: Why the compiled operators are not there, or None if they are.
+#: The reason why the compiled operators are missing, or None.
 unavailable: str | None = _load()
-#: Why those for CUDA tensors are not there, or None if they are.
+#: The reason why the operators for CUDA tensors are missing, or None.
 cuda_unavailable: str | None = _load_cuda()
 
 
 def cpu_capability() -> str:
-    """The instruction set in use: avx512, avx2 or default. ATEN_CPU_CAPABILITY lowers it, as it does torch's."""
+    """Return the instruction set in use: avx512, avx2 or default. ATEN_CPU_CAPABILITY lowers it, as in torch."""
     return str(torch.ops.flash_allreduce.cpu_capability())

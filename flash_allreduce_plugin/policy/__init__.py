@@ -1,4 +1,4 @@
-"""Decide without torch.distributed whether a call is quantized, and how.
+"""Decide if a call is quantized, and how, without torch.distributed.
 
 roles: one row a role, and Site. plan: make_plan returns a Plan or the reason for full precision. topology: nodes.
 """

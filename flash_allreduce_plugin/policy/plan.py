@@ -1,19 +1,17 @@
-"""Which calls are quantized, and how: a pure function of the call and the configuration.
+"""The plan of a call: quantized or not, and how. A pure function of the call and the configuration.
 
-make_plan answers with a Plan or with the reason why the call goes in full precision.  The checks run in a
-fixed order and the first that applies gives the reason, so that a counter's key means the same on every rank:
+make_plan returns a Plan, or the reason for full precision. The checks run in a fixed order, and the first that applies
+gives the reason: a counter's key means the same on every rank.
 
-1. enabled is false, or lists other sites   4. the operator is not sum, avg or premul_sum (of what sums)
+1. enabled is false, or lists other sites   4. the operator of a sum is not sum, avg or premul_sum
 2. the group has one rank                   5. the message is empty
 3. the dtype is not fp32, bf16 or fp16      6. the message is below min_bytes
-7. the role is kept in full precision: one of the fields that decide its width is "full", or the embedding or
-   the layer norms are not to be quantized
+7. the role is in full precision: a field of its width is "full", or the switch of embeddings or layer norms is off
 8. the module's name is not in include, or is in exclude
 9. the step is one of the first warmup_steps
 
-5 and 6 are left out for an all_to_all, whose ranks have different numbers of elements and must decide alike: its runs
-are asked one by one (collectives/all_to_all.py). The two ends of a send look at
-nothing else, and so decide alike.
+An all_to_all skips 5 and 6: its ranks have different numbers of elements and must decide the same. It decides about
+each run (collectives/all_to_all.py). The two ends of a send use no other facts, so they decide the same.
 """
 
 from __future__ import annotations
@@ -50,9 +48,9 @@ WithOneRoot = Literal["broadcast", "reduce", "gather", "scatter"]
 BetweenTwo = Literal["send", "recv"]
 Collective = WithAll | WithOneRoot | BetweenTwo
 SUMS = ("all_reduce", "reduce_scatter", "reduce")
-_TWO_LEVELS = (*SUMS, "all_gather")  # the others have nothing that a node could add up or share out
+_TWO_LEVELS = (*SUMS, "all_gather")  # a node has nothing to add up or to share in the others
 
-_RANKS = 128  # a chunk of 1 MiB sends each of them 8 KiB
+_RANKS = 128  # a chunk of 1 MiB is 8 KiB a rank
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,11 +59,11 @@ class Plan:
     """How to run one quantized call.
 
     reduce: codec of the half before the sum (all_reduce, reduce_scatter, reduce).
-    gather: codec of the half after the sum (all_reduce), and of what is not summed (all_gather, a send ...).
+    gather: codec of the half after the sum (all_reduce), and of collectives without a sum (all_gather, a send ...).
     chunk_bytes: payload bytes of one chunk in flight.
-    inside: codec of what is summed inside a node, if the call is hierarchical; reduce and gather are between nodes.
-    nodes: None: the call is flat, every rank deals with every other one.
-    width: the one that target_sqnr_db may change; None: no target, or the configuration gives every width of the call.
+    inside: codec of the sum inside a node, if the call is hierarchical; reduce and gather are between nodes then.
+    nodes: None: the call is flat, every rank exchanges data with every other rank.
+    width: the width that target_sqnr_db may change; None: no target, or the configuration fixes all widths of the call.
     """
 
     reduce: Format
@@ -76,31 +74,31 @@ class Plan:
     width: int | None = None
 
     def bits(self, collective: Collective) -> int:
-        """The width of the half that the collective has; of its two, the narrower one."""
+        """Return the width of the collective's half; of two halves, the narrower width."""
         if collective == "all_reduce":
             return min(self.reduce.bits, self.gather.bits)
         return self.reduce.bits if collective in SUMS else self.gather.bits
 
     def narrowest(self, collective: Collective) -> int:
-        """The least width that the collective has anywhere, inside a node too."""
+        """Return the least width of the collective, inside a node too."""
         bits = self.bits(collective)
         return bits if self.inside is None or collective not in SUMS else min(bits, self.inside.bits)
 
     @property
     def widest(self) -> Format:
-        """The codec whose payload is the longest."""
+        """The codec with the longest payload."""
         formats = (self.reduce, self.gather, *([] if self.inside is None else [self.inside]))
         return max(formats, key=lambda one: one.record_bytes)
 
     def at_least(self, bits: int) -> Plan:
-        """The same with every width below `bits` raised to it."""
+        """Return the plan with every width below `bits` raised to `bits`."""
         inside = None if self.inside is None else _at_least(self.inside, bits)
         return replace(self, reduce=_at_least(self.reduce, bits), gather=_at_least(self.gather, bits), inside=inside)
 
 
 @dataclass(frozen=True, slots=True)
 class FullPrecision:
-    """The call goes the plain way; `reason` is short and stable, e.g. "message below min_bytes"."""
+    """The answer "full precision". `reason` is short and stable, e.g. "message below min_bytes"."""
 
     reason: str
 
@@ -118,14 +116,17 @@ def make_plan(
     nodes: Nodes | None = None,
     width: int | None = None,
 ) -> Plan | FullPrecision:
-    """Plan one call, or say why it goes in full precision.
+    """Plan one call, or return the reason for full precision.
 
-    numel counts the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and gather; it is
-    not looked at for all_to_all. op is "sum", "avg" or another operator's name, and is looked at where there is a sum.
-    step counts the training steps from 0; without it there is no warm-up. reduce_bits and gather_bits override the
-    width of their half. nodes are the group's if config.hierarchical is to be obeyed: a group within one node is flat
-    with the width inside, one with a rank a node with the width between nodes. What is not a sum or an all_gather has
-    one level. width takes the place of the role's width, of inter_bits too, but not of reduce_bits and gather_bits.
+    numel: elements of the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and gather.
+        Not used for all_to_all.
+    op: "sum", "avg" or another operator's name; used by collectives with a sum.
+    step: number of the training step, from 0; None: no warm-up.
+    nodes: of the group, if config.hierarchical is on. A group within one node is flat with the width inside. A group
+        with one rank a node is flat with the width between nodes. Collectives other than sums and all_gather have one
+        level.
+    width: replaces the role's width and inter_bits, but not reduce_bits and gather_bits, which override the width of
+        their half.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
@@ -177,11 +178,11 @@ def make_plan(
 def _format(role: Role, config: FlashConfig, bits: int) -> Format:
     """Return the configured format, except for two kinds of tensors ("Pretraining" in docs/decide/benchmarks.md).
 
-    What backward_bits quantizes is rounded as backward_rounding says. Stochastic rounding knows no codebook and no
-    searched range, which only round to the nearest. Spikes stay: as bf16, rounded at random.
+    Tensors of backward_bits are rounded by backward_rounding. Stochastic rounding excludes the codebook and the
+    searched range, which round to the nearest. Spikes stay, as bf16, rounded stochastically.
 
-    Differences of parameters have no codebook, and no spikes with it: it clips what is far from zero. What it clips of
-    an Adam step, whose elements are nearly alike, comes a step late.
+    Differences of parameters have no codebook, and no spikes with it: the codebook clips values far from zero. The
+    elements of an Adam step are nearly equal, and a clipped part would be applied one step late.
     """
     form = config.format(bits)
     if role is Role.PARAMETER_DIFFERENCE:
@@ -194,12 +195,12 @@ def _format(role: Role, config: FlashConfig, bits: int) -> Format:
 
 
 def _chunk_bytes(config: FlashConfig, world_size: int) -> int:
-    """Of a larger group's in proportion: every chunk is cut among all ranks, and messages have costs of their own."""
+    """Return chunk_bytes, larger in proportion for a large group: every chunk is cut among all ranks into messages."""
     return config.chunk_bytes * max(_RANKS, world_size) // _RANKS
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the fnmatch patterns names the module or one that it is part of."""
+    """Return True if one of the fnmatch patterns names the module or a module that contains it."""
     return any(fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*") for pattern in patterns)
 
 
@@ -219,8 +220,8 @@ def widths_follow_errors(config: FlashConfig) -> bool:
 
 
 def _adapts(collective: Collective, config: FlashConfig) -> bool:
-    """Whether there is a target, and a half that the collective has whose width is not given."""
-    if config.target_sqnr_db is None or collective in ("send", "recv"):  # whose two ends agree on nothing
+    """Return True if there is a target, and a half of the collective without a fixed width."""
+    if config.target_sqnr_db is None or collective in ("send", "recv"):  # the two ends of a send have no agreement
         return False
     if collective == "all_reduce":
         return config.reduce_bits is None or config.gather_bits is None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flash_allreduce_plugin.telemetry.counters import Tally
 
-# The reasons are keys of counters: short, and the same from call to call.
+# The reasons are keys of counters: short, and equal from call to call.
 DISABLED = "disabled by configuration"
 ONE_RANK = "one-rank group"
 EMPTY = "empty message"
@@ -34,7 +34,7 @@ def is_full(width: str) -> str:
 
 
 class Role(str, Enum):
-    """The part that a call's tensor has in the training step. One row a role.
+    """The role of a call's tensor in the training step. One row a role.
 
     widths: fields of FlashConfig. The first that is not None gives the width; "full" is full precision.
     backward: the tensor is a gradient of activations. It is quantized only if backward_bits is not "full" either, and
@@ -66,9 +66,9 @@ class Role(str, Enum):
     GRADIENT = "gradient", ("grad_bits",)
     PARAMETER = "parameter", ("param_bits",)
     PARAMETER_BACKWARD = "parameter_backward", ("param_backward_bits", "param_bits")
-    PARAMETER_DIFFERENCE = "parameter_difference", ("param_bits",)  # from the values that every rank keeps
+    PARAMETER_DIFFERENCE = "parameter_difference", ("param_bits",)  # to the values that every rank keeps
     EMBEDDING = "embedding", ("bits",), False, ("quantize_embedding", EMBEDDING)
-    # Gradients of weights that tensor-parallel ranks have copies of, with sequence parallelism.
+    # Gradients of weights with copies on tensor-parallel ranks, with sequence parallelism.
     LAYER_NORM = "layer_norm", ("grad_bits",), False, ("quantize_layernorm", LAYER_NORM)
     EXPERT = "expert", ("expert_bits",)
     EXPERT_GRADIENT = "expert_gradient", ("expert_bits",), True
@@ -82,12 +82,12 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where in a program a collective is called from: a stable name for the counters, and the role.
+    """The place of a collective in a program: a stable name for the counters, and the role.
 
-    module: the qualified name that include and exclude are compared with; None: they do not apply.
-    layer: a number that tells apart layers which share the site. On gloo, quantized calls of different layers do not
-        meet: ranks that mix up two layers get CollectiveError.
-    tally: counts the calls of one engine or model, in addition to the counters of the process; None: nothing does.
+    module: the qualified name that include and exclude match; None: they do not apply.
+    layer: the number of a layer among those that share the site. On gloo, quantized calls of different layers do not
+        match: ranks that mix up two layers get CollectiveError.
+    tally: counts the calls of one engine or model, besides the counters of the process; None: no such count.
     """
 
     name: str

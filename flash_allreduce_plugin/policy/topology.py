@@ -1,14 +1,14 @@
-"""Which ranks of a group share a node, and which rank holds which groups of a tensor: pure functions.
+"""The nodes of a group, and the ranks that hold and own the groups of a tensor: pure functions.
 
-A slab is a run of groups that is summed up twice. In every node its ranks have a part of it each, of which they take
-the sum of their node; and every rank of the group owns a piece, of which it takes the sum of the nodes:
+A slab is a run of groups that is summed twice. In every node each rank holds a part of it, and sums this part over its
+node. Every rank of the group owns a piece, and sums this piece over the nodes:
 
     node 0   | part of rank 0    | part of rank 1    |
     node 1   | part of rank 2    | part of rank 3    |
     pieces   | 0       | 2       | 1       | 3       |
 
-Two ranks of different nodes exchange bytes where the part of one and the piece of the other overlap: with nodes that
-are alike, only ranks of the same place in their nodes do.
+Two ranks of different nodes exchange the bytes in which the part of one and the piece of the other overlap. With equal
+nodes only ranks at the same place in their nodes do.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Part = tuple[int, int]
 
 
 def neighbours(world_size: int, ranks_per_node: int) -> Nodes:
-    """Neighbouring ranks share a node; the last node may have fewer."""
+    """Return nodes of neighbouring ranks. The last node may have fewer."""
     firsts = range(0, world_size, ranks_per_node)
     return tuple(tuple(range(first, min(first + ranks_per_node, world_size))) for first in firsts)
 
 
 def by_host(hosts: Sequence[Hashable]) -> Nodes:
-    """hosts: of every rank."""
+    """Return the nodes by the host of every rank."""
     nodes: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):
         nodes.setdefault(host, []).append(rank)
@@ -46,7 +46,7 @@ def by_host(hosts: Sequence[Hashable]) -> Nodes:
 
 
 class Overlap(NamedTuple):
-    """What a rank's part has of the piece of `peer`, or its piece of the part of `peer`, a rank of `node`."""
+    """The overlap of a rank's part with the piece of `peer`, or of its piece with the part of `peer`, in `node`."""
 
     node: int
     peer: int
@@ -55,16 +55,16 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The ranks of a group in the order of their pieces: by where their parts lie in their nodes.
+    """The ranks of a group in the order of their pieces, which is the order of their parts in their nodes.
 
     Args:
         nodes: of the group.
         ranks: in that order.
-        index: of every rank in it.
-        places: of every rank: its node and its place there.
-        shares: where each piece of a tensor begins, and the last one ends, in units of shares[-1] a tensor: nodes own
-            alike, and so do the ranks of a node.
-        regular: ranks of every node, if all have as many and neighbouring ones; 0: they have not.
+        index: position of every rank in that order.
+        places: node of every rank, and its place there.
+        shares: start of each piece of a tensor and the end of the last one, in units of shares[-1] a tensor. Nodes own
+            equal shares, and so do the ranks of a node.
+        regular: ranks of a node, if all nodes have as many, and neighbouring ones; else 0.
     """
 
     nodes: Nodes
@@ -77,7 +77,7 @@ class Order:
 
 @lru_cache(maxsize=64)
 def order_of(nodes: Nodes) -> Order:
-    """The same object for the same nodes."""
+    """Return the order of the nodes' ranks; the same object for the same nodes."""
     places = {rank: (node, place) for node, ranks in enumerate(nodes) for place, rank in enumerate(ranks)}
     size = {rank: len(nodes[node]) for rank, (node, _) in places.items()}
     ranks = sorted(places, key=lambda rank: ((2 * places[rank][1] + 1) / size[rank], places[rank][0]))
@@ -98,14 +98,14 @@ def order_of(nodes: Nodes) -> Order:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A run of groups, and who has what of it.
+    """A run of groups, with its parts and pieces.
 
     Args:
-        groups: of the slab.
-        bounds: where each piece begins, in the order of `order`, and the last one ends.
-        filling: of every piece, in that order, how many groups at its end are none of the call's.
-        numbers: of every rank: which group of the call the first one of its piece is.
-        multiple: parts and pieces begin at multiples of so many groups.
+        groups: number of groups of the slab.
+        bounds: start of each piece, in the order of `order`, and the end of the last one.
+        filling: padding of each piece, in that order: groups at its end that are not in the call.
+        numbers: for every rank, the number in the call of its piece's first group.
+        multiple: divides the starts of parts and pieces, in groups.
     """
 
     groups: int
@@ -116,17 +116,17 @@ class Slab:
     multiple: int
 
     def part(self, rank: int) -> Part:
-        """In its node."""
+        """Return the part of a rank in its node."""
         node, place = self.order.places[rank]
         return _even(self.groups, len(self.order.nodes[node]), self.multiple)[place]
 
     def own(self, rank: int) -> Part:
-        """The piece of a rank, without what it is filled up with."""
+        """Return the piece of a rank, without padding."""
         i = self.order.index[rank]
         return self.bounds[i], self.bounds[i + 1] - self.filling[i]
 
     def owners(self, rank: int) -> list[Overlap]:
-        """Of whose pieces the part of a rank has something, in their order."""
+        """Return the overlaps of a rank's part with the pieces of their owners, in order."""
         begin, end = self.part(rank)
         found = []
         for i in range(max(0, bisect_right(self.bounds, begin) - 1), len(self.filling)):
@@ -139,7 +139,7 @@ class Slab:
         return found
 
     def holders(self, rank: int) -> list[Overlap]:
-        """Whose parts have something of the piece of a rank, node by node."""
+        """Return the overlaps of a rank's piece with the parts of their holders, node by node."""
         begin, end = self.own(rank)
         found = []
         for node, ranks in enumerate(self.order.nodes if begin < end else ()):
@@ -155,9 +155,9 @@ class Slab:
 
 @lru_cache(maxsize=64)
 def slabs_of_tensor(groups: int, size: int, nodes: Nodes, multiple: int = 1) -> tuple[Slab, ...]:
-    """A tensor of `groups` groups in slabs of about `size`, alike; every node owns as much of each.
+    """Cut a tensor of `groups` groups into equal slabs of about `size`. Every node owns an equal share of each.
 
-    multiple: slabs, parts and pieces begin at multiples of so many groups.
+    multiple: divides the starts of slabs, parts and pieces, in groups.
     """
     count = -(-groups // max(size, 1))
     size = _up(-(-groups // count), multiple)
@@ -176,13 +176,13 @@ def slabs_of_tensor(groups: int, size: int, nodes: Nodes, multiple: int = 1) -> 
 def slabs_of_shards(
     groups: tuple[int, ...], size: int, nodes: Nodes, multiple: int = 1
 ) -> tuple[tuple[int, Slab], ...]:
-    """Shards of so many groups, one a rank, in chunks of about `size` groups of each, as far as it reaches.
+    """Cut shards, one a rank, into chunks of about `size` groups. groups: of each shard.
 
-    A slab is a chunk of all shards, one behind the other, each at a multiple of `multiple` groups; each rank owns its
-    own.
+    A slab has one chunk of every shard, one after another, each at a multiple of `multiple` groups. Each rank owns the
+    chunk of its shard.
 
     Returns:
-        Slabs that are not empty, each with the first group of its chunk, counted from the first of a shard.
+        Slabs that are not empty, each with the first group of its chunk, counted from the start of a shard.
     """
     starts = [0, *itertools.accumulate(groups)]
     count = -(-max(groups) // max(size, 1))
@@ -204,15 +204,12 @@ def _up(groups: int, multiple: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _even(groups: int, parts: int, multiple: int) -> tuple[Part, ...]:
-    """`parts` parts that begin at multiples of `multiple` and are alike but for one such."""
+    """Return `parts` parts that start at multiples of `multiple` and differ by at most one `multiple`."""
     bounds = [min(-(-groups // multiple) * i // parts * multiple, groups) for i in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))
 
 
 def host() -> str:
-    """A name for this machine that no other one has.
-
-    Containers with host names of their own count as machines.
-    """
+    """Return a unique name of this machine. Containers with different host names count as machines."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"

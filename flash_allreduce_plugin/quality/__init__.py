@@ -1,1 +1,1 @@
-"""Measures the error of live calls, and chooses their widths by it."""
+"""Measure the error of live calls, and choose their widths by it."""

@@ -1,13 +1,12 @@
-"""Measures the error of live calls, and lets widths.py and guard.py choose their widths by it.
+"""Measurement of live calls. widths.py and guard.py choose widths by it.
 
-SQNR = 10 log10(number of runs / sum of their errors), in dB: runs of some hundred elements weigh the same
+SQNR = 10 log10(number of runs / sum of their errors), in dB. Runs of some hundred elements weigh the same
 (collectives/sample.py).
 
 Every config.quality_interval-th call of a site on a process group is measured: locally (collectives/meter.py), or
-exactly, against the same call in full precision beside it; what is not an all_reduce, reduce_scatter or all_gather
-always locally.
-The ranks add up their measurements at the start of the next measured call (sites.py says why there):
-for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
+exactly, against the same call in full precision. Collectives other than all_reduce, reduce_scatter and all_gather are
+always measured locally. The ranks add their measurements at the start of the next measured call (sites.py has the
+reason), for the counters, for target_sqnr_db (widths.py) and for min_sqnr_db (guard.py).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("flash_allreduce_plugin")
 
-_MEASURED_EXACTLY = ("all_reduce", "reduce_scatter", "all_gather")  # if quality_measure says so
+_MEASURED_EXACTLY = ("all_reduce", "reduce_scatter", "all_gather")  # with quality_measure "exact"
 
 
 class SiteStates:
@@ -46,19 +45,19 @@ class SiteStates:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        #: quantized calls of a site on this group; the same on all its ranks
+        #: number of quantized calls of a site on this group; equal on all its ranks
         self.calls: Counter[str] = Counter()
-        #: of a site under a configuration, where it adapts
+        #: of a site and configuration with a target
         self._widths: dict[tuple[str, FlashConfig], SiteWidth] = {}
-        #: of a site under a configuration, where it is guarded
+        #: of a site and configuration with a floor
         self._guards: dict[tuple[str, FlashConfig], SiteGuard] = {}
-        #: of a site: what was measured locally, and the ranks have not added up yet
+        #: local measurements of a site that the ranks have not added yet
         self._errors: dict[str, Sums] = {}
-        #: of a checkpoint, by kind, site and digest of the configuration, until the site is called
+        #: loaded states, by kind, site and digest of the configuration, until the site is called
         self._kept: dict[tuple[str, str, str], Mapping[str, Any]] = {}
 
     def width(self, site: str, config: FlashConfig, bits: int) -> SiteWidth:
-        """The width of a site, which starts at `bits`."""
+        """Return the width of a site, which starts at `bits`."""
         width = self._widths.get((site, config))
         if width is None:
             assert config.target_sqnr_db is not None
@@ -67,7 +66,7 @@ class SiteStates:
         return width
 
     def guard(self, site: str, config: FlashConfig, bits: int) -> SiteGuard:
-        """The guard of a site, whose calls have `bits` or more as they are configured."""
+        """Return the guard of a site. bits: the least configured width of its calls."""
         guard = self._guards.get((site, config))
         if guard is None:
             assert config.min_sqnr_db is not None
@@ -76,11 +75,11 @@ class SiteStates:
         return guard
 
     def error(self, site: str) -> Sums:
-        """The measurements of a site since the ranks last added them up."""
+        """Return the measurements of a site since the last sum over the ranks."""
         return self._errors.setdefault(site, Sums())
 
     def _go_on(self, kind: str, site: str, config: FlashConfig, new: SiteWidth | SiteGuard) -> None:
-        """Give what is new the state that a checkpoint has of it, if it has one."""
+        """Load the checkpoint's state into a new width or guard, if there is one."""
         kept = self._kept.pop((kind, site, config.digest().hex()), None)
         if kept is not None:
             new.load_state_dict(kept)
@@ -90,7 +89,7 @@ class SiteStates:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: the same on all ranks of the group, but for `measured` of a site."""
+        """Return the state for a checkpoint: equal on all ranks of the group, except `measured` of a site."""
         sites = dict(self._kept)
         for (site, config), width in self._widths.items():
             sites["width", site, config.digest().hex()] = width.state_dict()
@@ -104,7 +103,7 @@ class SiteStates:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict gave, or as a new group from an empty one."""
+        """Load a state that state_dict returned; empty: as a new group."""
         self.calls = Counter(state.get("calls", {}))
         self._widths.clear()
         self._guards.clear()
@@ -113,13 +112,13 @@ class SiteStates:
 
 
 class Quality:
-    """The measurement of one call that may be quantized, and the width that earlier ones give it."""
+    """The measurement of one call that may be quantized, and its width by earlier measurements."""
 
     def __init__(
         self, collective: Collective, site: Site, label: Label, state: SiteStates, config: FlashConfig
     ) -> None:
         self.measured = False
-        #: for the collective, where the call is measured locally
+        #: for the collective, if the call is measured locally
         self.meter: Meter | None = None
         self._collective, self._site, self._label, self._state, self._config = collective, site, label, state, config
         self._exact: Measurement | None = None
@@ -128,18 +127,18 @@ class Quality:
         self._guard: SiteGuard | None = None
         self._bits = self._level = 0  # of the width and of the guard, in this call
         self._number = 0  # of the call
-        self._starts: list[int] = []  # numbers of the first groups of watched parts, and of the end
-        self._watched: Plan | None = None  # the plan in 8 bits, to which the guard would come back from full precision
+        self._starts: list[int] = []  # numbers of the first groups of watched parts, and the end
+        self._watched: Plan | None = None  # the plan in 8 bits, for the guard's return from full precision
 
     @property
     def watching(self) -> bool:
-        """Whether the guard keeps the call in full precision, and is to learn what 8 bits would have cost."""
+        """Return True if the guard keeps the call in full precision, and measures the error of 8 bits."""
         return self._watched is not None
 
     def decide(self, plan: Plan, at: Callable[[int], Plan], device: torch.device) -> Plan | FullPrecision:
-        """The plan at the widths of the site, or full precision. Counts the call; if it is measured the ranks agree.
+        """Return the plan at the widths of the site, or full precision. Counts the call.
 
-        at: the plan with another width in place of plan.width.
+        In a measured call the ranks agree on the width first. at: returns the plan with another width than plan.width.
         """
         config, name = self._config, self._site.name
         if config.quality_interval == 0:
@@ -152,7 +151,7 @@ class Quality:
         if plan.width is not None:
             self._width = self._state.width(name, config, plan.width)
         if config.min_sqnr_db is not None:
-            # With a target, that moves the width: the guard is left with the choice of full precision.
+            # With a target, the target moves the width, and the guard only chooses full precision.
             start = plan.narrowest(self._collective) if plan.width is None else MAX_BITS
             self._guard = self._state.guard(name, config, start)
         if self.measured and number:
@@ -163,14 +162,14 @@ class Quality:
         return plan if self._guard is None else self._guarded(plan, self._guard)
 
     def try_codebook(self, plan: Plan, parts: Tensor | Sequence[Tensor]) -> None:
-        """A quantized call begins. parts: this rank's input, [numel], [rows, numel] or 1-D tensors."""
+        """Try the codebook at the start of a call. parts: this rank's input, [numel], [rows, numel] or 1-D tensors."""
         halves = [plan.reduce] if self._collective in SUMS else [plan.gather]
         if self._collective == "all_reduce":
             halves.append(plan.gather)
         try_codebook(self._site, min(halves, key=lambda half: half.bits), parts)
 
     def measure_locally(self, factor: float, device: torch.device, wire: Format, sizes: Iterable[int]) -> None:
-        """A quantized call begins, by `wire`. factor: for its sum.
+        """Prepare the local measurement of a call in the format `wire`. factor: of its sum.
 
         sizes: elements of the parts of the call; without a sum, of this rank's parts.
         """
@@ -182,11 +181,11 @@ class Quality:
         return self.meter
 
     def measure_exactly(self, input: Tensor, op: object, factor: float, parts: list[int] | None = None) -> None:
-        """A quantized call begins. Arguments: those of Measurement."""
+        """Prepare the exact measurement of a call. Arguments as for Measurement."""
         self._exact = Measurement(self._collective, input, op, factor, self._label, parts)
 
     def end(self, result: Tensor) -> None:
-        """The result [numel] of a quantized call is in place."""
+        """Finish the measurement with the result [numel] of the call."""
         if self._exact is not None:
             measured = self._exact.record(result, self._site)
         elif self.meter is not None and self._error is not None:
@@ -200,7 +199,10 @@ class Quality:
             self._guard.record(self._level, measured)
 
     def watch(self, parts: Iterable[Tensor], factor: float) -> None:
-        """1-D parts of this rank's input go in full precision; factor: for their sum."""
+        """Measure the error that 8 bits would make in a call in full precision.
+
+        parts: this rank's input, 1-D. factor: of their sum.
+        """
         if self._watched is None:
             return
         plan, parts = self._watched, list(parts)
@@ -218,13 +220,13 @@ class Quality:
                     meter.would_lose(part, plan.inside, first, summed=True)
 
     def watch_weights(self, master: Tensor, weights: Tensor) -> None:
-        """Weights [numel] that would travel by differences were gathered whole; master [numel] is exact."""
+        """Measure the error that differences in 8 bits would make in weights [numel]. master [numel]: exact."""
         if self._watched is not None:
             wire = self._watched.gather
             self._meter_of(1.0, weights.device, wire.groups(master.numel()), wire.group_size).held(master, weights)
 
     def watched(self, result: Tensor) -> None:
-        """Their result [numel] is in place: the guard is told the error that 8 bits would have made."""
+        """Finish `watch` with the result [numel], and give the guard the error of 8 bits."""
         if self._watched is None or self.meter is None or self._guard is None:
             return
         state, wire = self._state, self._watched.gather
@@ -241,7 +243,7 @@ class Quality:
         self._guard.record(FULL, self.meter.read())
 
     def _agree(self, number: int, device: torch.device) -> None:
-        """At the start of measured call `number` of the site the ranks add up the measurements before it."""
+        """Add the measurements of all ranks at the start of the site's measured call `number`."""
         known = [sums for sums in (self._error, self._width, self._guard) if sums is not None]
         if not known:
             return
@@ -265,17 +267,17 @@ class Quality:
 
 
 class Measurement:
-    """The exact result of one call, on its way in full precision beside the quantized one.
+    """The exact result of one call, in flight together with the quantized one: quality_measure "exact".
 
-    It costs a float32 copy of the input and a plain collective: quality_measure "exact".
+    Costs a float32 copy of the input and a collective in full precision.
     """
 
     def __init__(
         self, collective: str, input: Tensor, op: object, factor: float, label: Label, parts: list[int] | None = None
     ) -> None:
-        """input: as the plain collective takes it, evenly split; factor: its result is multiplied with it.
+        """input: as for torch's collective, evenly split. factor: multiplies its result.
 
-        parts: of an all_gather, elements of each rank's part, where they differ.
+        parts: for an all_gather, the elements of each rank's part, if they differ.
         """
         self._factor = factor
         self._exact = input.detach().flatten().to(torch.float32, copy=True)
@@ -292,7 +294,7 @@ class Measurement:
             self._pending = transport.all_gather(self._exact, shard, label, transport.PLAINLY, parts)
 
     def record(self, result: Tensor, site: Site) -> Tensor:
-        """Compare with the quantized result and add to the site's counters; the measurement of this rank's result."""
+        """Compare the quantized result, count it at the site, and return the measurement of this rank's result."""
         self._pending.wait()
         measured = sample.compare(self._exact[: result.numel()] * self._factor, result)
         runs, errors = sample.fold(measured)

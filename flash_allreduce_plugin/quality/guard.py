@@ -1,4 +1,4 @@
-"""The guard: a site whose measured SQNR falls below config.min_sqnr_db gets more bits, then full precision.
+"""The guard: a site with a measured SQNR below config.min_sqnr_db gets more bits, then full precision.
 
 All ranks decide by the same numbers at the same call (sites.py). The decision is a pure function of a Stand and a
 number:
@@ -7,8 +7,8 @@ number:
     down  one bit (from full precision: to 8) at `patience` measurements in a row after which the site is expected
           MARGIN_DB above the floor with a bit less; never below the configured width
 
-A site that went down and has to go up again needs twice the patience from then on. So the number of times that a
-series of measurements, of any kind, can turn the guard round grows with the logarithm of its length.
+A site that moves down and up again has twice the patience from then on. So the number of changes of direction in any
+series of measurements grows with the logarithm of its length.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from flash_allreduce_plugin.codec.format import MAX_BITS
 from flash_allreduce_plugin.quality.sites import SiteBits, Standing, gain_db
 from flash_allreduce_plugin.telemetry import counters
 
-#: A width that stands for full precision.
+#: The width of full precision.
 FULL = MAX_BITS + 1
-#: Measurements in a row below the floor before there are more bits: a spike is one.
+#: Measurements in a row below the floor before a site gets more bits. A single outlier is one measurement.
 LOW = 2
-#: Good measurements in a row before there are fewer, at first.
+#: Good measurements in a row before a site gets fewer bits, at first.
 PATIENCE = 4
-#: How far above the floor a narrower width must be expected before it is taken, in dB.
+#: Expected distance of a narrower width from the floor, in dB, before it is taken.
 MARGIN_DB = 2.0
 
 RAISED, LOWERED = "raised", "lowered"  # keys of a counter
@@ -36,7 +36,7 @@ _log = logging.getLogger("flash_allreduce_plugin")
 
 @dataclass(frozen=True, slots=True)
 class Stand(Standing):
-    """bits: the least width, or FULL. low, good: measurements in a row; came_down: since it last went up."""
+    """bits: the least width, or FULL. low, good: measurements in a row. came_down: since the last step up."""
 
     low: int = 0
     good: int = 0
@@ -45,9 +45,9 @@ class Stand(Standing):
 
 
 def decide(stand: Stand, sqnr_db: float, floor_db: float, start: int, symmetric: bool = False) -> Stand:
-    """Where a site stands after a measurement at stand.bits; in full precision, of what 8 bits would have given.
+    """Return the stand after a measurement at stand.bits; in full precision, after one of 8 bits.
 
-    start: the configured width, below which the guard does not go.
+    start: the configured width, the guard's minimum.
     """
     if sqnr_db < floor_db and stand.bits < FULL:
         if stand.low + 1 < LOW:
@@ -64,12 +64,12 @@ def decide(stand: Stand, sqnr_db: float, floor_db: float, start: int, symmetric:
 
 
 class SiteGuard(SiteBits):
-    """The least width of one site on one process group, or FULL, where config.min_sqnr_db is set."""
+    """The least width of one site on one process group, or FULL, with config.min_sqnr_db."""
 
     _standing: Stand
 
     def __init__(self, name: str, start: int, floor_db: float, symmetric: bool) -> None:
-        """start: the narrowest width of the site's calls as they are configured."""
+        """start: the narrowest configured width of the site's calls."""
         super().__init__(name, floor_db, symmetric)
         self.start = start
         self._standing = Stand(start)

@@ -1,9 +1,9 @@
-"""The measurements of a rank at one site on one process group, and the width that the ranks choose from it.
+"""The measurements of a rank at one site on one process group, and the width that the ranks choose by them.
 
-Measurements (control.py) are added up over the ranks at the start of the site's next measured call, and the width
-that follows holds from that call on. The start of a call is the one place that all ranks pass in the same order,
-however late they wait for their handles, and the sums are the same numbers on every rank: all ranks change the width
-at the same call, or none does. The decisions are pure functions: widths.decide and guard.decide.
+Measurements (control.py) are summed over the ranks at the start of the site's next measured call, and the new width
+holds from that call on. All ranks start calls in the same order, even if they wait for handles late, and every rank
+gets the same sums. So all ranks change the width at the same call. The decisions are pure functions: widths.decide and
+guard.decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flash_allreduce_plugin.telemetry import counters
 
 
 def gain_db(narrow: int, wide: int, symmetric: bool) -> float:
-    """The gain in SQNR from one width to a wider one, in dB: a group's range is divided into more steps.
+    """Return the gain in SQNR from one width to a wider one, in dB: a group's range has more steps.
 
     About 6.0 a bit, more at the lowest widths (7.4 from 2 bits to 3, symmetric 9.5).
     """
@@ -30,27 +30,27 @@ def gain_db(narrow: int, wide: int, symmetric: bool) -> float:
 
 
 class Sums:
-    """Measurements (collectives/sample.py) that this rank has made at one site on one process group, added up."""
+    """The sum of this rank's measurements (collectives/sample.py) at one site on one process group."""
 
     def __init__(self) -> None:
-        # Replaced, never written to: a handle may be waited on in another thread than the one that starts calls.
+        # Replaced, never written to: another thread than the one that starts calls may wait for a handle.
         self._sums = sample.nothing()
 
     def add(self, measured: Tensor) -> None:
-        """One non-finite measurement cancels the whole decision: the sums that it is part of decide nothing."""
+        """Add a measurement. One that is not finite makes the sums not finite, which decide nothing."""
         self._sums = self._sums + measured
 
     def take(self) -> Tensor:
-        """The sums since they were last taken; zeros: nothing was measured."""
+        """Return the sums since the last `take`; zeros without a measurement."""
         sums, self._sums = self._sums, sample.nothing()
         return sums
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint; `measured` is this rank's alone, the rest is the same on all ranks."""
+        """Return the state for a checkpoint. `measured` belongs to this rank, the rest is equal on all ranks."""
         return {"measured": self._sums.view(-1).tolist() if self._sums.any() else []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict gave, or earlier versions did: signal and noise of a whole tensor, as one run."""
+        """Load a state, also of earlier versions: signal and noise of a whole tensor, as one run."""
         measured = torch.tensor(state["measured"], dtype=torch.float64).view(2, -1)
         self._sums = sample.nothing()
         self._sums[:, : measured.shape[1]] = measured
@@ -58,13 +58,13 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a site stands: its width, and what a subclass remembers of earlier measurements."""
+    """The stand of a site: its width. Subclasses add a summary of earlier measurements."""
 
     bits: int
 
 
 class SiteBits(Sums, ABC):
-    """The width of one site on one process group, the same on all its ranks, and what this rank measured at it."""
+    """The width of one site on one process group, equal on all its ranks, and this rank's measurements at it."""
 
     _standing: Standing
 
@@ -74,18 +74,18 @@ class SiteBits(Sums, ABC):
 
     @property
     def bits(self) -> int:
-        """The width of the site's calls, as the subclass defines it."""
+        """Return the width of the site's calls, as the subclass defines it."""
         return self._standing.bits
 
     def record(self, bits: int, measured: Tensor) -> None:
-        """Add the measurement of a call of width `bits`; those of a width no longer in use are left out."""
+        """Add the measurement of a call of width `bits`. A width that is no longer in use is skipped."""
         if bits == self.bits:
             self.add(measured)
 
     def update(self, runs: float, errors: float, call: int, log: bool) -> None:
-        """Choose the width of the calls from number `call` on. runs, errors: `take` of all ranks, added up and folded.
+        """Choose the width from call number `call` on. runs, errors: `take` of all ranks, summed and folded.
 
-        Numbers that are not finite (a step that overflowed) and zeros (no measured call has ended) decide nothing.
+        Numbers that are not finite (a step that overflowed) and zeros (no measured call has ended) change nothing.
         """
         if not (math.isfinite(runs) and math.isfinite(errors)) or runs == errors == 0:
             return
@@ -95,11 +95,11 @@ class SiteBits(Sums, ABC):
 
     @abstractmethod
     def _decide(self, sqnr_db: float) -> Standing:
-        """Where the site stands after a measurement."""
+        """Return the stand of the site after a measurement."""
 
     @abstractmethod
     def _decided(self, before: Any, sqnr_db: float, call: int, log: bool) -> None:
-        """Count the change and, on the rank that logs, say it. before: where the site stood."""
+        """Count the change, and log it on the rank that logs. before: the previous stand."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), **asdict(self._standing)}
@@ -111,5 +111,5 @@ class SiteBits(Sums, ABC):
 
 
 def _steps(bits: int, symmetric: bool) -> int:
-    """Steps of the quantizer between the least code and the greatest."""
+    """Return the quantizer's steps between the least code and the greatest."""
     return 2 * ((1 << (bits - 1)) - 1) if symmetric else (1 << bits) - 1

@@ -1,8 +1,8 @@
-"""Tries the codebook with spikes on the values of sites with few bits.
+"""The trial of the codebook with spikes on the values of sites with few bits.
 
-After the first steps notices.py names the gain to a user who chose few bits by hand. Of each site and attachment a few
-calls are tried, on rank 0 alone and without communication, until those steps are over: 8 calls at most, 8,192 elements
-of each. A trial rounds them once by the format of the call and once by the codebook with spikes.
+After the first steps notices.py prints the gain to a user who chose few bits by hand. Until then rank 0 tries a few
+calls of each site and attachment, without communication: at most 8 calls, 8,192 elements of each. A trial rounds the
+elements once by the format of the call and once by the codebook with spikes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RUNS = 32
 
 
 def try_codebook(site: Site, wire: Format, parts: Tensor | Sequence[Tensor]) -> None:
-    """A call of the site sends parts by `wire`: [numel], [rows, numel] or 1-D tensors."""
+    """Try a call of the site that sends parts in the format `wire`: [numel], [rows, numel] or 1-D tensors."""
     if wire.bits > MOST_BITS or (wire.codebook and wire.spikes) or wire.stochastic:
         return
     if site.role is Role.PARAMETER_DIFFERENCE:  # has no codebook (policy/plan.py)
@@ -55,6 +55,6 @@ def _some(matrix: Tensor, group_size: int, number: int) -> Tensor | None:
 
 
 def _is_first_rank() -> bool:
-    """True on the rank that prints."""
+    """Return True on the rank that prints."""
     ranks = run_log.rank_and_world()
     return ranks is None or ranks[0] == 0

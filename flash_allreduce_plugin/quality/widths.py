@@ -1,4 +1,4 @@
-"""Adaptive bits: the least width at which a site's measured SQNR reaches config.target_sqnr_db."""
+"""Adaptive bits: the least width with a measured SQNR of config.target_sqnr_db or more, for each site."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_BITS
 from flash_allreduce_plugin.quality.sites import SiteBits, Standing, gain_db
 
-#: How far above the target a narrower width must be expected before it is taken, in dB.
+#: Expected distance of a narrower width from the target, in dB, before it is taken.
 MARGIN_DB = 1.0
 
 _log = logging.getLogger("flash_allreduce_plugin")
 
 
 def decide(bits: int, sqnr_db: float, target_db: float, spare: bool, symmetric: bool = False) -> tuple[int, bool]:
-    """The width that follows from a measurement at `bits`, and whether a bit was spare.
+    """Return the width after a measurement at `bits`, and True if a bit was spare.
 
-    Below the target: up at once, by as many bits as are expected to reach it. Down by one bit, where that is expected
-    to stay MARGIN_DB above the target, at two measurements in a row; `spare`: it was so at the one before.
+    Below the target the width grows immediately, by as many bits as are expected to reach it. It falls by one bit after
+    two measurements in a row at which the narrower width is expected MARGIN_DB above the target. spare: True if the
+    measurement before was such a one.
     """
     if sqnr_db < target_db:
         wider = range(bits + 1, MAX_BITS)
@@ -31,19 +32,19 @@ def decide(bits: int, sqnr_db: float, target_db: float, spare: bool, symmetric: 
 
 @dataclass(frozen=True, slots=True)
 class Width(Standing):
-    """spare: a bit was spare at the last measurement. missed: the target was missed at 8 bits at some time."""
+    """spare: True if a bit was spare at the last measurement. missed: True after 8 bits have missed the target."""
 
     spare: bool = False
     missed: bool = False
 
 
 class SiteWidth(SiteBits):
-    """The width of one site on one process group, where config.target_sqnr_db is set."""
+    """The width of one site on one process group, with config.target_sqnr_db."""
 
     _standing: Width
 
     def __init__(self, name: str, bits: int, target_db: float, symmetric: bool) -> None:
-        """bits: the configured width, where it starts."""
+        """bits: the configured width, the first one."""
         super().__init__(name, target_db, symmetric)
         self._standing = Width(bits)
 

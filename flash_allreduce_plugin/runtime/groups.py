@@ -106,7 +106,7 @@ class GroupState:
         return self._layers[module]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: equal on all ranks of the group, except a site's `sends` and `measured`."""
+        """Return the state for a checkpoint: equal on all ranks of the group, except a site's `sends`, `measured`."""
         return {
             "size": self.world_size,
             "draws": self.draws,
