@@ -1,4 +1,4 @@
-"""What the arguments of a call must be: each is refused in one sentence, before anything is sent."""
+"""Checks of a call's arguments. A bad one is refused in one sentence, before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flash_allreduce_plugin.policy import SUMS, Site
 _INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_TAKEN = {  # what torch's own backends take in full precision
+_TAKEN = {  # dtypes that torch's backends accept
     "gloo": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX),
     "nccl": (*rows.DTYPES, torch.float64, *_INTEGERS, *_COMPLEX, *_FLOAT8),
 }
@@ -28,9 +28,9 @@ _TAKEN = {  # what torch's own backends take in full precision
 def check_pair(
     shard: Tensor, shard_name: str, whole: Tensor, whole_name: str, world_size: int, *, dtypes: bool = True
 ) -> None:
-    """Raises ValueError unless `whole` has world_size times the elements of `shard`, of its dtype and device.
+    """Raise ValueError unless `whole` has world_size times the elements of `shard`, of its dtype and device.
 
-    dtypes: False: these have been looked at.
+    dtypes: False if the dtypes were checked before.
     """
     if shard.numel() * world_size != whole.numel():
         raise ValueError(
@@ -45,7 +45,7 @@ def check_pair(
 
 
 def check_parts(output: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], world_size: int, rank: int) -> None:
-    """output: the pieces of this rank's result; parts: of every rank's part. Raises ValueError if they do not fit."""
+    """Raise ValueError unless output, the pieces of this rank's result, fits parts, the pieces of each rank's part."""
     if len(parts) != world_size:
         raise ValueError(f"input has {len(parts)} tensors; expected one for each of {world_size} ranks.")
     has, own = sum(map(Tensor.numel, output)), sum(map(Tensor.numel, parts[rank]))
@@ -62,11 +62,11 @@ def check_parts(output: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], wor
 
 
 def runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size: int) -> list[int]:
-    """Elements of each rank's run, from rows of the tensor. Raises TypeError, ValueError where they do not fit."""
+    """Return the elements of each rank's run, from rows of the tensor. Raises TypeError, ValueError if they differ."""
     if tensor.dim() == 0:
         raise ValueError(f"{name} is a single number; expected rows, which are split along the first dimension.")
     height, named = len(tensor), f"{name}_split_sizes"
-    if splits is None or len(splits) == 0:  # torch takes an empty list for None
+    if splits is None or len(splits) == 0:  # torch treats an empty list as None
         if height % world_size:
             raise ValueError(
                 f"{name} has {height} rows, which {world_size} ranks cannot share evenly; give {named}, the rows of "
@@ -86,9 +86,9 @@ def runs_of(tensor: Tensor, name: str, splits: Sequence[int] | None, world_size:
 
 
 def check_part(input: Tensor, output: Tensor, numel: int, *, dtypes: bool = True) -> None:
-    """Raises ValueError unless input has the elements that output_split_sizes gives this rank, of output's dtype.
+    """Raise ValueError unless input has this rank's elements by output_split_sizes, of output's dtype.
 
-    dtypes: False: these have been looked at.
+    dtypes: False if the dtypes were checked before.
     """
     if dtypes:
         _check_alike(output, input)
@@ -97,7 +97,7 @@ def check_part(input: Tensor, output: Tensor, numel: int, *, dtypes: bool = True
 
 
 def check_held(held: Any, output: Tensor, input: Tensor) -> None:
-    """Raises TypeError, ValueError unless output can take differences to input, the exact values."""
+    """Raise TypeError or ValueError unless differences to input, the exact values, can be added to output."""
     if held is None:
         return
     if not isinstance(held, HeldWeights):
@@ -114,7 +114,7 @@ def check_held(held: Any, output: Tensor, input: Tensor) -> None:
 
 
 def check_exchange(output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], rank: int) -> None:
-    """Raises ValueError unless an all_to_all can move runs of these sizes from input to output."""
+    """Raise ValueError unless an all_to_all can move runs of these sizes from input to output."""
     _check_alike(output, input)
     if sent[rank] != received[rank]:
         raise ValueError(
@@ -159,9 +159,9 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def rank_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, name: str) -> int:
-    """The rank in the group that torch's two arguments mean: `name`, of all ranks, or group_`name`, of the group's.
+    """Return the rank in the group from torch's two arguments: `name`, a global rank, or group_`name`, a rank in it.
 
-    Raises ValueError unless one of them is given, and is of the group.
+    Raises ValueError unless one of them is given and belongs to the group.
     """
     if (rank is None) == (group_rank is None):
         raise ValueError(f"{name} is {rank} and group_{name} {group_rank}; give one of them.")
@@ -175,7 +175,7 @@ def rank_in(group: dist.ProcessGroup, rank: int | None, group_rank: int | None, 
 
 
 def check_list(tensors: Any, name: str, like: Tensor, world_size: int, *, at_root: bool, written: bool) -> None:
-    """Raises TypeError, ValueError unless the root, and no other rank, has a tensor as `like` for every rank."""
+    """Raise TypeError or ValueError unless the root alone has, for every rank, a tensor like `like`."""
     if not at_root:
         if tensors:
             raise ValueError(f"{name} is given on a rank that is not the root; leave it out there.")
@@ -228,7 +228,7 @@ def check_written(tensor: Any, name: str) -> None:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """True if two elements lie at one place in memory, as in most results of expand and unfold."""
+    """Return True if two elements share memory, as in most results of expand and unfold."""
     if tensor.numel() == 0:
         return False
     span, apart = 1, True  # span: from the first element of the dimensions so far to the last, both included
@@ -237,14 +237,15 @@ def _overlaps(tensor: Tensor) -> bool:
         span += (size - 1) * stride
     if apart or tensor.numel() > span:
         return not apart
-    taken = torch.zeros(span, dtype=torch.bool)  # strides that interleave, which are rare: look at every element
+    taken = torch.zeros(span, dtype=torch.bool)  # interleaved strides, which are rare: check every element
     taken.as_strided(tensor.shape, tensor.stride()).fill_(True)
     return int(taken.sum()) < tensor.numel()
 
 
 def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Raises ValueError for what the group's backend would refuse in full precision, for a device that it does not
-    serve and for an operator that the dtype lacks: else the failure would look like a peer's.
+    """Raise ValueError for a device or dtype that the group's backend refuses, or an operator that the dtype lacks.
+
+    Without this check the failure would look like a peer's.
     """
     try:
         backend = group._get_backend(tensor.device).name()
@@ -253,7 +254,7 @@ def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGro
             f"the tensor is on {tensor.device}, which the group's backend does not serve ({error})"
         ) from error
     dtype = tensor.dtype
-    if collective in ("send", "recv"):  # as bytes, which every backend takes
+    if collective in ("send", "recv"):  # sent as bytes, which every backend accepts
         return
     if dtype in rows.DTYPES and op in ("sum", "avg", "premul_sum"):
         return
@@ -279,10 +280,10 @@ def check_taken(collective: str, op: str, tensor: Tensor, group: dist.ProcessGro
 
 
 def op_name(op: Any) -> str:
-    """sum, avg, max, ... of a ReduceOp."""
+    """Return the name of a ReduceOp: sum, avg, max, ..."""
     if op is dist.ReduceOp.SUM:
         return "sum"
-    # ReduceOp itself is not hashable and hides its kind; comparing is what it offers.
+    # ReduceOp is not hashable and hides its kind; it can only be compared.
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"):
         if op == getattr(dist.ReduceOp, name):
             return name.lower()

@@ -1,6 +1,6 @@
-"""The collectives in which one rank has or gets everything: broadcast, reduce, gather, scatter. One rounding each.
+"""The collectives with a root that sends or receives everything: broadcast, reduce, gather, scatter. One rounding each.
 
-As in reductions.py, every call is checked, decided, and runs quantized or as torch.distributed's own.
+As in reductions.py, every call is checked, decided, and runs quantized or as torch.distributed's collective.
 
     broadcast   encode at the root -> decode on all ranks, the root too                       collectives/broadcast.py
     reduce      encode on all ranks -> decode, sum at the root: a reduce_scatter of one part     flat.py, two_level.py
@@ -46,12 +46,12 @@ def broadcast(
     site: Site = _BROADCAST,
     step: int | None = None,
 ) -> Any:
-    """`tensor` of rank `src` to all ranks, in place, as torch.distributed.broadcast: all end with the same bits.
+    """Broadcast `tensor` from rank `src`, in place, as torch.distributed.broadcast. All ranks end with the same bits.
 
-    The root too: it takes the values that the others get. One rounding. Errors are measured at the root.
+    The root's tensor is rounded too. One rounding. Errors are measured at the root.
 
     Args:
-        tensor: any shape, stride and dtype, of as many elements on every rank.
+        tensor: any shape, stride and dtype; the same number of elements on every rank.
         src, group_src: the root, as a rank of the default group or of `group`: one of the two.
         group, config, async_op, site, step: as all_reduce.
 
@@ -61,7 +61,7 @@ def broadcast(
     Raises:
         TypeError, ValueError: bad arguments; nothing was sent, the tensor is untouched.
         MismatchError: the ranks have different configurations.
-        CollectiveError: a peer failed or the group's timeout passed; so it does where the ranks name different roots,
+        CollectiveError: a peer failed or the group's timeout passed. It also passes if the ranks name different roots,
             sizes or dtypes.
     """
     checks.check_written(tensor, "tensor")
@@ -85,8 +85,8 @@ def reduce(
 ) -> Any:
     """Reduce `tensor` over the group to rank `dst`, in place there, as torch.distributed.reduce.
 
-    One rounding: the root adds up in float32, in rank order, and keeps the sum. A quantized call leaves the tensors of
-    the other ranks as they are. SUM, AVG and PREMUL_SUM by a number are quantized.
+    One rounding: the root sums in float32, in rank order, and keeps the sum. A quantized call does not change the
+    tensors of the other ranks. SUM, AVG and PREMUL_SUM by a number are quantized.
 
     Arguments, results and errors as broadcast.
     """
@@ -111,10 +111,10 @@ def gather(
     site: Site = _GATHER,
     step: int | None = None,
 ) -> Any:
-    """`tensor` of every rank to rank `dst`, as torch.distributed.gather. One rounding, of the root's own tensor too.
+    """Gather `tensor` of every rank to rank `dst`, as torch.distributed.gather. One rounding, of the root's tensor too.
 
-    gather_list: at the root, and there alone, a tensor for each rank, of as many elements. dst, group_dst: rank 0 if
-    neither is given. min_bytes is compared with what the root gets. Other arguments, results and errors as broadcast.
+    gather_list: on the root only: a tensor for each rank, of as many elements. dst, group_dst: rank 0 if neither is
+    given. min_bytes is compared with all that the root receives. Other arguments, results and errors as broadcast.
     """
     checks.check_tensor(tensor, "tensor")
     root = _root_or_first(group, dst, group_dst, "dst")
@@ -138,10 +138,10 @@ def scatter(
     site: Site = _SCATTER,
     step: int | None = None,
 ) -> Any:
-    """The r-th tensor of `scatter_list` of rank `src` to `tensor` of rank r, as torch.distributed.scatter.
+    """Scatter `scatter_list` of rank `src`: its r-th tensor to `tensor` of rank r, as torch.distributed.scatter.
 
-    One rounding, of the root's own tensor too. scatter_list: at the root, and there alone, a tensor for each rank, of
-    as many elements as `tensor`. src, group_src: rank 0 if neither is given. min_bytes is compared with the whole list.
+    One rounding, of the root's tensor too. scatter_list: on the root only: a tensor for each rank, of as many elements
+    as `tensor`. src, group_src: rank 0 if neither is given. min_bytes is compared with the whole list.
     Other arguments, results and errors as broadcast.
     """
     checks.check_written(tensor, "tensor")
@@ -177,7 +177,7 @@ def _call(
 
 
 def _root_or_first(group: dist.ProcessGroup | None, rank: int | None, group_rank: int | None, name: str) -> int:
-    """Without either, global rank 0, as in torch."""
+    """Return the root's rank in the group; without both arguments global rank 0, as in torch."""
     return checks.rank_in(checks.group_of(group), 0 if rank is group_rank is None else rank, group_rank, name)
 
 
@@ -190,7 +190,7 @@ def _listed(
 
 
 def _to_one(root: int, numel: int, world_size: int) -> list[int]:
-    """Return the elements of each rank's part where the root has all."""
+    """Return the elements of each rank's part if the root has all of them."""
     return [numel if rank == root else 0 for rank in range(world_size)]
 
 
@@ -199,11 +199,11 @@ def _decided(call: Call) -> Plan | None:
     return answer if isinstance(answer, Plan) else None
 
 
-# ---- the calls, as those of runtime/stages.py ----
+# ---- the stages of the calls, as in runtime/stages.py ----
 
 
 def _measure(call: Call, plan: Plan, input: Tensor, sizes: Sequence[int]) -> None:
-    """A quantized call begins. input: of this rank. sizes: elements of its parts."""
+    """Measure a quantized call before it starts. input: of this rank. sizes: elements of its parts."""
     request = call.request
     call.quality.try_codebook(plan, input)
     if call.quality.measured:
@@ -314,7 +314,7 @@ def _scatter(call: Call, plan: Plan | None, tensor: Tensor, inputs: Sequence[Ten
 def _runs(
     call: Call, plan: Plan, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int]
 ) -> Iterator[Stage]:
-    """An all_to_all in which one end of every run is the root, and every run is quantized."""
+    """Run an all_to_all in which one end of every run is the root, and every run is quantized."""
     request = call.request
     _measure(call, plan, input, sent)
     rule, pool, meter = (

@@ -1,7 +1,7 @@
 """The collectives that a user calls: checked (api/checks.py), decided (runtime/decision.py), run (runtime/stages.py).
 
-Every call either runs quantized, as decision.decide plans it, or is a collective in full precision: `plain`, the one
-that the framework itself would have called, or torch.distributed's. Which of the two, and why, is in stats().
+A call runs quantized, by the plan of decision.decide, or in full precision: by `plain`, the framework's own collective,
+or by torch.distributed's. stats() counts both, with the reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flash_allreduce_plugin.runtime.stages import Apart, Plain
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.other_traffic import ours
 
-_REMEMBERED = 1024  # calls of a group, by shape, dtype, site and configuration
+_REMEMBERED = 1024  # cached calls of a group, by shape, dtype, site and configuration
 
 _ALL_REDUCE = Site("all_reduce")
 _REDUCE_SCATTER = Site("reduce_scatter")
@@ -52,26 +52,26 @@ def all_reduce(
     plain: Plain | None = None,
     full_precision: str | None = None,
 ) -> Any:
-    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
+    """Reduce `tensor` over the group, in place. Every rank ends with the same bits.
 
     Args:
         tensor: any shape, stride and dtype. float32, bfloat16 and float16 are quantized.
         op: SUM, AVG and PREMUL_SUM by a number are quantized.
         group: the default group if None.
         config: FlashConfig.from_env() if None. All ranks must have the same.
-        async_op: return a handle at once; the tensor must not be touched until its wait() has returned.
-        site: what the counters call this place in the program, the same on all ranks.
+        async_op: return a handle immediately. The tensor must not be touched until its wait() has returned.
+        site: the name of this place in the program, for the counters; equal on all ranks.
         step: finished training steps, for warmup_steps; None: no warm-up.
-        feedback: of a gradient: where the residual of this call lies (Feedback.slot); None: no error feedback.
-        exact: gradients of parameters that other ranks have copies of (collectives/replicated_params.py): ascending
-            ranges (first, end) of elements, summed in full precision by a small all-reduce of their own, and Copy for a
-            whole gradient, which has an all-reduce of its own where it is large.
-        plain: runs a framework's own collective, asynchronously if async_op, and returns its handle: it takes the place
-            of torch.distributed's wherever the call goes in full precision. A graph of torch.compile has torch's.
-        full_precision: a reason to go in full precision, as stats() will show it; None: the configuration decides.
+        feedback: for a gradient: the slot of the call's residual (Feedback.slot); None: no error feedback.
+        exact: gradients of parameters with copies on other ranks (collectives/replicated_params.py): ascending ranges
+            (first, end) of elements, summed in full precision by a small separate all-reduce, and Copy for a whole
+            gradient, which gets a separate quantized all-reduce if it is large.
+        plain: runs a framework's own collective, asynchronously if async_op, and returns its handle. It replaces
+            torch.distributed's if the call runs in full precision. A graph of torch.compile uses torch's.
+        full_precision: a reason for full precision, shown in stats(); None: the configuration decides.
 
     Returns:
-        A handle with wait() if async_op (a Work of ours, or what `plain` returned), else None.
+        A handle with wait() if async_op (our Work, or the result of `plain`), else None.
 
     Raises:
         TypeError, ValueError: bad arguments; nothing was sent, the tensor is untouched.
@@ -118,14 +118,14 @@ def reduce_scatter(
     full_precision: str | None = None,
     instead_of: int | None = None,
 ) -> Any:
-    """Reduce `input` over the group; rank r gets the r-th of its world_size equal parts in `output`.
+    """Reduce `input` over the group. Rank r gets the r-th of its world_size equal parts in `output`.
 
-    input has world_size times as many elements as output, in row-major order, the same dtype and device; or it is
-    a list of parts, one for each rank, of any sizes on which the ranks agree, and output has the size of this
-    rank's. Such a part, and output, may be lists of tensors one after another. Groups are anchored at the first element
-    of every part. Arguments, results and errors as all_reduce; ValueError too where the sizes do not fit. exact: ranges
-    of the parts one after another. instead_of: the bytes that a rank sends in the collective that this one takes the
-    place of, if that is another one.
+    input has world_size times as many elements as output, in row-major order, the same dtype and device. Or input is a
+    list of parts, one for each rank, of any sizes, equal on all ranks, and output has the size of this rank's part.
+    Such a part, and output, may be lists of tensors. Groups start at the first element of every part.
+
+    Arguments, results and errors as all_reduce; ValueError also if the sizes do not fit. exact: ranges of the joined
+    parts. instead_of: the bytes that a rank sends in the collective that this call replaces, if that is another one.
     """
     if torch.compiler.is_dynamo_compiling():
         more = {"feedback": feedback, "exact": exact, "full_precision": full_precision, "instead_of": instead_of}
@@ -185,14 +185,14 @@ def all_gather(
     """Gather `input` of every rank, in rank order, into `output`, which has world_size times its elements.
 
     Every rank gets the same bits, its own part included. Arguments, results and errors as reduce_scatter.
-    output_split_sizes: the rows of output that come from each rank, the same list on all of them; None: as many from
-    every rank.
-    held: output, contiguous, has the weights that the last such call left there on every rank, and input, in float32 or
-    in output's dtype, is what this rank's part is to be: the differences are sent
-    (collectives/weight_differences.py). One HeldWeights for each output. Whole values are sent at first, and after
-    another change of output: counted.
+
+    output_split_sizes: the rows of output from each rank, equal on all ranks; None: the same number from every rank.
+    held: one HeldWeights for each output, for differences of weights (collectives/weight_differences.py). output,
+        contiguous, holds the result of the last such call on every rank. input, in float32 or in output's dtype, is
+        the new value of this rank's part. The first call, and a call after another change of output, sends whole
+        values, and is counted.
     exact: ascending ranges (first, end) of output's elements that are gathered in full precision.
-    which: names the tensors, with a repr that is the same on all ranks. On gloo, calls of other tensors do not meet.
+    which: name of the tensors, with an equal repr on all ranks. On gloo, calls with other names do not match.
     """
     if torch.compiler.is_dynamo_compiling():
         more: dict[str, Any] = {"full_precision": full_precision, "output_split_sizes": output_split_sizes}
@@ -248,18 +248,18 @@ def all_to_all(
 ) -> Any:
     """Send run r of `input` to rank r and get run r of `output` from it, as torch.distributed.all_to_all_single.
 
-    One rounding. A rank's own run is rounded like the others: what becomes of a row does not depend on where it goes.
-    A run whose bytes times world_size are below min_bytes arrives as it is: nobody but its two ends knows its size.
-    Runs may be empty, and ranks may have other sizes. The error is measured locally, whatever quality_measure says.
+    One rounding. A rank's run for itself is rounded too: a row is rounded the same for every destination. A run is sent
+    in full precision if its bytes times world_size are below min_bytes, because only its two ends have its size. Runs
+    may be empty, and ranks may have different sizes. The error is measured locally, for every quality_measure.
 
     Args:
         output, input: [rows, ...] of the same dtype on the same device, of any strides; they must not share memory.
         output_split_sizes, input_split_sizes: rows from and to each rank, which add up to those of the tensor; None:
             the same number for every rank.
-        async_op: return a handle at once; the tensors must not be touched until its wait() has returned.
+        async_op: return a handle immediately. The tensors must not be touched until its wait() has returned.
 
-    The other arguments, results and errors are those of all_reduce. If two ranks disagree about the size of the run
-    between them, at least one of them gets CollectiveError, within the group's timeout. torch.compile breaks the graph.
+    Other arguments, results and errors as all_reduce. If two ranks have different sizes for the run between them, at
+    least one of them gets CollectiveError, within the group's timeout. torch.compile breaks the graph.
     """
     config = default_config() if config is None else config
     checks.check_written(output, "output")
@@ -271,7 +271,7 @@ def all_to_all(
     checks.check_exchange(output, input, received, sent, group.rank())
     checks.check_config(config)
     rule = exchanges.Rule(input.dtype.itemsize, world, config.min_bytes)
-    numel = max(sent) * world  # min_bytes sees a call whose runs are all as long as this one
+    numel = max(sent) * world  # min_bytes applies to a call with runs of this length only
     facts = (dist.ReduceOp.SUM, group, config, site, step, None, (), plain is not None, full_precision, sent)
     call = call_of("all_to_all", input, numel, *facts, rule=rule)
     plan = _decide(call, None, input)
@@ -292,7 +292,7 @@ traced.never_trace(Work.wait, Work.is_completed, Work.get_future, StreamWork.wai
 def _key(
     collective: Collective, output: Any, input: Any, op: Any, config: FlashConfig, site: Site
 ) -> tuple[Any, ...] | None:
-    """The facts that decide about a call; None if torch.distributed cannot take its tensors as they are."""
+    """Return the facts that decide about a call; None if torch.distributed cannot take its tensors unchanged."""
     if (
         op is dist.ReduceOp.SUM
         and type(output) is Tensor
@@ -313,10 +313,10 @@ def _key(
 
 
 def _plain_again(key: tuple[Any, ...], group: dist.ProcessGroup | None, site: Site) -> dist.ProcessGroup | None:
-    """The group of a call that is known to go in full precision, counted; None: it is not known.
+    """Return the group of a call that is known to run in full precision, and count the call; None: not known.
 
-    Small messages are the many; beside a plain collective of theirs, checking and planning each anew would show.
-    FLASH_ALLREDUCE_DISABLE is not looked at: it would change nothing.
+    Most messages are small, and their check and plan would take a visible share of their time. FLASH_ALLREDUCE_DISABLE
+    is not read: it would change nothing.
     """
     if group is None:
         group = dist.group.WORLD
@@ -344,7 +344,7 @@ def call_of(
     instead_of: int | None = None,
     **more: Any,
 ) -> Call:
-    """Check the arguments of a call and begin it. like: a tensor of its dtype and device. more: facts of a Request."""
+    """Check the arguments of a call and create it. like: a tensor of its dtype and device. more: facts of a Request."""
     ranges: Sequence[Range] = ()
     if exact:
         ranges = replicated_params.ranges_of(exact)
@@ -362,18 +362,18 @@ def call_of(
 
 
 def _apart(call: Call, like: Tensor) -> list[Apart]:
-    """The calls that a call falls into because of large copies, as they are decided; empty: it stays whole."""
+    """Return the decided parts of a call with large copies; empty if the call is not split."""
     return [Apart(ranges, part, _decide(part, None, like)) for ranges, part in apart(call)]
 
 
 def _decide(call: Call, key: tuple[Any, ...] | None, like: Tensor) -> Plan | None:
-    """The plan; None if the call goes in full precision: remembered by `key` if it always will."""
+    """Return the plan; None for full precision, cached by `key` if that answer is permanent."""
     answer = decide(call)
     if isinstance(answer, Plan):
         return answer
-    if answer.reason != LOW_SQNR:  # the one reason that the groups of other copies need not have
+    if answer.reason != LOW_SQNR:  # the one reason that may not hold for other copies
         call.exact = ()
-    if key is not None and lasts(answer) and not like.is_complex():  # whose next one may be a conjugate
+    if key is not None and lasts(answer) and not like.is_complex():  # the next complex one may be a conjugate
         if len(call.state.plain) == _REMEMBERED:
             call.state.plain.clear()
         call.state.plain[key] = answer.reason, full_precision_bytes(call), (call.request.config, call.request.site)
@@ -392,7 +392,7 @@ def _pieces(tensors: Any, name: str) -> list[Tensor]:
 
 
 def _parts(input: Any) -> list[list[Tensor]]:
-    """The pieces of every rank's part."""
+    """Return the pieces of every rank's part."""
     if not isinstance(input, Sequence):
         raise TypeError(f"input is {type(input).__name__}; expected a dense tensor, or a list of one for each rank.")
     parts = []
@@ -405,12 +405,12 @@ def _parts(input: Any) -> list[list[Tensor]]:
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """1-D and contiguous; of one contiguous tensor its own memory."""
+    """Join the pieces into one 1-D contiguous tensor; a single contiguous piece keeps its memory."""
     flat = list(map(rows.flat, pieces))
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _flat(tensor: Any) -> Tensor:
-    """A contiguous tensor in one dimension: gloo compares shapes, and ours need not be alike."""
+    """Return a contiguous tensor as 1-D: gloo compares shapes, which may differ between ranks."""
     assert isinstance(tensor, Tensor)
     return tensor if tensor.dim() == 1 else tensor.view(-1)

@@ -1,8 +1,8 @@
 """Sends from one rank to another, with torch.distributed's arguments. One rounding.
 
-As in reductions.py, but only the two ends know of a send. Both make its plan from shape, dtype, site and
-configuration, and the header lets the receiver compare (collectives/point_to_point.py). The width
-is the configured one: target_sqnr_db and min_sqnr_db, which the ranks of a group decide together, do not move it.
+As in reductions.py, but a send has two ranks only. Both plan it from shape, dtype, site and configuration, and the
+receiver compares the header (collectives/point_to_point.py). The width is the configured one: target_sqnr_db and
+min_sqnr_db need all ranks of a group, and do not apply.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def send(
     full_precision: str | None = None,
     drawn_as: int | None = None,
 ) -> None:
-    """Send `tensor` to rank `dst`, as torch.distributed.send; it may be changed when this returns.
+    """Send `tensor` to rank `dst`, as torch.distributed.send. The tensor may be changed afterwards.
 
     Args:
-        tensor: any shape, stride and dtype. float32, bfloat16 and float16 of min_bytes and more are quantized; others,
-            integers and masks among them, arrive as they are.
+        tensor: any shape, stride and dtype. float32, bfloat16 and float16 of min_bytes and more are quantized. Others,
+            such as integers and masks, are sent in full precision.
         dst, group_dst: the receiver, as a rank of the default group or of `group`: one of the two.
-        tag: 0 to 65535, the receiver's too; messages of one tag arrive in the order in which they are sent. NCCL has
-            no tags.
+        tag: 0 to 65535, equal at the receiver. Messages of one tag keep their order. NCCL has no tags.
         group, site, step: as all_reduce. The receiver may name another site, of a role with the same width.
         config: FlashConfig.from_env() if None. Both ends must have the same settings of the codec.
-        full_precision: why the tensor goes as it is, at both ends; None: the configuration decides.
-        drawn_as: ranks of the same number round the same tensors alike, if stochastically; None: the rank in the group.
+        full_precision: the reason for full precision, at both ends; None: the configuration decides.
+        drawn_as: the number of the sender's random numbers; ranks of one number round equal tensors the same. None: the
+            rank in the group.
 
     Raises:
         TypeError, ValueError: bad arguments; nothing was sent.
@@ -78,10 +78,10 @@ def recv(
     step: int | None = None,
     full_precision: str | None = None,
 ) -> int:
-    """Receive into `tensor` from rank `src`, or on gloo from whoever sends first if neither src nor group_src is given.
+    """Receive into `tensor` from rank `src`; on gloo from any rank, the first to send, without src and group_src.
 
-    Arguments and errors as send; after a MismatchError or CollectiveError the content of `tensor` is undefined, and the
-    group is not to be used any more.
+    Arguments and errors as send. After a MismatchError or CollectiveError the content of `tensor` is undefined, and the
+    group must not be used any more.
 
     Returns:
         The sender's rank in the default group.
@@ -107,7 +107,7 @@ def isend(
     full_precision: str | None = None,
     drawn_as: int | None = None,
 ) -> Work:
-    """send that returns a handle once the tensor is encoded and posted; arguments and errors as send.
+    """Start a send, and return a handle after the tensor was encoded and posted. Arguments and errors as send.
 
     A tensor in full precision must not be changed until wait() has returned.
     """
@@ -127,16 +127,16 @@ def irecv(
     step: int | None = None,
     full_precision: str | None = None,
 ) -> Work:
-    """recv that returns a handle at once; the tensor is there when wait() has returned. Arguments and errors as recv.
+    """Start a receive, and return a handle immediately. wait() completes the tensor. Arguments and errors as recv.
 
-    One of src and group_src is needed: of several receives from anybody none knows which messages are the others'.
+    One of src and group_src is required: several receives from any rank could not tell their messages apart.
     """
     request = _request("recv", tensor, src, group, tag, group_src, config, site, step, full_precision)
     return _start([request])
 
 
 class P2POp(dist.P2POp):
-    """torch's P2POp, which takes `isend` and `irecv` of this package too."""
+    """torch's P2POp, which also accepts `isend` and `irecv` of this package."""
 
     def __new__(cls, op: Callable[..., Any], *_: Any, **__: Any) -> P2POp:
         if op not in _KINDS:
@@ -154,11 +154,11 @@ def batch_isend_irecv(
 ) -> list[Any]:
     """Start sends and receives in any order, as torch.distributed.batch_isend_irecv.
 
-    p2p_op_list: torch's P2POp or ours, of one group, with isend or irecv of either. config, step, full_precision: of
-    all of them; site: of all, or one for each; "send" and "recv" if None. Errors as those of send and recv.
+    p2p_op_list: torch's P2POp or ours, of one group, with isend or irecv of either. config, step, full_precision: for
+    all of them. site: for all, or one for each; "send" and "recv" if None. Errors as send and recv.
 
     Returns:
-        Handles: one for each, in their order, and where the backend takes the batch as a whole (NCCL) a single one.
+        Handles: one for each, in their order; a single one if the backend runs the batch as a whole (NCCL).
     """
     if not isinstance(p2p_op_list, list | tuple) or not all(isinstance(one, dist.P2POp) for one in p2p_op_list):
         raise TypeError("p2p_op_list is not a list of P2POp, torch's or ours.")
@@ -176,7 +176,7 @@ def batch_isend_irecv(
         return []
     if not transport.by_messages(requests[0].call.request.group, requests[0].call.request.device):
         return [_start(requests)]
-    # A rank that sends before it says that it is ready to receive holds up its peer (transport._exchange).
+    # A rank that sends before it posts its receives blocks its peer (transport._exchange).
     receives_first = sorted(range(len(requests)), key=lambda i: requests[i].call.request.collective == "send")
     works = {i: _start([requests[i]]) for i in receives_first}
     return [works[i] for i in range(len(requests))]
@@ -197,7 +197,7 @@ traced.never_trace(
 
 
 class _Request(NamedTuple):
-    """One end of a message that was asked for, its arguments checked. peer: in the group; None: whoever sends first."""
+    """One end of a message, with checked arguments. peer: rank in the group; None: the first rank that sends."""
 
     call: Call
     tensor: Tensor
@@ -245,7 +245,7 @@ def _request(
 
 
 def _message(request: _Request, flat: Tensor) -> Message:
-    """Decided and counted. flat: the tensor, 1-D and contiguous."""
+    """Return the decided and counted message. flat: the tensor, 1-D and contiguous."""
     call, meter = request.call, None
     plan = decide(call)
     outgoing, sent = call.request.collective == "send", call.state.sends[call.request.site.name]
@@ -271,7 +271,7 @@ def _message(request: _Request, flat: Tensor) -> Message:
     )
 
 
-# ---- messages on their way, as the calls of runtime/stages.py ----
+# ---- messages in flight, as in runtime/stages.py ----
 
 
 def _run(requests: Sequence[_Request]) -> list[Message]:
@@ -288,7 +288,7 @@ def _start(requests: Sequence[_Request]) -> Work:
     if transport.queues(call.request.group, call.request.device):
         stream, looks = call.state.stream(call.request.device), any(one.headed and not one.outgoing for one in messages)
         return StreamWork(steps, name, tensors, tensors, stream, call.request.device, looks)
-    # A thread of its own, if somebody asks is_completed() or get_future(): this message may come after all others.
+    # A separate thread for is_completed() and get_future(): this message may arrive after all others.
     return Work(
         steps, name, tensors, Helper() if transport.by_messages(call.request.group, call.request.device) else None
     )

@@ -1,4 +1,4 @@
-"""encode, decode: whole tensors to payloads and back, as a user calls them."""
+"""encode and decode: tensors to payloads and back, as a user calls them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flash_allreduce_plugin.runtime import traced
 
 
 def payload_bytes(numel: int, config: FlashConfig) -> int:
-    """Length in bytes of the payload of `numel` elements."""
+    """Return the length in bytes of the payload of `numel` elements."""
     _check_config(config)
     return config.format().payload_bytes(numel)
 
@@ -26,9 +26,9 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0, *, out: Tensor | 
 
     Args:
         tensor: float32, bfloat16 or float16. Groups are counted from its first element, in row-major order.
-        config: bits, group_size and what says how a group is quantized are used.
-        call: with stochastic rounding, which random numbers: the same call, the same bytes.
-        out: where the payload is written, contiguous; None: fresh memory, which costs more time than the codec.
+        config: bits, group_size and the options of the codec are used.
+        call: number of the random numbers of stochastic rounding: the same call gives the same bytes.
+        out: the payload's memory, contiguous; None: new memory, which costs more time than the codec.
 
     Returns:
         The payload, 1-D uint8 of payload_bytes(tensor.numel(), config), on the tensor's device. Its layout is
@@ -53,14 +53,14 @@ def encode(tensor: Tensor, config: FlashConfig, call: int = 0, *, out: Tensor | 
 def decode(
     payload: Tensor, shape: Sequence[int], dtype: torch.dtype, config: FlashConfig, *, out: Tensor | None = None
 ) -> Tensor:
-    """The tensor that a payload stands for.
+    """Return the tensor of a payload.
 
     Args:
-        payload: 1-D uint8, as encode made it.
+        payload: 1-D uint8, from encode.
         shape: of the result.
-        dtype: of the result: float32, bfloat16 or float16; need not be the one that was encoded.
-        config: the one that encode was given.
-        out: where the result is written, contiguous, of that shape and dtype; None: fresh memory.
+        dtype: of the result: float32, bfloat16 or float16; may differ from the encoded one.
+        config: as given to encode.
+        out: the result's memory, contiguous, of that shape and dtype; None: new memory.
 
     Raises:
         TypeError: payload is not uint8, or dtype is another.
@@ -74,13 +74,13 @@ def decode(
     _check_dtype(dtype)
     if payload.dtype != torch.uint8 or payload.dim() != 1:
         raise TypeError(f"payload is {payload.dtype} with {payload.dim()} dimensions; expected 1-D uint8.")
-    # Of an empty tensor torch multiplies the sizes that are left for its strides.
+    # For an empty tensor torch multiplies the remaining sizes for its strides.
     if any(size < 0 for size in shape) or math.prod(max(size, 1) for size in shape) >= 1 << 63:
         raise ValueError(f"shape is {tuple(shape)}; expected sizes of 0 or more that int64 can multiply.")
     format = config.format()
     numel = math.prod(shape)
     expected = format.payload_bytes(numel)
-    if payload.numel() != expected:  # before there is memory for what it cannot fill
+    if payload.numel() != expected:  # before memory is allocated that the payload cannot fill
         raise ValueError(
             f"payload has {payload.numel()} bytes; {numel} elements at {format.bits} bits in groups of "
             f"{format.group_size} take {expected}."

@@ -1,7 +1,7 @@
 """The codec in plain PyTorch: the executable specification, the oracle of the tests, and the fallback.
 
-Bit for bit what the compiled operators do (csrc/codec_math.h has the same text in C++), on any device. Every
-line is one rounding of IEEE float32, so there is nothing for a compiler to fuse. Shapes as in ops.py.
+It has the bits of the compiled operators on any device; csrc/codec_math.h has the same text in C++. Every line is one
+rounding of IEEE float32, so a compiler has nothing to fuse. Shapes as in ops.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _NAN_SCALE = 0x7FC0  # bf16: this group held a value that is not finite
 _MIN_SCALE = 0x0080  # bf16: 2^-126, whose inverse is finite
 _INF = 0x7F80  # bf16
 _M32 = 0xFFFFFFFF
-_OFFSETS = 32  # compact: zero points that a scale can have
+_OFFSETS = 32  # compact: zero points of a scale
 _COMPACT_STEP = 0x10  # bf16: from a scale of 3 bits of mantissa to the next
 _MIN_COMPACT_SCALE = 0x0380  # bf16: 2^-120
 
-_INSIDE = 7 / 16  # by how many steps the ends of a group may lie outside of the values of its codes
+_INSIDE = 7 / 16  # steps by which the ends of a group may lie outside of the values of its codes
 _MIN_TRIED_SCALE = 2.0**-110  # mse
 _PLACES = 4  # asymmetric: zero points that mse tries for a scale that leaves room
 _THIRD = float(torch.tensor(1 / 3))  # as float32
@@ -41,14 +41,14 @@ _MOST_OFF = 361.0  # an error of a part's element, in 1/32 of a step, as it is s
 
 @dataclass(frozen=True)
 class _Book:
-    """How a step becomes codes and back, at one width. csrc/codec_math.h has the same numbers.
+    """The codebook of one width. csrc/codec_math.h has the same numbers.
 
     Args:
         reach: steps from 0 to the largest element of a part, at the scale that clips nothing.
-        bend: by how much cells grow with the distance from 0.
-        shift: by how much a group with a 0 moves up, in steps, so that 0 lies inside of a cell.
+        bend: growth of the cells with the distance from 0.
+        shift: steps by which a group with a 0 moves up, so that 0 lies inside of a cell.
         levels: in steps, of groups without and with a 0.
-        lower: by how many scales lower than the one that clips nothing, without a search.
+        lower: number of scales below the one that clips nothing, without a search.
     """
 
     reach: float
@@ -59,12 +59,12 @@ class _Book:
 
 
 def _tabled(without: tuple[int, ...], with_zero: tuple[int, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """2, 3 and 4 bits: levels in 1/128 of a step."""
+    """Return the levels of 2, 3 and 4 bits, given in 1/128 of a step."""
     return tuple(level / 128 for level in without), tuple(level / 128 for level in with_zero)
 
 
 def _computed(bits: int, rise: float, curve: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """5 bits and more: levels that follow the cells."""
+    """Return the levels of 5 bits and more, which follow the cells."""
 
     def level(w: Tensor) -> Tensor:
         u = w.abs()
@@ -94,21 +94,21 @@ _BOOKS = {
 
 
 def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
-    """input [rows, numel] of fp32, bf16 or fp16 -> payload [rows, codec.payload_bytes(numel)], uint8."""
+    """Encode input [rows, numel] of fp32, bf16 or fp16 into payload [rows, codec.payload_bytes(numel)], uint8."""
     rows, numel = input.shape
     if numel == 0 or rows == 0:
         return
     g = codec.group_size
     x = input.float()
     padding = -numel % g
-    if padding:  # the ragged group is filled up with its first element
+    if padding:  # the ragged group is padded with its first element
         first = x[:, numel - numel % g : numel - numel % g + 1]
         x = torch.cat([x, first.expand(rows, padding)], dim=1)
     payload.copy_(_encoded_whole(x.reshape(rows, -1, g), codec, draw))
 
 
 def _encoded_whole(x: Tensor, codec: Format, draw: Draw) -> Tensor:
-    """Whole groups [rows, groups, group_size] -> payload [rows, bytes], uint8."""
+    """Return the payload [rows, bytes], uint8, of whole groups [rows, groups, group_size]."""
     held, taken = (x == 0).any(-1), None
     if codec.codebook and codec.spikes:
         x, taken = _without_greatest(x, codec)
@@ -121,7 +121,7 @@ def _encoded_whole(x: Tensor, codec: Format, draw: Draw) -> Tensor:
 
 
 def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
-    """Whole groups [rows, groups, group_size], rotated if they are to be -> payload [rows, bytes], uint8."""
+    """Return the payload [rows, bytes], uint8, of whole groups [rows, groups, group_size], already rotated."""
     if codec.codebook:
         return _codebook_encoded(x, (x == 0).any(-1), None, codec)
     lost = ~x.isfinite().all(-1)
@@ -151,7 +151,7 @@ def _encoded(x: Tensor, codec: Format, draw: Draw) -> Tensor:
 
 
 def _records(lost: Tensor, front: list[Tensor], codes: Tensor, codec: Format) -> Tensor:
-    """The bytes [rows, groups, some] in front of the planes, and codes -> payload [rows, bytes]; NaN where lost."""
+    """Return payload [rows, bytes] from metadata bytes [rows, groups, some] and codes; NaN where `lost` is true."""
     bytes_ = list(front)
     for width, shift in _planes(codec.bits):
         units = (codes >> shift & ((1 << width) - 1)).unflatten(-1, (-1, 8 // width))
@@ -164,9 +164,9 @@ def _records(lost: Tensor, front: list[Tensor], codes: Tensor, codec: Format) ->
 
 
 def _without_greatest(x: Tensor, codec: Format) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """The groups less the spikes, and the spikes: places, and values as bits of a float32, 0: there is none.
+    """Return the groups without the spikes, and the spikes: places, and values as bits of a float32; 0: no spike.
 
-    The second is the greatest of what the first has left, which may lie at the same place.
+    The second spike is the greatest element after the first was subtracted, and may lie at the same place.
     """
     cut = 23 - codec.spike_mantissa
     taken: list[tuple[Tensor, Tensor]] = []
@@ -186,15 +186,15 @@ def _without_greatest(x: Tensor, codec: Format) -> tuple[Tensor, list[tuple[Tens
 
 
 def _spike_base(codec: Format) -> int:
-    """What is added to the exponent of a scale for the exponent of a spike that says 0.
+    """Return the offset from a scale's exponent to the exponent of a spike whose stored exponent is 0.
 
-    The rest of a group reaches 2^bits scales at most; rotated, group_size times its greatest element.
+    The rest of a group is at most 2^bits scales; rotated, at most group_size times its greatest element.
     """
     return codec.bits - 3 - (codec.group_size.bit_length() - 1 if codec.hadamard else 0)
 
 
 def _spike_words(taken: list[tuple[Tensor, Tensor]], scale_bits: Tensor, codec: Format) -> list[Tensor]:
-    """Places and values -> 16 bits each, [rows, groups]: place, mantissa, exponent, sign from the lowest bits on."""
+    """Return spikes as 16 bits each, [rows, groups]: place, mantissa, exponent, sign, from the lowest bits on."""
     mantissa, words = codec.spike_mantissa, []
     base = ((scale_bits.unsqueeze(-1) >> 7 & 0xFF) + _spike_base(codec)) << mantissa
     for place, value in taken:
@@ -206,7 +206,7 @@ def _spike_words(taken: list[tuple[Tensor, Tensor]], scale_bits: Tensor, codec: 
 
 
 def _codebook_encoded(x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]] | None, codec: Format) -> Tensor:
-    """Groups, whether they hold a 0 and what their spikes were -> payload [rows, bytes], uint8."""
+    """Return the payload [rows, bytes], uint8. held: True for groups with a 0. taken: their spikes."""
     lost, book = ~x.isfinite().all(-1), _BOOKS[codec.bits]
     parts = x.unflatten(-1, (_PARTS, -1))
     asked = _quotient(parts.abs().amax(-1), book.reach)
@@ -222,7 +222,7 @@ def _codebook_encoded(x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]
     half = 1 << (codec.bits - 1)
 
     def codes_of(number: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each part with its scale: codes and the elements in steps, moved by the shift."""
+        """Return codes and elements in steps, moved by the shift, of each part at its scale."""
         step = _part_scale(number) * scale
         y = parts * torch.reciprocal(step).unsqueeze(-1) + shift
         place = y * (1.0 - book.bend * y.abs()) + half
@@ -247,31 +247,31 @@ def _codebook_encoded(x: Tensor, held: Tensor, taken: list[tuple[Tensor, Tensor]
 
 
 def _part_scale(number: Tensor) -> Tensor:
-    """Of a part, against its group's: 6 bits -> 1.125 * 2^-8 to 1."""
+    """Return the scale of a part relative to its group's: 6 bits -> 1.125 * 2^-8 to 1."""
     return ((number + _LEAST_PART) << _PART_SHIFT).to(torch.int32).view(torch.float32)
 
 
 def _six_bits(numbers: Tensor) -> Tensor:
-    """[..., 8] of 6 bits each -> 6 bytes, the first number in the lowest bits."""
+    """Pack [..., 8] numbers of 6 bits into 6 bytes, the first number in the lowest bits."""
     fours = numbers.unflatten(-1, (2, 4)) << torch.arange(0, 24, 6, dtype=torch.int32, device=numbers.device)
     words = fours.sum(-1, keepdim=True, dtype=torch.int32)
     return (words >> torch.arange(0, 24, 8, dtype=torch.int32, device=numbers.device) & 0xFF).flatten(-2)
 
 
 def _levels_of(book: _Book, held: Tensor) -> Tensor:
-    """held [...], bool -> the levels of each group in steps, [..., 2^bits]."""
+    """Return the levels of each group in steps, [..., 2^bits]. held [...]: bool, True for a group with a 0."""
     return torch.tensor(book.levels, dtype=torch.float32, device=held.device)[held.long()]
 
 
 def _looked_up(levels: Tensor, codes: Tensor) -> Tensor:
-    """levels [..., count] of each group, codes [..., parts, elements] -> in steps."""
+    """Return the codes [..., parts, elements] in steps. levels: [..., count] of each group."""
     return levels.gather(-1, codes.flatten(-2).long()).view(codes.shape)
 
 
 def _whole_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
-    """Zero point and scale of each group, without a search, and the words that say so in its record.
+    """Return zero point and scale of each group, without a search, and the words of its record.
 
-    A scale of NaN: there is none.
+    A scale of NaN: the group has no range.
     """
     if codec.compact:
         return _compact_range(low, high, codec)
@@ -282,16 +282,16 @@ def _whole_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]
 
 
 def _may_miss_zero(codec: Format) -> bool:
-    """Whether 0 may lie between two values of the codes."""
+    """Return True if 0 may lie between two values of the codes."""
     return not codec.symmetric and not (codec.compact and codec.bits >= 5)
 
 
 def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
-    """The range of groups that hold an exact 0: the value of code k is 0.
+    """Return the range of groups with an exact 0: the value of code k is 0.
 
-    The least scale for which no element lies more than `slack` of a step outside of the values of the codes:
-    -k - slack <= x / scale <= levels - k + slack. k is one of the two whole
-    numbers next to where both ends ask the same.
+    The scale is the least with no element more than `slack` of a step outside of the values of the codes:
+    -k - slack <= x / scale <= levels - k + slack. k is one of the two whole numbers next to the point at which both
+    ends require the same scale.
     """
     levels, slack = _levels(codec), _slack(codec)
     spread = _quotient(high - low, levels + 2 * slack)
@@ -319,20 +319,20 @@ def _range_with_zero(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, 
 
 
 def _quotient(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once: by a Python number torch's CUDA kernel multiplies with its reciprocal."""
+    """Return x / by, rounded once. For a Python number torch's CUDA kernel multiplies with the reciprocal."""
     return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
 
 def _wide(zero: Tensor, scale: Tensor, codec: Format) -> tuple[Tensor, ...]:
-    """A range that is asymmetric or symmetric."""
+    """Return an asymmetric or symmetric range."""
     return (zero, scale, _upper(scale)) if codec.symmetric else (zero, scale, _upper(scale), _upper(zero))
 
 
 def _scale(range_: Tensor, steps: float) -> Tensor:
-    """A bf16 value as float32; NaN if there is none."""
+    """Return a bf16 scale as float32; NaN if there is none."""
     step = _quotient(range_ + 0.0, steps)
     scale_bits = _bf16_up(step).clamp(min=_MIN_SCALE)
-    # What lies below zero has its sign in front: as bits above Inf.
+    # A negative value has its sign bit first: as bits it is above Inf.
     lost = (scale_bits >= _INF) | step.isnan()
     return _from_bf16(torch.where(lost, _NAN_SCALE, scale_bits))
 
@@ -353,7 +353,7 @@ def _compact_range(low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ..
 
 
 def _with_offset(scale: Tensor, place: int, low: Tensor, high: Tensor, codec: Format) -> tuple[Tensor, ...]:
-    """place 0: the offset nearest to the middle; 1: its neighbour on the side of the middle; 2: the other one."""
+    """Return a range with an offset. place 0: nearest to the middle; 1: the neighbour towards it; 2: the other one."""
     levels, unit, slack = _levels(codec), (1 << codec.bits) / _OFFSETS, _slack(codec)
     inverse = torch.reciprocal(scale)
     middle = ((low * 0.5 + high * 0.5) * inverse - levels * 0.5) * (1 / unit)
@@ -372,7 +372,7 @@ def _compact_word(scale: Tensor, offset: Tensor) -> Tensor:
 
 
 def _best_range(x: Tensor, low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format) -> tuple[Tensor, ...]:
-    """The first of several ranges with the least sum of squared errors; `whole` if none of them serves."""
+    """Return the first of several ranges with the least sum of squared errors; `whole` if none is valid."""
     origin = torch.zeros_like(low) if codec.symmetric else low
     best, least = whole, torch.full_like(low, torch.inf)
     for scale, ranges in _tried(low, high, whole, codec):
@@ -391,20 +391,20 @@ def _best_range(x: Tensor, low: Tensor, high: Tensor, whole: tuple[Tensor, ...],
 
 
 def _finely(x: Tensor, origin: Tensor, inverse: Tensor) -> Tensor:
-    """From origin to x in whole 1/256 of a step; anything of a range that does not serve."""
+    """Return the distance from origin to x in whole 1/256 of a step; any number for an invalid range."""
     return _whole(((x - origin) * (inverse * 256.0)).round().clamp(-(2.0**22), 2.0**22))
 
 
 def _tried(
     low: Tensor, high: Tensor, whole: tuple[Tensor, ...], codec: Format
 ) -> Iterator[tuple[Tensor, list[tuple[Tensor, ...]]]]:
-    """The scales that mse tries, each with its ranges. A range whose scale is NaN does not serve."""
+    """Yield the ranges that mse tries, by scale. A range with a scale of NaN is invalid."""
 
     def checked(scale: Tensor) -> Tensor:
         return torch.where(whole[1].isfinite() & scale.isfinite() & (scale >= _MIN_TRIED_SCALE), scale, torch.nan)
 
     def wide(zero: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
-        """If every element rounds to a code: lies below half a step from its value."""
+        """Return a range, valid if every element lies within half a step of the value of a code."""
         fine = torch.reciprocal(scale) * 256.0
         first, last = (((end - zero) * fine).round() for end in (low, high))
         half, levels = _half(codec), _levels(codec)
@@ -431,12 +431,12 @@ def _tried(
 
 
 def _chosen(which: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Of two ranges of each group, a where `which` says so."""
+    """Return range a of each group where `which` is true, else b."""
     return tuple(torch.where(which, x, y) for x, y in zip(a, b, strict=True))
 
 
 def _without_spikes(x: Tensor, codec: Format, draw: Draw) -> tuple[Tensor, list[Tensor]]:
-    """The groups with another element in the places of the extremes; least, greatest (bf16 bits) and their places."""
+    """Return the groups with other elements at the extremes' places; least, greatest (bf16 bits) and their places."""
     places = [x.argmin(-1, keepdim=True), x.argmax(-1, keepdim=True)]
     values = [x.gather(-1, place) + 0.0 for place in places]
     if codec.stochastic:
@@ -453,15 +453,16 @@ def _without_spikes(x: Tensor, codec: Format, draw: Draw) -> tuple[Tensor, list[
 
 
 def _rounding_offsets(x: Tensor, draw: Draw) -> Tensor:
-    """Between -1/2 and 1/2, for every element of the groups [rows, groups, group_size]."""
+    """Return an offset between -1/2 and 1/2 for every element of the groups [rows, groups, group_size]."""
     pairs = _pairs(x, draw, slice(x.shape[-1] // 2))
     random = torch.cat([pairs >> 20, pairs >> 4 & 0xFFF], dim=-1)  # an element of each half of the group
     return random.float() * (1 / 4096) + (0.5 / 4096 - 0.5)
 
 
 def _pairs(x: Tensor, draw: Draw, which: slice) -> Tensor:
-    """32 random bits each, in int64, of every group of [rows, groups, group_size]: g / 2 of them for the elements, and
-    another one for its spikes.
+    """Return 32 random bits each, in int64, for every group of [rows, groups, group_size].
+
+    A group has group_size / 2 of them for its elements and one for its spikes.
     """
     rows, groups, g = x.shape
     row = torch.arange(rows, dtype=torch.int64, device=x.device).unsqueeze(-1) * draw.groups_a_row
@@ -472,21 +473,21 @@ def _pairs(x: Tensor, draw: Draw, which: slice) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """C. Wellons, "lowbias32"; 32-bit numbers in int64."""
+    """Hash 32-bit numbers in int64: C. Wellons, "lowbias32"."""
     x = (x ^ x >> 16) * 0x7FEB352D & _M32
     x = (x ^ x >> 15) * 0x846CA68B & _M32
     return x ^ x >> 16
 
 
 def _mix64(x: Tensor) -> Tensor:
-    """S. Vigna, "splitmix64"; int64, which wraps around."""
+    """Hash int64 numbers with wrap-around: S. Vigna, "splitmix64"."""
     x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x >> by without its sign."""
+    """Return x >> by, unsigned."""
     return x >> by & ((1 << (64 - by)) - 1)
 
 
@@ -495,13 +496,13 @@ def _signed(x: int) -> int:
 
 
 def _signs(g: int, device: torch.device) -> Tensor:
-    """What the elements of a group are multiplied with before the rotation: 1 or -1."""
+    """Return the signs, 1 or -1, that multiply the elements of a group before the rotation."""
     numbers = torch.arange(g, dtype=torch.int64, device=device) + 0x9E3779B9
     return torch.where(_mix32(numbers & _M32) >> 31 != 0, -1.0, 1.0)
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Times the Hadamard matrix of +-1: sums and differences of neighbours, then at distance 2, 4 ..."""
+    """Multiply with the Hadamard matrix of +-1: sums and differences of neighbours, then at distance 2, 4 ..."""
     stride = 1
     while stride < x.shape[-1]:
         a, b = x.unflatten(-1, (-1, 2, stride)).unbind(-2)
@@ -511,7 +512,7 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
-    """payload [rows, bytes] -> output [rows, numel] of fp32, bf16 or fp16."""
+    """Decode payload [rows, bytes] into output [rows, numel] of fp32, bf16 or fp16."""
     values = _turned_back(_values(payload, codec), codec)
     for place, spike in _spikes_beside(payload, codec):
         values = values.scatter(-1, place, values.gather(-1, place) + spike)
@@ -520,7 +521,7 @@ def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
 
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
-    """payloads [ranks, bytes] -> output [numel]: the sum in rank order, in float32, times factor."""
+    """Write the sum of payloads [ranks, bytes], in rank order, in float32, times factor, into output [numel]."""
     values = _whole_sum(payloads, codec).flatten() * factor
     output.copy_(_stored(values[: output.shape[0]], output.dtype))
 
@@ -528,9 +529,9 @@ def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -
 def decode_sum_encode(
     payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, draw: Draw = NO_DRAW
 ) -> None:
-    """payloads [ranks, bytes] -> payload [bytes]: the sum times factor, encoded again.
+    """Encode the sum of payloads [ranks, bytes] times factor into payload [bytes].
 
-    Rotated groups stay so: the sum of the rotated is the rotated sum. Not so with spikes beside them.
+    Rotated groups stay rotated, because the sum of rotated groups is the rotated sum. With spikes they do not.
     """
     if reduce.codebook and reduce.spikes:
         payload.copy_(_encoded_whole((_whole_sum(payloads, reduce) * factor).unsqueeze(0), gather, draw)[0])
@@ -541,7 +542,10 @@ def decode_sum_encode(
 def encode_feedback(
     input: Tensor, payload: Tensor, residual: Tensor, momentum: float, codec: Format, draw: Draw = NO_DRAW
 ) -> None:
-    """input [1, numel], residual of 8 bits or bf16 -> payload [1, bytes] and the new residual; see rows.py."""
+    """Encode input [1, numel] plus a residual of 8 bits or bf16 into payload [1, bytes], and replace the residual.
+
+    See rows.py.
+    """
     numel, own = input.shape[1], residual_format(codec.group_size)
     if numel == 0:
         return
@@ -550,7 +554,7 @@ def encode_feedback(
         decode(residual.view(1, -1), carried, own)
     else:
         carried.copy_(residual.view(1, -1)[:, :numel]).add_(0.0)  # -0 is 0
-    zero = (input == 0) & (not codec.hadamard)  # a rotated zero does not arrive as zero
+    zero = (input == 0) & (not codec.hadamard)  # a rotated zero does not decode to zero
     x = torch.where(zero, -0.0, carried + input)
     arrives = torch.empty_like(x)
     encode(x, payload, codec, draw)
@@ -560,7 +564,7 @@ def encode_feedback(
     if residual.dtype is torch.uint8:
         encode(lost, residual.view(1, -1), own)
     else:
-        first = numel - 1 - (numel - 1) % codec.group_size  # of the last group, which is filled up with it
+        first = numel - 1 - (numel - 1) % codec.group_size  # of the last group, which is padded with it
         residual.view(1, -1)[:, numel:] = lost[:, first : first + 1]
         residual.view(1, -1)[:, :numel] = lost
 
@@ -575,7 +579,7 @@ def decode_sum_encode_feedback(
     momentum: float,
     draw: Draw = NO_DRAW,
 ) -> None:
-    """payloads [ranks, bytes] -> payload [bytes] of the sum times factor, and its residual."""
+    """Encode the sum of payloads [ranks, bytes] times factor into payload [bytes], and write its residual."""
     if not (reduce.codebook and reduce.spikes):  # as decode_sum_encode
         reduce, gather = (replace(codec, hadamard=False) for codec in (reduce, gather))
     sums = (_whole_sum(payloads, reduce) * factor).view(1, -1)
@@ -583,7 +587,7 @@ def decode_sum_encode_feedback(
 
 
 def _sum(payloads: Tensor, codec: Format) -> Tensor:
-    """[ranks, bytes] -> [groups, group_size], float32, rotated if they are."""
+    """Return the sum of payloads [ranks, bytes] as [groups, group_size], float32, still rotated with hadamard."""
     total, *others = _values(payloads, codec).unbind(0)
     for value in others:
         total = total + value
@@ -591,7 +595,7 @@ def _sum(payloads: Tensor, codec: Format) -> Tensor:
 
 
 def _whole_sum(payloads: Tensor, codec: Format) -> Tensor:
-    """[ranks, bytes] -> [groups, group_size], float32: the codes of all ranks, turned back, then their spikes."""
+    """Return the sum of payloads [ranks, bytes] as [groups, group_size], float32: codes, rotated back, then spikes."""
     total = _turned_back(_sum(payloads, codec), codec)
     both = _spikes_beside(payloads, codec)
     for rank in range(len(payloads)):
@@ -601,7 +605,7 @@ def _whole_sum(payloads: Tensor, codec: Format) -> Tensor:
 
 
 def _spikes_beside(payload: Tensor, codec: Format) -> list[tuple[Tensor, Tensor]]:
-    """With codebook: places and values [rows, groups, 1] of the spikes, which are added to what the codes say."""
+    """Return places and values [rows, groups, 1] of the codebook's spikes, which are added to the decoded codes."""
     if not (codec.codebook and codec.spikes) or payload.numel() == 0:
         return []
     record = payload.reshape(payload.shape[0], -1, codec.record_bytes).to(torch.int32)
@@ -618,14 +622,14 @@ def _spikes_beside(payload: Tensor, codec: Format) -> list[tuple[Tensor, Tensor]
 
 
 def _turned_back(values: Tensor, codec: Format) -> Tensor:
-    """[..., group_size]: the inverse of the rotation."""
+    """Return the values [..., group_size] rotated back."""
     if not codec.hadamard:
         return values
     return _rotated(values) * (1 / codec.group_size) * _signs(codec.group_size, values.device)
 
 
 def _values(payload: Tensor, codec: Format) -> Tensor:
-    """Payloads [rows, bytes] -> their values [rows, groups, group_size], float32, rotated if they are."""
+    """Return the values [rows, groups, group_size], float32, of payloads [rows, bytes], still rotated with hadamard."""
     rows = payload.shape[0]
     if payload.numel() == 0:
         return torch.zeros(rows, 0, codec.group_size, device=payload.device)
@@ -660,7 +664,7 @@ def _values(payload: Tensor, codec: Format) -> Tensor:
 
 
 def _codebook_values(scale_bits: Tensor, record: Tensor, codec: Format) -> Tensor:
-    """scale_bits [rows, groups, 1] and records -> values [rows, groups, group_size]."""
+    """Return values [rows, groups, group_size] from scale_bits [rows, groups, 1] and records."""
     thirds = record[..., 2:8].unflatten(-1, (2, 3)) << torch.arange(0, 24, 8, dtype=torch.int32, device=record.device)
     fours = thirds.sum(-1, keepdim=True, dtype=torch.int32)
     numbers = (fours >> torch.arange(0, 24, 6, dtype=torch.int32, device=record.device) & 63).flatten(-2)
@@ -671,7 +675,7 @@ def _codebook_values(scale_bits: Tensor, record: Tensor, codec: Format) -> Tenso
 
 
 def _codes(record: Tensor, codec: Format) -> Tensor:
-    """Records [rows, groups, bytes] -> codes [rows, groups, group_size], int32."""
+    """Return codes [rows, groups, group_size], int32, of records [rows, groups, bytes]."""
     codes = torch.zeros(*record.shape[:2], codec.group_size, dtype=torch.int32, device=record.device)
     at = codec.metadata_bytes
     for width, shift in _planes(codec.bits):
@@ -684,64 +688,64 @@ def _codes(record: Tensor, codec: Format) -> Tensor:
 
 
 def _stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values rounded to dtype, every NaN the same NaN."""
+    """Return values rounded to dtype, with one NaN for all NaNs."""
     return values.to(dtype).masked_fill(values.isnan(), float("nan"))
 
 
 def _half(codec: Format) -> int:
-    """The number that is added to each code, so that none is negative."""
+    """Return the offset of each code, so that none is negative."""
     return (1 << (codec.bits - 1)) - 1 if codec.symmetric else 0
 
 
 def _levels(codec: Format) -> int:
-    """The greatest code."""
+    """Return the greatest code."""
     return 2 * _half(codec) if codec.symmetric else (1 << codec.bits) - 1
 
 
 def _slack(codec: Format) -> float:
-    """By how many steps the ends of a group may lie outside of the values of its codes."""
+    """Return the steps by which the ends of a group may lie outside of the values of its codes."""
     return 0.0 if codec.stochastic else _INSIDE
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
-    """(width of a unit, its position in the code), widest first: 6 bits -> [(4, 0), (2, 4)]."""
+    """Return (width of a unit, its position in the code), widest first: 6 bits -> [(4, 0), (2, 4)]."""
     widths = [width for width in (8, 4, 2, 1) if bits & width]
     return [(width, sum(widths[:i])) for i, width in enumerate(widths)]
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The 32 bits of float32, split so that the sign does not smear: (upper 16, lower 16)."""
+    """Return the 32 bits of float32 as (upper 16, lower 16), without sign extension."""
     bits = x.view(torch.int32)
     return torch.stack([bits >> 16 & 0xFFFF, bits & 0xFFFF])
 
 
 def _bf16_down(x: Tensor) -> Tensor:
-    """Bits of the largest bf16 not above x."""
+    """Return the bits of the largest bf16 not above x."""
     upper, lower = _bits(x)
     return (upper + ((upper >= 0x8000) & (lower != 0)).int()) & 0xFFFF
 
 
 def _bf16_up(x: Tensor) -> Tensor:
-    """Bits of the smallest bf16 not below x, x >= 0."""
+    """Return the bits of the smallest bf16 not below x, x >= 0."""
     upper, lower = _bits(x)
     return upper + (lower != 0).int()
 
 
 def _bf16_nearest(x: Tensor) -> Tensor:
-    """Bits of the bf16 nearest to x, to even between two; those of Inf if it is too large."""
+    """Return the bits of the bf16 nearest to x, ties to even; those of Inf if it is too large."""
     upper, lower = _bits(x)
     up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 != 0))
     return torch.where(x.isnan(), _NAN_SCALE, upper + up.int())
 
 
 def _bf16_half_up(x: Tensor) -> Tensor:
-    """Bits of the bf16 nearest to x, away from 0 between two."""
+    """Return the bits of the bf16 nearest to x, ties away from 0."""
     upper, lower = _bits(x)
     return upper + (lower >= 0x8000).int() & 0xFFFF
 
 
 def _bf16_random(x: Tensor, random: Tensor) -> Tensor:
-    """Bits of one of the two bf16 next to x, the nearer the likelier: unbiased; those of Inf if it is too large."""
+    """Return the bits of one of the two bf16 next to x, chosen without bias; those of Inf if x is too large."""
     bits = (x.view(torch.int32).to(torch.int64) & _M32) + random >> 16
     return torch.where(x.isnan(), _NAN_SCALE, bits).int()
 
@@ -751,12 +755,12 @@ def _is_not_finite(bits: Tensor) -> Tensor:
 
 
 def _upper(x: Tensor) -> Tensor:
-    """Bits of a bf16 value that is held in float32."""
+    """Return the bits of a bf16 value that is stored in float32."""
     return _bits(x)[0]
 
 
 def _whole(x: Tensor) -> Tensor:
-    """A small whole number; anything of a group that is lost."""
+    """Return a small whole number; any number for a group with non-finite values."""
     return x.nan_to_num(0.0).to(torch.int32)
 
 

@@ -1,6 +1,6 @@
-"""Encode, decode and sum rows of elements: the compiled operators, or the reference where there are none.
+"""Encode, decode and sum rows of elements: by the compiled operators, or by the reference without them.
 
-The collectives call these functions. A user calls those of api/tensors.py.
+The collectives call these functions. A user calls the functions of api/tensors.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flash_allreduce_plugin.errors import install_command
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_PIECE = 1 << 16  # elements, whole groups of any size, whose buffer stays in the cache
+_PIECE = 1 << 16  # elements of a buffer that stays in the cache; whole groups of any size
 _compiled = torch.ops.flash_allreduce
-# What it takes to have compiled operators for tensors of a device.
+# The requirements of the compiled operators, by device.
 _COMPILERS = {"cpu": "a C++ compiler", "cuda": "nvcc"}
 
 
 @cache
 def use_reference(device_type: str = "cpu") -> bool:
-    """Whether the plain PyTorch codec serves tensors of a device; says why, once, when it was not asked for."""
+    """Return True if the plain PyTorch codec runs for a device. Logs the reason once, unless the user chose it."""
     if environment.is_on(environment.REFERENCE) or device_type not in _COMPILERS:
         return True
     missing = ops.unavailable if device_type == "cpu" else ops.cuda_unavailable
@@ -43,7 +43,7 @@ def use_reference(device_type: str = "cpu") -> bool:
 
 
 def _is_compiled(tensor: Tensor) -> bool:
-    return not use_reference("cpu" if tensor.is_cpu else tensor.device.type)  # asked for with every launch
+    return not use_reference("cpu" if tensor.is_cpu else tensor.device.type)  # computed for every launch
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -57,9 +57,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> None:
-    """input [rows, numel] -> payload [rows, bytes]; each row is encoded as a tensor of its own.
+    """Encode input [rows, numel] into payload [rows, bytes]. Each row is encoded as a separate tensor.
 
-    draw: the random numbers of stochastic rounding, not looked at otherwise.
+    draw: the random numbers of stochastic rounding; not used otherwise.
     """
     if _is_compiled(input):
         _compiled.encode(
@@ -77,7 +77,7 @@ def encode(input: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) 
 
 
 def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
-    """payload [rows, bytes] -> output [rows, numel]."""
+    """Decode payload [rows, bytes] into output [rows, numel]."""
     if _is_compiled(output):
         _compiled.decode(payload, output, codec.bits, codec.group_size, codec.options)
     else:
@@ -85,7 +85,7 @@ def decode(payload: Tensor, output: Tensor, codec: Format) -> None:
 
 
 def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -> None:
-    """payloads [ranks, bytes] -> output [numel], the sum in rank order in float32, times factor."""
+    """Write the sum of payloads [ranks, bytes], in rank order, in float32, times factor, into output [numel]."""
     if _is_compiled(output):
         _compiled.decode_sum(payloads, output, factor, codec.bits, codec.group_size, codec.options)
     else:
@@ -95,9 +95,9 @@ def decode_sum(payloads: Tensor, output: Tensor, codec: Format, factor: float) -
 def decode_sum_encode(
     payloads: Tensor, payload: Tensor, reduce: Format, gather: Format, factor: float, draw: Draw = NO_DRAW
 ) -> None:
-    """payloads [ranks, bytes] under `reduce` -> payload [bytes] of their sum times factor under `gather`.
+    """Encode the sum of payloads [ranks, bytes] in `reduce`, times factor, into payload [bytes] in `gather`.
 
-    The two differ in their width alone.
+    The two formats may differ in width only.
     """
     if _is_compiled(payload):
         _compiled.decode_sum_encode(
@@ -118,12 +118,12 @@ def decode_sum_encode(
 def encode_feedback(
     input: Tensor, payload: Tensor, residual: Tensor, momentum: float, codec: Format, draw: Draw = NO_DRAW
 ) -> None:
-    """input [1, numel] and what was lost before -> payload [1, bytes], and in residual what is lost now.
+    """Encode input [1, numel] plus the carried residual into payload [1, bytes], and replace the residual.
 
         x = input + carried;  payload = encode(x);  residual = momentum carried + (1 - momentum) (x - decode(payload))
 
-    An exact zero is encoded as zero and keeps its residual. Not if the codec rotates: zeros arrive with errors then. A
-    group that is not finite leaves none.
+    An exact zero is encoded as zero and keeps its residual, unless the codec rotates: then zeros get errors too. A
+    group that is not finite leaves no residual.
 
     residual: of the payload's groups, uint8 [groups, residual_format(group_size).record_bytes] or bfloat16
         [groups, group_size].
@@ -145,7 +145,7 @@ def decode_sum_encode_feedback(
     momentum: float,
     draw: Draw = NO_DRAW,
 ) -> None:
-    """decode_sum_encode with the sum's own residual; rotated groups stay so in both."""
+    """Run decode_sum_encode with the residual of the sum. Rotated groups stay rotated in both."""
     if _is_compiled(payload):
         numbers = reduce.bits, gather.bits, reduce.group_size, reduce.options, draw.key, draw.first_group
         _compiled.decode_sum_encode_feedback(payloads, payload, residual, factor, momentum, *numbers)
@@ -154,9 +154,9 @@ def decode_sum_encode_feedback(
 
 
 def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Format, draw: Draw = NO_DRAW) -> Tensor:
-    """master less held [1, numel], in float32 -> payload [1, bytes]; whether every difference is finite, a bool tensor.
+    """Encode master - held, both [1, numel], in float32 into payload [1, bytes].
 
-    master: float32 or of held's dtype.
+    master: float32 or of held's dtype. Returns a bool tensor: True if every difference is finite.
     """
     if held.device.type == "cpu" and _is_compiled(held) and master.dtype is torch.float32:
         numbers = codec.bits, codec.group_size, codec.options, draw.key, draw.first_group
@@ -172,7 +172,7 @@ def encode_difference(master: Tensor, held: Tensor, payload: Tensor, codec: Form
 
 
 def decode_add(payload: Tensor, held: Tensor, codec: Format) -> None:
-    """held [rows, numel] += what payload [rows, bytes] decodes to, in float32, rounded to held's dtype."""
+    """Add decoded payload [rows, bytes] to held [rows, numel], in float32, rounded to held's dtype."""
     if held.device.type == "cpu" and _is_compiled(held):
         _compiled.decode_add(payload, held, codec.bits, codec.group_size, codec.options)
         return
@@ -183,7 +183,7 @@ def decode_add(payload: Tensor, held: Tensor, codec: Format) -> None:
 
 
 def _pieces(height: int, numel: int, device: torch.device) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, last, buffer [height, last - first] in float32) for columns 0 to numel, at bounds of groups."""
+    """Yield (first, last, buffer [height, last - first] in float32) for columns 0 to numel, at bounds of groups."""
     size = max(1024, _PIECE // height // 1024 * 1024) if device.type == "cpu" else numel  # a GPU wants few launches
     buffer = torch.empty(height * min(size, numel), dtype=torch.float32, device=device)
     for first in range(0, numel, max(size, 1)):
@@ -192,7 +192,7 @@ def _pieces(height: int, numel: int, device: torch.device) -> Iterator[tuple[int
 
 
 def draw_key(*numbers: int) -> int:
-    """A key for Draw from small whole numbers (seed, call, rank ...): 64 bits, signed, spread."""
+    """Return a key for Draw, 64 bits, signed, hashed from small whole numbers (seed, call, rank ...)."""
     key = 0
     for number in numbers:
         key = _mix64((key + number + 1) * 0x9E3779B97F4A7C15)
@@ -200,7 +200,7 @@ def draw_key(*numbers: int) -> int:
 
 
 def _mix64(x: int) -> int:
-    """S. Vigna, "splitmix64"."""
+    """Hash a number: S. Vigna, "splitmix64"."""
     mask = (1 << 64) - 1
     x &= mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
