@@ -1,4 +1,4 @@
-"""The command line: `flash-allreduce`, one file per command. Nothing else in the package imports it."""
+"""The command line: `flash-allreduce`, one folder or file a command. No other part of the package imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flash_allreduce_plugin.errors import install_command
 
 
 def run() -> None:
-    """The entry point; without the packages of the `cli` extra one sentence that says so."""
+    """Run the entry point. Prints one sentence if the packages of the `cli` extra are missing."""
     try:
         from flash_allreduce_plugin.cli.main import app
 

@@ -1,4 +1,4 @@
-"""Some options of bench and tune need lab/benchmarks/, which is beside the package in a checkout and not in a wheel."""
+"""Options of bench and tune that need lab/benchmarks/, which a checkout has and a wheel has not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def need(option: str, module: str) -> None:
-    """Make `import lab.benchmarks.<module>` work, from the checkout that this package lies in.
+    """Make `import lab.benchmarks.<module>` work, from the checkout of this package.
 
     Raises ValueError, one sentence that names the option and how to get the module, if there is no checkout.
     """

@@ -1,4 +1,4 @@
-"""Starts one process per rank on this machine and ends them together.
+"""Start one process per rank on this machine, and end them together.
 
 lab/benchmarks/netlab.py does the same on hosts with rate-limited links.
 """
@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-LOOPBACK = "loopback"  # in place of the rate of a link: ranks on this machine, without a limit
-_TIMED_OUT = 124  # exit status, as timeout(1) has it
+LOOPBACK = "loopback"  # in place of a link's rate: ranks on this machine, without a limit
+_TIMED_OUT = 124  # exit status, as of timeout(1)
 
 
 class RankError(RuntimeError):
     """A rank failed or did not end in time.
 
-    `rank` is the first to fail (or, out of time, the first still running), `status` its exit status
-    (128 + n if signal n ended it, 124 if time ran out), `stderr` what it wrote there.
+    rank: the first to fail; after the timeout, the first still running. status: its exit status (128 + n if signal n
+    ended it, 124 after the timeout). stderr: its output there.
     """
 
     def __init__(self, rank: int, status: int, what: str, stderr: str) -> None:
@@ -45,16 +45,16 @@ class Ranks:
         return "127.0.0.1"
 
     def port(self) -> int:
-        """Where the ranks of one run meet."""
+        """Return a free port for the rendezvous of one run."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             return int(server.getsockname()[1])
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` as that rank."""
+        """Return the command line that runs `command` as this rank."""
         return [*command]
 
     def variables(self, rank: int) -> dict[str, str]:
-        """What the environment of a rank says about its place."""
+        """Return the environment variables of a rank."""
         return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.count), "GLOO_SOCKET_IFNAME": "lo"}
 
     def kill_children(self, rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -70,18 +70,16 @@ class Ranks:
         capture: bool = True,
         on_line: Callable[[str], None] | None = None,
     ) -> list[str]:
-        """Run one process per rank and return what each wrote to stdout (empty with capture=False).
+        """Run one process per rank and return the stdout of each (empty with capture=False).
 
-        on_line is given every line that rank 0 writes to stdout as it comes, from a thread of its own; rank 0's
-        output is then empty in the result.
+        on_line: receives every line of rank 0's stdout, in a separate thread; the result then has no output of rank 0.
 
-        Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and
-        OMP_NUM_THREADS=1 in its environment (`env` is added last) and is bound to one core, dealt round
-        robin: ranks share a core where there are more ranks than cores. With capture=False the ranks write
-        straight to this process's stdout and stderr.
+        Each process has RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME and
+        OMP_NUM_THREADS=1 in its environment (`env` is added last) and is bound to one core, round robin: with more
+        ranks than cores, ranks share a core. With capture=False the ranks write to this process's stdout and stderr.
 
-        Raises RankError at the first rank that fails, or after `timeout` seconds. However the call ends,
-        no process that it started is left.
+        Raises RankError at the first rank that fails, or after `timeout` seconds. The call never leaves a process
+        behind.
         """
         port = self.port()
         ranks: list[subprocess.Popen[bytes]] = []
@@ -120,14 +118,14 @@ class Ranks:
             "OMP_NUM_THREADS": "1",
             **self.variables(rank),
         }
-        with _bound_to(cores[rank % len(cores)]):  # before the start: every thread inherits it
+        with _bound_to(cores[rank % len(cores)]):  # before the start, so that every thread inherits it
             return subprocess.Popen(
                 self.command(rank, command),
                 env={**os.environ, **variables, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # Ctrl-C reaches only us, and we end the ranks
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the ranks
             )
 
     def _wait(
@@ -137,8 +135,8 @@ class Ranks:
         timeout: float,
         stack: contextlib.ExitStack,
     ) -> None:
-        # pidfds, not a polling loop: peers of a crashed rank fail a few milliseconds after it, and the
-        # error should name the one that went first.
+        # pidfds, not a polling loop: peers of a crashed rank fail a few milliseconds later, and the error should name
+        # the first rank.
         running: dict[int, int] = {}
         for rank, process in enumerate(ranks):
             pidfd = os.pidfd_open(process.pid)
@@ -169,7 +167,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def on_this_machine(count: int) -> Iterator[Ranks]:
-    """Yields `count` ranks; SIGTERM and SIGHUP raise SystemExit inside the block, so that they clean up as Ctrl-C does.
+    """Yield `count` ranks. SIGTERM and SIGHUP raise SystemExit inside the block, so that they clean up as Ctrl-C does.
 
     Raises ValueError for a bad count.
     """
@@ -208,7 +206,7 @@ def _bound_to(core: int) -> Iterator[None]:
 
 
 def ending_on_signals() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM and SIGHUP raise SystemExit in the block, in the main thread."""
+    """Raise SystemExit on SIGTERM and SIGHUP in the block, in the main thread."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -218,7 +216,7 @@ def ending_on_signals() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def handling(handler: Callable[[int, Any], None] | signal.Handlers, *numbers: int) -> Iterator[None]:
-    """Handle the signals so in the block; not those ignored before (nohup), nor outside the main thread."""
+    """Set a signal handler in the block, except for ignored signals (nohup) and outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

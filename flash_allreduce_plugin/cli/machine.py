@@ -1,4 +1,4 @@
-"""What a result was measured with: versions, machine, date and command."""
+"""The conditions of a measurement: versions, machine, date and command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flash_allreduce_plugin.codec import ops, rows
 
 
 def about() -> dict[str, Any]:
-    """In JSON types. instruction_set is that of the codec on the CPU; "reference": it is not compiled."""
+    """Return the conditions in JSON types. instruction_set: of the codec on the CPU; "reference": not compiled."""
     reference = ops.unavailable is not None or rows.use_reference()
     try:
         version = importlib.metadata.version("flash-allreduce-plugin")

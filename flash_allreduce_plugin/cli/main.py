@@ -29,11 +29,11 @@ app = typer.Typer(
 
 @app.callback()
 def _commands() -> None:
-    """Keeps `demo` a command of its own while it is the only one."""
+    """Make typer treat `demo` as a subcommand."""
 
 
 def _fields(options: str) -> dict[str, Any]:
-    """The JSON object that --options is."""
+    """Return the JSON object of --options."""
     from flash_allreduce_plugin.config import strict_json
 
     try:
@@ -126,7 +126,7 @@ def doctor(
 ) -> None:
     """Check the installation: versions, libraries, machine, environment, seams; and test it.
 
-    The text is what a bug report needs. Exit status 0 only if there is no problem.
+    A bug report needs this text. Exit status 0 only if there is no problem.
     """
     from flash_allreduce_plugin.cli.doctor.command import run_doctor
 
@@ -161,10 +161,10 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
     json_file: Json = None,
 ) -> None:
-    """Time the quantized collectives beside torch.distributed's own, after checking them.
+    """Check the quantized collectives, and time them against torch.distributed's own.
 
-    Alone or under torchrun. The columns are those of nccl-tests; wire: bytes that a rank sends. Exit status 0 only if
-    no element is wrong: all ranks have the same bits, within the codec's error of the exact result.
+    Runs alone or under torchrun. The columns are those of nccl-tests; wire: bytes that a rank sends. Exit status 0 only
+    if no element is wrong: all ranks have the same bits, within the codec's error of the exact result.
     """
     from flash_allreduce_plugin.cli.bench.command import run_bench
 
@@ -210,10 +210,10 @@ def tune(
     json_file: Json = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of the sweep, PNG.")] = None,
 ) -> None:
-    """Measure from which size on quantizing is faster here, and write chunk_bytes and min_bytes to a configuration.
+    """Measure the smallest size at which quantizing is faster here, and write chunk_bytes and min_bytes to a file.
 
-    Under torchrun on the group of the job, or alone. The choice is then measured: exit status 0 only if no size takes
-    more than 1.05 times as long as in full precision.
+    Runs under torchrun on the group of the job, or alone. Then the choice is measured: exit status 0 only if no size
+    takes more than 1.05 times as long as in full precision.
     """
     from flash_allreduce_plugin.cli.tune.command import run_tune
 
@@ -259,10 +259,10 @@ def run(
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Check the installation first.")] = True,
 ) -> None:
-    """Run a training with quantized collectives, without a change in it, and report what they did.
+    """Run an unchanged training with quantized collectives, and print a report of them.
 
-    Options of the environment (FLASH_ALLREDUCE_BITS and so on) hold as well. The report goes to stderr. Exit status:
-    the command's own; 2 for bad options, 1 if the check fails, before anything is started.
+    Variables of the environment (FLASH_ALLREDUCE_BITS and so on) apply too. The report is printed to stderr. Exit
+    status: the command's own; 2 for bad options, 1 if the check fails, before anything is started.
     """
     from flash_allreduce_plugin.cli.run.command import options_of, run_run
 
@@ -274,7 +274,7 @@ def run(
 
 @contextlib.contextmanager
 def _one_sentence(command: str) -> Iterator[None]:
-    """Bad usage ends with exit status 2, a failed rank with 1, each with one sentence on stderr."""
+    """Exit with status 2 for bad usage and 1 for a failed rank, with one sentence on stderr."""
     from flash_allreduce_plugin.cli.ranks import RanksError
 
     try:
@@ -294,9 +294,9 @@ def report(
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """Show what a run's collectives did, from its log.
+    """Show the collectives of a run, from its log.
 
-    Per site: calls, bytes saved, measured error, and what went in full precision, why.
+    For each site: calls, bytes saved, measured error, and calls in full precision with their reasons.
     """
     from flash_allreduce_plugin.cli.report.command import run_report
     from flash_allreduce_plugin.cli.report.log import LogError

@@ -1,6 +1,6 @@
-"""What a command prints: results on stdout, progress and notes on stderr, never mixed.
+"""The output of a command: results on stdout, progress and notes on stderr, never mixed.
 
-With `--json -` the JSON is all that stdout gets; the text that is there otherwise goes to stderr.
+With `--json -` stdout has the JSON alone, and the text is printed to stderr.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BLINK = 0.1  # seconds between two drawings of a bar
 
 
 class Output:
-    """Where the lines of one command go.
+    """The consoles of one command.
 
-    results: the console for what was asked for. notes: the one on stderr. width: columns that they have at least.
-    soft_wrap: lines longer than that stay whole. silent: print nothing, as the ranks of a launcher but rank 0 do.
+    results: the console of the results. notes: the console on stderr. width: their least number of columns.
+    soft_wrap: True to keep longer lines whole. silent: True to print nothing, as a launcher's ranks other than 0 do.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class Output:
         return Console(stderr=stderr, width=width, highlight=False, soft_wrap=self._soft_wrap, quiet=self.silent)
 
     def note(self, text: str) -> None:
-        """A line on stderr."""
+        """Print a line on stderr."""
         self.notes.print(text, markup=False, soft_wrap=True)
 
     def write_json(self, content: dict[str, Any]) -> None:
-        """To the file of --json, if one was given. Raises OSError if it cannot be written."""
+        """Write to the file of --json, if one was given. Raises OSError if it cannot be written."""
         if self.json_file is None or self.silent:
             return
         text = json.dumps(content, indent=1) + "\n"
@@ -54,8 +54,8 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, every: float) -> Iterator[Doing]:
-        """Shows how far the command is: a bar on a terminal, else a line on stderr after `every` seconds of silence."""
-        # On a terminal that shows the results too, the bar belongs to their console, which keeps the two apart.
+        """Show progress: a bar on a terminal, else a line on stderr after `every` seconds of silence."""
+        # On a terminal with the results too, the bar belongs to their console, which keeps the two apart.
         console = self.results if self.results.is_terminal else self.notes
         bar = Progress(
             TextColumn("{task.description}"),
@@ -63,7 +63,7 @@ class Output:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            auto_refresh=False,  # a thread of its own would take its share of the cores from the ranks
+            auto_refresh=False,  # another thread would take cores from the ranks
             redirect_stdout=False,
         )
         if self.silent or not console.is_terminal:
@@ -74,7 +74,7 @@ class Output:
 
 
 class Doing:
-    """How far a command is; see Output.progress."""
+    """The progress of a command; see Output.progress."""
 
     def __init__(self, lines: Console | None, bar: Progress | None, every: float) -> None:
         self._lines, self._bar, self._every = lines, bar, every
@@ -83,11 +83,11 @@ class Doing:
         self.heard()
 
     def heard(self) -> None:
-        """A result was printed: no line is needed for a while."""
+        """Note that a result was printed: no line of progress is needed for a while."""
         self._last = time.monotonic()
 
     def __call__(self, doing: str, done: float | None = None, of: float | None = None, more: str = "") -> None:
-        """more: what a line says in addition, in place of the bar."""
+        """Show the progress. more: text for a line, in place of the bar."""
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=of, description=doing)
             if time.monotonic() - self._last >= _BLINK or doing != self._doing:

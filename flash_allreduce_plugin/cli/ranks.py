@@ -1,8 +1,8 @@
-"""The ranks that a command measures with: those of a launcher such as torchrun, or its own.
+"""The ranks of a measuring command: those of a launcher such as torchrun, or its own.
 
-What a rank does is a function `measure(settings, say)`, named "module:function". settings are JSON; say(**content) is
-a message of rank 0 on the way, for the progress; what rank 0 returns, JSON again, is the result. The process group is
-there when measure is called.
+A rank runs a function `measure(settings, say)`, named "module:function". settings: JSON. say(**content): sends a
+message of rank 0 for the progress. The return value of rank 0, in JSON types, is the result. The process group exists
+before measure is called.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flash_allreduce_plugin.cli.launch import LOOPBACK
 Say = Callable[..., None]
 OnMessage = Callable[[dict[str, Any]], None]
 
-_MARK = "flash-allreduce "  # before every line of rank 0 that is a message
+_MARK = "flash-allreduce "  # the start of a line of rank 0 that is a message
 _TIMEOUT = datetime.timedelta(seconds=120)  # of a collective
 
 
 class RanksError(RuntimeError):
-    """A rank failed, or the ranks could not be started; the message says which and why."""
+    """A rank failed, or the ranks could not be started. The message has the rank and the reason."""
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
+    """Return True if a launcher has started this process as one of its ranks."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def speaks() -> bool:
-    """Whether this process prints: the command itself, or rank 0 of a launcher."""
+    """Return True if this process prints: the command itself, or rank 0 of a launcher."""
     return not launched() or os.environ["RANK"] == "0"
 
 
@@ -53,17 +53,17 @@ def run(
     on_message: OnMessage = lambda content: None,
     timeout: float = 3600.0,
 ) -> Any:
-    """Run `measure` in every rank; the result of rank 0, or None in a launcher's other ranks.
+    """Run `measure` in every rank. Return the result of rank 0, or None in a launcher's other ranks.
 
     Args:
-        world_size, link: of ranks of our own: on this machine, or with a rate such as "1gbit" on as many hosts
+        world_size, link: of the command's own ranks: on this machine, or with a rate such as "1gbit" on as many hosts
             (lab/benchmarks/netlab.py; needs a checkout and root). Not used under a launcher.
         device: "cpu" (gloo) or "cuda" (NCCL, a GPU a rank).
-        on_message: given what rank 0 says, from a thread of its own.
-        timeout: seconds for all of it, for ranks of our own.
+        on_message: receives the messages of rank 0, in a separate thread.
+        timeout: seconds of the whole run, for the command's own ranks.
 
     Raises:
-        RanksError: a rank failed, or the hosts cannot be made here. No rank of our own outlives the call.
+        RanksError: a rank failed, or the hosts cannot be created here. None of the command's own ranks is left.
         ValueError: a bad world size or link, or a link without a checkout.
     """
     if launched():
@@ -128,7 +128,7 @@ def _measure(measure: str, settings: Mapping[str, Any], device: str, on_message:
 
 
 def _rank(measure: str, settings: str, device: str) -> None:
-    """The body of a rank of our own; it leaves at once: gloo's threads do not always survive the interpreter's end."""
+    """Run one of the command's own ranks. Ends with os._exit: gloo's threads can crash at the interpreter's end."""
 
     def tell(**message: Any) -> None:
         print(_MARK + json.dumps(message), flush=True)

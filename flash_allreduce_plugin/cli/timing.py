@@ -1,8 +1,7 @@
-"""Times of collectives that are to be compared: in turn, round after round, the slowest rank's.
+"""Times of collectives for a comparison: measured alternately, in rounds; the slowest rank's time counts.
 
-A machine that drifts drifts for all variants of a round, so what counts is the ratio of medians, or the median of
-the ratios. The calls of a round stand in a row, with nothing between them that brings the ranks together, as in a
-training step.
+A machine that drifts changes all variants of a round, so compare the ratio of medians, or the median of ratios. The
+calls of a round follow each other without a barrier between them, as in a training step.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ def interleaved(
     before: Callable[[], object] = lambda: None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> dict[str, list[float]]:
-    """Time every variant once a round, `calls` calls in a row, beginning with another one each round.
+    """Time every variant once a round, `calls` calls in a row. Each round starts with another variant.
 
-    To be called on every rank of the group with the same names in the same order. A call that only enqueues work on a
-    GPU counts until the GPU is done.
+    Call it on every rank of the group with the same names in the same order. A call that enqueues work on a GPU is
+    timed until the GPU has finished.
 
     Args:
         warmup: calls of each variant before the first round.
-        before: run before the calls of each variant, outside of the clock: puts the input back.
-        on_round: given the number of rounds done, on this rank.
+        before: runs before the calls of each variant, outside of the timed part: restores the input.
+        on_round: receives the number of finished rounds, on this rank.
 
     Returns:
         {name: seconds of one call in each round, the slowest rank's}, equal on all ranks.

@@ -1,1 +1,1 @@
-"""flash-allreduce bench: times the collectives beside torch.distributed's own."""
+"""flash-allreduce bench: times the collectives against torch.distributed's own."""

@@ -1,7 +1,7 @@
-"""What `bench` checks: inputs that every rank can make again, the exact result, and the error allowed.
+"""The checks of `bench`: inputs that every rank can generate, the exact result, and the allowed error.
 
-The allowed error is guarantee 6 of docs/trust/numerics.md, from the groups' own extremes: at most half a step of the
-group at every rounding, the widening of the range by the roundings before counted in.
+The allowed error is guarantee 6 of docs/trust/numerics.md, from the extremes of the groups: at most half a step of the
+group at every rounding. Earlier roundings widen the range, which is included.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flash_allreduce_plugin.policy import Collective, Plan
 if TYPE_CHECKING:
     from lab.benchmarks.ring import RingAllReduce
 
-PIECE = 1 << 20  # elements that are made and compared at a time: whole groups of any size
-_FLOAT32 = 2.0**-21  # of a group's greatest magnitude: what the float32 arithmetic of a rounding may add
+PIECE = 1 << 20  # elements that are generated and compared at a time: whole groups of any size
+_FLOAT32 = 2.0**-21  # error of a rounding's float32 arithmetic, relative to a group's greatest magnitude
 
 
 @dataclass(frozen=True)
 class Inputs:
     """Every rank's input of one call: Gaussian, or small whole numbers, whose sums are exact in any dtype.
 
-    numel: of a part. all_reduce has one part, all_gather one a rank, reduce_scatter and all_to_all one a rank in every
-    rank's input.
+    numel: of a part. all_reduce has one part, all_gather one a rank; reduce_scatter and all_to_all have one a rank in
+    every rank's input.
     """
 
     collective: Collective
@@ -58,7 +58,7 @@ class Inputs:
 class Segment:
     """Elements of one rank's result that come from the same piece of some ranks' inputs.
 
-    at: the first one in the result. piece, first, last: in the part. sources: the ranks, in the order of the sum.
+    at: first element in the result. piece, first, last: in the part. sources: the ranks, in the order of the sum.
     """
 
     at: int
@@ -70,7 +70,7 @@ class Segment:
 
 
 def segments(inputs: Inputs, rank: int) -> Iterator[Segment]:
-    """The segments that a rank checks of its own result: all of them, or its share where all ranks have the same."""
+    """Yield the segments of its result that a rank checks: all, or a share if all ranks have the same result."""
     every = tuple(range(inputs.world_size))
     pieces = -(-inputs.numel // PIECE)
     if inputs.collective == "reduce_scatter":
@@ -91,7 +91,7 @@ def segments(inputs: Inputs, rank: int) -> Iterator[Segment]:
 
 
 def ring_segments(inputs: Inputs, ring: RingAllReduce) -> Iterator[Segment]:
-    """The same for a ring, whose shards are each summed from another rank on."""
+    """Yield the segments of a ring, which starts the sum of each shard at another rank."""
     shard = ring.shard * ring.wire.group_size
     for whole in segments(inputs, ring.rank):
         end = whole.at + whole.last
@@ -104,9 +104,9 @@ def ring_segments(inputs: Inputs, ring: RingAllReduce) -> Iterator[Segment]:
 
 @dataclass(frozen=True)
 class Groups:
-    """exact [groups, group_size], float64; error [groups]: how far what travels may be from it, at any element.
+    """Groups and their allowed error. exact: [groups, group_size], float64. error: [groups], for any element.
 
-    Of groups that are rotated, the error of the rotated elements; of the elements themselves it is no larger.
+    For rotated groups: the error of the rotated elements. The elements themselves have no larger error.
     """
 
     exact: Tensor
@@ -114,7 +114,7 @@ class Groups:
 
     @classmethod
     def of(cls, x: Tensor, group_size: int) -> Groups:
-        """x [numel], as a codec cuts it; the ragged group is filled up with its first element."""
+        """Cut x [numel] as the codec does. The ragged group is padded with its first element."""
         padding = -len(x) % group_size
         if padding:
             x = torch.cat([x, x[len(x) - len(x) % group_size].expand(padding)])
@@ -125,19 +125,19 @@ class Groups:
         return Groups(self.exact + other.exact, self.error + other.error)
 
     def rounded(self, wire: Format) -> Groups:
-        """After an encode and a decode."""
+        """Return the groups after an encode and a decode."""
         x = self.exact
         if wire.hadamard:
             x = reference._rotated(x * reference._signs(wire.group_size, x.device))
         low, high = x.amin(-1) - self.error, x.amax(-1) + self.error
-        if wire.codebook and wire.spikes and wire.hadamard:  # two elements less are rotated, or a part of them
+        if wire.codebook and wire.spikes and wire.hadamard:  # two elements are not rotated, or only a part of them
             taken = 2.5 * (self.exact.abs().amax(-1) + self.error)
             low, high = low - taken, high + taken
         return Groups(self.exact, self.error + largest_error(low, high, wire))
 
 
 def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
-    """Of one rounding, in groups between low and high."""
+    """Return the largest error of one rounding, in groups between low and high."""
     if wire.codebook:
         return torch.maximum(low.abs(), high.abs()).clamp(min=2.0**-104) * (_codebook_share(wire) + _FLOAT32)
     levels, half = (1 << wire.bits) - 1, (1 << (wire.bits - 1)) - 1
@@ -159,7 +159,7 @@ def largest_error(low: Tensor, high: Tensor, wire: Format) -> Tensor:
         )
         step = torch.where((low <= 0) & (high >= 0), torch.maximum(step, with_zero), step)
     error = step.clamp(min=least) * (1.0 if wire.stochastic else 0.5) * (1 + 1e-4)
-    if wire.spikes:  # the extremes themselves are bf16
+    if wire.spikes:  # the extremes are bf16
         error = torch.maximum(error, largest * (2.0**-7 if wire.stochastic else 2.0**-8))
     return error + largest * _FLOAT32
 
@@ -172,7 +172,7 @@ def _codebook_share(wire: Format) -> float:
 
 
 def two_step(inputs: Sequence[Groups], collective: Collective, plan: Plan) -> Groups:
-    """The result of a quantized call of the ranks' groups, in rank order."""
+    """Return the result of a quantized call of the ranks' groups, in rank order."""
     if collective in ("all_gather", "all_to_all"):
         return inputs[0].rounded(plan.gather)
     if plan.nodes is None:
@@ -185,7 +185,7 @@ def two_step(inputs: Sequence[Groups], collective: Collective, plan: Plan) -> Gr
 
 
 def ring(inputs: Sequence[Groups], wire: Format) -> Groups:
-    """The result of a quantized ring that begins with the first of the ranks' groups."""
+    """Return the result of a quantized ring that starts with the first of the ranks' groups."""
     total, *others = inputs
     for x in others:
         total = total.rounded(wire) + x
@@ -206,9 +206,9 @@ def compare(
     group_size: int,
     travel: Callable[[Sequence[Groups]], Groups] | None,
 ) -> tuple[int, float, float]:
-    """This rank's segments against the exact result: wrong elements, signal and noise (sums of squares).
+    """Compare this rank's segments with the exact result. Return wrong elements, signal and noise (sums of squares).
 
-    travel: what the groups go through. None: nothing may change, each element must be the exact one.
+    travel: the roundings of the groups. None: each element must be the exact one.
     """
     wrong, signal, noise = 0, 0.0, 0.0
     for s in parts:
@@ -223,14 +223,14 @@ def compare(
             error = total.error.repeat_interleave(group_size)[: len(exact)]
             about = torch.finfo(inputs.dtype)
             allowed = error + about.eps / 2 * (exact.abs() + error) + about.smallest_normal * about.eps
-        wrong += int((~(difference <= allowed)).sum())  # a NaN is not allowed either
+        wrong += int((~(difference <= allowed)).sum())  # a NaN is wrong too
         signal += float(exact.square().sum())
         noise += float(difference.square().sum())
     return wrong, signal, noise
 
 
 def differing(result: Tensor) -> int:
-    """Elements of this rank's result whose bits are not those of rank 0's."""
+    """Return the number of elements whose bits differ from rank 0's result."""
     size = result.element_size()
     pieces = result.view({4: torch.int32, 2: torch.int16}[size]).split(PIECE)
     mine = torch.stack([_checksum(piece) for piece in pieces]).cpu()
@@ -247,6 +247,6 @@ def differing(result: Tensor) -> int:
 
 
 def _checksum(bits: Tensor) -> Tensor:
-    """64 bits, in which any single element shows."""
+    """Return a checksum of 64 bits that changes with any single element."""
     weights = torch.arange(1, 2 * len(bits), 2, dtype=torch.int64, device=bits.device) * 0x5851F42D4C957F2D
     return (bits.long() * weights).sum()

@@ -1,4 +1,4 @@
-"""`bench --collective codec`: the codec alone, on every rank at once, beside memcpy and add_."""
+"""`bench --collective codec`: the codec alone, on all ranks together, against memcpy and add_."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flash_allreduce_plugin.telemetry import counters
 
 COPY, ADD = "copy_", "add_"
 ENCODE, DECODE, SUM = "encode", "decode", "sum of 2"
-BESIDE = {ENCODE: COPY, DECODE: COPY, SUM: ADD}  # what each is compared with
+BESIDE = {ENCODE: COPY, DECODE: COPY, SUM: ADD}  # the comparison of each
 
 
 def codec_rows(
     collective: str, size: int, settings: dict[str, Any], progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """encode and decode of a tensor of `size` bytes, and the decode and sum of two payloads of such."""
+    """Time encode and decode of a tensor of `size` bytes, and the sum of two such payloads."""
     device = torch.device(settings["device"])
     dtype: torch.dtype = getattr(torch, settings["datatype"])
     inputs = Inputs("all_reduce", size // dtype.itemsize, dtype, 2)
@@ -59,12 +59,12 @@ def codec_rows(
 def _operations(
     tensors: Sequence[torch.Tensor], output: torch.Tensor, wire: Format
 ) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor, Callable[[], object]]]:
-    """(name, numbers of the tensors in the result, payloads, call) of what is timed."""
+    """Return the timed operations: (name, numbers of the tensors in the result, payloads, call)."""
     x, numel = tensors[0], tensors[0].numel()
     payloads = torch.empty(2, wire.payload_bytes(numel), dtype=torch.uint8, device=x.device)
     for tensor, payload in zip(tensors, payloads, strict=True):
         rows.encode(tensor.view(1, -1), payload.view(1, -1), wire)
-    spare = torch.empty_like(payloads[:1])  # what decode reads is not what encode writes: either may be first
+    spare = torch.empty_like(payloads[:1])  # decode reads another payload than encode writes, so either may run first
     yield ENCODE, (0,), spare, partial(rows.encode, x.view(1, -1), spare, wire)
     yield DECODE, (0,), payloads, partial(rows.decode, payloads[:1], output.view(1, -1), wire)
     yield SUM, (0, 1), payloads, partial(rows.decode_sum, payloads, output, wire, 1.0)
@@ -96,7 +96,7 @@ def _row(
 
 
 def _check(result: torch.Tensor, inputs: Inputs, sources: tuple[int, ...], wire: Format) -> dict[str, Any]:
-    """On all ranks."""
+    """Check the result on all ranks."""
 
     def travel(groups: Sequence[Groups]) -> Groups:
         rounded = [x.rounded(wire) for x in groups]

@@ -1,4 +1,4 @@
-"""`flash-allreduce bench`: starts the ranks, prints their rows as they come, writes them down."""
+"""`flash-allreduce bench`: starts the ranks, prints their rows as they arrive, and writes them to a file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MEASURE = "flash_allreduce_plugin.cli.bench.rank:measure"
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "codec")
 ALGORITHMS = ("two-step", "ring")
 DATATYPES = ("float32", "bfloat16", "float16")
-# Powers of two between the smallest and the largest value that sums may reach from call to call (bench/rank.py).
+# Powers of two between the smallest and the largest value of repeated sums (bench/rank.py).
 _EXPONENTS = {"float32": 200, "bfloat16": 200, "float16": 20}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _MOST_BYTES = 1 << 50
 _TIMEOUT = 24 * 3600.0
-_SILENCE = 3.0  # seconds after which a line says how far it is, where there is no bar
+_SILENCE = 3.0  # seconds between two lines of progress without a bar
 
 
 def run_bench(
@@ -48,9 +48,9 @@ def run_bench(
     device: str,
     json_file: Path | None,
 ) -> bool:
-    """Measure, print, and write json_file; whether no element was wrong.
+    """Measure, print, and write json_file. Return True if no element was wrong.
 
-    Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
+    Raises ValueError for options that cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
     chosen = names("--collective", collectives, COLLECTIVES)
     worlds = worlds_of(rank_counts, link, chosen)
@@ -82,7 +82,7 @@ def run_bench(
 
 
 def _measured(output: Output, settings: dict[str, Any], world: int, link: str) -> list[dict[str, Any]]:
-    """The rows of `world` ranks, each printed as it comes; none in a launcher's other ranks."""
+    """Return the rows of `world` ranks, each printed as it arrives; none in a launcher's other ranks."""
     with output.progress(_SILENCE) as doing:
         shown = _Shown(output, doing, settings, world, link)
         found: list[dict[str, Any]] | None = ranks.run(
@@ -98,7 +98,7 @@ def _measured(output: Output, settings: dict[str, Any], world: int, link: str) -
 
 
 class _Shown:
-    """Takes the messages of rank 0: each row as it comes, a header before the first of a collective, and progress."""
+    """Print the messages of rank 0: rows as they arrive, a header before a collective's first row, and progress."""
 
     def __init__(self, output: Output, doing: Doing, settings: Mapping[str, Any], world: int, link: str) -> None:
         self.output, self.doing, self.settings, self.world, self.link = output, doing, settings, world, link
@@ -118,7 +118,7 @@ class _Shown:
 
 
 def _line_speed(link: str) -> float | None:
-    """Payload bytes a second of a rate-limited link."""
+    """Return the payload bytes a second of a rate-limited link."""
     if link == LOOPBACK:
         return None
     checkout.need(f"--link {link}", "netlab")
@@ -129,7 +129,7 @@ def _line_speed(link: str) -> float | None:
 
 
 def sizes(minbytes: str, maxbytes: str, stepfactor: int) -> list[int]:
-    """From minbytes to maxbytes, each stepfactor times the last."""
+    """Return the sizes from minbytes to maxbytes, each stepfactor times the last."""
     size, last = parse_size("-b", minbytes), parse_size("-e", maxbytes)
     if size > last:
         raise ValueError(f"-b {minbytes} -e {maxbytes}: the first size is larger than the last one")
@@ -141,7 +141,7 @@ def sizes(minbytes: str, maxbytes: str, stepfactor: int) -> list[int]:
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes of "4096", "64K", "1.5M", "1G"."""
+    """Return the bytes of "4096", "64K", "1.5M", "1G"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper())
     if match is None or not 1 <= (size := float(match[1]) * _UNITS[match[2]]) <= _MOST_BYTES:
         raise ValueError(f"{option} {text}: expected a number of bytes, 1 or more, such as 4096, 64K, 8M or 1G")
@@ -149,10 +149,10 @@ def parse_size(option: str, text: str) -> int:
 
 
 def configs(bits: str | None, config: str | None) -> dict[str, FlashConfig]:
-    """The configurations to measure, by name: one for each of `bits`, or that of --config alone.
+    """Return the configurations to measure, by name: one for each of `bits`, or that of --config alone.
 
-    Calls below min_bytes would tell nothing: it is 0 unless a file says otherwise. A width that follows from
-    measurements would be another one in every round: target_sqnr_db and min_sqnr_db are off.
+    min_bytes is 0 unless a file sets it, so that all calls are quantized. target_sqnr_db and min_sqnr_db are off: a
+    width that follows measurements would change from round to round.
     """
     file, fields = fields_of(config)
     if fields.get("target_sqnr_db") is not None and file is None:
@@ -171,7 +171,7 @@ def configs(bits: str | None, config: str | None) -> dict[str, FlashConfig]:
 
 
 def fields_of(config: str | None) -> tuple[Path | None, dict[str, Any]]:
-    """(the file, its fields) of --config FILE; (None, the fields) of --config '{"group_size": 64}'."""
+    """Return (the file, its fields) of --config FILE, or (None, the fields) of --config '{"group_size": 64}'."""
     if config is None:
         return None, {}
     text, file = config, None
@@ -207,13 +207,13 @@ def names(option: str, text: str, known: Sequence[str], single: bool = False) ->
 
 
 def worlds_of(rank_counts: str | None, link: str, collectives: list[str]) -> list[int]:
-    """How many ranks, one run after the other."""
+    """Return the numbers of ranks, one run each."""
     if ranks.launched():
         if rank_counts or link != LOOPBACK:
             raise ValueError("--ranks and --link are for ranks that bench starts; a launcher started these")
         return [int(os.environ["WORLD_SIZE"])]
     if link != LOOPBACK:
-        _line_speed(link)  # refuses a rate that is none
+        _line_speed(link)  # refuses a bad rate
         if os.geteuid() != 0:
             raise ValueError(
                 f"--link {link}: rate-limited hosts are network namespaces, which need root: run it as root"

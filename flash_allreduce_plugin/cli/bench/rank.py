@@ -1,4 +1,4 @@
-"""What `bench` does in every rank: check each variant of a collective, then time those that are right, in turn."""
+"""`bench` in every rank: check each variant of a collective, then time the correct ones alternately."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 class Variant:
     """One way to run the collective.
 
-    run(output, input): all_reduce reads nothing but output. group_size: of its codec. travel: what groups go through
-    in it, None: nothing changes them. ring: if it is one.
+    run(output, input): all_reduce reads output only. group_size: of its codec. travel: the roundings of its groups;
+    None: no rounding. ring: the ring, if it is one.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Variant:
 
 
 def measure(settings: dict[str, Any], say: Say) -> list[dict[str, Any]]:
-    """The rows of every collective and size; each is said as soon as it is there.
+    """Return the rows of every collective and size; each is sent as a message when it is ready.
 
     settings: collectives, sizes (bytes), datatype, device, configs {name: configuration}, algorithms, iters, warmup,
     rounds, check, line (bytes a second of the link, or None).
@@ -85,7 +85,7 @@ def measure(settings: dict[str, Any], say: Say) -> list[dict[str, Any]]:
 def collective_rows(
     collective: Collective, size: int, settings: dict[str, Any], progress: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """One row a variant: checked first, then timed in turn with the others; a wrong one is not timed."""
+    """Return one row a variant: checked first, then timed alternately with the others. A wrong one is not timed."""
     group = dist.group.WORLD
     assert group is not None
     rank, world = group.rank(), group.size()
@@ -97,7 +97,7 @@ def collective_rows(
     variants = _variants(inputs, numel * parts, settings, device, group)
     buffers = _Buffers(inputs, rank, device)
     checked = _checked(variants, buffers, inputs, settings, progress)
-    # In place, sums grow by the number of ranks from call to call: they begin as far below 1 as they end above.
+    # In place, sums grow by the number of ranks from call to call: they start as far below 1 as they end above it.
     if collective == "all_reduce":
         buffers.input.mul_(float(world) ** (-settings["iters"] / 2))
     right = {
@@ -124,7 +124,7 @@ def _checked(
     settings: dict[str, Any],
     progress: Callable[[int], None],
 ) -> dict[str, dict[str, Any]]:
-    """Run every variant once, note the bytes that it sends, and, if asked for, compare its result."""
+    """Run every variant once, note the bytes that it sends, and compare its result if required."""
     rank = dist.get_rank()
     found: dict[str, dict[str, Any]] = {v.name: {} for v in variants}
     for v in variants:
@@ -182,7 +182,7 @@ def _row(
 
 
 class _Buffers:
-    """The input of this rank and where the result goes; all_reduce is in place, on a copy of the input."""
+    """The input and the output of this rank. all_reduce is in place, on a copy of the input."""
 
     def __init__(self, inputs: Inputs, rank: int, device: torch.device) -> None:
         self.in_place = inputs.collective == "all_reduce"
@@ -222,7 +222,7 @@ def _variants(
 
 
 def plain(collective: Collective, output: Tensor, input: Tensor) -> None:
-    """torch.distributed's own, as one calls it without the plugin."""
+    """Run torch.distributed's collective, as a program without the plugin does."""
     if collective == "all_reduce":
         dist.all_reduce(output)
     elif collective == "reduce_scatter":
@@ -236,7 +236,7 @@ def plain(collective: Collective, output: Tensor, input: Tensor) -> None:
 def _plan(
     inputs: Inputs, count: int, config: FlashConfig, device: torch.device, group: dist.ProcessGroup
 ) -> Plan | FullPrecision:
-    """Return the plan of the call, as api/reductions.py makes it."""
+    """Return the plan of the call, as in api/reductions.py."""
     if environment.is_on(environment.DISABLE):
         return FullPrecision(environment.DISABLE)
     return make_plan(
@@ -294,10 +294,10 @@ def _ring(name: str, inputs: Inputs, plan: Plan, group: dist.ProcessGroup) -> Va
 
 
 def _check(v: Variant, result: Tensor, inputs: Inputs, rank: int) -> dict[str, Any]:
-    """Over all ranks: wrong elements, and SQNR in dB (None where nothing is lost)."""
+    """Return wrong elements and SQNR in dB over all ranks (None without an error)."""
     parts = check.segments(inputs, rank) if v.ring is None else check.ring_segments(inputs, v.ring)
     wrong, signal, noise = check.compare(result, inputs, parts, v.group_size, v.travel)
-    if inputs.collective in ("all_reduce", "all_gather"):  # the others leave every rank with something else
+    if inputs.collective in ("all_reduce", "all_gather"):  # the others leave different results on the ranks
         wrong += check.differing(result)
     total = torch.tensor([wrong, signal, noise], dtype=torch.float64)
     dist.all_reduce(total)

@@ -11,7 +11,7 @@ WIDTH = 160
 
 
 def bytes_text(size: int) -> str:
-    """The largest unit that leaves a whole number: 64K, 8M; 1000."""
+    """Return a size in the largest unit that leaves a whole number: 64K, 8M; 1000."""
     for unit, factor in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
         if size % factor == 0:
             return f"{size // factor}{unit}"
@@ -74,7 +74,7 @@ def heading(about: Mapping[str, Any], settings: Mapping[str, Any], link: str) ->
 
 
 def header(collective: str, world: int, link: str, settings: Mapping[str, Any]) -> str:
-    """Two lines over the rows of a collective, after one that names it."""
+    """Return a line with the collective's name and the two header lines of its rows."""
     columns = _columns(settings)
     names = "".join(f"{name:>{width}}" for name, _, width, _ in columns)
     units = "".join(f"{unit:>{width}}" for _, unit, width, _ in columns)

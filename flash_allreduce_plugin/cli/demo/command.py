@@ -1,4 +1,4 @@
-"""`flash-allreduce demo`: starts the ranks, shows their progress, checks and writes down what they report."""
+"""`flash-allreduce demo`: starts the ranks, shows their progress, checks their results and writes them to files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SILENCE_SECONDS = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How long and how large a run is where no option says it."""
+    """The default length and size of a run."""
 
     steps: int
     hidden: int
@@ -49,7 +49,7 @@ LONG = Scale(steps=300, hidden=256, layers=4)  # about 6 minutes
 
 
 class DemoError(RuntimeError):
-    """A rank failed, or the ranks fell silent; the message holds the first failure."""
+    """A rank failed, or the ranks sent no message for too long. The message has the first failure."""
 
 
 def run_demo(
@@ -68,13 +68,12 @@ def run_demo(
     options: Mapping[str, Any],
     link: bool = True,
 ) -> bool:
-    """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png; whether
-    all checks held.
+    """Run the comparison, print it, write `output`/demo.json (or json_file) and `output`/demo.png.
 
-    link: measure steps of the presets on a slow link too, where that is possible.
+    link: measure steps of the presets on a slow link too, if possible. Returns True if all checks passed.
 
-    Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything
-    is started, and DemoError if a rank fails.
+    Raises ValueError for settings that cannot work and for noise_control outside of a checkout, before anything is
+    started, and DemoError if a rank fails.
     """
     variants = [FULL_PRECISION, *(Variant(f"preset {name}", preset=name) for name in dict.fromkeys(presets))]
     variants += [Variant(f"INT{width}", bits=width) for width in dict.fromkeys(bits)]
@@ -146,14 +145,14 @@ def _check(settings: Settings) -> None:
         raise ValueError(f"--hidden {size.hidden} is not a multiple of the {size.heads} heads")
     for variant in settings.variants:
         if variant.quantized:
-            # ConfigError, a ValueError, for a preset, a width or an option there is not
+            # ConfigError, a ValueError, for an unknown preset, width or option
             variant.config(measure=False, options=settings.options)
     split(corpus(settings.data), size.sequence)
 
 
 @contextmanager
 def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, dict[str, float]], None]]:
-    """Yields what to call after each step: a bar on a terminal, a line now and then elsewhere."""
+    """Yield the function to call after each step: a bar on a terminal, a line at times elsewhere."""
     names = ", ".join(variant.name for variant in settings.variants)
     console.print(
         f"Training {names} in turn on {settings.tensor_parallel} ranks, {settings.steps} steps each; "
@@ -183,10 +182,9 @@ def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, d
 
 
 def run_ranks(settings: Settings, on_step: Callable[[int, dict[str, float]], None]) -> dict[str, Any]:
-    """Start the ranks, pass their progress on and return rank 0's result; no rank outlives this call.
+    """Start the ranks, pass on their progress and return rank 0's result. No rank outlives this call.
 
-    Raises DemoError with the traceback of the first rank that fails, or if none has anything to say for
-    SILENCE_SECONDS.
+    Raises DemoError with the traceback of the first rank that fails, or after SILENCE_SECONDS without a message.
     """
     context = multiprocessing.get_context("spawn")
     messages = context.Queue()
@@ -228,12 +226,12 @@ def _listen(messages: Any, ranks: list[Any], on_step: Callable[[int, dict[str, f
 
 
 def _rank(rank: int, settings: Settings, store: str, messages: Any) -> None:
-    """The body of a rank's process: rank 0 reports steps and the result, every rank its failure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends the ranks
+    """Run a rank's process. Rank 0 reports steps and the result, every rank its failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.filterwarnings("ignore", module="megatron")  # about CUDA, apex and Transformer Engine, once per rank
     if any(name == "lo" for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that does not resolve is no obstacle
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works if the host name does not resolve
 
     def on_step(step: int, losses: dict[str, float]) -> None:
         if rank == 0:

@@ -1,4 +1,4 @@
-"""The demo's text: the Python standard library's own source files, or a file of the user's, as bytes."""
+"""The demo's text: the source files of Python's standard library, or a file of the user, as bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "enco
 
 
 def corpus(path: Path | None, limit: int = CORPUS_BYTES) -> bytes:
-    """The text: `path`, or by default the first `limit` bytes of the standard library's sources.
+    """Return the text of `path`, or by default the first `limit` bytes of the standard library's sources.
 
-    They are taken in the order of the SHA-256 of their names, the same on every machine with the same Python:
-    by name, the held-out end would be a few neighbours of one kind.
+    The files are sorted by the SHA-256 of their names, equal on every machine with the same Python. Sorted by name, the
+    held-out end would be a few similar files.
     """
     if path is not None:
         return path.read_bytes()
@@ -33,7 +33,7 @@ def corpus(path: Path | None, limit: int = CORPUS_BYTES) -> bytes:
 
 
 def split(text: bytes, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Training and validation bytes as int64, the last VALIDATION_SHARE of the text being held out.
+    """Return training and validation bytes as int64. The last VALIDATION_SHARE of the text is held out.
 
     Raises ValueError if either part is shorter than one sequence and the byte after it.
     """

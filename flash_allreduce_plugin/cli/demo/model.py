@@ -1,13 +1,11 @@
-"""The demo's model: a byte-level GPT of megatron-core on CPU, and what Megatron's own trainer would do around
-it.
+"""The demo's model: a byte-level GPT of megatron-core on CPU, and the steps of Megatron's trainer around it.
 
-megatron-core assumes CUDA in three places that its local (non Transformer Engine) layers reach; `prepare_cpu`
-mends them in the calling process, which is one of the demo's own ranks and nothing else:
+megatron-core assumes CUDA in three places that its local (non Transformer Engine) layers use. `prepare_cpu` replaces
+them in the calling process, which must be one of the demo's ranks:
 
-- `torch.cuda.current_device()` says where buffers go: answered with the CPU.
-- dropout forks the CUDA random number tracker: the tracker for inference does not (dropout is 0 here).
-- the only layer norm that marks its parameters for sequence parallelism needs apex: a torch one that does the
-  same.
+- `torch.cuda.current_device()` decides the device of buffers: it returns the CPU.
+- Dropout forks the CUDA random number tracker: the tracker for inference does not (dropout is 0 here).
+- The only layer norm that marks its parameters for sequence parallelism needs apex: torch's with the same mark.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ VOCABULARY = 256  # bytes
 _OFF = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
 #: Settings of megatron-core without dropout and without kernels that need CUDA.
 _ON_CPU: dict[str, Any] = {
-    "use_cpu_initialization": True,  # it marks the weights that the ranks share
+    "use_cpu_initialization": True,  # marks the weights that the ranks share
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     **dict.fromkeys((*_OFF, "apply_rope_fusion", "persist_layer_norm"), False),
@@ -32,7 +30,7 @@ _ON_CPU: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """hidden, layers, heads as usual; sequence in bytes; batch in sequences per step."""
+    """The size of the model. sequence: in bytes. batch: in sequences a step."""
 
     hidden: int = 256
     layers: int = 4
@@ -64,7 +62,7 @@ def prepare_cpu() -> None:
 
 
 def build_model(size: ModelSize, *, tensor_parallel: int, sequence_parallel: bool, seed: int) -> torch.nn.Module:
-    """A GPT with tied embeddings; the same weights for the same seed, whatever the ranks."""
+    """Return a GPT with tied embeddings. The seed alone determines the weights, for any ranks."""
     torch.manual_seed(seed)
     settings = {
         "num_layers": size.layers,
@@ -102,7 +100,7 @@ def gpt(settings: dict[str, Any], spec: Any = None, *, tied: bool = True, **mode
 
 
 def loss_of(model: torch.nn.Module, data: torch.Tensor, starts: torch.Tensor, sequence: int) -> torch.Tensor:
-    """Mean cross entropy in nats a byte, of the bytes that follow each of `starts` in `data` (int64)."""
+    """Return the mean cross entropy, in nats a byte, of the bytes that follow each of `starts` in `data` (int64)."""
     windows = torch.stack([data[start : start + sequence + 1] for start in starts.tolist()])
     return forward(model, windows).float().mean()
 
@@ -119,9 +117,8 @@ def forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def finish_gradients(model: torch.nn.Module, group: dist.ProcessGroup, clip: float) -> float:
     """Complete the sequence-parallel gradients, clip to a total norm of `clip`, and return the norm before.
 
-    Parameters outside tensor parallelism see one part of the sequence on each rank: Megatron adds their
-    gradients up after the backward pass. The norm counts a split parameter on every rank and a replicated one
-    once.
+    Parameters outside tensor parallelism see one part of the sequence on each rank, so Megatron sums their gradients
+    after the backward pass. The norm counts a split parameter on every rank and a replicated one once.
     """
     split: list[torch.Tensor] = []
     replicated: list[torch.Tensor] = []
@@ -143,12 +140,12 @@ def _square_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def replicas_equal(model: torch.nn.Module, group: dist.ProcessGroup) -> bool:
-    """Whether the parameters outside tensor parallelism have the same bits on every rank of `group`."""
+    """Return True if the parameters outside tensor parallelism have the same bits on every rank of `group`."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if not getattr(parameter, "tensor_model_parallel", False):
             digest.update(name.encode() + parameter.detach().contiguous().numpy().tobytes())
     mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
     everybodys = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everybodys, mine, group=group)  # not its form for objects, which unpickles what others send
+    dist.all_gather(everybodys, mine, group=group)  # not the form for objects, which unpickles received data
     return all(torch.equal(one, mine) for one in everybodys)

@@ -1,4 +1,4 @@
-"""What the demo shows at the end: checks, table, picture, versions."""
+"""The demo's output at the end: checks, table, picture, versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flash_allreduce_plugin.integrations.megatron import sequence_parallel, tens
 _SMOOTHING = 10  # steps, of the loss curves in the picture
 
 
-#: Where the plugin is switched on, and the line that does it, by framework. The README has the same lines.
+#: The line that switches the plugin on, by framework, and its place. The README has the same lines.
 SWITCH_ON = {
     "Megatron-LM": (
         "add to the command:",
@@ -36,18 +36,20 @@ SWITCH_ON = {
 
 
 def console() -> Console:
-    """Standard output, for results; wide enough for the tables when it is not a terminal."""
+    """Return the console of the results on stdout, wide enough for the tables without a terminal."""
     return Console() if sys.stdout.isatty() else Console(width=150)
 
 
 def progress_console() -> Console:
-    """Standard error, for progress."""
+    """Return the console of the progress on stderr."""
     return Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=150)
 
 
 def expected_quantized(settings: Settings, preset: bool) -> dict[str, int]:
-    """Quantized calls of each site in one training step of the demo's model: two per layer, and the LM head's
-    in backward. A preset has the embedding's and sequence parallelism's gathers too.
+    """Return the quantized calls of each site in a training step of the demo's model.
+
+    Two a layer, and the LM head's in the backward pass. A preset also has the embedding's and the gathers of sequence
+    parallelism.
     """
     module = sequence_parallel if settings.sequence_parallel else tensor_parallel
     layers = settings.size.layers
@@ -61,7 +63,7 @@ def expected_quantized(settings: Settings, preset: bool) -> dict[str, int]:
 
 
 def checks(result: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
-    """Everything that must hold for exit status 0: [{"check", "held", "detail"}]."""
+    """Return the checks for exit status 0: [{"check", "held", "detail"}]."""
     found = []
 
     def check(name: str, held: bool, detail: str) -> None:
@@ -139,7 +141,7 @@ def _comparison(variants: dict[str, Any]) -> Table:
 
 
 def _show_checks(console: Console, checks: list[dict[str, Any]]) -> None:
-    """One line if all held, else a line for each that did not."""
+    """Print one line if all checks passed, else a line for each that failed."""
     failed = [check for check in checks if not check["held"]]
     for check in failed:
         console.print(f"[red]FAIL[/red] {check['check']} ({check['detail']})", highlight=False)
@@ -184,19 +186,16 @@ def difference_percent(variant: dict[str, Any], base: dict[str, Any]) -> float:
 
 
 def bits_per_element(variant: dict[str, Any]) -> float:
-    """Bits on the wire for each fp32 element of the quantized calls, metadata and padding included; 32 if
-    there are none.
-    """
+    """Return the bits on the wire of an element of the quantized calls, with metadata and padding; 32 without any."""
     sites = [site for site in variant["sites"].values() if site["quantized"]]
     full = sum(site["bytes_full_precision"] for site in sites)
     return 32.0 * sum(site["bytes_sent"] for site in sites) / full if full else 32.0
 
 
 def _bytes_per_step(variant: dict[str, Any], variants: dict[str, Any]) -> float | None:
-    """What one rank sends in a step's tensor-parallel reductions.
+    """Return the bytes that a rank sends in a step's tensor-parallel reductions.
 
-    Nothing is counted where nothing is patched: those send what the quantized variants' counters say for full
-    precision.
+    An unpatched variant has no counters: it sends the bytes that the quantized variants count for full precision.
     """
     if variant["quantized"]:
         return variant["bytes_sent_per_step"]
@@ -222,7 +221,7 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """The loss curves, averaged over a few steps, and the bytes of a step."""
+    """Draw the loss curves, averaged over a few steps, and the bytes of a step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -235,7 +234,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         width = min(_SMOOTHING, len(losses))
         smooth = [sum(losses[i - width : i]) / width for i in range(width, len(losses) + 1)]
         label = f"{name}: {variant['validation_loss']:.4f} held out"
-        thickness = 4.0 / (1 + index)  # the curves lie on each other: those drawn later are thinner
+        thickness = 4.0 / (1 + index)  # the curves overlap: later ones are thinner
         curves.plot(range(width, len(losses) + 1), smooth, label=label, linewidth=max(0.8, thickness))
     curves.set(xlabel="step", ylabel=f"training loss, nats per byte (mean of {_SMOOTHING} steps)")
     curves.legend()

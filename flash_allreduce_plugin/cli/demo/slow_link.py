@@ -1,4 +1,4 @@
-"""Measures steps of the demo on a slow link, if root runs it, and estimates them from the run's own times and bytes."""
+"""Steps of the demo on a slow link: measured, if root runs the demo, and estimated from its times and bytes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ ROUNDS = 5
 
 
 def costs(variants: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(seconds, bytes sent by a rank) of a step: full precision, bf16, each quantized variant; {} if none was timed.
+    """Return (seconds, bytes sent by a rank) of a step by variant: full precision, bf16, and the quantized ones.
 
-    bf16 is not trained: it is full precision with half of the bytes. The noise control is left out.
+    {} if no step was timed. bf16 is not trained: it is full precision with half of the bytes. The noise control is
+    skipped.
     """
     quantized = {name: variant for name, variant in variants.items() if variant["quantized"]}
     full_name, full = next(iter(variants.items()))
     if not quantized or any(variant["seconds_per_step"] is None for variant in [full, *quantized.values()]):
         return {}
-    # Nothing is counted where nothing is patched: the other variants' counters say what full precision sends.
+    # An unpatched variant has no counters: the other variants count the bytes of full precision.
     everything = next(iter(quantized.values()))["bytes_full_precision_per_step"]
     seconds = full["seconds_per_step"]
     found = {full_name: (seconds, everything), BF16: (seconds, everything / 2)}
@@ -40,7 +41,7 @@ def costs(variants: dict[str, Any]) -> dict[str, tuple[float, float]]:
 
 
 def cannot_measure() -> str | None:
-    """Return why no step is measured on a slow link here; None: it can be."""
+    """Return why no step can be measured on a slow link here, or None."""
     if os.geteuid() != 0:
         return "needs root"
     if shutil.which("tc") is None or shutil.which("ip") is None:
@@ -55,12 +56,12 @@ def cannot_measure() -> str | None:
 def measured(size: ModelSize, hosts: int, presets: Sequence[str]) -> dict[str, float]:
     """Return the median seconds of a step in bf16 and with each preset, between hosts with links of MEASURED.
 
-    The variants take their steps in turn. Raises RuntimeError if the hosts cannot be made or a rank fails.
+    The steps of the variants alternate. Raises RuntimeError if the hosts cannot be created or a rank fails.
     """
     from lab.benchmarks import step_time, steps
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout.ROOT), os.environ.get("PYTHONPATH"))))
-    # As the demo trains: its messages are smaller than those of a model that is worth a slow link.
+    # As the demo trains. Its messages are smaller than those of models for which a slow link matters.
     variants = {BF16: BF16} | {f"preset {name}": json.dumps({"preset": name, "min_bytes": 0}) for name in presets}
     arguments = argparse.Namespace(
         hidden=size.hidden,
@@ -79,13 +80,13 @@ def measured(size: ModelSize, hosts: int, presets: Sequence[str]) -> dict[str, f
 
 
 def step_seconds(cost: tuple[float, float], rate: float) -> float:
-    """FORMULA: nothing overlaps, a message has no latency, the link is used at its full rate."""
+    """Return FORMULA: nothing overlaps, a message has no latency, the link reaches its full rate."""
     seconds, sent = cost
     return seconds + 8.0 * sent / rate
 
 
 def faster_below(cost: tuple[float, float], base: tuple[float, float]) -> float:
-    """The rate in bits per second below which `cost` takes less time than `base`: inf for every rate, 0 for none."""
+    """Return the rate in bits a second below which `cost` is faster than `base`: inf for every rate, 0 for none."""
     more_seconds, fewer_bytes = cost[0] - base[0], base[1] - cost[1]
     if fewer_bytes <= 0:
         return 0.0
@@ -93,7 +94,7 @@ def faster_below(cost: tuple[float, float], base: tuple[float, float]) -> float:
 
 
 def verdict(name: str, found: dict[str, tuple[float, float]]) -> str:
-    """One sentence: on which links the variant `name` is faster than full precision, and than bf16."""
+    """Return a sentence about the links on which the variant `name` is faster than full precision, and than bf16."""
     full_name = next(iter(found))
     said = [f"{base} {_links(faster_below(found[name], found[base]))}" for base in (full_name, BF16)]
     return f"{name} is faster than {said[0]}, and than {said[1]}."

@@ -1,8 +1,7 @@
-"""What one rank of the demo does: train every variant in lock-step, so that all of them see the same machine
-at the same time.
+"""One rank of the demo: train all variants in lock-step, so that a change of the machine's speed affects all of them.
 
-Step k of every variant runs before step k + 1 of any, in an order that rotates, on the same bytes and from
-the same seed. Full precision is stock Megatron with nothing patched.
+Step k of every variant runs before step k + 1 of any, in an order that rotates, on the same bytes and from the same
+seed. Full precision is stock Megatron without a patch.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.telemetry import counters
 
-# Cool enough that variants can be told apart: at 6e-4 after 20 steps and with betas 0.9 and 0.999, noise of
-# 3 % on g's output moved the validation loss by 0.6 %.
+# Low enough to tell variants apart: at 6e-4 after 20 steps and with betas 0.9 and 0.999, noise of 3 % on g's output
+# moved the validation loss by 0.6 %.
 LEARNING_RATE = 3e-4
 WARM_UP_STEPS = 50
 BETAS = (0.9, 0.95)
@@ -47,9 +46,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to train: full precision, as `preset` says, quantized to `bits` forward and backward, or with `noise`
-    on the g forward output.
-    """
+    """One way to train: full precision, with `preset`, at `bits` in both directions, or with `noise` on g's output."""
 
     name: str
     bits: int | None = None
@@ -61,9 +58,7 @@ class Variant:
         return self.bits is not None or self.preset is not None
 
     def config(self, *, measure: bool, options: Mapping[str, Any]) -> FlashConfig:
-        """Every call is quantized whatever its size: the demo is about numerics and bytes, not about
-        thresholds.
-        """
+        """Return the configuration. Calls of every size are quantized: the demo shows numerics and bytes."""
         assert self.quantized
         values: dict[str, Any] = {"preset": self.preset, "bits": self.bits, "backward_bits": self.bits}
         values = {key: value for key, value in values.items() if value is not None} | {"min_bytes": 0}
@@ -86,9 +81,7 @@ class Settings:
 
 @dataclass(slots=True)
 class _Run:
-    """A variant under way and what it has shown so far; times and bytes of the steps that measure the error
-    are left out.
-    """
+    """A variant in training and its results so far. Times and bytes of steps that measure the error are skipped."""
 
     variant: Variant
     model: torch.nn.Module
@@ -105,12 +98,10 @@ class _Run:
 def train(
     rank: int, settings: Settings, store: str, on_step: Callable[[int, dict[str, float]], None]
 ) -> dict[str, Any]:
-    """Train and validate all variants; to be called on every rank with the same settings, in a process of its
-    own.
+    """Train and validate all variants. Call it on every rank with the same settings, in a separate process.
 
-    store: path of a file that does not exist yet, where the ranks meet. on_step is given the step and every
-    variant's loss.
-    Returns {"variants": {name: results}, "corpus": sizes}, equal on all ranks but for the times.
+    store: path of a new file for the rendezvous. on_step: receives the step and every variant's loss.
+    Returns {"variants": {name: results}, "corpus": sizes}, equal on all ranks except for the times.
     """
     torch.set_num_threads(settings.threads)
     dist.init_process_group(
@@ -155,7 +146,7 @@ def _start(variant: Variant, settings: Settings) -> _Run:
 
 
 def _measured_steps(steps: int) -> set[int]:
-    """The steps whose calls are all compared with the exact sum: evenly spread, one at least."""
+    """Return the steps in which all calls are compared with the exact sum: evenly spread, at least one."""
     count = max(1, steps // STEPS_PER_MEASUREMENT)
     return {int(steps * (i + 0.5) / count) for i in range(count)}
 
@@ -213,9 +204,9 @@ def _step(
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Warm-up, then a cosine down to 0.
+    """Return the learning rate: warm-up, then a cosine down to 0.
 
-    At a constant rate the loss of the last step is a matter of luck, whatever the precision.
+    At a constant rate the loss of the last step varies randomly, in every precision.
     """
     cosine = 0.5 * (1.0 + math.cos(math.pi * step / steps))
     warm_up = max(1, min(WARM_UP_STEPS, steps // 4))
@@ -223,7 +214,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def _validate(run: _Run, data: torch.Tensor, settings: Settings) -> float:
-    """Mean loss over the same held-out batches for every variant, each through its own forward reductions."""
+    """Return the mean loss over held-out batches, equal for all variants, with the variant's forward reductions."""
     losses = []
     with torch.no_grad(), _active(run.variant, settings, settings.steps, measure=False):
         for index in range(VALIDATION_BATCHES):
@@ -234,7 +225,7 @@ def _validate(run: _Run, data: torch.Tensor, settings: Settings) -> float:
 
 @contextlib.contextmanager
 def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> Iterator[None]:
-    """The variant's patches in place; the reductions of full precision are Megatron's own."""
+    """Apply the variant's patches in the block. The reductions of full precision are Megatron's own."""
     if variant.quantized:
         megatron.enable(variant.config(measure=measure, options=settings.options))
         try:
@@ -242,7 +233,7 @@ def _active(variant: Variant, settings: Settings, step: int, measure: bool) -> I
         finally:
             megatron.disable()
     elif variant.noise:
-        from lab.benchmarks.noise import noise_patchset  # only in a checkout: run_demo has asked for it
+        from lab.benchmarks.noise import noise_patchset  # only in a checkout, which run_demo has checked
 
         patchset = noise_patchset(variant.noise, settings.seed * 1_000_003 + step)
         patchset.apply()

@@ -1,1 +1,1 @@
-"""flash-allreduce doctor: what an installation lacks."""
+"""flash-allreduce doctor: finds the problems of an installation."""

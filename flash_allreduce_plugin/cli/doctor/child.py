@@ -1,5 +1,6 @@
-"""The checks of `flash-allreduce doctor` run in child processes: an import that fails, hangs or crashes is then a line
-of the report. A child writes what it finds, a line of JSON each, to a file as it goes; what it prints is kept aside.
+"""The child processes of `flash-allreduce doctor`: an import that fails, hangs or crashes becomes a line of the report.
+
+A child writes its findings to a file, one line of JSON each, as it runs. Its output is kept in another file.
 
     python -c BOOTSTRAP <sys.path> <results> <module:function> [argument ...]
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
-# A child finds the packages that this process finds, whatever the folder it was started in.
+# A child has the sys.path of this process, for any working folder.
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from flash_allreduce_plugin.cli.doctor.child import serve; serve(*sys.argv[1:])"
@@ -32,7 +33,7 @@ _BOOTSTRAP = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. remedy: how to mend it; every problem has one."""
+    """One line of the report. remedy: how to mend a problem; every problem has one."""
 
     section: str
     name: str
@@ -42,18 +43,18 @@ class Finding:
 
 
 class Findings:
-    """Where a check, in its child, says what it finds and what it is doing."""
+    """The file in which a check, in its child, writes its findings and its present step."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._section = ""
 
     def section(self, name: str) -> None:
-        """Findings that follow belong to this section."""
+        """Start a section: later findings belong to it."""
         self._section = name
 
     def doing(self, what: str) -> None:
-        """The step that is under way; it is named if the child does not survive it."""
+        """Name the present step. The report has the name if the child does not survive the step."""
         self._write({"doing": what})
 
     def ok(self, name: str, text: str) -> None:
@@ -66,11 +67,11 @@ class Findings:
         self._find(name, PROBLEM, text, remedy)
 
     def result(self, **values: Any) -> None:
-        """Values for whoever started the child."""
+        """Send values to the parent."""
         self._write({"result": values})
 
     def failed(self, error: BaseException) -> None:
-        """What the check was ended by."""
+        """Write the exception that ended the check."""
         self._write({"error": described(error)})
 
     def _find(self, name: str, level: str, text: str, remedy: str = "") -> None:
@@ -83,34 +84,35 @@ class Findings:
 
 
 def described(error: BaseException) -> str:
-    """In one line."""
+    """Return an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class Child:
-    """A check in a process of its own; a context manager that leaves no process behind."""
+    """A check in a child process; a context manager that leaves no process behind."""
 
     def __init__(
         self, folder: Path, name: str, check: str, *arguments: str, environment: Mapping[str, str | None] | None = None
     ) -> None:
-        """Start it. folder: where its files go. check: "module:function", which is called with a Findings and the
-        arguments. environment: on top of this process's; None: without the variable.
+        """Start the child. folder: of its files. check: "module:function", called with a Findings and the arguments.
+
+        environment: changes of this process's environment; None removes a variable.
         """
         self._results, self._printed = folder / f"{name}.results", folder / f"{name}.output"
         changed = {**os.environ, **(environment or {})}
         with self._printed.open("wb") as printed:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(self._results), check, *arguments],
-                stdin=subprocess.PIPE,  # its end tells the child that this process is gone
+                stdin=subprocess.PIPE,  # closed when this process ends, which the child notices
                 stdout=printed,
                 stderr=printed,
                 env={key: value for key, value in changed.items() if value is not None},
-                start_new_session=True,  # Ctrl-C reaches only us; and what it starts can be ended with it
+                start_new_session=True,  # Ctrl-C reaches this process only; the child's processes end with it
             )
         self._started = time.monotonic()
 
     def failure(self, seconds: float) -> str | None:
-        """What went wrong, once the child has ended or has run for so many seconds; None if nothing."""
+        """Wait up to `seconds` for the child's end, and return its failure or None."""
         try:
             status = self._process.wait(max(0.0, self._started + seconds - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -118,7 +120,7 @@ class Child:
         return self._ending(status)
 
     def failure_so_far(self) -> str | None:
-        """What went wrong, if the child has ended."""
+        """Return the failure of a child that has ended, or None."""
         status = self._process.poll()
         return None if status is None else self._ending(status)
 
@@ -133,8 +135,8 @@ class Child:
         return [line["result"] for line in self._lines() if "result" in line]
 
     def stop(self) -> None:
-        """Kill the child and what it has started."""
-        if self.running:  # not reaped, so that the number is still its own
+        """Kill the child and its processes."""
+        if self.running:  # not reaped, so its process number is not reused
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdin is not None:
@@ -161,7 +163,7 @@ class Child:
         return f"ended with {how} ({self.doing()}){last}"
 
     def doing(self) -> str:
-        """The last thing that the child said it was doing."""
+        """Return the child's last step."""
         return next((line["doing"] for line in reversed(self._lines()) if "doing" in line), "starting")
 
     def _lines(self) -> list[dict[str, Any]]:
@@ -173,7 +175,7 @@ class Child:
 
 @contextlib.contextmanager
 def children(started: Sequence[Child]) -> Iterator[Sequence[Child]]:
-    """All of them are ended at the end of the block, also those that it has added."""
+    """Stop all children at the end of the block, with those that the block has added."""
     with contextlib.ExitStack() as stack:
         try:
             yield started
@@ -183,7 +185,7 @@ def children(started: Sequence[Child]) -> Iterator[Sequence[Child]]:
 
 
 def serve(results: str, check: str, *arguments: str) -> None:
-    """The child's side."""
+    """Run a check in the child."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     module, _, function = check.partition(":")
     report = Findings(results)
@@ -195,7 +197,7 @@ def serve(results: str, check: str, *arguments: str) -> None:
         report.failed(error)
         status = 1
     sys.stdout.flush()
-    os._exit(status)  # frameworks have threads and exit handlers of their own
+    os._exit(status)  # frameworks have threads and exit handlers
 
 
 def _end_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""`flash-allreduce doctor`: runs the checks, prints what they find and writes it down."""
+"""`flash-allreduce doctor`: runs the checks, prints their findings and writes them to a file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _UNEXPECTED = f"mend the problems above first; if there are none, {REPORT_IT}"
 
 
 def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
-    """Check everything, print the findings and write them to json_file; whether there is no problem.
+    """Check everything, print the findings and write them to json_file. Return True without a problem.
 
-    ranks: of the self-test. seconds: how long each check may take.
+    ranks: of the self-test. seconds: time limit of each check.
     """
     output = Output(json_file)
     when = datetime.now(timezone.utc)
@@ -67,7 +67,7 @@ def run_doctor(*, ranks: int, seconds: float, json_file: Path | None) -> bool:
 
 
 def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, list[Finding]]]:
-    """The next step, and the findings so far."""
+    """Yield the next step and the findings so far."""
     yield "importing torch", []
     with Child(folder, "environment", f"{_HERE}.doctor.environment:check") as checked:
         findings = _outcome(checked, "versions", seconds)
@@ -95,7 +95,7 @@ def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, lis
 
 
 def _outcome(child: Child, section: str, seconds: float, remedy: str = _UNEXPECTED) -> list[Finding]:
-    """What a check has found; a problem besides if it did not get to its end."""
+    """Return the findings of a check, with a problem if it did not finish."""
     failure = child.failure(seconds)
     findings = child.findings()
     if failure is not None:
@@ -122,8 +122,8 @@ def _show(console: Console, findings: list[Finding]) -> None:
 
 
 def _wrapped(text: str, first: str, hang: int) -> list[str]:
-    """Lines that fit beside the indentation; those after the first are indented by `hang` more."""
-    # A path stays in one piece.
+    """Return lines that fit the width. Lines after the first are indented by `hang` more."""
+    # A path is not broken.
     wrapper = textwrap.TextWrapper(WIDTH - _INDENT, first, " " * hang, break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text)
 

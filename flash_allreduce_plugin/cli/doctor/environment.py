@@ -21,7 +21,7 @@ from flash_allreduce_plugin.cli.doctor.child import described
 if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor.child import Findings
 
-# Variables of others that change what a collective does: shown, not judged.
+# Variables of other projects that affect collectives: shown, not judged.
 _SHOWN = re.compile(
     r"(NCCL|GLOO|TORCH_NCCL|TORCH_GLOO|TORCH_DISTRIBUTED|TORCH_SYMM_MEM|TORCH_DEVICE_BACKEND)_\w+|CUDA_VISIBLE_DEVICES"
     r"|DS_ACCELERATOR|OMP_NUM_THREADS|ATEN_CPU_CAPABILITY|MASTER_ADDR|MASTER_PORT|RANK|WORLD_SIZE|PYTHONPATH"
@@ -30,7 +30,7 @@ _OFF = ("0", "false", "no", "off")
 
 
 def check(report: Findings) -> None:
-    """Versions and everything of this file; nothing after torch if it cannot be imported."""
+    """Check versions and everything in this file. Stops after torch if torch cannot be imported."""
     report.section("versions")
     versions.own(report)
     versions.python(report)
@@ -60,7 +60,7 @@ def check(report: Findings) -> None:
 
 
 def backends(report: Findings) -> None:
-    """What torch.distributed was built with."""
+    """Report the backends of torch.distributed."""
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def backends(report: Findings) -> None:
 
 
 def libraries(report: Findings) -> None:
-    """Which compiled codec serves tensors of the CPU and of GPUs."""
+    """Report the compiled codecs for CPU and GPU tensors."""
     import torch
 
     report.section("libraries")
@@ -88,7 +88,7 @@ def libraries(report: Findings) -> None:
 
     try:
         asked = environment.is_on(environment.REFERENCE)
-    except ConfigError:  # said with the variables
+    except ConfigError:  # reported with the variables
         asked = False
     without = "the codec in plain PyTorch is used, with the same bits, slower"
     if asked:
@@ -176,7 +176,7 @@ def gpus(report: Findings) -> None:
 
 
 def entry_point(report: Findings) -> None:
-    """Whether flags and sections work in unmodified scripts: torch has been imported, so it shows."""
+    """Check that flags and sections work in unmodified scripts. torch is imported, so the entry point has run."""
     report.section("autoload")
     points = [point for point in importlib.metadata.entry_points(group="torch.backends")]
     registered = any(point.value == "flash_allreduce_plugin.autoload:load" for point in points)
@@ -200,7 +200,7 @@ def entry_point(report: Findings) -> None:
 
 
 def variables(report: Findings) -> None:
-    """FLASH_ALLREDUCE_* and whether they parse; others' that matter, as they are."""
+    """Check that FLASH_ALLREDUCE_* variables parse, and show the relevant variables of other projects."""
     from flash_allreduce_plugin.collectives import two_shot
     from flash_allreduce_plugin.config import FlashConfig
     from flash_allreduce_plugin.errors import ConfigError
@@ -232,7 +232,7 @@ def variables(report: Findings) -> None:
             report.note(variable, f"{os.environ[variable]!r}: every call goes in full precision", f"unset {variable}")
         else:
             report.ok(variable, repr(os.environ[variable]))
-    for line in lines:  # about two variables at once
+    for line in lines:  # about two variables each
         report.problem("configuration", line, "correct the variables above, on every rank")
     if not seen:
         report.ok(f"{environment.PREFIX}*", "none set")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def packages() -> dict[str, list[registry.Row]]:
-    """Return the registry's rows by package. `doctor` makes one check of each package."""
+    """Return the registry's rows by package. `doctor` runs one check a package."""
     found: dict[str, list[registry.Row]] = {}
     for row in registry.ROWS:
         found.setdefault(row.package, []).append(row)
@@ -77,7 +77,7 @@ def _transformer_engine(report: Findings) -> None:
 
 
 def _imported(report: Findings, module: str, package: str) -> bool:
-    """Import it; says why not. One that is not there is no problem."""
+    """Import a module, and report a failure. A missing module is no problem."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # not even a parent package
@@ -98,7 +98,7 @@ def _imported(report: Findings, module: str, package: str) -> bool:
 
 
 def remedy(module: str) -> str:
-    """For a framework that cannot be imported."""
+    """Return the remedy for a framework that cannot be imported."""
     return f"`python -c 'import {module}'` shows all of it; install it again, or uninstall it if it is not used"
 
 

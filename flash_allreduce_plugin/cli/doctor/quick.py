@@ -1,6 +1,6 @@
-"""The checks of `flash-allreduce doctor` that take a second or two, in one child: no ranks, no framework is imported.
+"""The checks of `flash-allreduce doctor` that take a second or two, in one child, without ranks and frameworks.
 
-For `flash-allreduce run`, before it starts a training.
+`flash-allreduce run` uses them before it starts a training.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from flash_allreduce_plugin.cli.doctor.child import Findings
 
 _SECONDS = 120.0
-# Of another version than is supported, which says nothing about a program that does not use them.
+# Packages whose unsupported version is no problem for a program that does not use them.
 _FRAMEWORKS = ("megatron-core", "deepspeed", "apex")
 
 
 def problems() -> list[Finding]:
-    """What keeps a program that is started now, in this environment, from being served."""
+    """Return the problems for a program that starts now, in this environment."""
     with tempfile.TemporaryDirectory() as folder, Child(Path(folder), "quick", f"{__name__}:check") as child:
         failure = child.failure(_SECONDS)
         findings = child.findings()
@@ -34,13 +34,13 @@ def problems() -> list[Finding]:
 
 
 def check(report: Findings) -> None:
-    """In the child: versions, libraries, machine, entry point, variables, and the codec."""
+    """Check versions, libraries, machine, entry point, variables, and the codec, in the child."""
     environment.check(report)
     if "torch" in sys.modules:
         selftest.codec(report)
 
 
 def _hinders(finding: Finding) -> bool:
-    if finding.section == "autoload":  # for doctor a note: there are other ways to attach, but not here
+    if finding.section == "autoload":  # a note for doctor, which knows other ways to attach; a problem here
         return finding.level != OK
     return finding.level == PROBLEM and finding.name not in _FRAMEWORKS

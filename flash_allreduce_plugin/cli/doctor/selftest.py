@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 SECTION = "self-test"
 WIDTHS = (8, 4, 2)
-# dB, of Gaussian values in groups of 128: one below what the codec has (docs/trust/numerics.md), and what an all-reduce
-# loses by its second rounding.
+# dB, for Gaussian values in groups of 128: one dB below the codec's (docs/trust/numerics.md), and the loss of an
+# all-reduce by its second rounding.
 LEAST_SQNR = {8: 43.4, 4: 18.9, 2: 4.9}
 SECOND_ROUNDING = 3.5
 NUMEL = 100_003  # not a whole number of groups
@@ -30,7 +30,7 @@ REPORT_IT = "report it with this text, as a bug of this package"
 
 
 def codec(report: Findings) -> None:
-    """Encode and decode, on the CPU and on a GPU if there is one, against the codec in plain PyTorch."""
+    """Compare encode and decode, on the CPU and on a GPU if there is one, with the codec in plain PyTorch."""
     report.section(SECTION)
     report.doing("encoding and decoding")
     import torch
@@ -84,13 +84,13 @@ def codec(report: Findings) -> None:
 
 
 def sqnr_db(exact: Tensor, found: Tensor) -> float:
-    """Signal to quantization noise, dB; inf if they are equal."""
+    """Return the SQNR in dB; inf for equal tensors."""
     signal, noise = exact.double().square().sum(), (found.double() - exact.double()).square().sum()
     return math.inf if noise == 0 else float(10 * (signal / noise).log10())
 
 
 def all_reduce(folder: Path, ranks: int, seconds: float) -> list[Finding]:
-    """Start ranks on gloo, and compare what they end with; a failing or silent rank is a finding, in bounded time."""
+    """Start ranks on gloo, and compare their results. A failing or silent rank is a finding, in bounded time."""
     plain = plain_environment()
     name = f"all_reduce, {ranks} ranks"
     store = str(folder / "store")
@@ -147,10 +147,10 @@ def _compared(name: str, width: str, answers: list[dict[str, dict[str, object]]]
 
 
 def plain_environment() -> dict[str, str | None]:
-    """Changes for children: without the package's variables, which would make another test of it.
+    """Return the changes of a child's environment: without the package's variables, which would change the test.
 
-    The one for plain PyTorch stays if it parses. Ranks of one host meet on its loopback interface, so that a host name
-    that does not resolve is no obstacle.
+    The variable of the reference codec stays if it parses. The ranks use the loopback interface, so that the host name
+    need not resolve.
     """
 
     found: dict[str, str | None] = {name: None for name in os.environ if name.startswith(environment.PREFIX)}
@@ -165,7 +165,7 @@ def plain_environment() -> dict[str, str | None]:
 
 
 def one_rank(report: Findings, rank: str, world_size: str, store: str, seconds: str) -> None:
-    """One rank: all-reduces at each width; the result is {width: {digest, sqnr_db, quantized}}."""
+    """Run one rank: all-reduces at each width. The result is {width: {digest, sqnr_db, quantized}}."""
     report.doing("importing torch")
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Checks of `flash-allreduce doctor`: versions, against those that the installed metadata ask for."""
+"""Checks of `flash-allreduce doctor`: versions, against the requirements of the installed metadata."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSTALL = install_command()
 
 
 def ours() -> Any:
-    """The package itself."""
+    """Return this package."""
     return importlib.import_module("flash_allreduce_plugin")
 
 
@@ -60,7 +60,7 @@ def python(report: Findings) -> None:
 
 
 def of(report: Findings, package: str, module: str) -> None:
-    """The version of a package against what our metadata ask for."""
+    """Check the version of a package against our metadata."""
     window = supported(package)
     said = f"supported: {window}" if window else "supported versions: not in the installed metadata"
     try:
@@ -81,7 +81,7 @@ def of(report: Findings, package: str, module: str) -> None:
 
 
 def supported(package: str) -> str | None:
-    """The versions of a package that our metadata ask for, as ">=0.13,<0.20"; None if they do not name it."""
+    """Return the versions of a package that our metadata allow, as ">=0.13,<0.20"; None if they do not name it."""
     try:
         requirements = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
@@ -94,7 +94,10 @@ def supported(package: str) -> str | None:
 
 
 def fits(found: str, window: str) -> bool:
-    """Whether a version is in a window of ">=" and "<". A pre-release is below its release and not below the end."""
+    """Return True if a version is in a window of ">=" and "<".
+
+    A pre-release is below its release, but not below the end of the window.
+    """
     release, final = _parsed(found)
     for operator, bound in re.findall(r"(>=|<)\s*([\w.+!]+)", window):
         edge, _ = _parsed(bound)
@@ -108,7 +111,7 @@ def fits(found: str, window: str) -> bool:
 
 
 def _parsed(text: str) -> tuple[tuple[int, ...], bool]:
-    """The numbers of a version, and whether it is final."""
+    """Return the numbers of a version, and True for a final one."""
     numbers = re.match(r"\d+(\.\d+)*", text)
     release = tuple(map(int, numbers[0].split("."))) if numbers else (0,)
     return release, re.search(r"\d[.-]?(a|b|rc|dev)", text.partition("+")[0]) is None
@@ -135,7 +138,7 @@ def transformer_engine(report: Findings) -> None:
 
 
 def apex(report: Findings) -> None:
-    """NVIDIA's and AMD's apex have the version 0.1 forever: told apart by what is in them."""
+    """Check apex by its contents: NVIDIA's and AMD's have the version 0.1 always."""
     from flash_allreduce_plugin.integrations import apex as installed
 
     wrong = installed.missing()
@@ -148,7 +151,7 @@ def apex(report: Findings) -> None:
 
 
 def _location(module: str) -> str | None:
-    """Where a package is that may not be installed; imports nothing but its parents."""
+    """Return the place of a package, or None. Imports its parents only."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):

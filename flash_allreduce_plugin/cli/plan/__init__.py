@@ -1,1 +1,1 @@
-"""flash-allreduce plan: what quantizing would bring on a cluster that is not there yet."""
+"""flash-allreduce plan: estimates the effect of quantizing on a planned cluster."""

@@ -52,7 +52,7 @@ def plan(
     list_: Annotated[bool, typer.Option("--list", help="Print the presets with their sources.")] = False,
     layout_example: Annotated[bool, typer.Option("--layout-example", help="Print a file for --layout.")] = False,
 ) -> None:
-    """Predict a training step in full precision and quantized: what hides, what is gained, what to set."""
+    """Predict a training step in full precision and quantized: hidden time, gain, and settings."""
     output = _output(json_file)
     if list_ or layout_example:
         _print_help(output, list_)
@@ -88,7 +88,7 @@ def _print_help(output: Output, presets: bool) -> None:
 
 @contextlib.contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Bad input ends with exit status 2 and one sentence."""
+    """End with exit status 2 and one sentence for bad input."""
     try:
         yield
     except ArithmeticError:
@@ -106,7 +106,7 @@ def _planned(
     bits: str,
     scale: str | None,
 ) -> tuple[Forecast, list[tuple[int, Forecast | str]]]:
-    """The plan, and those for the numbers of ranks of --scale."""
+    """Return the plan, and the plans for the numbers of ranks of --scale."""
     from flash_allreduce_plugin.cli.plan import inputs, layout_file
     from flash_allreduce_plugin.cli.plan.report import make_forecast
     from flash_allreduce_plugin.cli.plan.step_model import check
@@ -126,7 +126,7 @@ def _planned(
 
 
 def _scaled(base: Forecast, ranks: int, batch: int | None) -> Forecast | str:
-    """The plan for another number of data-parallel ranks, or why there is none."""
+    """Return the plan for another number of data-parallel ranks, or why there is none."""
     from flash_allreduce_plugin.cli.plan.inputs import accumulation
     from flash_allreduce_plugin.cli.plan.report import make_forecast
 

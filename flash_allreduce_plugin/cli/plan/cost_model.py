@@ -1,21 +1,22 @@
 """Estimate the communication of a training step, in full precision and quantized (docs/decide/planning.md).
 
-A collective of a group takes the longer of two times, because chunks in flight keep both busy, and a fixed one:
+A collective takes the longer of link and busy, because chunks in flight use both together, and start:
 
-    link    the bytes that a rank sends, over the speed of the link that they take (+ the latency of each exchange)
-    busy    what the device itself does: the codec's kernels, on a CPU also the sending
-    start   of a quantized call: what comes before its first byte is on the wire and after its last one has arrived
-    host    what a quantized call takes of the host, which is ahead of the device: a step takes as long at least
+    link    the bytes that a rank sends, over the speed of their link (+ the latency of each exchange)
+    busy    the time of the device: the codec's kernels, on a CPU also the sending
+    start   of a quantized call: the time before its first byte is on the wire and after its last one has arrived
+    host    the host's time of a quantized call. The host runs ahead of the device; a step is never shorter
 
-What the training computes at the same time can hide the link, not what keeps the device busy:
+Computation of the training can hide the link, but not the busy time:
 
     hidden  = min(computing time, link - busy)             exposed = start + max(link, busy) - hidden
 
-Full precision is a ring, quantized is the two-step exchange: flat, or in two levels (docs/use/clusters.md), the faster.
-An all-to-all has one level.
+Full precision is a ring. Quantized is the two-step exchange: flat or in two levels (docs/use/clusters.md), whichever is
+faster. An all-to-all has one level.
 
-Not in it: contention inside a switch or between sockets, kernels and transfers that slow computing down, stragglers,
-messages too small to fill a link, trees and reductions in the network. Bytes a second everywhere, one direction.
+The model ignores contention inside a switch or between sockets, kernels and transfers that slow down computation,
+stragglers, messages too small to fill a link, trees and reductions in the network. Speeds are bytes a second in one
+direction.
 """
 
 from __future__ import annotations
@@ -32,17 +33,19 @@ Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send
 Way = Literal["ring", "flat", "two levels", "send"]
 Kernel = Literal["encode", "decode", "decode_sum", "decode_sum_encode"]
 HALVES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
-#: Passes over the weights that a gather by differences makes beside the codec's, at most: two for the checksums, before
-#: and after, and five for adding in float32, through a buffer that no cache holds (a CPU's does: three in all). The
-#: owner's subtraction, of one rank's part, is left out.
+#: Most passes over the weights of a gather by differences, besides the codec's: two for the checksums, before and
+#: after, and five for the addition in float32, through a buffer larger than the cache (a CPU's fits: three in all). The
+#: owner's subtraction, of one rank's part, is ignored.
 DIFFERENCE_PASSES = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A transformer. ffn: the MLP's inner size, an expert's where there are some; gated: three matrices in it, not two;
-    tied: one embedding for input and output; positions: learned position embeddings; head_size: 0 for hidden / heads;
-    experts: of every layer, 0 for a dense model; experts_per_token: so many of them compute a token.
+    """A transformer.
+
+    ffn: inner size of the MLP, or of an expert. gated: the MLP has three matrices, not two. tied: one embedding for
+    input and output. positions: learned position embeddings. head_size: 0 for hidden / heads. experts: of every layer,
+    0 for a dense model. experts_per_token: experts that compute a token.
     """
 
     layers: int
@@ -61,7 +64,7 @@ class Model:
 
     @property
     def attention_size(self) -> int:
-        """Columns of all heads together."""
+        """The columns of all heads."""
         return self.heads * (self.head_size or self.hidden // self.heads)
 
     @property
@@ -70,45 +73,45 @@ class Model:
 
     @property
     def ffn_columns(self) -> int:
-        """Columns of the MLP's first matrix, or first two."""
+        """The columns of the MLP's first matrix, or first two."""
         return self.ffn * (2 if self.gated else 1)
 
     @property
     def mlp_parameters(self) -> int:
-        """Of one MLP or expert."""
+        """The parameters of one MLP or expert."""
         return self.hidden * (self.ffn_columns + self.ffn)
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts of all layers."""
+        """The parameters of all experts of all layers."""
         return self.layers * self.experts * self.mlp_parameters
 
     @property
     def parameters(self) -> int:
-        """All matrices; biases and norms, less than 0.1 %, and the routers are left out."""
+        """The parameters of all matrices. Biases and norms, less than 0.1 %, and the routers are ignored."""
         embeddings = self.hidden * (self.vocabulary * (1 if self.tied else 2) + self.positions)
         layer = self.hidden * (self.qkv_columns + self.attention_size) + max(1, self.experts) * self.mlp_parameters
         return self.layers * layer + embeddings
 
     def layer_flops(self, tokens: float) -> float:
-        """Of one layer's forward pass: 2 a parameter and token, and attention to the whole sequence."""
+        """Return the FLOPs of one layer's forward pass: 2 a parameter and token, and attention to all tokens."""
         mlp = (self.experts_per_token if self.experts else 1) * self.mlp_parameters
         matrices = self.hidden * (self.qkv_columns + self.attention_size) + mlp
         return tokens * (2.0 * matrices + self.attention_flops)
 
     @property
     def attention_flops(self) -> float:
-        """Of a token's attention to the whole sequence, beside its matrices, in one layer's forward pass."""
+        """The FLOPs of a token's attention to the whole sequence, without its matrices, in one layer's forward pass."""
         return 4.0 * self.sequence * self.attention_size
 
     def forward_flops(self, tokens: float) -> float:
-        """Of the whole model, output layer included (Korthikanti et al., arXiv 2205.05198, appendix A)."""
+        """Return the FLOPs of the model with its output layer (Korthikanti et al., arXiv 2205.05198, appendix A)."""
         return self.layers * self.layer_flops(tokens) + 2.0 * tokens * self.hidden * self.vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of Cluster.codec, what each of the codec's kernels reaches, by operator."""
+    """The share of Cluster.codec that each of the codec's kernels reaches, by operator."""
 
     encode: float = 1.0
     decode: float = 1.0
@@ -118,15 +121,14 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """One rank's share of a machine, as it is reached, not as the data sheet has it.
+    """One rank's share of a machine, in reached speeds, not those of the data sheet.
 
-    flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together; shares: of it,
-    by width, where they do not all reach it. intra, inter: the link to ranks of the same node and of others. latency,
-    far: seconds of one exchange inside a node and between nodes. start: seconds of a quantized call, whatever its size.
-    host: seconds that a quantized call of one chunk takes of the host, and each chunk more. transport: bytes that the
-    device itself sends; inf: adapters do it.
-    backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these numbers.
-    memory: bytes; inf: not known.
+    flops: of the training's arithmetic. codec: bytes that the codec's kernels read and write together. shares: of
+    codec, by width and kernel. intra, inter: the link to ranks of the same node and of others. latency, far: seconds of
+    one exchange inside a node and between nodes. start: seconds of a quantized call of any size. host: seconds of the
+    host for a quantized call of one chunk, and for each further chunk. transport: bytes a second that the device sends;
+    inf: adapters send. backend: gloo's full-precision reduce-scatter sends as much as its all-reduce. sources: of these
+    numbers. memory: bytes; inf: not known.
     """
 
     name: str
@@ -146,7 +148,7 @@ class Cluster:
     shares: Mapping[int, Shares] = field(default_factory=dict)
 
     def kernel(self, name: Kernel, bits: int, nbytes: float) -> float:
-        """Seconds of a kernel that reads and writes so many bytes."""
+        """Return the seconds of a kernel that reads and writes `nbytes` bytes."""
         return nbytes / (self.codec * getattr(self.shares.get(bits, Shares()), name))
 
 
@@ -166,11 +168,11 @@ class Group:
 class Traffic:
     """`calls` calls of one collective in a step. numel: elements of the whole tensor.
 
-    kind: what it is in a table. field: the setting of FlashConfig that gives its width, None: never quantized.
-    hide: seconds of computing that go on beside each call. every_batch: it is part of the time of a micro-batch, and
-    so of a pipeline's bubble. owners: quantized, an all_reduce is sent as the reduce_scatter that the framework needs
-    (DeepSpeed's stages 1 and 2). needs: a second setting that has to be given a width too. differences: quantized, what
-    is gathered is added to what every rank holds, after the ranks have compared checksums of it.
+    kind: its name in a table. field: the field of FlashConfig with its width; None: never quantized. hide: seconds of
+    computation during each call. every_batch: True if the calls are part of the time of a micro-batch, and so of a
+    pipeline's bubble. owners: True if a quantized all_reduce is sent as the reduce_scatter that the framework needs
+    (DeepSpeed's stages 1 and 2). needs: a second field that needs a width too. differences: True if the quantized
+    gather is added to the weights of every rank, after the ranks have compared checksums.
     """
 
     kind: str
@@ -189,7 +191,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of all calls of a Traffic, in a step and a rank. way: how the exchange was made. host: of quantized calls."""
+    """The cost of all calls of a Traffic, in a step and a rank. way: kind of exchange. host: of quantized calls."""
 
     bytes_sent: float
     link: float
@@ -213,9 +215,9 @@ def _over(nbytes: float, speed: float) -> float:
 
 
 def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
-    """Bytes a rank sends and link seconds of one call: a ring, as busy on every link (nccl-tests' bus bandwidth).
+    """Return bytes a rank sends and link seconds of one call in a ring (nccl-tests' bus bandwidth).
 
-    Between nodes a ring uses the links of all ranks that the group has on a node; of an all-to-all, each rank its own.
+    Between nodes a ring uses the links of all its ranks on a node. In an all-to-all each rank uses its own link.
     """
     nbytes, n, node = t.numel * t.itemsize, t.group.ranks, min(t.group.per_node, t.group.ranks)
     if t.collective == "send":
@@ -233,10 +235,10 @@ def full_precision(t: Traffic, c: Cluster) -> tuple[float, float, Way]:
 
 
 def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
-    """Bytes a rank sends, link seconds and the kernels' seconds, of one call among all ranks.
+    """Return bytes a rank sends, link seconds and kernel seconds of one call in one level.
 
-    Each half sends every other rank its shard of the payload: those of the node over intra, the others over inter. Of a
-    send the kernels are those of both ends.
+    Each half sends every other rank its shard of the payload: over intra inside the node, over inter to other nodes. A
+    send has the kernels of both ends.
     """
     payload, tensor, n = _payload(codec, t.numel), t.numel * t.itemsize, t.group.ranks
     if t.collective == "send":
@@ -263,7 +265,7 @@ def flat(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
 
 
 def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, float]:
-    """The same with INT8 inside a node before the sum, and `codec` between nodes and back (docs/use/clusters.md)."""
+    """Return the same for two levels: INT8 inside a node before the sum, `codec` between (docs/use/clusters.md)."""
     node, nodes, n = t.group.per_node, t.group.nodes, t.group.ranks
     wide, narrow = _payload(replace(codec, bits=MAX_BITS), t.numel), _payload(codec, t.numel)
     tensor, collective = t.numel * t.itemsize, _quantized_collective(t)
@@ -271,7 +273,7 @@ def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, flo
     inside = (node - 1) / node * (up * wide + down * narrow)
     between = (up + down) * (nodes - 1) / nodes * narrow / node
     kernels, bits = 0.0, codec.bits
-    if up:  # encode; sum inside, encoded again; sum between, encoded again or left as it is
+    if up:  # encode; sum inside and encode; sum between nodes, and encode if it is sent back
         kernels += c.kernel("encode", MAX_BITS, tensor + wide)
         kernels += c.kernel("decode_sum_encode", MAX_BITS, wide + narrow / node)
         if down:
@@ -287,14 +289,14 @@ def two_levels(t: Traffic, c: Cluster, codec: Format) -> tuple[float, float, flo
 
 
 def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
-    """Of all calls of `t`; codec: None: in full precision. A group of one rank costs nothing."""
+    """Return the cost of all calls of `t`. codec: None: full precision. A group of one rank costs nothing."""
     if t.group.ranks == 1 or not t.calls or not t.numel:
         return Cost(0.0, 0.0, 0.0, 0.0, 0.0, "ring")
     if codec is None:
         sent, link, way = full_precision(t, c)
         return _calls(t, c, sent, link, 0.0, 0.0, way)
     ways: list[tuple[Way, tuple[float, float, float]]] = [("flat", flat(t, c, codec))]
-    if 1 < t.group.per_node < t.group.ranks and t.collective != "all_to_all":  # which has nothing to add up in a node
+    if 1 < t.group.per_node < t.group.ranks and t.collective != "all_to_all":  # it has nothing to sum in a node
         ways.append(("two levels", two_levels(t, c, codec)))
     start, more = c.start, 0.0
     if t.differences:
@@ -305,7 +307,7 @@ def cost(t: Traffic, c: Cluster, codec: Format | None = None) -> Cost:
 
 
 def host_seconds(host: tuple[float, float], payload: float) -> float:
-    """Cluster.host, of a call with a payload of so many bytes."""
+    """Return the seconds of Cluster.host for a call with `payload` bytes."""
     chunks = math.ceil(payload / queued_chunk_bytes(0, int(payload)))
     return host[0] + (chunks - 1) * host[1]
 
@@ -326,22 +328,22 @@ def _payload(codec: Format, numel: float) -> float:
 
 
 def dp_ratio(bytes_per_parameter: float, tokens: float, dp: int, flops: float, link: float) -> float:
-    """t_comm / t_compute of data parallelism; up to 1 it can be hidden.
+    """Return t_comm / t_compute of data parallelism. Up to 1 the communication can be hidden.
 
     Gradients: bytes 2 (DP-1)/(DP link) against the backward pass, 4 tokens params / flops. ZeRO-3, a block's parameters
     behind another's forward pass: 16 h^2 bytes (DP-1)/(DP link) against 32 tokens h^2 / flops. The same ratio.
 
-    This and the next two: The Ultra-Scale Playbook (Hugging Face, nanotron/ultrascale-playbook), "compute /
-    communication overlap", with the bytes of an element written out.
+    Source of this function and the next two: The Ultra-Scale Playbook (Hugging Face, nanotron/ultrascale-playbook),
+    "compute / communication overlap", with the bytes of an element written out.
     """
     return bytes_per_parameter / (2 * tokens) * (dp - 1) / dp * flops / link
 
 
 def tp_ratio(bytes_per_element: float, hidden: int, tp: int, flops: float, link: float) -> float:
-    """One exchange of a layer against one h x h GEMM: tokens h (TP-1)/(TP link), 2 tokens h^2 / (TP flops)."""
+    """Return the ratio of a layer's exchange to an h x h GEMM: tokens h (TP-1)/(TP link), 2 tokens h^2 / (TP flops)."""
     return bytes_per_element * (tp - 1) / (2 * hidden) * flops / link
 
 
 def pp_ratio(bytes_per_element: float, hidden: int, layers_per_stage: int, flops: float, link: float) -> float:
-    """One micro-batch's activations against a stage's forward: tokens h / link, 32 tokens h^2 layers / flops."""
+    """Return the ratio of a micro-batch's send to a stage's forward: tokens h / link, 32 tokens h^2 layers / flops."""
     return bytes_per_element * flops / (32 * hidden * layers_per_stage * link)

@@ -1,4 +1,4 @@
-"""From what the user typed to a Model, a Cluster and a Layout; every mistake is one sentence (ValueError)."""
+"""The user's options as a Model, a Cluster and a Layout. Every mistake is one sentence (ValueError)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from flash_allreduce_plugin.config import strict_json
 _SPEED = re.compile(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kKMGTmgt]?)(bit|b|B|byte|bytes)(?:/s|ps)?")
 _SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-#: Bytes of a bucket by default: Megatron's 40 M fp32 elements, DeepSpeed's 500 M of bf16, DDP's 25 MiB.
+#: Default bytes of a bucket: Megatron's 40 M fp32 elements, DeepSpeed's 500 M of bf16, DDP's 25 MiB.
 _BUCKETS = {"megatron": 160_000_000, "deepspeed": 1_000_000_000, "torch": 25 << 20}
-#: Model types of Hugging Face whose MLP has two matrices; those of the others are gated.
+#: Model types of Hugging Face with two matrices in the MLP; others are gated.
 _PLAIN_MLP = ("gpt2", "gpt_neo", "gpt_neox", "gpt_bigcode", "gptj", "opt", "bloom", "falcon", "phi", "starcoder2")
 
 
 def positive(text: str, what: str, example: str) -> float:
-    """A number such as 312e12, 312T or 8k."""
+    """Return the value of 312e12, 312T or 8k."""
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?\d+)?)\s*([kKmMgGtT]?)", text.strip())
     return _scaled(match, ValueError(f"{what} {text}: expected a number above 0, such as {example}."))
 
 
 def speed(text: str, what: str) -> float:
-    """Bytes a second of 450GB/s, 400gbit, 100Gb/s: B is bytes, b and bit are bits."""
+    """Return the bytes a second of 450GB/s, 400gbit, 100Gb/s: B is bytes, b and bit are bits."""
     match = _SPEED.fullmatch(text.strip())
     value = _scaled(
         match,
@@ -46,13 +46,13 @@ def speed(text: str, what: str) -> float:
 
 
 def size(text: str, what: str) -> float:
-    """Bytes of 80GB."""
+    """Return the bytes of 80GB."""
     match = re.fullmatch(r"([0-9.]+)\s*([MGT])B", text.strip())
     return _scaled(match, ValueError(f"{what} {text}: expected a size such as 80GB."))
 
 
 def _scaled(match: re.Match[str] | None, otherwise: ValueError) -> float:
-    """The first group times the second, a unit such as G."""
+    """Return the first group times the second, a unit such as G."""
     try:
         value = float(match[1]) * _SCALE[match[2].lower()] if match else 0.0
     except ValueError:
@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str], what: str) -> ValueError:
 def model_of(
     name: str | None, megatron: dict[str, Any] | None, given: Mapping[str, Any] | None = None
 ) -> tuple[Model, str, str]:
-    """The model, its name and its source. given: --layout's, before a preset's."""
+    """Return the model, its name and its source. given: the values of --layout, which override a preset's."""
     given = given or {}
     if name is not None and megatron is not None:
         raise ValueError("--model and --megatron-args both describe the model; give one of them.")
@@ -101,7 +101,7 @@ def _model_of_numbers(given: Mapping[str, Any]) -> Model:
 
 
 def model_of_hf(path: Path) -> Model:
-    """From a config.json (or its folder): LLaMA's keys, or GPT-2's."""
+    """Read a model from a config.json (or its folder), with LLaMA's or GPT-2's keys."""
     file = path / "config.json" if os.path.isdir(path) else path
     try:
         c = strict_json.loads(file.read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ def model_of_hf(path: Path) -> Model:
 
 
 def megatron_arguments(text: str) -> dict[str, Any]:
-    """{"num_layers": "32", "swiglu": True, ...} of a Megatron-LM command line; what is no flag is left out."""
+    """Return {"num_layers": "32", "swiglu": True, ...} of a Megatron-LM command line. Other words are skipped."""
     try:
         words = shlex.split(text, comments=False)
     except ValueError as error:
@@ -202,7 +202,7 @@ def model_of_megatron(a: dict[str, Any]) -> Model:
 
 
 def _link(text: str, what: str, share: float | None) -> tuple[float, str]:
-    """Reached bytes a second, and where from. A speed given as a number is taken as reached."""
+    """Return the reached bytes a second, and their source. A speed given as a number counts as reached."""
     if text in presets.LINKS:
         known = presets.LINKS[text]
         if share is not None:
@@ -226,9 +226,9 @@ def cluster_of(
     link_efficiency: float | None = None,
     latency_us: float | None = None,
 ) -> tuple[Cluster, int | None]:
-    """The cluster, and its number of ranks if the name says it: h100-8x16 is 16 nodes of 8 ranks.
+    """Return the cluster, and its number of ranks if the name has it: h100-8x16 is 16 nodes of 8 ranks.
 
-    The keywords are keys of --layout and go before what the preset has.
+    The keywords are keys of --layout, which override the preset.
     """
     base, ranks, nodes = _named(name)
     machine = presets.CLUSTERS.get(base) if base else None
@@ -261,7 +261,7 @@ def cluster_of(
 
 
 def _core(name: str | None, peak_flops: str | None, efficiency: float | None, latency: float | None) -> Cluster:
-    """One core over gloo, as measured; its links follow."""
+    """Return one core over gloo, as measured, without links."""
     peak = positive(peak_flops, "peak_flops", "1e12") * (efficiency or 1) if peak_flops else presets.CPU_FLOPS
     return Cluster(
         name or "", peak, presets.CPU_CODEC, 1, 0.0, 0.0, latency or 0.0, latency or 0.0, presets.CPU_START,
@@ -279,7 +279,7 @@ def _gpus(
     latency: float | None,
     pcie: bool,
 ) -> Cluster:
-    """A GPU's arithmetic, codec and memory; its links follow."""
+    """Return a GPU's arithmetic, codec and memory, without links."""
     sheet = presets.DEVICES[device] if device else None
     peak = positive(peak_flops, "peak_flops", "312e12") if peak_flops else sheet.peak_flops if sheet else 0.0
     share = presets.EFFICIENCY if efficiency is None else efficiency
@@ -302,7 +302,7 @@ def _gpus(
 
 
 def _codec_source(shares: Mapping[int, Shares], known: bool) -> str:
-    """shares: empty where the speed was given; known: the GPU is."""
+    """Return the source of the codec's speed. shares: empty if the speed was given. known: True for a known GPU."""
     if not shares:
         return "given"
     copy = "a copy" if known else "a copy, assumed"
@@ -311,7 +311,7 @@ def _codec_source(shares: Mapping[int, Shares], known: bool) -> str:
 
 
 def _named(name: str | None) -> tuple[str | None, int | None, int | None]:
-    """(preset, ranks a node, nodes) of h100, h100-8x16."""
+    """Return (preset, ranks a node, nodes) of h100, h100-8x16."""
     if name is None:
         return None, None, None
     match = re.fullmatch(r"(.+?)-(\d+)x(\d+)", name)
@@ -326,7 +326,7 @@ def _named(name: str | None) -> tuple[str | None, int | None, int | None]:
 
 
 def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) -> Layout:
-    """The layout of what was given, else of Megatron's arguments `a`, else the defaults; dp from the number of ranks.
+    """Return the layout: given values, else Megatron's arguments `a`, else the defaults; dp from the number of ranks.
 
     given: the flags, and keys of --layout.
     """
@@ -362,7 +362,7 @@ def layout_of(a: dict[str, Any], ranks: int | None, given: Mapping[str, Any]) ->
 
 
 def _cp_comm_type(a: dict[str, Any], given: Mapping[str, Any], framework: str) -> Literal["a2a", "p2p"]:
-    """Megatron's own default is the ring; DeepSpeed's Ulysses exchanges heads."""
+    """Return the exchange of attention. Megatron's default is the ring; DeepSpeed's Ulysses exchanges heads."""
     found = given.get("cp_comm_type") or a.get("cp_comm_type") or ("p2p" if framework == "megatron" else "a2a")
     if found not in ("a2a", "p2p"):
         raise ValueError(f"--megatron-args: --cp-comm-type {found} is not covered; expected a2a or p2p.")
@@ -372,7 +372,7 @@ def _cp_comm_type(a: dict[str, Any], given: Mapping[str, Any], framework: str) -
 
 
 def _data_parallel(ranks: int | None, others: Mapping[str, int], dp: int | None) -> int:
-    """ranks: of the cluster, None: not known. others: ranks of the other kinds of parallelism, by their flags."""
+    """Return the data-parallel ranks. ranks: of the cluster; None: not known. others: other parallel sizes by flag."""
     if ranks is None:
         return dp or 1
     product = math.prod(others.values())
@@ -385,14 +385,14 @@ def _data_parallel(ranks: int | None, others: Mapping[str, int], dp: int | None)
 
 
 def global_batch(a: dict[str, Any], given: Mapping[str, Any]) -> int | None:
-    """Sequences of a step; None: not given."""
+    """Return the sequences of a step, or None if not given."""
     if "global_batch" in given:
         return int(given["global_batch"])
     return megatron_number(a, "global_batch_size") if "global_batch_size" in a else None
 
 
 def accumulation(layout: Layout, batch: int) -> int:
-    """Micro-batches of a rank in a step of `batch` sequences."""
+    """Return the micro-batches of a rank in a step of `batch` sequences."""
     if batch % (layout.micro_batch * layout.dp):
         raise ValueError(
             f"--global-batch {batch} is not a multiple of --micro-batch {layout.micro_batch} x --dp {layout.dp}; "
@@ -402,7 +402,7 @@ def accumulation(layout: Layout, batch: int) -> int:
 
 
 def whole_numbers(flag: str, text: str, low: int, high: int, example: str) -> list[int]:
-    """Of "8,6,4": all different, from low to high."""
+    """Return the numbers of "8,6,4": all different, from low to high."""
     try:
         numbers = [int(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""The file of `plan --layout FILE`: one JSON object with what has no flag of its own."""
+"""The file of `plan --layout FILE`: one JSON object with the settings that have no flag."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FLOPS = _Kind('a text such as "312T"', lambda value: type(value) is str)
 _SPEED = _Kind('a text such as "450GB/s" or "400gbit"', lambda value: type(value) is str)
 _SIZE = _Kind('a text such as "80GB"', lambda value: type(value) is str)
 
-#: What a key belongs to -> key -> kind, an example, what it means.
+#: Section -> key -> kind, an example, meaning.
 KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
     "model": {
         "layers": (_WHOLE, 40, "transformer layers"),
@@ -84,17 +84,17 @@ KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
 
 
 def example() -> str:
-    """A file with every key."""
+    """Return a file with every key."""
     return json.dumps({key: value for keys in KEYS.values() for key, (_, value, _) in keys.items()}, indent=1)
 
 
 def meanings() -> list[str]:
-    """A line a key: what it means."""
+    """Return a line a key with its meaning."""
     return [f"{key}: {what}" for keys in KEYS.values() for key, (_, _, what) in keys.items()]
 
 
 def read(path: Path | None) -> dict[str, dict[str, Any]]:
-    """{"model": {key: value}, "cluster": ..., "training": ...} of the file; all of them empty without a path.
+    """Return {"model": {key: value}, "cluster": ..., "training": ...} of the file; all are empty without a path.
 
     Raises ValueError, one sentence, for a file that cannot be read, is no JSON object, or has an unknown key or a value
     of the wrong kind.

@@ -1,4 +1,4 @@
-"""What a training step keeps in the memory of one GPU: an estimate, for layouts that cannot fit."""
+"""The memory of a training step on one GPU: an estimate, to find layouts that cannot fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOGIT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one GPU."""
+    """The bytes of one GPU."""
 
     parameters: float
     gradients: float
@@ -26,28 +26,28 @@ class Memory:
 
 
 def estimate(model: Model, layout: Layout) -> Memory:
-    """Bytes of a GPU of the first pipeline stage, roughly.
+    """Estimate the bytes of a GPU of the first pipeline stage.
 
     Model states are those of mixed-precision Adam, which ZeRO divides among the data-parallel ranks (Rajbhandari et
-    al., arXiv 1910.02054, section 3), context-parallel ones included, experts among DP / EP of them. With P =
+    al., arXiv 1910.02054, section 3), context-parallel ranks included, experts among DP / EP of them. With P =
     parameters / (TP x PP), experts / (TP x PP x EP):
 
         parameters   itemsize x P            / DP with ZeRO-3
         gradients    gradient itemsize x P   / DP with ZeRO-2 and 3
         optimizer    12 x P                  / DP with ZeRO-1, 2 and 3
 
-    Activations follow Korthikanti et al. (arXiv 2205.05198, section 4), with the columns of the model's own matrices in
-    place of GPT's. Of one layer and token:
+    Activations follow Korthikanti et al. (arXiv 2205.05198, section 4), with the columns of the model's matrices in
+    place of GPT's. For one layer and token:
 
         kept by every tensor-parallel rank   10 x hidden                               / TP with sequence parallelism
         divided among them                   2 x (columns of q, k, v + of attention + of the MLP's matrices) / TP
 
-    which for GPT is the paper's hidden x (10 + 24 / TP). The scores of attention, its 5 a s / h, are left out: flash
-    attention does not keep them. With recompute a layer keeps its input alone, 2 x hidden, and one layer is whole. The
+    For GPT this is the paper's hidden x (10 + 24 / TP). The scores of attention, its 5 a s / h, are ignored: flash
+    attention does not keep them. With recompute a layer keeps only its input, 2 x hidden, and one layer is whole. The
     first stage holds min(PP, micro-batches) micro-batches of its layers (1F1B). Without pipeline stages the logits are
     added, in fp32.
 
-    Left out: buffers of collectives, fragmentation, the CUDA context, the first stage's larger share of the embedding.
+    Ignored: buffers of collectives, fragmentation, the CUDA context, the first stage's larger share of the embedding.
     """
     everywhere, experts = model.parameters - model.expert_parameters, model.expert_parameters
     share = (everywhere + experts / layout.ep) / (layout.tp * layout.pp)

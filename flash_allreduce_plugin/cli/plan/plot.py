@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def draw(plan: Forecast, scale: Sequence[tuple[int, Forecast | str]], path: Path) -> None:
-    """Steps as stacked bars; with several numbers of ranks the speed-up over them too."""
+    """Draw steps as stacked bars, and the speed-up over several numbers of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Published shapes of models and speeds of machines, each with its source: for `plan` and lab/planning."""
+"""Published shapes of models and speeds of machines, each with its source, for `plan` and lab/planning."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """reached of peak, each a second; where both are from."""
+    """A speed: reached of peak, each a second, and the source of both."""
 
     reached: float
     peak: float
@@ -81,9 +81,9 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """peak_flops: dense, bf16 (fp16 where there is none). copy: bytes read and written together. memory: bytes.
+    """A GPU. peak_flops: dense, bf16 (fp16 without bf16). copy: bytes read and written together. memory: bytes.
 
-    shares: of the copy, what the codec's kernels reach, by width.
+    shares: the share of copy that the codec's kernels reach, by width.
     """
 
     peak_flops: float
@@ -93,9 +93,9 @@ class Device:
     shares: Mapping[int, Shares]
 
 
-#: Of a data sheet's memory bandwidth, what a copy reaches: the H100's share (below), assumed of the others.
+#: The share of the data sheet's memory bandwidth that a copy reaches: the H100's (below), assumed for others.
 COPY = 0.9
-#: The most of a copy's speed that a kernel of the codec is taken to reach: the benchmarks' aim (docs/trust/cuda.md).
+#: The assumed upper share of a copy's speed for a kernel of the codec: the goal of the benchmarks (docs/trust/cuda.md).
 CODEC = 0.9
 
 
@@ -106,28 +106,28 @@ def _shares(other: Shares, eight: Shares, four: Shares) -> dict[int, Shares]:
 
 # The kernels' shares of a copy's speed: bf16, groups of 128, 8 ranks.
 #
-# H100: measured at 64 MiB (docs/trust/cuda.md). Widths other than 8 and 4 take the least share of any of them. The A100
-# can issue as many instructions for a byte of its memory, so it takes the H100's. The H200's memory is 1.43 times as
-# fast: shares below 0.9 on an H100 are divided by that, the others are those of scripts/cuda_model.py.
+# H100: measured at 64 MiB (docs/trust/cuda.md). Widths other than 8 and 4 have the least of these shares. The A100 can
+# issue as many instructions for a byte of its memory, so it has the H100's. The H200's memory is 1.43 times as fast:
+# shares below 0.9 on an H100 are divided by that, the others are those of scripts/cuda_model.py.
 _H100 = _shares(Shares(0.71, 0.68, 0.46, 0.28), Shares(1.00, 0.93, 0.90, 0.90), Shares(0.97, 0.92, 0.91, 0.67))
 _A100 = _H100
 _H200 = _shares(Shares(0.50, 0.48, 0.32, 0.20), Shares(1.00, 1.00, 1.00, 0.99), Shares(1.00, 1.00, 0.90, 0.47))
-#: A GPU that the model does not have is taken for an A100, an assumption: L40 and V100 can issue more for a byte.
+#: An unknown GPU has the shares of an A100, an assumption: L40 and V100 can issue more for a byte.
 UNKNOWN = _A100
-#: What the host needs for a call of one chunk and for each further chunk, less its launches, in seconds: measured on
-#: the two cores of docs/decide/benchmarks.md by `python -m lab.benchmarks.call_overhead --quantized`, the most of
-#: its three collectives. Another host's is another.
+#: Seconds of the host for a call of one chunk and for each further chunk, without launches: measured on the two cores
+#: of docs/decide/benchmarks.md by `python -m lab.benchmarks.call_overhead --quantized`, the slowest of its three
+#: collectives. Other hosts differ.
 HOST_CALL, HOST_CHUNK = 59e-6, 8e-6
 #: Launches of a chunk of an all-reduce, of kernels and of NCCL together; the other collectives have three.
 LAUNCHES = 5
-#: Of the peak, what training reaches: 0.54 for 530B on 2240 A100 (arXiv 2205.05198); elsewhere an assumption.
+#: The share of the peak that training reaches: 0.54 for 530B on 2240 A100 (arXiv 2205.05198); elsewhere assumed.
 EFFICIENCY = 0.5
 #: Seconds of one launch, of one exchange over NVLink, over PCIe, between nodes: assumptions.
 LAUNCH, LATENCY_NVLINK, LATENCY_PCIE, LATENCY_NODES = 5e-6, 10e-6, 20e-6, 30e-6
 
 
 def host() -> tuple[float, float]:
-    """Seconds of the host for a call of one chunk and each further chunk, launches included."""
+    """Return the host's seconds for a call of one chunk and for each further chunk, launches included."""
     return HOST_CALL + LAUNCHES * LAUNCH, HOST_CHUNK + LAUNCHES * LAUNCH
 
 

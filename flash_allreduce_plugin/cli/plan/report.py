@@ -1,4 +1,4 @@
-"""What `plan` prints and writes: a step in full precision and at each width."""
+"""The output of `plan`: a step in full precision and at each width."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEFT_OUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """widths: the fields that pay, by width; steps: with these; every: with every field that there is."""
+    """A plan. widths: the fields that pay, by width. steps: with these. every: with all fields."""
 
     model: Model
     name: str
@@ -58,7 +58,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether a GPU has the memory; None: its size is not known."""
+        """True if a GPU has enough memory; None: its size is not known."""
         return self.memory.total <= self.cluster.memory if self.cluster.memory < math.inf else None
 
     @property
@@ -66,7 +66,7 @@ class Forecast:
         return next(iter(self.steps.values()))
 
     def best(self, bits: int) -> float:
-        """The speed-up if whatever can be quantized cost nothing."""
+        """Return the speed-up if all quantizable traffic cost nothing."""
         step = self.every[bits]
         gone = sum(part.before.exposed for part in step.parts if part.bits)
         return step.before / (step.before - gone)
@@ -85,27 +85,27 @@ def make_forecast(
 
 
 def section(layout: Layout, widths: Mapping[str, int], bits: int) -> dict[str, Any]:
-    """The settings that quantize these fields and no others; empty: leave it off."""
+    """Return the settings that quantize these fields only; empty: leave the plugin off."""
     if not widths:
         return {}
     settings: dict[str, Any] = {"bits": bits}
     if layout.framework != "torch":
         settings |= {key: value for key, value in widths.items() if setting(layout, key) != "bits"}
     if layout.framework == "megatron" and layout.tp > 1 and FORWARD not in widths:
-        settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not concern data parallelism
-    FlashConfig.from_dict(settings)  # what is printed is valid
+        settings["exclude"] = ["*"]  # every module of tensor parallelism; patterns do not apply to data parallelism
+    FlashConfig.from_dict(settings)  # checks the printed settings
     return settings
 
 
 def setting(layout: Layout, field: str) -> str:
-    """What the field is called where it is set: DeepSpeed's gradients travel at `bits`, torch has hooks."""
+    """Return the name of the field in its framework: DeepSpeed's gradients have `bits`, torch has hooks."""
     if layout.framework == "torch":
         return {GRADIENT: "FlashReduceScatter" if layout.zero else "ddp_hook", FSDP_PARAMETERS: "FlashAllGather"}[field]
     return "bits" if layout.framework == "deepspeed" and field == GRADIENT else field
 
 
 def flags(settings: Mapping[str, Any]) -> str:
-    """Megatron-LM's launch flags of `settings`."""
+    """Return Megatron-LM's launch flags of `settings`."""
     values = {key: ",".join(value) if isinstance(value, list) else value for key, value in settings.items()}
     given = [f"--flash-allreduce-{key.replace('_', '-')} '{value}'" if value == "*" else
              f"--flash-allreduce-{key.replace('_', '-')} {value}" for key, value in values.items()]  # fmt: skip
@@ -117,7 +117,7 @@ def where(group: Group) -> str:
 
 
 def ratios(plan: Forecast) -> dict[str, float]:
-    """t_comm / t_compute of the Ultra-Scale Playbook; above 1 it cannot be hidden."""
+    """Return t_comm / t_compute of the Ultra-Scale Playbook. Above 1 communication cannot be hidden."""
     c, a, m = plan.cluster, plan.layout, plan.model
     tokens = a.tokens(m)
     found = {}
@@ -183,7 +183,7 @@ def _show_memory(plan: Forecast, console: Console) -> None:
 
 
 def legend(plan: Forecast, both: bool) -> dict[str, str]:
-    """What the words of the tables mean, those that appear."""
+    """Return the meanings of the words in the tables."""
     kinds = {part.kind.split()[0] for part in plan.full.parts}
     names = {
         "TP": "tensor parallel", "SP": "sequence parallel", "DP": "data parallel", "PP": "pipeline",
@@ -211,7 +211,7 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
 
 
 def _traffic_table(plan: Forecast, both: bool) -> Table:
-    """both: bytes and exposed ms of each width, else the latter alone."""
+    """Return the table of traffic. both: show bytes and exposed ms of each width, else exposed ms only."""
     columns = ["traffic", "setting", "where", "sent", "ms", "exposed"]
     for bits in plan.steps:
         columns += [f"INT{bits}: sent", "exposed"] if both else [f"INT{bits}"]
@@ -252,7 +252,7 @@ def _step_table(plan: Forecast) -> Table:
 
 
 def settings_of(plan: Forecast, bits: int) -> dict[str, Any]:
-    """What to set at `bits`, two levels included where they are faster."""
+    """Return the settings at `bits`, with two levels where they are faster."""
     settings = section(plan.layout, plan.widths[bits], bits)
     step = plan.steps[bits]
     if settings and any(part.after.way == "two levels" for part in step.parts if part.bits):
@@ -284,7 +284,7 @@ def _advice(plan: Forecast) -> str:
 
 
 def show_scale(rows: Sequence[tuple[int, Forecast | str]], console: Console) -> None:
-    """Plans for several numbers of ranks, or why there is none."""
+    """Print the plans for several numbers of ranks, or why there is none."""
     bits = next((list(plan.steps) for _, plan in rows if not isinstance(plan, str)), [])
     columns = ["ranks", "DP", "GPU memory", "full precision ms", *(f"INT{b}" for b in bits), "what pays"]
     table = grid("By number of ranks", columns, 1)

@@ -1,7 +1,7 @@
-"""A training step as cost_model sees it: which collectives a layout makes, what hides them, and what a step takes.
+"""The model of a training step: the collectives of a layout, the computation that hides them, and the step time.
 
-Ranks are placed tensor-parallel ones next to each other, then context-parallel, data-parallel, and pipeline stages
-(Megatron's order). Experts are spread over ranks of context and data parallelism.
+Order of ranks: tensor-parallel ranks are neighbours, then context-parallel, data-parallel, and pipeline stages
+(Megatron's order). Experts are spread over the ranks of context and data parallelism.
 """
 
 from __future__ import annotations
@@ -19,28 +19,32 @@ GATHER, GRADIENT = "sequence_parallel_gather_bits", "grad_bits"
 PARAMETERS = "param_bits"
 PIPELINE, PIPELINE_BACKWARD = "pipeline_bits", "pipeline_backward_bits"
 ATTENTION, EXPERT = "attention_bits", "expert_bits"
-FSDP_PARAMETERS = "parameters"  # no field of FlashConfig: FSDP2's FlashAllGather
+FSDP_PARAMETERS = "parameters"  # not a field of FlashConfig: FSDP2's FlashAllGather
 _FIELDS = {
     "megatron": (FORWARD, BACKWARD, GATHER, GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD, ATTENTION, EXPERT),
     "deepspeed": (GRADIENT, PARAMETERS, PIPELINE, PIPELINE_BACKWARD, ATTENTION, EXPERT, BACKWARD),
     "torch": (GRADIENT, FSDP_PARAMETERS),
 }
-#: DeepSpeed's stage 3 gathers values, not differences: what is lost is not made up for. Below 6 bits the plugin warns.
+#: DeepSpeed's stage 3 gathers values, not differences: no later gather corrects errors. Below 6 bits the plugin warns.
 VALUE_BITS = 8
-#: A step that takes longer than the fastest by less than this share is as good.
+#: A step slower than the fastest by less than this share counts as equal.
 WORTH = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is spread out and trained.
+    """The parallel layout of a training.
 
-    zero: 0: gradients all-reduced; 1 to 3: DeepSpeed's stages, 1 with framework "megatron" the distributed optimizer.
-    framework: "torch": its own DistributedDataParallel (zero 0) and FSDP2 (3).
-    accumulation: micro-batches a rank and step. itemsize: bytes of activations and parameters on the wire, gradient_
-    itemsize: of gradients. overlap: gradients and parameters are sent while others are computed. recompute: the forward
-    pass is made again in the backward pass. bucket: gradients of one call. cp: ranks that share a sequence (DeepSpeed:
-    Ulysses); dp is without them. cp_comm_type: how their attention exchanges. ep: ranks that share out the experts.
+    zero: 0: gradients are all-reduced; 1 to 3: DeepSpeed's stages; 1 with framework "megatron": the distributed
+        optimizer.
+    framework: "torch": DistributedDataParallel (zero 0) and FSDP2 (zero 3).
+    accumulation: micro-batches a rank and step.
+    itemsize, gradient_itemsize: bytes on the wire of activations and parameters, and of gradients.
+    overlap: True if gradients and parameters are sent during computation.
+    recompute: True if the backward pass repeats the forward pass.
+    bucket: bytes of gradients of one call.
+    cp: ranks that share a sequence (DeepSpeed: Ulysses), not counted in dp. cp_comm_type: exchange of their attention.
+    ep: ranks among which experts are divided.
     """
 
     tp: int = 1
@@ -65,12 +69,12 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     def tokens(self, model: Model) -> float:
-        """Of a micro-batch on a rank."""
+        """Return the tokens of a micro-batch on a rank."""
         return self.micro_batch * model.sequence / self.cp
 
 
 def check(model: Model, layout: Layout) -> None:
-    """Raises ValueError, one sentence, for an impossible layout."""
+    """Raise ValueError, one sentence, for an impossible layout."""
     for what, value in (("attention heads", model.heads), ("columns of the MLP", model.ffn)):
         if value % layout.tp:
             raise ValueError(f"--tp {layout.tp} does not divide the {value} {what}; choose a divisor.")
@@ -130,7 +134,7 @@ def _check_experts(model: Model, layout: Layout) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one micro-batch on one stage, and of one layer in it."""
+    """The seconds of one micro-batch on one stage, and of one layer in it."""
 
     forward: float
     backward: float
@@ -139,7 +143,7 @@ class Times:
 
 
 def times(model: Model, cluster: Cluster, layout: Layout) -> Times:
-    """The output layer counts as part of every stage's share."""
+    """Return the times of a stage. The output layer is divided among all stages."""
     tokens = layout.tokens(model)
     rank = layout.tp * cluster.flops
     forward = model.forward_flops(tokens) / layout.pp / rank
@@ -149,12 +153,12 @@ def times(model: Model, cluster: Cluster, layout: Layout) -> Times:
 
 
 def group_of(stride: int, ranks: int, ranks_per_node: int) -> Group:
-    """Of every stride-th rank, counted from the first: how many of them share a node."""
+    """Return the group of every stride-th rank from the first, with its ranks on a node."""
     return Group(ranks, max(1, min(ranks, ranks_per_node // stride)))
 
 
 def traffic(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """What a rank of one stage sends in a step."""
+    """Return the traffic of a rank of one stage in a step."""
     return [
         *_tensor_parallel(model, cluster, layout),
         *_attention(model, cluster, layout),
@@ -165,16 +169,16 @@ def traffic(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """f and g of Megatron: two exchanges a layer and direction; with sequence parallelism as gathers and scatters."""
+    """Return f and g of Megatron: two exchanges a layer and direction; gathers and scatters in sequence parallelism."""
     tokens = layout.tokens(model)
     layers, batches = model.layers // layout.pp, layout.accumulation
     group = group_of(1, layout.tp, cluster.ranks_per_node)
 
     def of(kind: str, field: str | None, collective: str, calls: float, columns: float = 0.0) -> Traffic:
-        # Beside it: one GEMM of the column-parallel layer, the weight's gradient or (gathers) the input's.
+        # Hidden by one GEMM of the column-parallel layer: the weight's gradient or (gathers) the input's.
         hide = 2.0 * tokens * model.hidden * columns / layout.tp / cluster.flops
         numel = tokens * model.hidden
-        field = field if layout.framework == "megatron" else None  # nobody else's is served
+        field = field if layout.framework == "megatron" else None  # only Megatron's is quantized
         return Traffic(kind, field, collective, numel, layout.itemsize, calls * batches, group, hide, every_batch=True)  # type: ignore[arg-type]
 
     again = 2 if layout.recompute else 1
@@ -203,10 +207,10 @@ def _tensor_parallel(model: Model, cluster: Cluster, layout: Layout) -> list[Tra
 
 
 def _attention(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Of ranks that share a sequence: heads for tokens and back (a2a), or keys and values around a ring (p2p).
+    """Return the traffic of ranks that share a sequence: all-to-alls of heads (a2a), or a ring of keys, values (p2p).
 
-    The ring's are sent beside the attention to those that arrived before; they are Transformer Engine's own calls,
-    which are not served. The others are waited for.
+    The ring overlaps with attention to the previous keys and values. Transformer Engine makes these calls, and they are
+    not quantized. The all-to-alls do not overlap.
     """
     if layout.cp == 1:
         return []
@@ -225,7 +229,7 @@ def _attention(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
             of("CP ring, keys and values", None, "send", keys_values, (layout.cp - 1) * calls * again, beside),
             of("CP ring, backward", None, "send", 2 * keys_values, (layout.cp - 1) * calls, 2 * beside),
         ]
-    # Query and output, key and value: each a call.
+    # One call each for query, output, key and value.
     sizes = (output, keys_values / 2)
     forward = [of("CP attention, forward", ATTENTION, "all_to_all", numel, 2 * calls * again) for numel in sizes]
     backward = [of("CP attention, gradients", ATTENTION, "all_to_all", numel, 2 * calls) for numel in sizes]
@@ -233,8 +237,9 @@ def _attention(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _experts(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Tokens to their experts and back, as Megatron's all-to-all dispatcher has it: among the ranks that share out the
-    experts, and, as each expert is divided among the tensor-parallel ranks, gathered and summed by those.
+    """Return the traffic of tokens to their experts and back, as in Megatron's all-to-all dispatcher.
+
+    Expert-parallel ranks exchange tokens. Each expert is divided among the tensor-parallel ranks, which gather and sum.
     """
     if not model.experts:
         return []
@@ -245,7 +250,7 @@ def _experts(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
     inside = group_of(1, layout.tp, cluster.ranks_per_node)
 
     def both(kind: str, calls: float, needs: str | None = None) -> list[Traffic]:
-        """There and back."""
+        """Return the traffic in both directions."""
 
         def of(kind: str, collective: Kind, numel: float, group: Group) -> Traffic:
             item = layout.itemsize
@@ -260,7 +265,7 @@ def _experts(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _pipeline(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Activations to the next stage, their gradients back; waited for."""
+    """Return the sends of activations to the next stage and of gradients back, which do not overlap."""
     if layout.pp == 1:
         return []
     numel = layout.tokens(model) * model.hidden / (layout.tp if layout.sequence_parallel else 1)
@@ -273,8 +278,10 @@ def _pipeline(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """Gradients, and with ZeRO the parameters: those that all ranks of data and context parallelism have, and the
-    experts, which fewer ranks have the same of. The first or last of a row of calls has nothing beside it.
+    """Return the traffic of gradients, and with ZeRO of parameters.
+
+    All ranks of data and context parallelism share the dense parameters; fewer share an expert. The first or last call
+    of a row does not overlap.
     """
     ranks, node = layout.cp * layout.dp, cluster.ranks_per_node
     shared = model.parameters - model.expert_parameters
@@ -289,14 +296,14 @@ def _data(model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
 
 
 def _data_of(of: str, numel: float, group: Group, model: Model, cluster: Cluster, layout: Layout) -> list[Traffic]:
-    """The part of it that `numel` parameters of a rank have, of which the group's ranks have the same."""
+    """Return the traffic of `numel` parameters of a rank that the ranks of the group share."""
     share = numel * layout.tp * layout.pp / (model.parameters - model.expert_parameters * (1 - 1 / layout.ep))
     t = times(model, cluster, layout)
     layers, batches = model.layers // layout.pp, layout.accumulation
 
     def row(kind: str, field: str | None, collective: str, numel: float, item: int, calls: int, repeats: int,
             hide: float, owners: bool = False, differences: bool = False) -> list[Traffic]:  # fmt: skip
-        """`repeats` rows of `calls` calls, all but one of each row beside `hide` seconds of computing."""
+        """Return `repeats` rows of `calls` calls. All but one of a row overlap with `hide` seconds of computation."""
         for what in ("gradients", "parameters"):
             kind = kind.replace(what, what + of)
         common = (kind, field, collective, numel, item)
@@ -330,7 +337,7 @@ def _data_of(of: str, numel: float, group: Group, model: Model, cluster: Cluster
     )  # fmt: skip
     if not layout.zero:
         return gradients
-    # DeepSpeed gathers flat tensors, in buckets of its own, and waits for them.
+    # DeepSpeed gathers flat tensors, in its own buckets, and waits for them.
     calls, hide = (buckets, 0.0) if deepspeed else (layers, t.layer_forward)
     parameters = row(
         "DP parameters", PARAMETERS, "all_gather", numel / calls, layout.itemsize, calls, 1, hide, differences=True
@@ -340,7 +347,7 @@ def _data_of(of: str, numel: float, group: Group, model: Model, cluster: Cluster
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kind of traffic in a step: in full precision, and as the widths have it."""
+    """One kind of traffic in a step: in full precision, and at the widths."""
 
     kind: str
     field: str | None
@@ -352,9 +359,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds. compute: of all micro-batches, bubble: of the pipeline, in full precision and quantized.
+    """The seconds of a step. compute: of all micro-batches. bubble: of the pipeline, in full precision and quantized.
 
-    Quantized, it takes as long at least as the host needs for the calls; what else it has to start is not known.
+    A quantized step takes at least the host's time of its calls. Other work of the host is not known.
     """
 
     compute: float
@@ -387,9 +394,9 @@ def predict(
     codec: Format = Format(8, 128),  # noqa: B008  frozen
     min_bytes: int = 1 << 20,
 ) -> Step:
-    """A step in full precision and with the fields of `widths` quantized to their bits, the rest of `codec` alike.
+    """Predict a step in full precision and with the fields of `widths` quantized to their bits, by `codec` otherwise.
 
-    Calls below min_bytes stay in full precision. What the plugin refuses to quantize stays out of `widths`.
+    Calls below min_bytes stay in full precision. `widths` must not have fields that the plugin refuses.
     """
     all_traffic = traffic(model, cluster, layout)
     parts: dict[str, Part] = {}
@@ -422,22 +429,22 @@ def _sum(a: Cost, b: Cost) -> Cost:
 
 
 def quantizable(model: Model, cluster: Cluster, layout: Layout) -> tuple[str, ...]:
-    """The fields that some traffic of this step has and its framework can set."""
+    """Return the fields that some traffic of this step has and its framework can set."""
     sent = [t for t in traffic(model, cluster, layout) if t.field and t.group.ranks > 1 and t.calls]
-    there = {t.field for t in sent} | {t.needs for t in sent}  # what it needs may have no traffic of its own
+    there = {t.field for t in sent} | {t.needs for t in sent}  # a needed field may have no traffic
     return tuple(field for field in _FIELDS[layout.framework] if field in there)
 
 
 def widths_at(layout: Layout, fields: Iterable[str], bits: int) -> dict[str, int]:
-    """These fields at `bits`, but for the parameters of DeepSpeed's stage 3."""
+    """Return these fields at `bits`, except for the parameters of DeepSpeed's stage 3."""
     return {field: VALUE_BITS if layout.zero == 3 and field == PARAMETERS else bits for field in fields}
 
 
 def advise(model: Model, cluster: Cluster, layout: Layout, bits: int) -> dict[str, int]:
-    """The fewest fields that come within WORTH of the fastest step at `bits`; none, if full precision does.
+    """Return the fewest fields with a step within WORTH of the fastest at `bits`; none, if full precision is.
 
-    What travels at `bits` has no switch of its own: where the forward pass stays in full precision, so does all that
-    modules send, and where DeepSpeed's gradients do, so does everything.
+    The traffic of the field `bits` has no other switch. If the forward pass stays in full precision, so do all sends of
+    modules; if DeepSpeed's gradients do, so does everything.
     """
     fields = quantizable(model, cluster, layout)
     first, others = FORWARD, {BACKWARD, GATHER, ATTENTION, EXPERT}

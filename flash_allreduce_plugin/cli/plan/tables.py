@@ -1,4 +1,4 @@
-"""The tables of `plan --list`, and how all of plan's tables look."""
+"""The tables of `plan --list`, and the style of all of plan's tables."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def show_presets(console: Console) -> None:
 
 
 def amount(nbytes: float) -> str:
-    """In GB, or in MB below one."""
+    """Return bytes in GB, or in MB below one GB."""
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"

@@ -1,1 +1,1 @@
-"""flash-allreduce report: what a run did, from its log."""
+"""flash-allreduce report: shows a run from its log."""

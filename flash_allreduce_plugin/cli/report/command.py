@@ -1,4 +1,4 @@
-"""`flash-allreduce report`: what a run did, from its log; in the terminal, as JSON, as a page."""
+"""`flash-allreduce report`: a run from its log, in the terminal, as JSON, or as a page."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from flash_allreduce_plugin.cli.report.text import (
 )
 from flash_allreduce_plugin.telemetry.counters import Counters
 
-WIDTH = 170  # columns where there is no terminal
-_SILENCE = 3.0  # seconds between two lines of progress where there is no terminal
+WIDTH = 170  # columns without a terminal
+_SILENCE = 3.0  # seconds between two lines of progress without a terminal
 
 
 def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None) -> None:
-    """Read the logs, write the files that are asked for, and print a table for each log.
+    """Read the logs, write the requested files, and print a table for each log.
 
     Raises LogError for a bad log, OSError for a file that cannot be written.
     """
@@ -61,7 +61,7 @@ def run_report(paths: list[Path], html_file: Path | None, json_file: Path | None
 
 
 def show(console: Console, log: Log) -> None:
-    """One log: a line about the run, and a row for each site."""
+    """Print one log: a line about the run, and a row for each site."""
     console.print(escape(headline(log)), highlight=False)
     for note in notes(log):
         console.print(escape(note), highlight=False)
@@ -76,7 +76,7 @@ def show(console: Console, log: Log) -> None:
         table.add_row(*map(escape, (name, *cells(counters))))
     if len(sites) > 1:
         table.add_section()
-        *counts, _, _, reasons = cells(total(sites))  # an error of sites of all sizes together says little
+        *counts, _, _, reasons = cells(total(sites))  # no error: one for sites of all sizes means little
         table.add_row("all", *map(escape, (*counts, "", "", reasons)))
     if log.beside:
         table.add_section()
@@ -96,7 +96,7 @@ def show(console: Console, log: Log) -> None:
 
 
 def cells(counters: Counters) -> tuple[str, ...]:
-    """Of a row, after the name."""
+    """Return the cells of a row, after the name."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in counters.full_precision.most_common())
     return (
         f"{counters.calls:,}",
@@ -121,7 +121,7 @@ def headline(log: Log) -> str:
 
 
 def as_dict(log: Log) -> dict[str, Any]:
-    """The report in JSON types."""
+    """Return the report in JSON types."""
     return {
         "log": str(log.path),
         "starts": [start.header for start in log.starts],

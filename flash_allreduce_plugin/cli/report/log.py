@@ -1,4 +1,4 @@
-"""Reading a log that run_log.py wrote."""
+"""Read a log of telemetry/run_log.py."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flash_allreduce_plugin.telemetry.run_log import LOG_VERSION
 
 Sites = dict[str, Counters]
 
-_MOST = (1 << 53) - 1  # of anything counted: exact as a float too
+_MOST = (1 << 53) - 1  # the largest count: exact as a float too
 _LONGEST = 1e10  # seconds of a run, 300 years
 _END_OF_TIME = 253402300799.0  # the last second of the year 9999
 
 
 class LogError(ValueError):
-    """A file that is no log; the message is one sentence."""
+    """A file that is no log. The message is one sentence."""
 
 
 @dataclass(slots=True)
 class Interval:
-    """The counts up to `seconds` after the start. step: finished training steps, None if not known."""
+    """The counts of an interval that ends `seconds` after the start. step: finished training steps; None: not known."""
 
     seconds: float
     step: int | None
@@ -40,21 +40,21 @@ class Interval:
 
 @dataclass(slots=True)
 class Start:
-    """One process that wrote to the file: its first line, and what followed. ended: its last line is there."""
+    """One process in the log: its first line and its intervals. ended: True if its last line is there."""
 
     header: dict[str, Any]
     configurations: list[dict[str, Any]]
     intervals: list[Interval] = field(default_factory=list)
     ended: bool = False
     decisions: list[str] = field(default_factory=list)  # of enabled "auto"
-    sites: Sites = field(default_factory=dict)  # all intervals together
+    sites: Sites = field(default_factory=dict)  # sum of all intervals
 
     @property
     def seconds(self) -> float:
         return self.intervals[-1].seconds if self.intervals else 0.0
 
     def take(self, line: dict[str, Any]) -> None:
-        """An interval. Raises ValueError for what cannot be."""
+        """Add an interval. Raises ValueError for impossible values."""
         found = {}
         for name, fields in _mapping(line, "sites").items():
             try:
@@ -72,7 +72,7 @@ class Start:
 
 @dataclass
 class Log:
-    """A file. cut_off: lines that are not whole, and are left out."""
+    """A file. cut_off: number of incomplete lines, which are skipped."""
 
     path: Path
     starts: list[Start]
@@ -80,7 +80,7 @@ class Log:
 
     @cached_property
     def intervals(self) -> list[Interval]:
-        """Of all starts, one after the other, their seconds counted on."""
+        """Return the intervals of all starts in order, with their seconds added up."""
         found, before = [], 0.0
         for start in self.starts:
             found += [Interval(before + one.seconds, one.step, one.sites, one.beside) for one in start.intervals]
@@ -93,27 +93,27 @@ class Log:
 
     @cached_property
     def sites(self) -> Sites:
-        """The whole run."""
+        """Return the sites of the whole run."""
         return added_up(interval.sites for interval in self.intervals)
 
     @cached_property
     def beside(self) -> Sites:
-        """What torch.distributed sent beside us, by collective and group."""
+        """Return torch.distributed's other traffic, by collective and group."""
         return added_up(interval.beside for interval in self.intervals)
 
     @property
     def all(self) -> Counters:
-        """The sites and what was sent beside us."""
+        """Return the sum of all sites and other traffic."""
         return total(self.sites).plus(total(self.beside))
 
     @property
     def steps(self) -> int | None:
-        """The last one that is known."""
+        """Return the last known step."""
         return next((one.step for one in reversed(self.intervals) if one.step is not None), None)
 
 
 def added_up(several: Iterable[Sites]) -> Sites:
-    """By site, in the order of their names."""
+    """Return the sums by site, sorted by name."""
     total: Sites = {}
     for sites in several:
         for name, counters in sites.items():
@@ -126,10 +126,10 @@ def total(sites: Sites) -> Counters:
 
 
 def read(path: Path, advance: Callable[[int], None] = lambda _: None) -> Log:
-    """Read a log. advance: is told the bytes of every line.
+    """Read a log. advance: receives the bytes of every line.
 
-    Raises LogError: not there, empty, not a log, of another version, or with a line that is none of a log's, whose
-    figures cannot be or do not add up.
+    Raises LogError for a missing or empty file, a file that is no log, another version, and a line that no log has or
+    with impossible figures.
     """
     starts: list[Start] = []
     cut_off = 0
@@ -191,7 +191,7 @@ def _start(line: dict[str, Any]) -> Start:
 
 
 def _configuration(line: dict[str, Any]) -> dict[str, Any]:
-    """As it stands there; what this version knows of it has to be valid."""
+    """Return a configuration unchanged. The fields that this version has must be valid."""
     fields = _mapping(line, "configuration")
     try:
         FlashConfig.from_dict({key: value for key, value in fields.items() if key in FlashConfig.model_fields})
@@ -213,7 +213,7 @@ def _counters(fields: dict[str, Any]) -> Counters:
         _count({"measured": 0, **fields}, "measured"),
         _reasons({"residuals_dropped": {}, **fields}, "residuals_dropped"),
         _reasons({"guard": {}, **fields}, "guard"),
-        # Logs did not say it once.
+        # Older logs do not have it.
         _count({"bytes_plain": 0 if fields["quantized"] else fields["bytes_sent"], **fields}, "bytes_plain"),
     )
     _adds_up(fields, counters)
@@ -221,7 +221,7 @@ def _counters(fields: dict[str, Any]) -> Counters:
 
 
 def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
-    """Refuse figures of which one at least is not what was written."""
+    """Raise ValueError for figures that contradict each other."""
     if _count(fields, "calls") != counters.calls:
         raise _WrongField(f'"calls" is {fields["calls"]}, and quantized and full_precision add up to {counters.calls}')
     if counters.bits is not None and not counters.quantized:
@@ -257,11 +257,11 @@ def _reasons(fields: dict[str, Any], key: str) -> Counter[str]:
         raise _WrongField(f'"{key}": {error}') from None
 
 
-# ---- what a line may hold: the log is a file like any other, and may be edited, cut off or made to mislead
+# ---- the fields of a line: a log may have been edited, cut off or forged
 
 
 class _WrongField(ValueError):
-    """The message names the field, what is there, and what could be."""
+    """A bad field. The message has the field, its value, and the allowed values."""
 
 
 def _count(fields: dict[str, Any], key: str, least: int = 0, most: int = _MOST) -> int:
@@ -308,7 +308,7 @@ def _shown(value: Any) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """The same with escapes for what a terminal would obey and a page cannot hold."""
+    """Return a value with escapes for control characters, which a terminal would obey and a page cannot hold."""
     if isinstance(value, str):
         if value.isprintable():
             return value

@@ -1,4 +1,4 @@
-"""The report as one HTML file: nothing in it is loaded from anywhere, and every text from a log is escaped."""
+"""The report as one HTML file. It loads no other file, and every text from a log is escaped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flash_allreduce_plugin.cli.report.text import (
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.telemetry.counters import NOT_OURS, Counters
 
-_POINTS = 240  # of a curve; more intervals than that are put together
+_POINTS = 240  # most points of a curve; more intervals are merged
 
 _STYLE = """
 :root { --ground: #f6f7f9; --card: #fff; --text: #1c2430; --dim: #5d6878; --rule: #dde2e9; --saved: #2563c9;
@@ -62,7 +62,7 @@ svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); f
 
 
 def page(logs: Sequence[Log]) -> str:
-    """The whole file; well-formed XML too."""
+    """Return the whole file, which is well-formed XML too."""
     body = "".join(_log(log, f"log{number}") for number, log in enumerate(logs, 1))
     if len(logs) > 1:
         links = (f'<li><a href="#log{n}">{escape(str(log.path))}</a></li>' for n, log in enumerate(logs, 1))
@@ -99,7 +99,7 @@ def _log(log: Log, anchor: str) -> str:
 
 
 def _sites(log: Log) -> Sites:
-    """Those that had anything to send; `notes` names the others."""
+    """Return the sites that sent anything; `notes` names the others."""
     silent = nothing_sent(log)
     return {name: counters for name, counters in log.sites.items() if name not in silent}
 
@@ -144,7 +144,7 @@ def _table(log: Log) -> str:
 
 
 def _full_precision(log: Log) -> str:
-    """Bars: calls in full precision by reason and site, and residuals that were dropped."""
+    """Return bars of calls in full precision by reason and site, and of dropped residuals."""
     found = [
         (count, reason, name)
         for name, counters in _sites(log).items()
@@ -177,10 +177,9 @@ def _bars(found: list[tuple[int, str, str]], what: str) -> str:
 
 
 def _along(intervals: list[Interval]) -> tuple[list[Interval], str]:
-    """At most _POINTS intervals, several put together where there are more, and what they are plotted over.
+    """Return at most _POINTS intervals, merged if there are more, and the unit of their axis.
 
-    `seconds` of those that come back is the place on that axis: steps if they are known throughout and never fall,
-    else time.
+    The intervals' `seconds` are positions on that axis: steps if all are known and never fall, else time.
     """
     many = math.ceil(len(intervals) / _POINTS)
     runs = [intervals[i : i + many] for i in range(0, len(intervals), many)]
@@ -196,7 +195,7 @@ def _along(intervals: list[Interval]) -> tuple[list[Interval], str]:
 
 
 def _site(name: str, intervals: list[Interval], across: Across) -> str:
-    """Curves of one site."""
+    """Return the curves of one site."""
 
     def values(of: Callable[[Counters], float | None]) -> list[tuple[float, float]]:
         found = ((one.seconds, of(one.sites[name])) for one in intervals if name in one.sites)
@@ -225,7 +224,7 @@ def _saved_percent(counters: Counters) -> float | None:
 
 
 def _configuration(log: Log) -> str:
-    """Every configuration of the log: what differs from the defaults, and all of it."""
+    """Return every configuration of the log: the changes from the defaults, and all fields."""
     defaults = FlashConfig().to_dict()
     found: list[dict[str, Any]] = []
     for start in log.starts:

@@ -1,4 +1,4 @@
-"""The curves of the report: matplotlib draws them as SVG, and the page sets their colours, for a dark screen too."""
+"""The curves of the report: matplotlib draws SVG, and the page sets the colours, for dark screens too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import io
 from collections.abc import Sequence
 from xml.etree import ElementTree
 
-_MARKED = 60  # more points than that are not marked one by one
-# Colours for matplotlib; the page has its own in their place. Its style has those of text and points.
+_MARKED = 60  # most points with a mark each
+# Colours for matplotlib, which the page's style replaces.
 _COLOURS = {"#000001": "var(--ink)", "#000002": "var(--rule)"}
 _INK, _GRID = _COLOURS
 
@@ -26,7 +26,7 @@ def curve(points: Sequence[Point], across: Across, unit: str, low: float, high: 
 
     x_label, first, last = across
     xs, ys = zip(*points, strict=True)
-    # The names of the elements depend on the salt alone, not on the time or a random number.
+    # The names of the elements depend on the salt only, not on the time or a random number.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 8}):
         figure = Figure((5.2, 1.9), frameon=False)
         axes = figure.add_axes((0.09, 0.18, 0.88, 0.76), frameon=False)

@@ -1,4 +1,4 @@
-"""What a report says in words and numbers, in the terminal and on the page."""
+"""The words and numbers of a report, in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from flash_allreduce_plugin.cli.report.log import Log
 from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.counters import Counters, sqnr_db
 
-# policy.ONE_RANK and policy.EMPTY: a report needs no torch, which that module imports.
+# Copies of policy.ONE_RANK and policy.EMPTY: that module imports torch, which a report does not need.
 NOTHING_TO_SEND = frozenset(("one-rank group", "empty message"))
 
 
 def amount(count: float) -> str:
-    """Bytes, in powers of 1000."""
+    """Return bytes in powers of 1000."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
         if abs(count) < 999.5:
@@ -34,13 +34,13 @@ def saved(counters: Counters) -> str:
 
 
 def shares(log: Log) -> str:
-    """Of all that the rank sent: quantized, in full precision, not ours."""
+    """Return the shares of the rank's bytes: quantized, in full precision, other traffic."""
     text = counters.shares(log.sites.values(), log.beside.values())
     return text[0].upper() + text[1:] + "."
 
 
 def nothing_sent(log: Log) -> list[str]:
-    """The sites whose calls had nothing to send."""
+    """Return the sites whose calls had nothing to send."""
     return [
         name
         for name, one in log.sites.items()
@@ -49,7 +49,7 @@ def nothing_sent(log: Log) -> list[str]:
 
 
 def decibels(counters: Counters) -> float | None:
-    """None if nothing was measured."""
+    """Return the SQNR in dB, or None without a measurement."""
     return sqnr_db(counters.signal, counters.noise) if counters.measured else None
 
 
@@ -65,7 +65,7 @@ def bits(counters: Counters) -> str:
 
 
 def guard(counters: Counters) -> str:
-    """What min_sqnr_db did at a site."""
+    """Return the changes by min_sqnr_db at a site."""
     changes = ", ".join(f"{change} {count} time{'s' * (count > 1)}" for change, count in counters.guard.items())
     return f"by min_sqnr_db {changes}"
 
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 def notes(log: Log) -> list[str]:
-    """What a reader should know about a log beside its counts."""
+    """Return the remarks about a log that its counts do not show."""
     lines = []
     if len(log.starts) > 1:
         lines.append(f"{len(log.starts)} starts are in the file, added up.")

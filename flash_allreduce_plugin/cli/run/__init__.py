@@ -1,1 +1,1 @@
-"""flash-allreduce run: starts a program with the plugin attached, and reports what it did."""
+"""flash-allreduce run: runs a program with the plugin attached, and prints a report."""

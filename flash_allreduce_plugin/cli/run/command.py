@@ -27,14 +27,14 @@ FAILED_CHECK = 1
 EVERYTHING = "all"
 
 _OFF = ("0", "false", "no", "off")
-# What a user, a terminal or a scheduler sends to a program.
+# Signals of a user, a terminal or a scheduler.
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_FROM_KERNEL = 0x80  # si_code SI_KERNEL: a key on the terminal, which has sent it to the program as well
+_FROM_KERNEL = 0x80  # si_code SI_KERNEL: a key on the terminal, which has also sent the signal to the program
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A variable that the command is to set. words: the option, as its user wrote it."""
+    """A variable that the command sets. words: the option, as the user wrote it."""
 
     variable: str
     value: str
@@ -44,7 +44,7 @@ class Option:
 def options_of(
     bits: str | None, preset: str | None, config: Path | None, attach: str | None, fields: Sequence[str]
 ) -> list[Option]:
-    """The options as variables; fields: KEY=VALUE each. Raises ValueError, one sentence, for one that is none."""
+    """Return the options as variables. fields: KEY=VALUE each. Raises ValueError, one sentence, for a bad one."""
     found = []
     for key, value in (("bits", bits), ("preset", preset)):
         if value is not None:
@@ -69,11 +69,11 @@ def options_of(
 
 
 def run_run(command: Sequence[str], options: Sequence[Option], report_file: Path | None, check: bool) -> int:
-    """Run `command` with the plugin attached, print the report of its log to stderr, and return its exit status (128 +
-    n if signal n ended it); FAILED_CHECK if the quick check found a problem and nothing was started.
+    """Run `command` with the plugin attached, print the report of its log to stderr, and return its exit status.
 
-    report_file: where the log is kept. Raises ValueError, before anything is started, for a command that is not there
-    and for what the options and the environment cannot mean.
+    The status is 128 + n if signal n ended the command, and FAILED_CHECK if the quick check found a problem: then
+    nothing was started. report_file: where the log is kept. Raises ValueError, before anything is started, for a
+    missing command and for invalid options or variables.
     """
     output = Output(width=WIDTH, soft_wrap=False)
     program = shutil.which(command[0])
@@ -98,7 +98,7 @@ def run_run(command: Sequence[str], options: Sequence[Option], report_file: Path
 
 
 def _refuse_switched_off() -> None:
-    """ValueError if the environment keeps the plugin from being attached, or from doing anything."""
+    """Raise ValueError if the environment keeps the plugin from being attached or from quantizing."""
     if environment.is_on(environment.DISABLE):
         raise ValueError(
             f"{environment.DISABLE}={os.environ[environment.DISABLE]}: every call would go in full precision; unset "
@@ -110,7 +110,7 @@ def _refuse_switched_off() -> None:
 
 
 def _settings(options: Sequence[Option]) -> dict[str, str]:
-    """The variables to set. Raises ValueError for two that contradict each other."""
+    """Return the variables to set. Raises ValueError for two that contradict each other."""
     settings: dict[str, Option] = {}
     for option in options:
         there = os.environ.get(option.variable, "")
@@ -126,7 +126,7 @@ def _settings(options: Sequence[Option]) -> dict[str, str]:
 
 
 def _meaning(name: str, value: str) -> object:
-    """What two values of a variable are compared by."""
+    """Return the meaning of a variable's value, to compare two values."""
     value = value.strip()
     if name == environment.CONFIG:
         return Path(value).resolve()
@@ -135,14 +135,14 @@ def _meaning(name: str, value: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Log:
-    """name: what FLASH_ALLREDUCE_LOG is set to. kept: the user has asked for the file. before: bytes it has already."""
+    """The log. name: value of FLASH_ALLREDUCE_LOG. kept: True if the user wants the file. before: its present bytes."""
 
     name: str
     kept: bool
     before: int = 0
 
     def written(self) -> Path | None:
-        """The log of the lowest rank of this machine, if there is one: its own folder has no other files."""
+        """Return the log of the lowest rank of this machine, if there is one. Its folder has no other files."""
         path = Path(self.name)
         if "%r" in self.name:
             before, _, after = path.name.partition("%r")
@@ -158,9 +158,9 @@ class _Log:
 
 @contextmanager
 def _log(report_file: Path | None) -> Iterator[_Log]:
-    """Yields the log: of --report, of the environment, or in a folder that is gone at the end.
+    """Yield the log: of --report, of the environment, or in a temporary folder.
 
-    Raises ValueError for a file that no log can be written to.
+    Raises ValueError for a file that cannot be written.
     """
     there = os.environ.get(environment.LOG, "")
     if report_file is not None and there.strip() and Path(there).resolve() != report_file.resolve():
@@ -181,18 +181,18 @@ def _log(report_file: Path | None) -> Iterator[_Log]:
 
 
 def _until_its_end(program: str, command: Sequence[str]) -> int:
-    """Run the command in this process's place: its files, its terminal, its signals. Its exit status.
+    """Run the command with this process's files, terminal and signals, and return its exit status.
 
-    It stays in the process group, so that it may read from the terminal; a signal that the terminal has sent to the
-    whole group is therefore not forwarded once more. Raises ValueError if it cannot be started.
+    The command stays in the process group, so that it may read from the terminal. A signal that the terminal has sent
+    to the whole group is therefore not forwarded. Raises ValueError if the command cannot be started.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored nobody learns the exit status
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if SIGCHLD is ignored, the exit status is lost
     awaited = {signal.SIGCHLD, *_FORWARDED}
-    # From here on signals wait until they are asked for: none gets lost between two lines.
+    # From here on signals are queued until sigwait: none is lost between two lines.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
         try:
-            # What subprocess.Popen does besides, but for the mask: Python ignores these two.
+            # As subprocess.Popen does, except for the mask: Python ignores these two signals.
             child = os.posix_spawn(
                 program, list(command), os.environ, setsigmask=before, setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
             )
@@ -212,7 +212,7 @@ def _until_its_end(program: str, command: Sequence[str]) -> int:
 
 
 def _report(output: Output, log: _Log, status: int) -> None:
-    """On stderr: stdout is the program's own."""
+    """Print the report to stderr: stdout belongs to the program."""
     file = log.written()
     if file is None and status:
         output.note(f"run: the command ended with exit status {status} before anything was attached")

@@ -1,1 +1,1 @@
-"""flash-allreduce tune: the settings that measured best on this cluster."""
+"""flash-allreduce tune: measures the best settings of this cluster."""

@@ -1,4 +1,4 @@
-"""`flash-allreduce tune`: measures where quantizing pays on the user's own ranks and writes the configuration."""
+"""`flash-allreduce tune`: measures when quantizing pays on the user's ranks, and writes the configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 LIMIT = 1.05
 CHUNKS = tuple(1 << power for power in range(17, 23))  # 128 KiB to 4 MiB
 CHUNK_SIZES = (8 << 20, 64 << 20)
-_SILENCE = 10.0  # seconds between two lines of progress where there is no terminal
+_SILENCE = 10.0  # seconds between two lines of progress without a terminal
 
 
 def run_tune(
@@ -41,9 +41,9 @@ def run_tune(
     json_file: Path | None,
     plot_file: Path | None,
 ) -> bool:
-    """Measure, print, write; whether no size was slower than LIMIT x full precision with what was chosen.
+    """Measure, print, write. Return True if no size was slower than LIMIT x full precision with the choice.
 
-    Raises ValueError for what cannot work, before anything is started, and ranks.RanksError if a rank fails.
+    Raises ValueError for options that cannot work, before anything is started, and ranks.RanksError if a rank fails.
     """
     chosen = bench.names("--collective", collectives, COLLECTIVES)
     world, *more = bench.worlds_of(rank_count, link, chosen)
@@ -68,7 +68,7 @@ def run_tune(
             raise ValueError(f"{file}: expected a file in a folder that exists")
     output = Output(json_file, width=100, silent=not ranks.speaks())
     result = _measured(output, settings, world, link)
-    if result is None:  # another rank of a launcher; rank 0 speaks
+    if result is None:  # another rank of a launcher: rank 0 prints
         return True
     result["written"] = _written(FlashConfig.from_dict(result["config"]))
     result["about"] = {**machine.about(), "link": link, "ranks": world, "datatype": settings["datatype"]}
@@ -102,14 +102,14 @@ def _measured(output: Output, settings: dict[str, Any], world: int, link: str) -
 
 
 def _written(config: FlashConfig) -> dict[str, Any]:
-    """What the file holds: the width and what was found, and every other field that differs from its default."""
+    """Return the fields of the file: the width, the findings, and every field that differs from its default."""
     defaults = FlashConfig().to_dict()
     changed = {key: value for key, value in config.to_dict().items() if value != defaults[key]}
     return {"bits": config.bits, "chunk_bytes": config.chunk_bytes, "min_bytes": config.min_bytes, **changed}
 
 
 def _configs(bits: str, config: str | None) -> dict[str, FlashConfig]:
-    """By name, one for each of `bits`, quantizing whatever the size."""
+    """Return the configurations by name, one for each of `bits`, which quantize calls of every size."""
     _, fields = bench.fields_of(config)
     for key in ("min_bytes", "chunk_bytes", "enabled"):
         if key in fields:
@@ -166,9 +166,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over full precision by size, a panel for each run and collective; what the tuned configuration takes is
-    marked.
-    """
+    """Draw the speed-up over full precision by size, a panel for each run and collective, with the choice marked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""What `tune` does in every rank: time full precision and quantized calls side by side, choose, and check the choice.
+"""`tune` in every rank: time full precision and quantized calls alternately, choose, and check the choice.
 
-Times are medians over rounds of the slowest rank's and equal on all ranks, so that every rank chooses alike.
+Times are medians over rounds of the slowest rank's times. They are equal on all ranks, so all ranks choose the same.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from flash_allreduce_plugin.policy import Collective
 
 FULL_PRECISION, CONTROL, TUNED = "full precision", "full precision again", "tuned"
 
-_ROUND = 0.02  # seconds that the calls of a round take at least, up to _MOST_CALLS of them
+_ROUND = 0.02  # least seconds of a round's calls, up to _MOST_CALLS of them
 _MOST_CALLS = 50
 _ROUNDS = (5, 200)
-_AGAIN = 2  # times that a size which seems slower than allowed is measured further, each with thrice the rounds
+_AGAIN = 2  # further measurements of a size that seems too slow, each with three times the rounds
 
 
 def measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
-    """settings: collectives, sizes (bytes), datatype, device, configs {name: fields}, the first of which is chosen
-    for, chunks (candidates of chunk_bytes), chunk_sizes, seconds (for a size), limit.
+    """Measure, choose and check.
+
+    settings: collectives, sizes (bytes), datatype, device, configs {name: fields} (the choice is for the first),
+    chunks (candidates of chunk_bytes), chunk_sizes, seconds (for a size), limit.
 
     Returns {"chunk_bytes": {candidate: {size: seconds}}, "sweep": rows, "pays_from": {collective: {name: size or
     None}}, "config": fields, "check": rows}.
@@ -73,7 +75,7 @@ def measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
 
 
 def best_chunk(times: Mapping[int, Mapping[int, float]], default: int) -> int:
-    """Of the candidates that with the least geometric mean of its times; the default if none is 2 % better."""
+    """Return the candidate with the least geometric mean of times; the default if none is 2 % better."""
     if not any(times.values()):
         return default
     means = {c: math.exp(statistics.fmean(map(math.log, of_sizes.values()))) for c, of_sizes in times.items()}
@@ -82,7 +84,7 @@ def best_chunk(times: Mapping[int, Mapping[int, float]], default: int) -> int:
 
 
 def pays_from(speedups: Iterable[tuple[int, float]]) -> int | None:
-    """The smallest size from which on every measured one is faster quantized; None: not even the largest is.
+    """Return the smallest size from which on every measured size is faster quantized; None: the largest is not.
 
     speedups: (size, time in full precision / time quantized).
     """
@@ -95,7 +97,7 @@ def pays_from(speedups: Iterable[tuple[int, float]]) -> int | None:
 
 
 def choose(base: FlashConfig, pays: list[int | None]) -> FlashConfig:
-    """min_bytes from which on quantizing pays for all of the collectives; enabled false if for one it never does."""
+    """Return the configuration with min_bytes at which all collectives pay; enabled false if one never does."""
     sizes = [size for size in pays if size is not None]
     if len(sizes) < len(pays):
         default = FlashConfig.model_fields["min_bytes"].default
@@ -104,7 +106,7 @@ def choose(base: FlashConfig, pays: list[int | None]) -> FlashConfig:
 
 
 class _Bench:
-    """Times calls of one rank, and says how far it is."""
+    """Times the calls of one rank, and sends the progress."""
 
     def __init__(self, settings: Mapping[str, Any], say: Say, total: int) -> None:
         group = dist.group.WORLD
@@ -116,7 +118,7 @@ class _Bench:
         self.say, self.total, self.done = say, total, 0
 
     def check(self, collective: Collective, size: int, config: FlashConfig, limit: float) -> dict[str, Any]:
-        """Full precision, full precision once more as a control, and the tuned configuration.
+        """Time full precision, full precision again as a control, and the tuned configuration.
 
         A size that seems slower than the limit is measured further, and all of its rounds count.
         """
@@ -146,8 +148,9 @@ class _Bench:
         seconds: float | None = None,
         counts: bool = True,
     ) -> dict[str, list[float]]:
-        """Seconds of a call in each round, of every configuration and, unless control is None, in full precision; with
-        a name for the control, once more in full precision under that name.
+        """Return the seconds of a call in each round, of every configuration and in full precision.
+
+        control: None: without full precision; a name: full precision a second time under that name.
         """
         self.say(done=self.done, of=self.total, doing=f"{collective} of {size} bytes")
         output, input, fresh = self._tensors(collective, size)
@@ -169,7 +172,7 @@ class _Bench:
         return found
 
     def _tensors(self, collective: Collective, size: int) -> tuple[Tensor, Tensor, Callable[[int], None]]:
-        """Output, input, and what makes them fit for so many calls in a row: sums in place grow with every call."""
+        """Return output, input, and a function that prepares them for a number of calls: sums in place grow."""
         world = self.group.size()
         count = size // self.dtype.itemsize // world * world
         generator = torch.Generator().manual_seed(self.group.rank())
