@@ -542,10 +542,7 @@ def decode_sum_encode(
 def encode_feedback(
     input: Tensor, payload: Tensor, residual: Tensor, momentum: float, codec: Format, draw: Draw = NO_DRAW
 ) -> None:
-    """Encode input [1, numel] plus a residual of 8 bits or bf16 into payload [1, bytes], and replace the residual.
-
-    See rows.py.
-    """
+    """Encode input [1, numel] plus a residual (8 bits, bf16) into payload [1, bytes]; replace the residual: rows.py."""
     numel, own = input.shape[1], residual_format(codec.group_size)
     if numel == 0:
         return

@@ -118,15 +118,12 @@ def make_plan(
 ) -> Plan | FullPrecision:
     """Plan one call, or return the reason for full precision.
 
-    numel: elements of the whole tensor: the input of reduce_scatter and scatter, the output of all_gather and gather.
-        Not used for all_to_all.
+    numel: of the whole tensor: input of reduce_scatter, scatter; output of all_gather, gather. all_to_all: not used.
     op: "sum", "avg" or another operator's name; used by collectives with a sum.
     step: number of the training step, from 0; None: no warm-up.
-    nodes: of the group, if config.hierarchical is on. A group within one node is flat with the width inside. A group
-        with one rank a node is flat with the width between nodes. Collectives other than sums and all_gather have one
-        level.
-    width: replaces the role's width and inter_bits, but not reduce_bits and gather_bits, which override the width of
-        their half.
+    nodes: of the group, if config.hierarchical is on. A group within one node is flat with the width inside, one with a
+        rank a node flat with the width between nodes. Only sums and all_gather have two levels.
+    width: replaces the role's width and inter_bits, not reduce_bits and gather_bits, which override that of their half.
     """
     if not config.enabled:
         return FullPrecision(DISABLED)
