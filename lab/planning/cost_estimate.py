@@ -1,25 +1,25 @@
-"""What a whole all-reduce should take on machines that were not there to be measured.
+"""Estimate the time of an all-reduce on machines that we could not measure.
 
     python -m lab.planning.cost_estimate --kernels cuda_codec.json
-    python -m lab.planning.cost_estimate                      before there is one: the shares of presets.py
-    python -m lab.planning.cost_estimate --share 0.9          all kernels alike: an assumption
+    python -m lab.planning.cost_estimate                      without a file: the shares of presets.py
+    python -m lab.planning.cost_estimate --share 0.9          one assumed share for all kernels
 
-An estimate, from three kernels a rank and the bytes that it sends, of a bf16 tensor at 8 and 4 bits in groups of 128:
+The estimate is for a bf16 tensor at 8 and 4 bits in groups of 128, from three kernels a rank and the sent bytes:
 
     encode              of the whole tensor              reads it, writes its payload
     decode_sum_encode   of the shard, N payloads         reads a payload's worth, writes an N-th
     decode              of the whole tensor              reads a payload, writes it
     link, both halves   2 (N-1)/N payloads over the link of one rank
 
-A kernel takes its bytes over (share x the speed of a copy on that GPU), and no less than a launch. "in turn" is the sum
-of kernels and link, "overlapped" the longer of them: chunks in flight come close to the second for large tensors. Both
-take what the host needs for the call at least.
-Between two nodes, flat: half of the payload goes to the other node. In two levels (docs/use/clusters.md): INT8
-inside, and an L-th of the payload between. NCCL takes 2 (N-1)/N of the tensor over its published bus bandwidth.
+A kernel takes its bytes over (share x the speed of a copy on that GPU), and at least a launch. "in turn" is the sum of
+kernels and link, "overlapped" the longer of them: chunks in flight come close to it for large tensors. Both take at
+least the host's time of the call. Between two nodes a flat call sends half of the payload to the other node. Two levels
+(docs/use/clusters.md) send INT8 inside, and an L-th of the payload between. NCCL sends 2 (N-1)/N of the tensor at its
+published bus bandwidth.
 
-Not in it: barriers, contention inside a switch or between the sockets of a PCIe machine, that kernels and transfers
-share a GPU's memory and processors, and that NCCL is slower than its bus bandwidth on small tensors. Latencies are
-assumptions.
+The estimate ignores barriers, contention inside a switch or between the sockets of a PCIe machine, that kernels and
+transfers share a GPU's memory and processors, and that NCCL is slower than its bus bandwidth on small tensors.
+Latencies are assumptions.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ HOST = f"measured without a GPU (docs/trust/cuda.md), and {presets.LAUNCHES} lau
 
 @dataclass(frozen=True)
 class Machine:
-    """ranks GPUs in `nodes` nodes. Speeds in bytes a second, one direction, of one rank, as they are reached.
+    """`ranks` GPUs in `nodes` nodes. Speeds are the reached bytes a second of one rank, in one direction.
 
-    copy: read and written together; shares: of it, what the kernels reach in the model (presets.py). link: inside a
-    node. wire: between nodes, 0 with one node. bus: NCCL's bus bandwidth of an all_reduce. latency: seconds of one
-    exchange among all ranks, assumed. sources: of the speeds.
+    copy: read and written together. shares: the kernels' shares of copy in the model (presets.py). link: inside a node.
+    wire: between nodes, 0 with one node. bus: NCCL's bus bandwidth of an all_reduce. latency: seconds of one exchange
+    among all ranks, assumed. sources: of the speeds.
     """
 
     name: str
@@ -144,9 +144,9 @@ MACHINES = (
 
 @dataclass(frozen=True)
 class Kernels:
-    """How fast the kernels are: a share of a copy by kernel, bits and bytes moved; seconds of a launch.
+    """The speeds of the kernels: a share of a copy by kernel, bits and bytes moved; seconds of a launch.
 
-    Without points: all alike (assumed), or as the machine's model has it.
+    Without points: one assumed share for all, or the shares of the machine's model.
     """
 
     points: dict[tuple[str, int], list[tuple[float, float]]]
@@ -155,7 +155,7 @@ class Kernels:
 
     @classmethod
     def of_json(cls, results: dict[str, Any]) -> Kernels:
-        """From what lab.benchmarks.cuda_codec wrote: bf16, groups of 128."""
+        """Read the results of lab.benchmarks.cuda_codec: bf16, groups of 128."""
         points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for row in results["rows"]:
             if row["dtype"] == "bf16" and row["group_size"] == 128 and not row["options"]:
@@ -168,7 +168,7 @@ class Kernels:
         return cls({}, LAUNCH, share)
 
     def share(self, kernel: Kernel, bits: int, nbytes: float, machine: Machine) -> float:
-        """Between two measured sizes by a straight line; outside of them that of the nearest."""
+        """Return the share at a size: linear between two measured sizes, the nearest one's outside of them."""
         if self.assumed is not None:
             return self.assumed
         if not self.points:
@@ -184,7 +184,7 @@ class Kernels:
 
 
 def kernel_seconds(numel: int, c: Format, machine: Machine, kernels: Kernels) -> float:
-    """encode, decode_sum_encode of a shard, decode, of one rank."""
+    """Return the seconds of encode, decode_sum_encode of a shard, and decode, of one rank."""
     payload = c.payload_bytes(numel)
     moved: dict[Kernel, float] = {
         "encode": ELEMENT * numel + payload,
@@ -195,7 +195,7 @@ def kernel_seconds(numel: int, c: Format, machine: Machine, kernels: Kernels) ->
 
 
 def flat_link_seconds(numel: int, c: Format, machine: Machine) -> float:
-    """Both halves: to the ranks of the node over the link, to those of the other nodes over the wire, at once."""
+    """Return the seconds of both halves: over the link inside the node and over the wire between nodes, together."""
     payload, node = c.payload_bytes(numel), machine.ranks // machine.nodes
     inside = payload * (node - 1) / machine.ranks / machine.link
     between = payload * (machine.ranks - node) / machine.ranks / machine.wire if machine.nodes > 1 else 0.0
@@ -203,13 +203,13 @@ def flat_link_seconds(numel: int, c: Format, machine: Machine) -> float:
 
 
 def nccl_seconds(numel: int, machine: Machine) -> float:
-    """bus bandwidth as nccl-tests defines it: bytes / time x 2 (N-1)/N."""
+    """Return the seconds of NCCL, by nccl-tests' bus bandwidth: bytes / time x 2 (N-1)/N."""
     return ELEMENT * numel * 2 * (machine.ranks - 1) / machine.ranks / machine.bus + 2 * machine.latency
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds. kernels: of all kernels of a rank; link: of the longest link; host: until it has started everything."""
+    """Seconds of a call. kernels: of all kernels of a rank. link: of the slowest link. host: of all launches."""
 
     kernels: float
     link: float
@@ -226,7 +226,7 @@ class Estimate:
 
     @property
     def speedups(self) -> tuple[float, float]:
-        """Over NCCL: in turn, overlapped."""
+        """Return the speed-ups over NCCL: in turn, overlapped."""
         return self.nccl / self.in_turn, self.nccl / self.overlapped
 
 
@@ -240,7 +240,7 @@ def flat(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
 
 
 def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Estimate:
-    """Between N nodes of L ranks: INT8 inside, c between and back (docs/use/clusters.md).
+    """Estimate two levels, N nodes of L ranks: INT8 inside, c between and back (docs/use/clusters.md).
 
     Kernels: encode inside; sums of L payloads of an L-th each; of N payloads of an (N L)-th; decode.
     """
@@ -254,7 +254,7 @@ def two_levels(numel: int, c: Format, machine: Machine, kernels: Kernels) -> Est
     )
     link = (node - 1) / node * (inside + between) / machine.link
     wire = 2 * (nodes - 1) / nodes * between / node / machine.wire
-    # Slabs are in flight on the link and on the wire at once.
+    # Slabs are in flight on the link and on the wire together.
     return Estimate(
         sum(kernels.seconds(kernel, bits, nbytes, machine) for kernel, bits, nbytes in moved),
         max(link, wire) + 4 * machine.latency,

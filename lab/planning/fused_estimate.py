@@ -1,18 +1,18 @@
-"""Up to which size the fused kernel should win, and in one shot or in two: where the default limits come from.
+"""Estimate the sizes at which the fused kernel wins, in one shot or in two: the source of the default limits.
 
     python -m lab.planning.fused_estimate
 
-An estimate, nobody has measured it: times of a bf16 all-reduce of one node, of n elements in payloads of P bytes, N
-ranks, at 8 and 4 bits in groups of 128:
+Not measured: estimated times of a bf16 all-reduce in one node, n elements in payloads of P bytes, N ranks, at 8 and 4
+bits in groups of 128:
 
     two-shot   launch + 2 meetings + 2 (N-1)/N P over the link + encoding, summing P + P / N bytes, decoding
     one-shot   launch + 1 meeting  +   (N-1)   P over the link + encoding, summing N P + 2 n bytes
     usual      three kernels on the whole GPU and two exchanges in turn (lab/planning/cost_estimate.py)
 
-The kernel has a block for each stripe, of which a multiprocessor holds one, up to a third of the GPU. It is made of the
-general kernels' text: its bytes go at their share of a copy's speed, times its share of the GPU. Neither it nor the
-usual way is over before the host has started it. A limit is the largest power of two at which the way is not slower
-than the next one, at both widths. Meetings, launches and the latency of an exchange are assumptions.
+The kernel has one block a stripe and multiprocessor, on at most a third of the GPU. It consists of the general kernels'
+code, so it moves bytes at their share of a copy's speed, times its share of the GPU. No way is shorter than the host's
+launches. A limit is the largest power of two at which a way is not slower than the next one, at both widths. Meetings,
+launches and the latency of an exchange are assumptions.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lab.planning.cost_estimate import ELEMENT, H100, MACHINES, WIDTHS, Kernels,
 SIZES = [1 << power for power in range(10, 27)]  # bytes of the tensor
 PIECE = 1024  # elements
 KERNELS = Kernels.assume(None)
-#: Shares of a copy's speed. The fused kernel asks for its form while it runs; so did the codec's kernels at 6 bits, of
-#: which an H100 measured these at 64 MiB.
+#: Shares of a copy's speed. The fused kernel chooses its format at run time. So did the codec's kernels at 6 bits, from
+#: which these were measured on an H100 at 64 MiB.
 GENERAL = Shares(0.50, 0.38, 0.23, 0.19)
 
 
@@ -71,7 +71,7 @@ def fused_seconds(numel: int, c: Format, box: Box, ranks: int, one_shot: bool) -
 
 
 def with_host(seconds: float) -> float:
-    """Of a call of the kernel: not sooner than the host has started it, which takes as long as any call."""
+    """Return the seconds of a kernel's call with the host's time, which is that of any call."""
     return max(HOST_CALL + LAUNCH, seconds)
 
 
@@ -80,7 +80,7 @@ def usual_seconds(numel: int, c: Format, box: Box, ranks: int) -> float:
 
 
 def limit(faster: Callable[[int, Format], float], slower: Callable[[int, Format], float]) -> int:
-    """Bytes of the largest tensor at which `faster` is it, at every width; 0: none."""
+    """Return the bytes of the largest tensor at which `faster` is faster, at every width; 0: none."""
     codecs = [Format(bits, 128) for bits in WIDTHS]
     sizes = (size for size in SIZES if all(faster(size // ELEMENT, c) <= slower(size // ELEMENT, c) for c in codecs))
     return max(sizes, default=0)

@@ -1,4 +1,4 @@
-"""Compares the predictions of `flash-allreduce plan` with measurements: this project's own, and others' published ones.
+"""Compare the predictions of `flash-allreduce plan` with measurements: our own, and published ones of others.
 
     python -m lab.planning.plan_check                       the newest day of lab/results
     python -m lab.planning.plan_check --results FOLDER --json check.json

@@ -1,10 +1,10 @@
-"""First half of lab/planning/plan_check.py: predictions against this project's own measurements on rate-limited links.
+"""First half of lab/planning/plan_check.py: predictions against our measurements on rate-limited links.
 
-Inputs, from step_time.json's run without any limit: the step without collectives (its arithmetic), the bf16 step (what
-the device spends on a byte it sends), the INT8 step (what a quantized call costs beside its bytes), and the rate of
-each link. Everything else is predicted; nothing is fitted to a row. The layer has its own time without collectives.
-DeepSpeed's inputs are its steps whose gradients are not sent: of the same stage, or, with parameters quantized too, of
-stage 0, which gathers none.
+Inputs, from step_time.json's run without a limit: the step without collectives (arithmetic), the bf16 step (the
+device's time of a sent byte), the INT8 step (the cost of a quantized call besides its bytes), and the rate of each
+link. All other numbers are predicted; none is fitted to a row. The layer has its own time without collectives.
+DeepSpeed's inputs are steps without sent gradients: of the same stage, or, with quantized parameters, of stage 0, which
+gathers none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flash_allreduce_plugin.cli.plan.step_model import Layout, predict, quantiza
 from flash_allreduce_plugin.codec.format import Format
 from lab.benchmarks import netlab
 
-#: The figure: predictions lie this close to the measured times.
+#: The largest allowed difference of a prediction from the measured time.
 WITHIN = 0.15
 #: Bytes a second that the codec reads and writes together, one core, bf16 (codec.json: 21 GB/s read of fp32).
 CORE_CODEC = 20e9
@@ -37,7 +37,7 @@ FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds, measured and predicted, of a call or a step; of them the communication (None: not measured apart)."""
+    """Seconds of a call or step, measured and predicted, and of its communication (None: not measured separately)."""
 
     file: str
     what: str
@@ -55,13 +55,13 @@ class Row:
 
 
 def results_folder() -> Path | None:
-    """The newest day of lab/results that has all files; None: no day has."""
+    """Return the newest day of lab/results with all files, or None."""
     days = sorted((Path(__file__).resolve().parents[1] / "results").glob("????-??-??"))
     return next((day for day in reversed(days) if all((day / name).is_file() for name in FILES)), None)
 
 
 def rows(folder: Path) -> list[Row]:
-    """Every row of the files in `folder`. Raises OSError, ValueError or KeyError if they are not what is expected."""
+    """Return every row of the files in `folder`. Raises OSError, ValueError or KeyError for unexpected files."""
     results = {name: json.loads((folder / name).read_text()) for name in FILES}
     steps = results["step_time.json"]
     cluster = calibrated(steps)
@@ -73,12 +73,12 @@ def rows(folder: Path) -> list[Row]:
 
 
 def link(rate: str) -> float:
-    """Payload bytes a second of "298.3mbit"; "none": inf."""
+    """Return the payload bytes a second of "298.3mbit"; "none": inf."""
     return netlab.goodput(rate) / 8
 
 
 def _model(arguments: dict[str, Any]) -> tuple[Model, Layout]:
-    """The GPT of lab/benchmarks/step_time, TP over all hosts."""
+    """Return the GPT of lab/benchmarks/step_time, with TP over all hosts."""
     a = arguments
     model = Model(a["layers"], a["hidden"], a["heads"], a["heads"], 4 * a["hidden"], 256, a["sequence"])
     return model, Layout(tp=a["hosts"], micro_batch=a["batch"])
@@ -89,7 +89,7 @@ def _seconds(table: dict[str, Any], variant: str) -> float:
 
 
 def calibrated(steps: dict[str, Any]) -> Cluster:
-    """One core over gloo, from three steps without a limit on the link."""
+    """Return one core over gloo, from three steps without a limit on the link."""
     model, layout = _model(steps["about"]["arguments"])
     table = next(table for table in steps["tables"] if table["rate"] == "none")
     arithmetic, full, int8 = (_seconds(table, name) for name in ("no collectives", "bf16", "INT8"))
@@ -131,7 +131,7 @@ def _steps(results: dict[str, Any], cluster: Cluster) -> list[Row]:
 
 
 def _layer(results: dict[str, Any], cluster: Cluster) -> list[Row]:
-    """Forward, and the input gradient's all-reduce beside the weight gradient's GEMM: a third of the arithmetic."""
+    """Return the rows of a layer: forward, and the input gradient's all-reduce during the weight gradient's GEMM."""
     a = results["about"]["arguments"]
     numel = a["sequence"] * a["batch"] * a["hidden"]
     free = next(table for table in results["tables"] if table["rate"] == "none")
@@ -170,9 +170,9 @@ def _calls(name: str, results: dict[str, Any], cluster: Cluster) -> list[Row]:
 
 
 def _deepspeed(results: dict[str, Any], cluster: Cluster) -> list[Row]:
-    """The step without its gradients, and they on top: nothing is computed beside them (overlap_comm is off).
+    """Return DeepSpeed's rows: the step without gradients, plus their time, which nothing hides (no overlap_comm).
 
-    "INT4 + 8": gradients and parameters. Of a step of stage 3 DeepSpeed keeps what it has gathered: one gather.
+    "INT4 + 8": gradients and parameters. In a step of stage 3 DeepSpeed keeps gathered parameters: one gather.
     """
     a = results["about"]["arguments"]
     at = replace(cluster, inter=link(a["rate"]))

@@ -1,7 +1,7 @@
 """Second half of lab/planning/plan_check.py: predictions for set-ups of published figures. Nothing is tuned.
 
-A prediction is a range. Of a call: the codec's kernels and the link in turn, and at once. Of a training step: nothing
-hidden behind what is computed, and everything that can be.
+A prediction is a range. For a call: the codec's kernels and the link one after the other, and overlapped. For a
+training step: without any overlap with computation, and with all possible overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flash_allreduce_plugin.codec.format import Format
 FLASH, ZEROPP, COCCL, TACO = "arXiv 2412.04964", "arXiv 2306.10209 and its blog", "COCCL's README", "arXiv 2604.24088"
 QUICKREDUCE, EGOVERSE = "QuickReduce", "EgoVerse #667"
 INT8, INT4 = Format(8, 128), Format(4, 128)
-#: No set-up to predict for: (source, what, published).
+#: Published figures without a set-up: (source, subject, figure).
 UNKNOWN = (
     ("Flash Communication V2", "all_reduce, INT2 to INT8, up to", 3.2),
     ("SDP4Bit, arXiv 2410.15526", "training of GPT, 128 GPUs, up to", 4.08),
@@ -29,7 +29,7 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Speed-ups, each from low to high, the same number twice for a single one. predicted: None: set-up not known."""
+    """Speed-ups from low to high, a single number twice. predicted: None if the set-up is not known."""
 
     source: str
     what: str
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def difference(self) -> float | None:
-        """Of the nearest ends, as a share of the published; 0 where the ranges touch."""
+        """The difference of the nearest ends, as a share of the published one; 0 if the ranges overlap."""
         if self.predicted is None:
             return None
         (low, high), (least, most) = self.published, self.predicted
@@ -55,7 +55,7 @@ def _single(value: float) -> tuple[float, float]:
 
 
 def _seconds(t: Traffic, c: Cluster) -> tuple[float, float, float]:
-    """Of a call in full precision; at INT4 with kernels and link in turn, and at once; not sooner than the host."""
+    """Return the seconds of a call: full precision; INT4 without and with overlap, and at least the host's time."""
     narrow = cost(t, c, INT4)
     in_turn = narrow.seconds + min(narrow.link, narrow.busy)
     return cost(t, c).seconds, max(in_turn, narrow.host), max(narrow.seconds, narrow.host)
@@ -67,7 +67,7 @@ def _ratio(t: Traffic, c: Cluster) -> tuple[float, float]:
 
 
 def _flash_communication() -> list[Row]:
-    """4 ranks; LLaMA-3-70B, prefill of 8 x 1024 tokens, bf16 weights, 160 all-reduces of the whole batch."""
+    """Return Flash Communication's rows: 4 ranks, LLaMA-3-70B, prefill of 8 x 1024 tokens, bf16, 160 all-reduces."""
     found = []
     group = Group(4, 4)
     l40, _ = cluster_of("l40-4x1")
@@ -76,7 +76,7 @@ def _flash_communication() -> list[Row]:
     found.append(Row(FLASH, "all_reduce of 256 MiB bf16, 4 x L40, INT4", _single(3.18), ratio, note))
     model = replace(presets.MODELS["llama-3-70b"].model, sequence=1024)
     tokens = 8 * 1024
-    # The shares are the paper's own ("up to 65 %", "20 %" of the prefill).
+    # The shares are from the paper ("up to 65 %", "20 %" of the prefill).
     for name, published, share in (("l40", 2.06, 0.65), ("a100", 1.19, 0.20)):
         c, _ = cluster_of(f"{name}-4x1")
         t = Traffic("prefill", None, "all_reduce", tokens * model.hidden, 2, 2 * model.layers, group)
@@ -94,7 +94,7 @@ def _flash_communication() -> list[Row]:
 
 
 def zeropp_steps(c: Cluster, tokens: int, overlap: bool) -> tuple[float, float, float]:
-    """Seconds of a micro-batch of ZeRO-3, of ZeRO++ and of ZeRO-3 with this plugin; fp16, 18 G params.
+    """Return the seconds of a micro-batch of ZeRO-3, of ZeRO++ and of ZeRO-3 with this plugin; fp16, 18 G params.
 
     ZeRO++: INT8 parameters forward, gathered backward inside the node, INT4 gradients. This plugin: INT8 parameters
     forward and backward, INT4 gradients.
@@ -139,7 +139,7 @@ def _zeropp() -> list[Row]:
 
 
 def _coccl() -> list[Row]:
-    """32 H800 in four nodes, SDP4Bit (4 bits between nodes, 8 inside) against NCCL's fp32; Megatron's 3D layouts."""
+    """Return the rows of COCCL: 32 H800 in four nodes, SDP4Bit (4 bits between nodes, 8 inside) against NCCL's fp32."""
     found = []
     c, _ = cluster_of("h800-8x4")
     group = Group(32, 8)
@@ -168,7 +168,7 @@ def _coccl() -> list[Row]:
 
 
 def _taco() -> list[Row]:
-    """Without a set-up no prediction: what communication would have to be of the step for 1.87 x with 8.25 bits."""
+    """Return the rows of TACO, without a set-up: the share of communication at which 8.25 bits give 1.87 x."""
     gain = 1.87
     shares = [(1 - 1 / gain) / (1 - INT8.bits_per_element / full) for full in (16, 32)]
     note = (
@@ -179,7 +179,7 @@ def _taco() -> list[Row]:
 
 
 def _quickreduce() -> list[Row]:
-    """Two MI300X; INT4 with 4.5 bits an element, as theirs."""
+    """Return the rows of QuickReduce: two MI300X, INT4 with 4.5 bits an element."""
     found = []
     c, _ = cluster_of(None, peak_flops="1307T", ranks_per_node=2, intra="48GB/s", inter="48GB/s", codec="4TB/s")
     codec = Format(4, 32, compact=True)
@@ -194,7 +194,10 @@ def _quickreduce() -> list[Row]:
 
 
 def _egoverse() -> list[Row]:
-    """DDP on 8 A40: 1.4 s a step on one GPU, 6.4 s on eight, 3.6 with the bf16 hook; the first two give the link."""
+    """Return the rows of DDP on 8 A40: a step of 1.4 s on one GPU, 6.4 s on eight, 3.6 s with the bf16 hook.
+
+    The first two give the link.
+    """
     alone, fp32 = 1.4, 6.4
     exposed = fp32 - alone
     at = {bits: alone + exposed * bits / 32 for bits in (16.0, INT8.bits_per_element, INT4.bits_per_element)}

@@ -1,14 +1,14 @@
-"""An all-reduce over thousands of ranks, on paper: which way is the fastest, how small its messages become.
+"""Estimate an all-reduce over thousands of ranks: the fastest way, and the size of its messages.
 
     python -m lab.planning.scale                       16 to 16384 H100, 8 a node
     python -m lab.planning.scale --ranks 1024 --mib 64 --bits 8
 
-Chunks, slabs, messages and bytes are what the code makes of such a call (policy.make_plan, collectives/flat.py and
-two_level.py); links, kernels and the host are those of `flash-allreduce plan`. Full precision is the faster of NCCL's
-ring and tree, with the latencies of its own model (NCCL, src/graph/tuning.cc: protocol Simple, NVLink and network). A
-message between two ranks takes --message seconds of the device's time beside its bytes: an assumption. Nothing of it
-has run on a GPU. "KiB": a message, in two levels one between nodes; "pad": bytes sent, over those of the elements;
-"layout": seconds of this machine, once for each size of tensor.
+Chunks, slabs, messages and bytes come from the code (policy.make_plan, collectives/flat.py and two_level.py). Links,
+kernels and the host are those of `flash-allreduce plan`. Full precision is the faster of NCCL's ring and tree, with the
+latencies of NCCL's model (src/graph/tuning.cc: protocol Simple, NVLink and network). A message between two ranks takes
+--message seconds of the device besides its bytes, an assumption. No part has run on a GPU. "KiB": size of a message, in
+two levels of one between nodes. "pad": sent bytes over those of the elements. "layout": seconds on this machine, once
+for each size of tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def traffic(nbytes: int, ranks: int) -> Traffic:
 
 
 def full_precision(nbytes: int, ranks: int, c: Cluster) -> tuple[float, str]:
-    """Seconds of bf16, and by what."""
+    """Return the seconds of bf16 and the algorithm."""
     nodes = ranks // PER_NODE
     link = cost_model.full_precision(traffic(nbytes, ranks), replace(c, latency=0.0, far=0.0))[1]
     ring = link + 2 * (ranks - nodes) * RING_NVLINK + 2 * (nodes - 1) * RING_NETWORK
@@ -51,7 +51,7 @@ def full_precision(nbytes: int, ranks: int, c: Cluster) -> tuple[float, str]:
 
 
 def plan_of(nbytes: int, ranks: int, bits: int, levels: int) -> Plan:
-    """As api/reductions.py makes it of a call over NCCL."""
+    """Return the plan of a call over NCCL, as in api/reductions.py."""
     hierarchical: Any = {"intra_bits": 8, "inter_bits": bits, "ranks_per_node": PER_NODE} if levels == 2 else "off"
     plan = make_plan(
         "all_reduce",
@@ -69,7 +69,7 @@ def plan_of(nbytes: int, ranks: int, bits: int, levels: int) -> Plan:
 
 
 def quantized(nbytes: int, ranks: int, bits: int, levels: int, c: Cluster, message: float) -> dict[str, Any]:
-    """Seconds of the device and of the host, and what the call is made of."""
+    """Return the seconds of the device and of the host, and the parts of the call."""
     plan, numel, nodes = plan_of(nbytes, ranks, bits, levels), nbytes // 2, ranks // PER_NODE
     if levels == 1:
         _, link, kernels = cost_model.flat(traffic(nbytes, ranks), c, plan.gather)

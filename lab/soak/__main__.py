@@ -1,19 +1,19 @@
-"""Long runs: memory does not grow, nothing hangs, every result is right, replicas stay the same.
+"""Long runs. They check that memory does not grow, nothing hangs, results are right, and replicas stay equal.
 
     python -m lab.soak collectives --calls 100000 --ranks 4 --json collectives.json
     python -m lab.soak megatron --steps 5000
     python -m lab.soak deepspeed --steps 5000          and ddp, fsdp
 
 collectives: random collectives and sends, sizes, dtypes, widths and options on several groups from three threads,
-synchronous and asynchronous, waited for out of order (collectives.py). Every result is within the bound of
-guarantee 6 (docs/trust/numerics.md); where all ranks get the same, they have the same bits; inputs are as they were.
+synchronous and asynchronous, with waits in random order (collectives.py). Every result is within the bound of guarantee
+6 (docs/trust/numerics.md). Results that are equal on all ranks have equal bits. Inputs stay unchanged.
 
-megatron, deepspeed, ddp, fsdp: a small model through the real framework with the plugin on (training.py). What
-must be the same on several ranks is compared bit for bit; the loss is finite and falls.
+megatron, deepspeed, ddp, fsdp: a small model in the real framework with the plugin on (training.py). Replicas are
+compared bit for bit. The loss is finite and falls.
 
-Memory is VmRSS of every rank after a garbage collection: its growth is from the first to the last fifth of the samples
-after a warm-up of a tenth. Exit status 1: something was wrong, something grew by more than --most-growth, or nothing
-advanced for --patience seconds.
+Memory is VmRSS of every rank after a garbage collection. Its growth is from the first to the last fifth of the samples
+after a warm-up of a tenth. Exit status 1: a check failed, memory grew by more than --most-growth, or nothing advanced
+for --patience seconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NEEDS = {"megatron": "megatron-core", "deepspeed": "deepspeed"}
 
 
 class Progress:
-    """A line every twentieth of the way."""
+    """Prints a line every twentieth of the run."""
 
     def __init__(self, of: int) -> None:
         self._of, self._shown, self._begin = of, 0, time.monotonic()
@@ -57,7 +57,7 @@ class Progress:
 
 
 def grown(samples: list[dict[str, Any]], of: int) -> list[dict[str, dict[str, float]]]:
-    """Of every rank: the growth of all that watch.sample tells of."""
+    """Return the growth of all memory in watch.sample, for every rank."""
     done, kinds = [sample["done"] for sample in samples], [kind for kind in samples[0] if kind != "done"]
     return [
         {kind: growth(done, [sample[kind][rank] for sample in samples], of) for kind in kinds}
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, keep: command.Keep) -> int:
     count = arguments.calls if arguments.what == "collectives" else arguments.steps
     settings = {key: getattr(arguments, key) for key in ("calls", "steps", "seed", "largest", "patience")}
     os.environ.update(DS_ACCELERATOR="cpu", FLASH_ALLREDUCE_AUTOLOAD="0")
-    # glibc would keep as much in reserve, in every thread, as the largest tensors took: more than what is looked for.
+    # glibc would keep as much in reserve, in every thread, as the largest tensors took: more than the growth to find.
     os.environ.update(MALLOC_MMAP_THRESHOLD_=str(MIB), MALLOC_TRIM_THRESHOLD_=str(MIB))
     world_size, begin = arguments.ranks or RANKS[arguments.what], time.monotonic()
     try:

@@ -1,8 +1,8 @@
-"""Random calls on several groups from several threads, every result checked: what command.py does in every rank.
+"""Random calls on several groups from several threads, in every rank, with a check of every result.
 
-A lane is a thread with groups of its own, whose calls all ranks make in one order. The ranks draw the same calls from
-the seed; a rank that is not in a call's group goes on to the next one. In a round every lane makes its share of calls;
-between rounds, with nothing in flight, the ranks compare the bits of the results and look at their memory.
+A lane is a thread with its own groups. All ranks make the calls of a lane in one order, drawn from the seed. A rank
+that is not in a call's group skips the call. In a round every lane makes its share of calls. Between rounds, with
+nothing in flight, the ranks compare the bits of the results and measure their memory.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from flash_allreduce_plugin.runtime import groups
 from lab.soak import watch
 
 LANES = 3
-CALLS_A_ROUND = 200  # of a lane
+CALLS_A_ROUND = 200  # a lane
 CONFIGS = 96
-IN_FLIGHT = 5  # handles of a lane at once, at most
+IN_FLIGHT = 5  # most pending handles of a lane
 WITH_ALL: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 WITH_ONE_ROOT: tuple[Collective, ...] = ("broadcast", "reduce", "gather", "scatter")
 COLLECTIVES: tuple[Collective, ...] = (*WITH_ALL, *WITH_ONE_ROOT, "send")
-IN_PARTS = ("reduce_scatter", "all_to_all", "scatter")  # who gives has a part for every rank
+IN_PARTS = ("reduce_scatter", "all_to_all", "scatter")  # the input has a part for every rank
 SAME_ON_ALL = ("all_reduce", "all_gather", "broadcast")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def groups_of(lane: int, world: int) -> list[tuple[int, ...]]:
-    """The ranks of a lane's groups: all twice, neighbours, all but one."""
+    """Return the ranks of a lane's groups: all ranks twice, neighbours, all but one."""
     every = tuple(range(world))
     pairs = [(rank, rank + 1) for rank in range(world - 1)]
     chosen = ([every, every], pairs, [every[:-1], every[1:], every])[lane]
@@ -53,7 +53,7 @@ def groups_of(lane: int, world: int) -> list[tuple[int, ...]]:
 
 
 def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
-    """Of the i-th configuration; the first lets small messages go in full precision."""
+    """Return the i-th configuration. The first keeps small messages in full precision."""
     layout = draw.choice(["asymmetric", "symmetric", "compact", "codebook"])
     fields: dict[str, Any] = {
         "bits": draw.randint(2, 8),
@@ -80,7 +80,7 @@ def draw_config(draw: random.Random, i: int) -> fap.FlashConfig:
 
 
 def filling_configs() -> list[fap.FlashConfig]:
-    """Of the calls that need the largest buffers, flat and in two levels."""
+    """Return the configurations of calls with the largest buffers, flat and in two levels."""
     widest = fap.FlashConfig(bits=8, group_size=32, spike_reserving=True, chunk_bytes=1 << 20, min_bytes=0)
     nodes = {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}
     return [widest, widest.model_copy(update={"hierarchical": nodes})]
@@ -88,8 +88,10 @@ def filling_configs() -> list[fap.FlashConfig]:
 
 @dataclass(frozen=True)
 class Call:
-    """sizes: of the parts, one or one a rank. root: of a call with one; who sends, to the next rank. most_in_flight:
-    handles of the lane with it. start: where in the pool its numbers begin.
+    """One call.
+
+    sizes: of the parts, one or one a rank. root: of a call with one; the sender of a send to the next rank.
+    most_in_flight: pending handles of the lane, this one included. start: of its numbers in the pool.
     """
 
     lane: int
@@ -108,11 +110,11 @@ class Call:
     start: int
 
     def size(self, part: int) -> int:
-        """Of what a rank gives for that part: the receiver's rank where it gives one to each."""
+        """Return the size of a part of a rank's input. part: the receiver's rank, if there is one part a rank."""
         return self.sizes[part if len(self.sizes) > 1 else 0]
 
     def from_ranks(self, rank: int) -> tuple[int, ...]:
-        """Whose values a rank of the group gets: one after the other, of a sum all at once. Nobody's: no result."""
+        """Return the ranks whose values a rank receives, in order, or sums. Empty: the rank has no result."""
         every, here = tuple(range(len(self.ranks))), rank == self.root
         if self.collective in ("reduce", "gather"):
             return every if here else ()
@@ -127,13 +129,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Pooled(Inputs):
-    """Every rank's input of one call, from a pool that all ranks have; averages are sums of shares."""
+    """Every rank's input of one call, from a pool on all ranks. Averages are sums of shares."""
 
     pool: Tensor = field(default_factory=lambda: torch.empty(0))
     call: Call | None = None
 
     def given(self, rank: int, part: int) -> Tensor:
-        """What a rank gives the call; of the pool itself, if that is of the call's dtype."""
+        """Return a rank's input; a view of the pool, if the pool has the call's dtype."""
         assert self.call is not None
         size = self.call.size(part)
         first = (self.call.start + 1_000_003 * rank + 99_991 * part) % (len(self.pool) - size)
@@ -146,10 +148,10 @@ class Pooled(Inputs):
 
 
 def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfig]) -> Iterator[Call]:
-    """The calls of a lane, without an end. configs: the last are filling_configs.
+    """Yield the calls of a lane, endlessly. configs: the last ones are filling_configs.
 
-    The first ones are as large as any and as many at once as ever: what the groups' pools of buffers will hold is
-    there before memory is looked at. A group remembers the sizes that go in full precision: they are few.
+    The first calls have the largest sizes and the most pending handles, so that the groups' pools of buffers are full
+    before memory is measured. A group caches sizes in full precision, so there are few such sizes.
     """
     draw = random.Random(f"{settings['seed']} {lane}")
     groups, largest = groups_of(lane, settings["world"]), settings["largest"]
@@ -194,7 +196,7 @@ def draw_calls(lane: int, settings: dict[str, Any], configs: list[fap.FlashConfi
 
 
 def pool_of(seed: int, largest: int) -> Tensor:
-    """Gaussian numbers whose size changes every 1000 elements, among them zeros, one number, and spikes."""
+    """Return Gaussian numbers whose scale changes every 1000 elements, with zeros, constants, and spikes."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(2 * largest // 1000 + 1, 1000, generator=generator)
     rows *= torch.exp2(torch.randint(-12, 7, (len(rows), 1), generator=generator))
@@ -207,7 +209,7 @@ def pool_of(seed: int, largest: int) -> Tensor:
 
 
 class Lane:
-    """What a thread does: start calls, wait for them out of order, check what has come."""
+    """A thread that starts calls, waits for them in random order, and checks the results."""
 
     def __init__(
         self,
@@ -217,27 +219,27 @@ class Lane:
         settings: dict[str, Any],
         watchdog: watch.Watchdog,
     ) -> None:
-        """members: the groups, as new_group gave them; None: of others."""
+        """members: the groups from new_group; None: without this rank."""
         self.name = f"lane {number}"
         self._members = members
         self._configs = configs
         self._watchdog = watchdog
         self._draw = random.Random(f"{settings['seed']} {number} in flight")
         self._pool = pool_of(settings["seed"], settings["largest"])
-        # Sums of whole numbers are exact: what goes in full precision must be so too.
+        # Sums of whole numbers are exact, so calls in full precision must be exact too.
         self._whole = (3 * self._pool.clamp(-10, 10)).round()
         self._sites = [fap.Site(f"soak {number}.{i}") for i in range(4)]
         self.counts: Counter[str] = Counter()
 
     def pools(self) -> list[transport.BufferPool]:
-        """Of its groups."""
+        """Return the buffer pools of its groups."""
         return [groups.state_of(group).pool(torch.device("cpu")) for group in self._members if group is not None]
 
     def run(self, calls: list[Call]) -> Tensor:
-        """A checksum of each result, 0 where this rank is not in the group."""
+        """Run the calls. Return a checksum of each result, 0 if this rank is not in the group."""
         torch.set_num_threads(1)
         checksums = torch.zeros(len(calls), dtype=torch.int64)
-        in_flight: list[tuple[int, Any]] = []  # on every rank the same calls, also those of others
+        in_flight: list[tuple[int, Any]] = []  # the same calls on every rank, also those of other groups
         for i, call in enumerate(calls):
             self._watchdog.advance(self.name, call)
             in_flight.append((i, self._start(call)))
@@ -283,8 +285,8 @@ class Lane:
         rule = exchanges.Rule(call.dtype.itemsize, world, config.min_bytes)
         quantized = isinstance(plan, Plan)
         if call.collective == "all_to_all" and not rule.quantizes(call.size(rank)):
-            quantized = False  # of this rank's runs
-        # torch's own reduce may use the tensors of the other ranks for its sums.
+            quantized = False  # no run of this rank is quantized
+        # torch's reduce may use the tensors of the other ranks for its sums.
         if call.collective != "reduce" or quantized:
             for part, tensor in enumerate(given):
                 if not torch.equal(tensor, inputs.given(rank, part)):
@@ -292,7 +294,7 @@ class Lane:
         for what in (call.collective, str(call.dtype).removeprefix("torch."), "quantized" if quantized else "plain"):
             self.counts[what] += rank == call.root
         self.counts["asynchronous"] += rank == call.root and call.asynchronous
-        # Where all ranks have the same bits, one checks how far they are from the sum.
+        # If all ranks have the same bits, one rank checks the distance from the sum.
         if call.collective not in SAME_ON_ALL or call.number % world == rank:
             self._check(call, plan if quantized and isinstance(plan, Plan) else None, inputs, result, rank)
         bits = hashlib.blake2b(digest_size=7)
@@ -323,7 +325,7 @@ class Lane:
 
 
 def _made(call: Call, rank: int, given: list[Tensor], how: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """Make the call as a rank of its group; its handle, and the tensors that it writes. given: as inputs have it."""
+    """Make the call as a rank of its group. Return its handle and the tensors that it writes. given: the inputs."""
     world, at_root, of_root = len(call.ranks), rank == call.root, call.ranks[call.root]
     op = dist.ReduceOp.AVG if call.average else dist.ReduceOp.SUM
 
@@ -365,7 +367,7 @@ def _made(call: Call, rank: int, given: list[Tensor], how: dict[str, Any]) -> tu
 
 
 def differing(calls: list[Call], checksums: Tensor) -> list[Call]:
-    """Those of which all ranks should have the same bits and have not. checksums: [ranks, calls]."""
+    """Return the calls whose results should have equal bits on all ranks and have not. checksums: [ranks, calls]."""
     return [
         call
         for call, column in zip(calls, checksums.t().tolist(), strict=True)
@@ -374,14 +376,14 @@ def differing(calls: list[Call], checksums: Tensor) -> list[Call]:
 
 
 def _laid_out(tensor: Tensor, strided: bool) -> Tensor:
-    """The same elements in the same order, in another order in memory."""
+    """Return the tensor with other strides, if `strided`."""
     if not strided or tensor.numel() % 2:
         return tensor
     return tensor.view(2, -1).t().contiguous().t()
 
 
 def measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
-    """In every rank. settings: calls, seed, largest (elements of a tensor), patience (seconds)."""
+    """Run in every rank. settings: calls, seed, largest (elements of a tensor), patience (seconds)."""
     torch.set_num_threads(1)
     try:
         with watch.Watchdog(dist.get_rank(), settings["patience"]) as watchdog:
@@ -393,7 +395,7 @@ def measure(settings: dict[str, Any], say: Say) -> dict[str, Any]:
 def _measure(settings: dict[str, Any], say: Say, watchdog: watch.Watchdog) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     settings["world"] = world
-    timeout = timedelta(seconds=2 * settings["patience"])  # the watchdog comes before it
+    timeout = timedelta(seconds=2 * settings["patience"])  # the watchdog ends the rank before
     draw = random.Random(settings["seed"])
     configs = [*(draw_config(draw, i) for i in range(CONFIGS)), *filling_configs()]
     lanes, drawn, groups_made = [], [], 0

@@ -1,9 +1,10 @@
-"""Long trainings with Megatron, DeepSpeed, DDP and FSDP2, the plugin on: what command.py does in every rank.
+"""Long trainings with Megatron, DeepSpeed, DDP and FSDP2, with the plugin on, in every rank.
 
-megatron: two small GPTs in turn, tensor parallel over pairs of ranks and data parallel over what is left. One has g and
-f and all-reduced gradients, the other sequence parallelism and the distributed optimizer with overlap: every quantized
-site that is not Transformer Engine's or an expert's. deepspeed: the transformer of examples/deepspeed, ZeRO 2, and with
-parameters gathered by differences. ddp, fsdp: that of examples/fsdp, a model for each preset.
+megatron: two small GPTs, one after the other in each step, tensor parallel over pairs of ranks and data parallel over
+the rest. One has g and f and all-reduced gradients, the other sequence parallelism and the distributed optimizer with
+overlap: every quantized site except Transformer Engine's and the experts'. deepspeed: the transformer of
+examples/deepspeed, ZeRO 2, with and without parameters gathered by differences. ddp, fsdp: the transformer of
+examples/fsdp, a model for each preset.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from lab.soak import watch
 SAMPLES = 100
 PRESETS = ("int8", "int4", "thin")
 SEQUENCE, BATCH = 32, 4  # of the transformers
-COMPARED = 10  # times that the replicas are compared, and at the end
-#: What Megatron and DeepSpeed train with.
+COMPARED = 10  # comparisons of the replicas, besides the one at the end
+#: The configurations of Megatron and DeepSpeed.
 CONFIG: dict[str, Any] = {
     "bits": 8,
     "min_bytes": 0,
@@ -78,7 +79,7 @@ def _guarded(
 def _train(
     step: Step, drifted: Drifted, settings: dict[str, Any], say: Say, watchdog: watch.Watchdog
 ) -> dict[str, Any]:
-    """step(i) takes a step and gives the loss of each model; drifted() names what is not the same on all its ranks."""
+    """Train. step(i): runs a step and returns the loss of each model. drifted(): returns names of unequal replicas."""
     steps = settings["steps"]
     losses: dict[str, array[float]] = {}  # no Python objects, which would be counted as growth
     samples, compared = [], 0
@@ -119,7 +120,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _same(parameters: Iterable[torch.Tensor], group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of the group have the same bits of them."""
+    """Return True if all ranks of the group have the same bits."""
     digest = hashlib.sha256()
     for parameter in parameters:
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -181,7 +182,7 @@ def _start_megatron(settings: dict[str, Any]) -> tuple[Step, Drifted]:
 
 
 def _megatron_model(size: Any, tensor_parallel: int, seed: int, *, sequence_parallel: bool) -> tuple[Any, Any, Any]:
-    """A model, its DistributedDataParallel and its optimizer, with sequence parallelism a distributed one."""
+    """Return a model, its DistributedDataParallel and its optimizer; a distributed one with sequence parallelism."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -231,7 +232,7 @@ def _start_deepspeed(settings: dict[str, Any]) -> tuple[Step, Drifted]:
 
 
 def _batches(seed: int) -> Callable[[int], torch.Tensor]:
-    """This rank's rows of a step, each with the byte after it."""
+    """Return a function of this rank's rows of a step, each with the following byte."""
     text, _ = split(corpus(None), SEQUENCE)
 
     def batch(number: int) -> torch.Tensor:
@@ -256,7 +257,7 @@ def _config(preset: str) -> fap.FlashConfig:
 
 
 def _of_torch(models: dict[str, torch.nn.Module], seed: int, drifted: Drifted) -> tuple[Step, Drifted]:
-    """AdamW on each of them in turn."""
+    """Return the steps of AdamW on each model, one after another."""
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3) for name, model in models.items()}
     batch = _batches(seed)
 
@@ -298,13 +299,13 @@ def _start_fsdp(settings: dict[str, Any]) -> tuple[Step, Drifted]:
             module.set_custom_all_gather(fap.FlashAllGather(_config("int8")))
 
     def drifted() -> list[str]:
-        """Of what the ranks gather."""
+        """Return the names of unequal gathered parameters."""
         found = []
         for name, model in models.items():
             wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for module in wrapped:
                 module.unshard()
-            weights = [weight.detach().clone() for weight in model.parameters()]  # numpy would keep FSDP's own
+            weights = [weight.detach().clone() for weight in model.parameters()]  # numpy would keep FSDP's memory
             if not _same(weights, _world()):
                 found.append(name)
             for module in wrapped:

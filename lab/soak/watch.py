@@ -1,4 +1,4 @@
-"""What a long run is watched by: the memory of a rank, and a thread that ends the rank when nothing advances."""
+"""The watch of a long run: the memory of a rank, and a thread that ends a rank that does not advance."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATUS = Path("/proc/self/status")
 
 
 class _Mallinfo2(ctypes.Structure):
-    """Of glibc 2.33 and later, malloc.h: over all its arenas, in bytes."""
+    """The struct of glibc 2.33 and later, malloc.h: sums over all arenas, in bytes."""
 
     _fields_ = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
@@ -32,11 +32,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def occupied() -> dict[str, int]:
-    """rss: VmRSS of this process in bytes. blocks: of Python's own allocator. malloc: bytes that somebody has asked
-    the C library for and not given back, where it tells (glibc 2.33); what grows in rss and not there is memory between
-    what is in use.
+    """Return the memory of this process, after a garbage collection and malloc_trim.
 
-    Garbage is collected, and whole pages that the C library holds in reserve are given back, before.
+    rss: VmRSS in bytes. blocks: of Python's allocator. malloc: bytes allocated from the C library and not freed (glibc
+    2.33). Growth of rss without growth of malloc is fragmentation.
     """
     gc.collect()
     library, found = ctypes.CDLL(None), {}
@@ -51,7 +50,7 @@ def occupied() -> dict[str, int]:
 
 
 def sample(done: int, group: dist.ProcessGroup, **more: int) -> dict[str, Any]:
-    """After `done` calls or steps: what is occupied, and `more`, of every rank of the group."""
+    """Return the memory of every rank of the group after `done` calls or steps, and `more`."""
     here = {**occupied(), **more}
     everybodys = [torch.empty(len(here), dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(everybodys, torch.tensor(list(here.values())), group=group)
@@ -59,7 +58,7 @@ def sample(done: int, group: dist.ProcessGroup, **more: int) -> dict[str, Any]:
 
 
 def growth(done: list[int], occupied: list[int], of: int) -> dict[str, float]:
-    """From the first to the last fifth of the samples after the warm-up, by their medians.
+    """Return the growth from the first to the last fifth of the samples after the warm-up, by medians.
 
     Args:
         done: calls or steps before each sample, of `of` in all.
@@ -74,9 +73,9 @@ def growth(done: list[int], occupied: list[int], of: int) -> dict[str, float]:
 
 
 class Watchdog:
-    """Ends this rank, with a message and every thread's stack, when `advance` was not called for `patience` seconds.
+    """Ends this rank, with a message and every thread's stack, after `patience` seconds without a call of `advance`.
 
-    Use as a context manager: it watches inside of it, and a rank lives on after it.
+    A context manager: it watches inside of the block only.
     """
 
     def __init__(self, rank: int, patience: float) -> None:
@@ -94,7 +93,7 @@ class Watchdog:
         self._over.set()
 
     def advance(self, who: str, doing: Any) -> None:
-        """who: a thread of the rank. doing: what it begins now; its repr is shown."""
+        """Note progress. who: a thread of the rank. doing: its next step; the message has its repr."""
         self._doing[who] = doing
         self._seen = time.monotonic()
 
@@ -112,7 +111,7 @@ class Watchdog:
 
 
 def end() -> NoReturn:
-    """Leave at once with what there is of an exception: other threads may be waiting for ranks that will not come."""
+    """End the process immediately, with the exception if there is one: other threads may wait for missing ranks."""
     if sys.exc_info()[0] is not None:
         traceback.print_exc()
     sys.stderr.flush()
