@@ -2,11 +2,12 @@
 
     python -m scripts.check_cuda            # --write: the table of docs/trust/cuda.md too
 
-What it refuses: a warning, a kernel that spills or keeps a stack frame (registers that went to memory), one that uses
-more registers than its blocks of 256 threads leave it, a symbol that the library asks for and that neither this torch
-nor the list below has (a CUDA build of torch would not load it), a main kernel of more instructions or more waits an
-element than its limit (cuda_model.py), and a table of docs/trust/cuda.md that is not what the model says of this nvcc's
-code.
+It refuses
+- a warning,
+- a kernel that spills registers or keeps a stack frame, or uses more registers than its blocks of 256 threads allow,
+- a symbol that neither this torch nor the list below has (a CUDA build of torch would not load the library),
+- a main kernel with more instructions or waits an element than its limit (cuda_model.py),
+- a table of docs/trust/cuda.md that differs from the model's output for this nvcc's code.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from scripts import cuda_model
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTERS = 128  # of 65 536, for 2 x 256 threads
-# Of which one block of 256 threads has a multiprocessor for itself.
+# Kernels with one block of 256 threads a multiprocessor.
 ALONE = re.compile(r"two_shot_kernel|feedback_kernelI(LNS_5DTypeE\dE)?Lb1E")
-REGISTERS_ALONE = 255  # what a thread can have
+REGISTERS_ALONE = 255  # most registers of a thread
 # Four blocks of these share a multiprocessor, or three (codec_kernels.h says which).
 PLAIN = re.compile(r"plain_\w+_kernel")
 REGISTERS_PLAIN = 80
 DOCS = ROOT / "docs" / "trust" / "cuda.md"
-# What libtorch_cuda.so has of torch's stable ABI, checked on torch 2.11.0+cu130; the CPU build has it not.
+# Symbols of torch's stable ABI in libtorch_cuda.so, checked on torch 2.11.0+cu130; the CPU build lacks them.
 OF_TORCH_CUDA = {
     "aoti_torch_get_current_cuda_stream",
     "torch_c10_cuda_check_msg",
@@ -43,7 +44,7 @@ OF_TORCH_CUDA = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What the compiler reports of one kernel on one architecture."""
+    """The compiler's report of one kernel on one architecture."""
 
     name: str
     architecture: str
@@ -111,21 +112,21 @@ def compiler() -> str | None:
 
 
 def release(nvcc: str) -> str:
-    """Of nvcc, as in "13.0": another one may make other machine code."""
+    """Return the version of nvcc, as in "13.0": another one may generate other machine code."""
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"release (\S+),", said)
     return found[1] if found else "unknown"
 
 
 def disassembler() -> str | None:
-    """nvdisasm, on PATH or beside nvcc."""
+    """Return nvdisasm, from PATH or from nvcc's folder."""
     nvcc = compiler()
     beside = shutil.which(str(Path(nvcc).resolve().parent / "nvdisasm")) if nvcc else None
     return shutil.which(os.environ.get("NVDISASM", "nvdisasm")) or beside
 
 
 def modelled(kernels: Sequence[Kernel], folder: Path, tool: str) -> tuple[list[str], list[str]]:
-    """The table of docs/trust/cuda.md, and what is above its limit. folder: where nvcc left its binaries."""
+    """Return the table of docs/trust/cuda.md, and the numbers above their limits. folder: nvcc's binaries."""
     compiled = {}
     for gpu in cuda_model.GPUS:
         architecture = gpu.architecture
@@ -145,7 +146,7 @@ def modelled(kernels: Sequence[Kernel], folder: Path, tool: str) -> tuple[list[s
 
 
 def documented(text: str) -> tuple[str, str, str]:
-    """docs/trust/cuda.md before its table, the table, and what comes after it."""
+    """Return docs/trust/cuda.md before its table, the table, and the text after it."""
     before, begin, rest = text.partition("<!-- python -m scripts.check_cuda --write -->\n")
     written, end, after = rest.partition("<!-- end -->\n")
     return before + begin, written, end + after

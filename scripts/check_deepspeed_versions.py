@@ -5,8 +5,7 @@
     python -m scripts.check_deepspeed_versions path/to/folder     # a checkout or site-packages that holds deepspeed/
 
 Sources are downloaded with pip, which asks their setup.py for the release's name, and are then read, never installed.
-What is checked is what attaching checks in a running process: the symbol, its parameters, and that it makes the call
-that is to be replaced.
+The checks are those of attaching in a running process: the symbol, its parameters, and the call that is replaced.
 
 Exit status: 0 if every release fits, 1 if one does not, 2 if a release could not be had.
 """
@@ -49,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def problems(read: Read, seams: list[Seam]) -> list[str]:
     """One line for each function that does not fit the sources."""
-    # Without the decorators that hide what they decorate.
+    # Without decorators, which hide the function.
     return sources.problems(lambda path: HIDING.sub("", read(path)), spelled(seams))
 
 

@@ -85,6 +85,6 @@ def path_problems(library: Path) -> list[str]:
 
 
 def _complaints(*command: str) -> list[str]:
-    """What a program prints if it fails."""
+    """Return the output of a program if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     return [done.stdout + done.stderr] if done.returncode else []

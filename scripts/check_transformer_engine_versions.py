@@ -58,7 +58,7 @@ def problems(read: Read, seams: Iterable[Seam]) -> list[str]:
 
 
 def _attention_module(read: Read) -> str:
-    """Where a release has the exchanges of its attention."""
+    """Return the module of a release that has the exchanges of its attention."""
     for name in attention.TE_MODULES:
         with suppress(KeyError, OSError):
             read(name.replace(".", "/") + ".py")
@@ -67,7 +67,7 @@ def _attention_module(read: Read) -> str:
 
 
 def _problem(read: Read, seam: Seam) -> str | None:
-    """What keeps a seam from fitting the sources, or None."""
+    """Return why a seam does not fit the sources, or None."""
     try:
         tree = ast.parse(read(seam.module.replace(".", "/") + ".py"))
     except (KeyError, OSError):

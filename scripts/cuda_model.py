@@ -1,4 +1,4 @@
-"""Model what the main kernels' machine code lets expect of a GPU. docs/trust/cuda.md compares it with an H100.
+"""Model the main kernels' speed on a GPU from their machine code. docs/trust/cuda.md compares it with an H100.
 
     SASS -> control flow -> the path of a full block -> instructions, waits, bytes in flight -> share of a copy's speed
 
@@ -73,7 +73,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of a lane, of an access."""
+        """The bytes of a lane's access."""
         parts = self.opcode.split(".")
         sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
         return next((sizes[part] for part in parts if part in sizes), 4)
@@ -93,7 +93,7 @@ class Block:
 
     @property
     def rare(self) -> bool:
-        """Whether it has what a full block has not: an access of single bytes, a call (a division's slow path)."""
+        """True if it has an access of single bytes or a call (a division's slow path), which full blocks have not."""
         narrow = any(i.kind in _PLACE and i.kind != "SHFL" and i.bytes < 2 for i in self.instructions)
         return narrow or any(i.kind == "CALL" and _target(i) is None for i in self.instructions)
 
@@ -107,7 +107,7 @@ class Block:
 
 
 def kernels(sass: str) -> dict[str, str]:
-    """The text of each kernel, of what `nvdisasm -c` prints."""
+    """Return the text of each kernel in the output of `nvdisasm -c`."""
     parts = re.split(r"^\.text\.(\S+):$", sass, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -124,7 +124,7 @@ _LINE = re.compile(r"/\*[0-9a-f]+\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)\s*(
 def blocks_of(text: str) -> list[Block]:
     """The first is where the kernel begins."""
     blocks, starts, jumps = [Block()], dict[str, int](), list[tuple[int, str]]()
-    falls = [True]  # whether a block goes on with the next one
+    falls = [True]  # True if a block continues with the next one
     for line in text.splitlines():
         if label := re.match(r"(\.L_\w+):", line):
             if blocks[-1].instructions:
@@ -157,7 +157,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def path(blocks: Sequence[Block], moved: Moved) -> list[Instruction]:
-    """The shortest one to the end that moves so much: Dijkstra's, where a node is a block and what was moved before."""
+    """Return the shortest path to the end that moves so much: Dijkstra's; a node: a block and bytes moved before."""
     costs = [block.moved for block in blocks]
     rare = {number for number, block in enumerate(blocks) if block.rare}
     begin = (0, (0, 0, 0, 0))
@@ -190,7 +190,7 @@ def path(blocks: Sequence[Block], moved: Moved) -> list[Instruction]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a lane, in a full block."""
+    """The work of a lane, in a full block."""
 
     instructions: float
     floats: float  # of them, those of the pipe of floats
@@ -227,7 +227,7 @@ def blocks_at_once(registers: int, shared: int) -> int:
 
 
 def share(work: Work, bytes_an_element: float, blocks: int, gpu: Gpu) -> float:
-    """Of a copy's speed."""
+    """The shares of a copy's speed."""
     issue = max(work.instructions, 2 * work.integers, gpu.floats * work.floats) / 4 / gpu.ghz
     moving = 32 * LANE * bytes_an_element / (gpu.bandwidth / gpu.multiprocessors)
     queues, rate = [0.0, 0.0], 0.0
@@ -246,7 +246,7 @@ class Case:
     name: str
     kernel: str  # a part of its mangled name
     bits: int
-    ranks: int  # whose records are read; 0: elements are
+    ranks: int  # number of ranks whose records are read; 0: elements are read
     limit: float  # instructions an element on sm_90, a little above what nvcc 13.0 makes
 
     @property
@@ -303,7 +303,7 @@ class Compiled:
 
 
 def table(cases: Sequence[Case], compiled: Mapping[tuple[str, str], Compiled]) -> tuple[list[str], list[str]]:
-    """Lines of Markdown, and what is above its limit. compiled: by (name of the case, architecture)."""
+    """Return lines of Markdown, and the numbers above their limits. compiled: by (name of the case, architecture)."""
     heads = ("kernel", "instructions an element", "registers", "warps", "KiB in flight", *(gpu.name for gpu in GPUS))
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     found = list[str]()

@@ -1,4 +1,4 @@
-"""Virtual environments to install the package into: what is in them, and how commands run there."""
+"""Virtual environments for installing the package, and commands that run in them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from packaging.requirements import Requirement
 
 #: Programs that compile; none of them is to be found where a wheel is tested.
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "clang++", "nvcc", "ninja")
-# What a command of the environment inherits: what pip and the network need, and nothing of this interpreter's.
+# Variables that a command of the environment inherits: those of pip and the network, none of this interpreter.
 _INHERITED = re.compile(r"PIP_\w+|\w*_proxy|\w*_PROXY|SSL_\w+|REQUESTS_CA_BUNDLE|LANG|LC_\w+|TMPDIR|HOME|USER|TERM")
 
 
 class CommandFailed(RuntimeError):
-    """A command of an environment failed; the message has what it printed."""
+    """A command of an environment failed. The message has its output."""
 
 
 def closure(roots: Iterable[str]) -> dict[str, set[str]]:
@@ -92,7 +92,7 @@ class Environment:
     def run(
         self, *command: str, timeout: float = 600, cwd: Path | None = None, env: Mapping[str, str] | None = None
     ) -> str:
-        """What a program of the environment prints. Raises CommandFailed."""
+        """Return the output of a program of the environment. Raises CommandFailed."""
         return self._checked([str(self.bin / command[0]), *command[1:]], timeout, cwd, env)
 
     def python(self, script: str, *arguments: str, timeout: float = 600) -> str:

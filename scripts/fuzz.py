@@ -1,4 +1,4 @@
-"""Fuzz what takes bytes, text and tensors from elsewhere, under AddressSanitizer and UBSan (docs/inside/testing.md).
+"""Fuzz the code that reads foreign bytes, text and tensors, under AddressSanitizer and UBSan (docs/inside/testing.md).
 
     python -m scripts.fuzz [codec device seeded library python ...] [--seconds 60] [--runs 10000000] [--quick]
 
@@ -37,13 +37,13 @@ FLAGS = [
     "-std=c++17", "-g1", "-fno-omit-frame-pointer", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi",
     "-ffp-contract=off", "-fno-sanitize-recover=all",
 ]  # fmt: skip
-# What the tests of the library are; all of them would take an hour.
+# The tests of the library to run; all of them would take an hour.
 LIBRARY_TESTS = ("tests/codec/test_ops.py", "tests/codec/test_rows.py", "tests/codec/test_fuzz_operators.py")
 PYTHON_TESTS = ("tests/codec/test_fuzz_operators.py", "tests/test_fuzz_texts.py")
-# Of all widths: what the broken kernels are compiled for, and what --quick compiles; the three have every plane.
+# The widths of the broken kernels and of --quick; these three have every plane.
 SEEDED_WIDTHS = (5,)
 QUICK_WIDTHS = (3, 7, 8)
-# Mistakes for codec_default.cpp: the file of csrc/cpu, what stands there once, and what is put in its place.
+# Mistakes for codec_default.cpp: a file of csrc/cpu, a text that occurs once in it, and its replacement.
 SEEDED = (
     ("codec_kernels.h", "(i < n ? i : 0)", "(i <= n ? i : 0)"),
     ("codec_kernels.h", "rank < p.count;", "rank <= p.count;"),
@@ -59,7 +59,7 @@ ENVIRONMENT = {
 
 
 class Compiler:
-    """Of what is fuzzed. quick: without optimization, three of the widths; compiled in a fifth of the time."""
+    """The programs to fuzz. quick: without optimization, three widths; compiled in a fifth of the time."""
 
     def __init__(self, wished: str | None, quick: bool = False) -> None:
         clang = wished or shutil.which("clang++")
@@ -73,7 +73,7 @@ class Compiler:
         self.folder = BUILD / (Path(name).name.replace("+", "p") + ("-quick" if quick else ""))
 
     def objects(self, sources: Iterable[Path], flags: Sequence[str] = (), folder: Path | None = None) -> list[Path]:
-        """Compiled side by side, into `folder` or the compiler's; those that are newer than what they include stay."""
+        """Compile the programs in parallel, into `folder` or the compiler's. Up-to-date programs are kept."""
         folder = folder or self.folder
         folder.mkdir(parents=True, exist_ok=True)
         coverage = ",fuzzer-no-link" if self.fuzzes else ""
@@ -105,7 +105,7 @@ class Compiler:
 
 
 def _included(target: Path) -> Path:
-    """Where the compiler says what an object was made from."""
+    """Return the file in which the compiler lists an object's sources."""
     return target.with_suffix(".d")
 
 
@@ -121,7 +121,7 @@ def _define(widths: Sequence[int]) -> str:
 
 
 def _copy(folder: Path, widths: Sequence[int], mistake: tuple[str, str, str] | None = None) -> Path:
-    """`folder`, with a copy of csrc whose kernels are for some widths alone, and may have a mistake."""
+    """Fill `folder` with a copy of csrc, with kernels for some widths only, and with a mistake if one is given."""
     for file in (ROOT / "csrc").rglob("*.*"):
         text = file.read_text()
         if mistake is not None and file.name == mistake[0]:
@@ -154,7 +154,7 @@ def _check(command: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the processes of a target; `text`: of the one with a finding, the end of what it said."""
+    """The outcome of a target's processes. text: the end of the output of the process with a finding."""
 
     executed: int
     decoded: int
@@ -165,7 +165,7 @@ class Outcome:
 def run(program: Path, limits: Sequence[str], seed: int, jobs: int) -> Outcome:
     processes = []
     for job in range(jobs):
-        mine = program.parent / f"corpus-{program.name}-{job}"  # where libFuzzer puts what it finds worth keeping
+        mine = program.parent / f"corpus-{program.name}-{job}"  # libFuzzer's folder of new inputs
         mine.mkdir(exist_ok=True)
         options = [*limits, f"-seed={seed + job}", f"-artifact_prefix={program}-", "-print_final_stats=1"]
         log = program.parent / f"{program.name}-{job}.log"
@@ -204,7 +204,7 @@ def fuzz(target: str, compiler: Compiler, runs: int | None, seconds: float, seed
 
 
 def seeded(compiler: Compiler, seconds: float) -> bool:
-    """Whether every mistake is found."""
+    """Return True if every mistake is found."""
     compiler.flags.append(_define(SEEDED_WIDTHS))
     folder = compiler.folder / "seeded"
     sound = [_copy(folder, SEEDED_WIDTHS) / kernel.relative_to(ROOT) for kernel in KERNELS[1:]]
@@ -232,7 +232,7 @@ def _number(text: str, pattern: str) -> int:
 
 
 def library(examples: int) -> bool:
-    """Build the library with sanitizers, beside a copy of the package, and run tests with it."""
+    """Build the library with sanitizers, in a copy of the package, and run tests with it."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     compiler = shutil.which("c++") or shutil.which("g++")
@@ -298,7 +298,7 @@ def _pytest(tests: Sequence[str], folder: Path, environment: dict[str, str], tar
         "-p",
         "no:cacheprovider",
         "--timeout=3600",
-        "--capture=sys",  # what a sanitizer says before it ends the process is seen
+        "--capture=sys",  # shows the sanitizer's report before it ends the process
         *tests,
     ]
     status = subprocess.run(command, cwd=folder, env=environment).returncode

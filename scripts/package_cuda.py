@@ -5,12 +5,12 @@
 
 1. The sdist is made, and compiled in an empty environment that has a CUDA build of torch: the one that the package
    index has for that Python and release, or the one of --site.
-2. What is inside the wheel is checked, as `nox -s package` checks it.
-3. It is installed into another environment, whose programs find no compiler: doctor has to find no problem and to load
-   the CUDA library, two ranks to end an all-reduce with the same bits, every CUDA operator to be registered, and to
-   refuse in a sentence what is not on a GPU.
+2. The contents of the wheel are checked, as by `nox -s package`.
+3. It is installed into another environment, without a compiler on its PATH. There doctor must find no problem and load
+   the CUDA library, two ranks must end an all-reduce with the same bits, and every CUDA operator must be registered and
+   refuse CPU tensors in a sentence.
 
-What a kernel computes is not seen: `nox -s check-ptx`, and `python -m scripts.gpu_check` on a GPU.
+The results of kernels are not tested here, but by `nox -s check-ptx`, and by `python -m scripts.gpu_check` on a GPU.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def package(out: Path, work: Path, python: str, torch: str, site: Path | None, a
 
 
 def _lend(environment: Environment, site: Path) -> None:
-    """What is installed in another site-packages can be imported too."""
+    """Make another site-packages importable too."""
     (environment.site / "site.pth").write_text(f"{site}\n", encoding="utf-8")
 
 

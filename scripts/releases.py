@@ -1,4 +1,4 @@
-"""Releases of other packages, for the checks of seams against them: what pip lists and downloads, never installs."""
+"""Releases of other packages, for the checks of seams: pip lists and downloads them, and never installs them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Unavailable(Exception):
 
 
 def pip(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """environment: variables for pip beside those of this process."""
+    """environment: variables for pip besides those of this process."""
     return subprocess.run(
         [sys.executable, "-m", "pip", *arguments],
         capture_output=True,

@@ -5,8 +5,8 @@
     python -m scripts.support_matrix --cells 3.11:2.13.0:megatron-core==0.13.1 3.11:2.13.0:deepspeed==0.19.8
     python -m scripts.support_matrix --list
 
-A cell is a virtual environment of its own, without a compiler: torch of the package index (the CUDA build, where that
-is what the index has for the Python; linked from this interpreter where it is the same), the wheel of dist/, never
+A cell is a separate virtual environment, without a compiler: torch of the package index (the CUDA build, if the index
+has it for the Python; linked from this interpreter if it is the same), the wheel of dist/, never
 compiled again, `flash-allreduce doctor`, and some of the tests, which see the installed package and not the checkout.
 Pythons that are not on this machine are skipped, and said to be. The row of a cell that was not run stays as it is,
 with its date.
@@ -37,7 +37,7 @@ BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 HEADER = ("Python", "torch", "with", "doctor", "tests", "date")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TORCHES = ("2.11.0", "2.12.1", "2.13.0")
-# With the Python and the torch of the development environment, but for what asks for a later Python.
+# With the Python and the torch of the development environment, except where a later Python is required.
 FRAMEWORKS = ("megatron-core==0.13.1", "megatron-core==0.16.1", "megatron-core==0.19.2")
 FRAMEWORKS += ("deepspeed==0.17.6", "deepspeed==0.19.8")
 ELSEWHERE = {"megatron-core==0.19.2": ("3.12", "2.11.0")}
@@ -149,9 +149,9 @@ def _doctor(environment: Environment, framework: bool) -> str:
 
 
 def _tests(cell: Cell, environment: Environment, folder: Path) -> str:
-    """What pytest says at its end. The tests are copied: beside the package's sources they would import those."""
+    """Return pytest's last line. The tests are copied: next to the package's sources they would import those."""
     shutil.rmtree(folder, ignore_errors=True)
-    for name in ("tests", "docs"):  # some tests run what the documents say
+    for name in ("tests", "docs"):  # some tests run the documents' examples
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     files = TESTS[cell.framework.partition("==")[0]]
@@ -219,7 +219,7 @@ def main() -> int:
             continue
         failed |= "passed" not in row[4] or "failed" in row[4]
         print(f"{' | '.join(row)}   ({time.monotonic() - begin:.0f} s)", flush=True)
-        if not arguments.no_write:  # after each: what takes an hour may be ended
+        if not arguments.no_write:  # after each cell: a run of an hour may be ended
             document = DOCUMENT.read_text(encoding="utf-8")
             libc = " ".join(platform.libc_ver())
             about = f"The wheel: {wheels[0].name}. The machine: {platform.machine()}, {libc}, no GPU."

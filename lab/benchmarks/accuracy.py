@@ -78,7 +78,7 @@ ALIKE_DB = 0.05  # of settings so close, the one with the fewest options is name
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a format reaches on a tensor."""
+    """The result of a format on a tensor."""
 
     name: str
     bits: float
@@ -95,13 +95,13 @@ class Frontier:
                 self.points.append(point)
 
     def best(self, bits: float) -> Point | None:
-        """None: nothing is that small."""
+        """Return the best point within `bits`; None: no setting is that small."""
         count = bisect.bisect_right(self.points, bits, key=lambda point: point.bits)
         return self.points[count - 1] if count else None
 
 
 def settings() -> list[Format]:
-    """Every codec with rounding to nearest."""
+    """Return every codec with rounding to nearest."""
     flags = (False, True)
     ours = [
         Format(bits, group_size, symmetric, spikes=spikes, hadamard=hadamard, mse=mse, compact=compact)
@@ -130,7 +130,7 @@ SETTINGS = {label(c): c for c in settings()}
 
 
 def sqnr_db(exact: Tensor, result: Tensor, by_row: bool = False) -> float:
-    """by_row: from the mean over rows of the relative error, rows of zeros left out."""
+    """Return the SQNR in dB. by_row: from the mean over rows of the relative error, without rows of zeros."""
     if by_row:
         signals, noises = exact.double().square().sum(-1), (exact - result).double().square().sum(-1)
         error = float((noises / signals)[signals > 0].mean())
@@ -141,7 +141,7 @@ def sqnr_db(exact: Tensor, result: Tensor, by_row: bool = False) -> float:
 
 
 def one_rounding(c: Format, x: Tensor) -> tuple[Tensor, int]:
-    """As a peer's round trip: what the receiver sees, and the bytes."""
+    """Return the decoded values of one rounding, and the bytes, as a peer's function does."""
     payload = torch.empty(1, c.payload_bytes(x.numel()), dtype=torch.uint8)
     output = torch.empty(1, x.numel())
     rows.encode(x.view(1, -1), payload, c)
@@ -150,7 +150,7 @@ def one_rounding(c: Format, x: Tensor) -> tuple[Tensor, int]:
 
 
 def our_all_reduce(c: Format, ranks: Sequence[Tensor], gather: Format | None = None) -> Tensor:
-    """Two roundings, as the collective does them: c before the sum, `gather` after (None: c)."""
+    """Return a sum with two roundings, as in the collective: c before the sum, `gather` after (None: c)."""
     after = gather or c
     inputs = torch.stack([x.flatten() for x in ranks])
     payloads = torch.empty(len(ranks), c.payload_bytes(inputs.shape[1]), dtype=torch.uint8)
@@ -163,7 +163,7 @@ def our_all_reduce(c: Format, ranks: Sequence[Tensor], gather: Format | None = N
 
 
 def all_reduce(peer: Peer, ranks: Sequence[Tensor]) -> Tensor:
-    """Two roundings: of each rank's tensor and of the sum, in float32, of what they decode to."""
+    """Return a sum with a peer's two roundings: of each rank's tensor, and of the float32 sum of the decoded ones."""
     total = torch.zeros_like(ranks[0])
     for x in ranks:
         total += peer.round_trip(x)[0]
@@ -176,7 +176,7 @@ def point(name: str, round_trip: Callable[[Tensor], tuple[Tensor, int]], x: Tens
 
 
 def measure(sample: Sample, peers: Sequence[Peer]) -> dict[str, Any]:
-    """Points of every setting, peer and float on one tensor, and two roundings beside the frontier's best."""
+    """Return the points of every setting, peer and float on one tensor, and two roundings with the frontier's best."""
     print(sample.name, file=sys.stderr, flush=True)  # a tensor takes seconds
     x = sample.one
     ours = {name: point(name, partial(one_rounding, c), x, sample.by_row) for name, c in SETTINGS.items()}
@@ -234,7 +234,7 @@ def recommended(results: Sequence[dict[str, Any]], budget: float) -> tuple[str, 
 
 
 def simplest(db: Mapping[str, float]) -> str:
-    """Of the settings within ALIKE_DB of the best, the best of those with the fewest options."""
+    """Return the best setting with the fewest options among those within ALIKE_DB of the best."""
     least = max(db.values()) - ALIKE_DB
     return min(
         (name for name, value in db.items() if value >= least),
@@ -243,7 +243,7 @@ def simplest(db: Mapping[str, float]) -> str:
 
 
 def _named(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the settings that the documents name: bits, and dB on two made-up tensors and on average of each kind."""
+    """Return bits and dB, on two made-up tensors and the mean of each kind, of the settings in the documents."""
     ours = {name: [result["ours"][name] for result in results] for name in NAMED}
     found: dict[str, Any] = {}
     for name, points in ours.items():
@@ -293,7 +293,7 @@ def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Three decimals are enough; what is not finite is None."""
+    """Return numbers with three decimals; None for one that is not finite."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/decide/accuracy.md, of what lab/benchmarks/accuracy.py wrote with --json."""
+"""The tables and the picture of docs/decide/accuracy.md, from the --json file of lab/benchmarks/accuracy.py."""
 
 from __future__ import annotations
 

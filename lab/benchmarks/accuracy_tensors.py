@@ -102,7 +102,7 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Watch:
-    """Records what a linear layer of a running step sees. batch_first: its tensors are [batch, sequence, features]."""
+    """Records the tensors of a linear layer in a step. batch_first: they are [batch, sequence, features]."""
 
     seen: _Seen = field(default_factory=_Seen)
     batch_first: bool = False
@@ -125,8 +125,8 @@ def captured(size: ModelSize, steps: int, seed: int) -> Iterator[Sample]:
     """Train the demo's GPT in this process for `steps` steps, 3 or more; samples of its middle layer from the
     fifth step, the middle, and the fifth but last (sooner in a training of fewer than 15).
 
-    One rank computes; what each of 2 and 8 tensor-parallel ranks (activations, activation gradients) or
-    data-parallel ranks (weight gradients) would have to send is a product of parts of what the layers saw.
+    One rank computes. The tensors of 2 and 8 tensor-parallel ranks (activations, activation gradients) or data-parallel
+    ranks (weight gradients) are products of parts of the recorded tensors.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     from megatron.core import parallel_state

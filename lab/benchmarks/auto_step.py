@@ -1,4 +1,4 @@
-"""enabled "auto" against the better of full precision and quantized: what its trial costs, and where it ends.
+"""enabled "auto" against the better of full precision and quantized: the cost of its trial, and its decision.
 
     python -m lab.benchmarks.auto_step                        needs root: makes hosts with netlab; 20 minutes
     python -m lab.benchmarks.auto_step --rates loopback       two ranks of this machine, without root
@@ -117,7 +117,7 @@ def zero2(arguments: argparse.Namespace) -> Step:
 
 
 def megatron(arguments: argparse.Namespace) -> Step:
-    """Steps of one model, whose seams are in place in the steps that have them."""
+    """Return the steps of one model, with seams applied in the steps of quantized variants."""
     from megatron.core import parallel_state
 
     world = dist.get_world_size()

@@ -1,14 +1,14 @@
-"""What a call costs in Python: nothing is sent, in one process.
+"""The cost of a call in Python, in one process, with nothing sent.
 
-    python -m lab.benchmarks.call_overhead               # in full precision, beside torch.distributed's own
+    python -m lab.benchmarks.call_overhead               # in full precision, against torch.distributed's own
     python -m lab.benchmarks.call_overhead --quantized   # over a backend that queues: a call, and each chunk of it
 
---quantized: the codec's operators and torch's collectives return at once, so that all of it is the package's own. What
-a GPU adds is three launches and two NCCL calls a chunk, 5 to 15 us each.
+--quantized: the codec's operators and torch's collectives return immediately, so the time is the package's alone. A GPU
+adds three launches and two NCCL calls a chunk, 5 to 15 us each.
 
-In full precision torch's "fake" process group of two ranks returns at once; what is left is the caller's side. Calls
-in a row, both in turn, the least of the rounds. Between calls that wait, as real ones do, the same code is slower for
-both: it is not in the caches any more.
+In full precision torch's "fake" process group of two ranks returns immediately, and the rest is the caller's side. Both
+run alternately, several calls in a row; the least of the rounds counts. Real calls wait, and the same code is slower
+for both then, because it has left the caches.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
         quantized(rounds)
         return
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    config = fap.FlashConfig(check_ranks=False)  # there is nobody to compare with
+    config = fap.FlashConfig(check_ranks=False)  # there is no other rank
     x, half, twice = torch.randn(256), torch.empty(128), torch.empty(512)
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "all_reduce": (lambda: dist.all_reduce(x), lambda: fap.all_reduce(x, config=config)),

@@ -3,8 +3,8 @@
     python -m lab.benchmarks.codec_options
 
 64 MiB of fp32 (--numel 65536: in the cache), groups of 128. All are timed in turn, round after round; a number is the
-median over the rounds of the speed with the option over the speed without it in the same round. "call" is what a rank
-of two computes in an all_reduce: encode, sum of two and encode again, decode. "feedback" is error feedback, with
+median over the rounds of the speed with the option over the speed without it in the same round. "call" is the codec's
+part of an all_reduce on two ranks: encode, sum of two and encode again, decode. "feedback" is error feedback, with
 residuals of 8 bits or bf16. Groups below 128 have no codebook.
 """
 

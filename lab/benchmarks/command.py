@@ -1,4 +1,4 @@
-"""The command line of a benchmark: its options with --json, and what the results say about the run."""
+"""The command line of a benchmark: its options with --json, and the facts about the run in the results."""
 
 from __future__ import annotations
 

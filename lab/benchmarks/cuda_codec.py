@@ -2,14 +2,13 @@
 
     python -m lab.benchmarks.cuda_codec --json cuda_codec.json
 
-A kernel reads and writes a number of bytes that follows from its arguments; a device-to-device copy that reads and
-writes as many is timed beside it, in turn, round after round. "share" is the copy's time over the kernel's, the
-median over the rounds: 1 is the speed of memory. The L2 cache is emptied before every run by reading 256 MiB. Times
+The arguments of a kernel determine its bytes read and written. A device-to-device copy of as many bytes is timed
+alternately with it, in rounds. "share" is the copy's time over the kernel's, the median over the rounds: 1 is the speed
+of memory. The L2 cache is emptied before every run by reading 256 MiB. Times
 are of CUDA events.
 
-MiB is the size of the tensor that is encoded or decoded into; of the sums, of one rank's shard, to which 8
-payloads are added up. With feedback a residual of 8 bits is read and written beside it. Codebook and spikes are the
-presets' formats. "peers" are other projects'
+MiB is the size of the encoded or decoded tensor; for the sums, of one rank's shard, the sum of 8 payloads. Feedback
+also reads and writes a residual of 8 bits. Codebook and spikes are the presets' formats. "peers" are other projects'
 formats, quantized by Triton kernels written here from their documentation (lab/benchmarks/triton_fp8.py), not by their
 own kernels.
 """
@@ -157,7 +156,7 @@ def measure(clock: Clock, mib: int, dtype: str, c: Format) -> dict[str, Any]:
 
 
 def launch_time(clock: Clock) -> float:
-    """Seconds of an encode of one group: what a call costs whatever it does."""
+    """Return the seconds of an encode of one group: the fixed cost of a call."""
     calls = calls_of(128, torch.bfloat16, Format(4, 128), clock.device)
     return statistics.median(clock.in_turn({"encode": calls["encode"]})["encode"])
 
@@ -224,7 +223,7 @@ def measure_peers(clock: Clock, mib: int) -> tuple[list[dict[str, Any]], dict[st
 
 
 def plan(quick: bool) -> list[tuple[int, str, Format]]:
-    """What is measured: MiB, dtype, codec."""
+    """Return the measurements: MiB, dtype, codec."""
     plain = {bits: Format(bits, 128) for bits in WIDTHS}
     compact = {bits: Format(bits, 64, compact=True) for bits in WIDTHS}
     of_presets = [Format(bits, 256 if bits == 8 else 128, codebook=True, spikes=True) for bits in (8, 6, 4, 2)]

@@ -2,12 +2,12 @@
 
     python -m lab.benchmarks.cuda_two_shot --ranks 2 --json cuda_two_shot.json
 
-With as many GPUs as ranks each has its own. With fewer they share the first one, take turns on it, and wait for each
-other across those turns: such a time is not that of a machine with several GPUs. "traffic us" is what the bytes that
-all ranks of a GPU read and write take at the speed of a device-to-device copy in the same run: a rank reads the tensor
-and writes its payload, reads a payload and writes one, reads a payload and writes the tensor. Beside it stand the same
-kernel in one shot, up to 1 MiB, and the other path over the same group. Times are medians over the rounds of the
-slowest rank's, of bf16 in groups of 128.
+With as many GPUs as ranks each rank has one. With fewer the ranks share the first one, take turns on it, and wait for
+each other across those turns: such a time is not that of a machine with several GPUs. "traffic us" is the time of all
+bytes read and written by the ranks of a GPU, at the speed of a device-to-device copy in the same run: a rank reads the
+tensor and writes its payload, reads a payload and writes one, reads a payload and writes the tensor. Other rows: the
+same kernel in one shot, up to 1 MiB, and the other path over the same group. Times are medians over the rounds of the
+slowest rank's times, for bf16 in groups of 128.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = {"one shot": (16 * MIB, MIB), "fused": (16 * MIB, 0), "other": (0, 0)}
 
 
 def traffic_bytes(numel: int, c: Format) -> int:
-    """What one rank reads and writes, in its own memory and in its peers'."""
+    """Return the bytes that one rank reads and writes, in its memory and in its peers'."""
     return 2 * ELEMENT * numel + 4 * c.payload_bytes(numel)
 
 

@@ -1,8 +1,8 @@
-"""What sends the gradients of DistributedDataParallel: torch's communication hooks and ours, each a variant by name.
+"""Communication hooks of DistributedDataParallel, torch's and ours, each a variant by name.
 
-What a variant cannot do is found out by running it. `watched` guards its steps: where one raises or does not return,
-the rank says so and ends. `run` reads that, or what a rank that was aborted has left, and the benchmark goes on without
-that variant.
+A variant may fail, which only a run shows. `watched` guards its steps: if one raises or does not return, the rank
+prints the reason and ends. `run` reads the reason, or the output of an aborted rank, and the benchmark continues
+without that variant.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POWERSGD = [f"PowerSGD rank {rank}" for rank in RANKS_OF_POWERSGD]
 QUANTIZATION = ["quantization_pertensor_hook", "quantization_perchannel_hook"]
 OURS = ['{"bits": 8}', '{"bits": 4}', '{"preset": "int4"}', '{"preset": "thin"}']  # the preset int8 is {"bits": 8}
 
-POWERSGD_FIRST_STEP = 2  # the least that torch allows: DDP lays out its buckets anew after the first step
+POWERSGD_FIRST_STEP = 2  # torch's minimum: DDP rebuilds its buckets after the first step
 # "Got the following error when running the callback: " for each callback behind it, the error, and its frames.
 _IN_A_CALLBACK = re.compile(
     r"Got the following error when running the callback: (\w+): (?!Got the following)(.*)"
@@ -88,7 +88,7 @@ def watched(variant: str, limit: float) -> Iterator[None]:
 def check_same_weights(model: torch.nn.Module) -> None:
     """In every rank, after steps that have sent gradients. Raises ValueError if two ranks differ in a weight.
 
-    Collectives that ranks start in different orders may fit by their sizes, and then sum what does not belong together.
+    Collectives that ranks start in different orders may match by size, and then sum unrelated tensors.
     """
     digest = hashlib.sha256()
     for parameter in model.parameters():
@@ -123,12 +123,12 @@ def _reason(error: Exception) -> tuple[str, list[str]]:
 
 def _give_up(variant: str, why: str, where: list[str]) -> NoReturn:
     print("\n" + _FAILED + json.dumps({"variant": variant, "why": why, "where": where}), flush=True)
-    time.sleep(2)  # the others find their own reason, not that a peer has gone
+    time.sleep(2)  # so that the others find their own reason, not a dead peer
     os._exit(0)
 
 
 def run(ranks: launch.Ranks, command: Sequence[str], timeout: float) -> tuple[list[str], tuple[str, str] | None]:
-    """What the ranks have written, and the variant that failed, if one did, with the reason.
+    """Return the output of the ranks, and the variant that failed, if one did, with the reason.
 
     Raises launch.RankError where a rank failed outside of `watched`, or after `timeout` seconds.
     """

@@ -3,10 +3,10 @@
     python -m lab.benchmarks.ddp_step                  needs root: makes hosts with netlab
 
 Wide linear layers and few rows in fp32, plain SGD, one rank and one core a host: nearly all of a step is communication.
-Every variant is a model of its own; they take their steps in turn, so that a machine that drifts drifts for all of
-them. A time is the median over the rounds of the slowest rank's. "wire" is what a step puts on the interface of a
-host, headers and all, and "bits" the same for each element. A variant that raises, whose step does not return within
---limit, or that leaves the ranks with different weights is a row that says so, and the others begin again without it.
+Each variant has its own model. The steps alternate, so that a drift of the machine affects all variants. A time is the
+median over the rounds of the slowest rank's. "wire": bytes of a step on a host's interface, with headers; "bits": the
+same for each element. A variant that raises, has a step longer than --limit, or leaves the ranks with different weights
+is a row with the reason, and the others start again without it.
 
 PowerSGD is in the table twice: with DDP's buckets, and with all gradients in one bucket.
 """

@@ -6,13 +6,13 @@
 
 The transformer of examples/ddp, two ranks, on Python's own sources, AdamW. Of one seed all variants see the same
 weights and batches, and the held-out batches are the same for all. On the first seed fp32 is also trained with noise on
-every gradient, tiny and large: if the large one made no difference, the comparison could not tell anything. Of ours
-every bucket is quantized from the first step on. PowerSGD has all gradients in one bucket and begins after a tenth of
-the steps, as torch advises. A variant that raises, whose step does not return within --limit, or that leaves the ranks
-with different weights is a row that says so.
+every gradient, tiny and large: the large noise shows that the comparison can find a difference. Our variants quantize
+every bucket from the first step on. PowerSGD has all gradients in one bucket and starts after a tenth of the steps, as
+torch advises. A variant that raises, has a step longer than --limit, or leaves the ranks with different weights is a
+row with the reason.
 
-With FSDP2 the comparison is with bf16 parameters whose gradients are reduced in fp32. There is no noise, which would
-have to be on the gradients before FSDP's own hooks; how far bf16 is from fp32 is a row of its own.
+With FSDP2 the comparison is with bf16 parameters and gradients reduced in fp32. There is no noise, which would have to
+be on the gradients before FSDP's hooks; a row shows the difference of bf16 from fp32.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     python -m lab.benchmarks.deepspeed_step --rate 1gbit        needs root: makes hosts with netlab
 
-Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearly all of a step is communication. Every
-variant is an engine of its own; they take their steps in turn, so that a machine that drifts drifts for all of them. A
-time is the median over the rounds of the slowest rank's. "gradients" is a step's time less that of the step whose
-gradients are not sent at all: ZeRO's parameter gathers are in "step" and not in "gradients". "nothing sent" is the step
-without them too. "INT4 + 2" has gradients in 4 bits and parameters in 2: differences at stages 1 and 2, values at
-stage 3. "wire" is what a step puts on the interfaces of a host, headers and all.
+Wide layers and few rows in bf16, plain SGD, one rank and one core a host: nearly all of a step is communication. Each
+variant has its own engine. The steps alternate, so that a drift of the machine affects all variants. A time is the
+median over the rounds of the slowest rank's. "gradients" is a step's time minus that of a step without sent gradients:
+ZeRO's parameter gathers are in "step" and not in "gradients". "nothing sent" is the step without gathers too. "INT4 +
+2" has gradients in 4 bits and parameters in 2: differences at stages 1 and 2, values at stage 3. "wire": bytes of a
+step on a host's interfaces, with headers.
 
-ZeRO++ quantizes on GPUs alone. "ZeRO++, its bytes" sends what its gradients would be (qgZ: 4 bits, and a scale of fp32
-for each of max(rows, columns, ranks) groups of a matrix) and computes nothing for them; its parameters are ours in 8
-bits, of which qwZ has as many. Its loss cannot be measured here.
+ZeRO++ quantizes on GPUs only. "ZeRO++, its bytes" sends the bytes of its gradients (qgZ: 4 bits, and a scale of fp32
+for each of max(rows, columns, ranks) groups of a matrix) without computing them. Its parameters are ours in 8 bits, as
+many as qwZ's. Its loss cannot be measured here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from lab.benchmarks import command, ranks, steps
 
 NOT_SENT, FULL_PRECISION = "gradients not sent", "bf16"
 PRESET, ZERO_PLUS_PLUS = "preset ", "ZeRO++, its bytes"
-PIECES = 8  # in flight at once: one exchange of gloo's alone fills half of a link
+PIECES = 8  # in flight together: a single exchange of gloo fills half of a link
 COLUMNS: steps.Columns = {
     "gradients ms": ("gradients, seconds", 1e3, ".0f"),
     "x, gradients": ("x base, gradients", 1, ".2f"),
     "bits": ("bits sent per element", 1, ".3f"),
 }
-NOTHING_SENT = "nothing sent"  # nor parameters: at stages 1 and 2, what is left for no width to gain
+NOTHING_SENT = "nothing sent"  # no parameters either: at stages 1 and 2, the lower bound for every width
 
 
 class _NothingSent(Reduction):
-    """Leaves the reductions out: the rest of a step alone."""
+    """Skips the reductions: the rest of a step alone."""
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         pass
@@ -54,7 +54,7 @@ class _NothingSent(Reduction):
 
 
 class _ZeroPlusPlus(_NothingSent):
-    """Sends as many bytes as qgZ, of nothing."""
+    """Sends as many bytes as qgZ, without data."""
 
     def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
         world = dist.get_world_size()
@@ -119,7 +119,7 @@ def in_rank(arguments: argparse.Namespace) -> dict[int, Any]:
         def active(variant: str) -> Any:
             return mock.patch.object(stage_1_and_2, "all_gather_dp_groups", gathers[variant == NOTHING_SENT])
 
-        # The first round allocates, and what is gathered by differences is sent whole once.
+        # The first round allocates, and parameters gathered by differences are sent whole once.
         times = steps.in_turn(variants, arguments.rounds, 2, step, active)
         results[stage] = times.result(optimizer=type(engines[FULL_PRECISION].optimizer).__name__)
         for engine in engines.values():

@@ -38,7 +38,7 @@ from lab.benchmarks.trainings import (
     outcome,
 )
 
-# Exchanges of so small a model are below min_bytes. Gradients of weights alone, and what attention exchanges as well.
+# Exchanges of so small a model are below min_bytes. First the gradients of weights alone, then attention too.
 SMALL: dict[str, Any] = {"bits": 8, "min_bytes": 65536}
 ULYSSES = [json.dumps(section) for section in (SMALL, {**SMALL, "attention_bits": 8, "backward_bits": 8})]
 OF_EXPERTS = [
@@ -105,7 +105,7 @@ class Causal(torch.nn.Module):
 
 
 class Ulysses(torch.nn.Module):
-    """The example's model, of whose sequence every rank has a part: its attention is DeepSpeed's."""
+    """The example's model with DeepSpeed's attention: every rank has a part of the sequence."""
 
     def __init__(self, model: torch.nn.Module, heads: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def train(variant: str, stage: int, seed: int, arguments: argparse.Namespace) ->
         model=model, model_parameters=parameters(model, arguments), config=configuration(arguments, stage, section)
     )
     training, validation = split(corpus(None), arguments.sequence)
-    rank = 0 if arguments.ulysses else dist.get_rank()  # whose batches: ranks that share a sequence have the same
+    rank = 0 if arguments.ulysses else dist.get_rank()  # ranks that share a sequence have the same batches
     losses = []
     for step in range(arguments.steps):
         loss = engine(batch(training, step, seed, arguments, rank))

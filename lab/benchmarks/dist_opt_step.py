@@ -2,12 +2,11 @@
 
     python -m lab.benchmarks.dist_opt_step              needs root: makes hosts with netlab
 
-The GPT of lab.benchmarks.pretraining, TP 2 x DP 2: four hosts of one rank, which share the machine's cores. All that
-a step sends goes over the links: sums of tensor parallelism forward and backward, gradients, parameters. Every variant
-is a model of its own and takes some steps at a time, in turn with the others; the first of them, in which what the
-ranks hold travels whole, is left out. gloo's reduce-scatter is an all-reduce: full precision sends its gradients, in
-fp32, twice. A time is the median of the slowest rank's, "wire" what a step puts on the
-interface of a host.
+The GPT of lab.benchmarks.pretraining, TP 2 x DP 2: four hosts of one rank, which share the machine's cores. All traffic
+of a step uses the links: sums of tensor parallelism forward and backward, gradients, parameters. Each variant has its
+own model and runs some steps at a time, alternately with the others. The first of these steps, which sends whole
+parameters, does not count. gloo's reduce-scatter is an all-reduce: full precision sends its gradients, in fp32, twice.
+A time is the median of the slowest rank's, "wire" the bytes of a step on the interface of a host.
 """
 
 from __future__ import annotations

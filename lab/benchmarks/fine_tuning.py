@@ -4,9 +4,9 @@
     python -m lab.benchmarks.fine_tuning --engines ddp --methods lora --seeds 1
 
 The model is made here: examples/deepspeed's transformer, trained on Python's own sources to predict the next byte, kept
-as --folder/pretrained.pt. The task: of which package of the standard library is a piece of text (--classes of them,
-those with the most text, balanced; the last tenth of each is held out)? LoRA: rank 8 on every matrix of the layers and
-a whole new head (arXiv 2106.09685). Of one seed all variants see the same weights and batches. On the first seed full
+as --folder/pretrained.pt. The task: name the package of the standard library that a piece of text is from (--classes
+packages with the most text, balanced; the last tenth of each is held out). LoRA: rank 8 on every matrix of the layers
+and a new head (arXiv 2106.09685). Of one seed all variants see the same weights and batches. On the first seed full
 precision is also trained with noise on every gradient.
 """
 
@@ -40,7 +40,7 @@ PRETRAINED = "pretrained.pt"  # in the folder
 
 
 class Lora(nn.Module):
-    """x W + scale x A B, of which A and B are trained; B begins at zero."""
+    """x W + scale x A B. A and B are trained; B starts at zero."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ Wide linear layers, each a `fully_shard` of its own, few rows, plain SGD, one ra
 step is communication. Torch's own: fp32; bf16 parameters with gradients reduced in fp32, and in bf16. Ours, with bf16
 parameters: gradients as configured, "parameters B": gathered at B bits too. Every variant is a model of its own; they
 take their steps in turn. gloo's reduce-scatter is an all-reduce, ours is not: torch's own sends gradients twice. A
-time is the median over the rounds of the slowest rank's, "wire" what a step puts on the interface of a host.
+time is the median over the rounds of the slowest rank's, "wire" the bytes of a step on the interface of a host.
 """
 
 from __future__ import annotations

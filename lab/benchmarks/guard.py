@@ -1,12 +1,12 @@
-"""What the guard costs: calls of which every one is measured against the same calls without, in turn.
+"""The cost of the guard: measured calls against the same calls without a measurement, alternately.
 
     python -m lab.benchmarks.guard --json guard.json
     python -m lab.benchmarks.guard --link 1gbit                # as root: hosts of a rate, netlab.py
 
-A measured call is one with quality_interval 1 and a min_sqnr_db that nothing falls below: it measures, and gathers the
-errors of the call before. "local" and "exact" are the measures; a ratio is the median over the rounds of the time with
-over the time without in the same round. The last column is what quality_interval 100 adds to a call, measured locally:
-a hundredth of the difference. A training step computes as well, so that it adds less to a step.
+A measured call has quality_interval 1 and a min_sqnr_db below every measurement: it measures, and gathers the errors of
+the call before. "local" and "exact" are the measures. A ratio is the median over the rounds of the time with the
+measurement over the time without. The last column is the share that quality_interval 100 adds to a call, measured
+locally: a hundredth of the difference. A training step also computes, so its share is smaller.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""What the first quantized call of a process group costs beside a later one: the ranks compare configurations.
+"""The cost of the first quantized call of a process group, in which the ranks compare configurations.
 
     python -m lab.benchmarks.handshake --json handshake.json
 
-Groups of all ranks, each new; a time is that of the slowest rank, from a barrier on. "first" and "later" are medians
-over the groups, of the first call and of the median of those after it; "handshake" is the median of their difference in
-a group, and "CPU" the same of the processor time of a rank, which others on the machine change little. Without
-check_ranks nothing is compared: what is left is what the first call costs gloo and the plugin's own records of the
-group.
+Groups of all ranks, each new. A time is that of the slowest rank, from a barrier on. "first" and "later" are medians
+over the groups: of the first call, and of the median of later calls. "handshake" is the median of their difference in a
+group, and "CPU" the same for the processor time of a rank, which other programs change little. Without check_ranks the
+ranks compare nothing: the rest is gloo's first call and the plugin's records of the group.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def measure(settings: dict[str, Any], say: ranks.Say) -> list[dict[str, Any]]:
 
 
 def _medians(groups: list[list[float]]) -> tuple[float, float, float]:
-    """Of the first call, of the later ones and of their difference, over groups. groups: times of each one's calls."""
+    """Return the medians over groups of the first call, the later ones and their difference. groups: times of calls."""
     pairs = [(first, statistics.median(later)) for first, *later in groups]
     firsts, laters = zip(*pairs, strict=True)
     return statistics.median(firsts), statistics.median(laters), statistics.median(a - b for a, b in pairs)

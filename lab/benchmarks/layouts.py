@@ -4,7 +4,7 @@
 
 64 MiB in fp32 and half as much in bf16, at 8 and 4 bits: the codec on one core, and a whole all_reduce of two ranks on
 loopback. A number is the median over the rounds of the compact layout's speed over the plain one's in the same round;
-below 1 the compact layout is slower. "plain again" is the plain layout against itself: what of a number is noise.
+below 1 the compact layout is slower. "plain again" is the plain layout against itself: the noise of a number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BITS = (8, 4)
 
 
 def speeds(times: dict[str, list[float]], what: dict[str, Any]) -> dict[str, Any]:
-    """`what`, and the speed of each layout over the plain one's. times: of each layout, round by round."""
+    """Return `what` with the speed of each layout over the plain one's. times: of each layout, round by round."""
     return what | {
         name: statistics.median(a / b for a, b in zip(times["plain"], times[name], strict=True))
         for name in LAYOUTS

@@ -1,4 +1,4 @@
-"""A Llama in plain torch whose parameters have GGUF's names, for lab/benchmarks/smollm2.py's weights.
+"""A Llama in plain torch with GGUF's names for its parameters, for lab/benchmarks/smollm2.py's weights.
 
 The two sums of tensor parallelism, after the attention (attn_output) and after the MLP (ffn_down), can be emulated in
 one process: RowParallel cuts its weight as `world` ranks would, and hands the ranks' outputs to `sum_up`.
@@ -107,7 +107,7 @@ class Llama(nn.Module):
         return found
 
     def emulate(self, world: int, sum_up: SumUp | None) -> None:
-        """Cut `sums(world)` over `world` ranks whose outputs `sum_up` adds up; None: one rank, full precision."""
+        """Cut `sums(world)` over `world` ranks. sum_up: sums the ranks' outputs; None: one rank, full precision."""
         for row in self.sums(1):
             row.world, row.sum_up = 1, None
         for row in self.sums(world) if sum_up else []:

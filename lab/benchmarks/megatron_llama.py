@@ -74,7 +74,7 @@ def load(model: nn.Module, pretrained: Pretrained) -> None:
         here, there = f"blk.{number}", f"decoder.layers.{number}"
         for name, (theirs, dim) in _LAYER.items():
             mine[f"{there}.{theirs}.weight"] = cut(f"{here}.{name}.weight", dim)
-        # Megatron keeps the queries of a group of heads beside the group's key and value.
+        # Megatron stores the queries of a group of heads next to the group's key and value.
         groups = pretrained.config.kv_heads // world
         parts = [cut(f"{here}.attn_{name}.weight").unflatten(0, (groups, -1)) for name in "qkv"]
         mine[f"{there}.self_attention.linear_qkv.weight"] = torch.cat(parts, 1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""What megatron-core's schedules and optimizers ask of CUDA, answered by the CPU."""
+"""Replacements, on the CPU, of the CUDA calls in megatron-core's schedules and optimizers."""
 
 from __future__ import annotations
 

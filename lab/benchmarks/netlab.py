@@ -4,12 +4,12 @@
     host 1  eth0 --(veth)-- port1  +- bridge, in a namespace of its own
     ...                           /
 
-Every host limits what it sends at its own end of the link (`tc ... tbf`); the two directions do not share
-a limit, so a link is full duplex. What a host receives is not limited again: three hosts that send to a
-fourth at once reach it at three times the rate, which a real switch port would not let through.
+Every host limits its sends at its end of the link (`tc ... tbf`). The two directions do not share a limit, so a link is
+full duplex. Receives are not limited: three hosts that send to a fourth reach it at three times the rate, which a real
+switch port would not allow.
 
-It needs root and iproute2. All interfaces and addresses exist inside the namespaces only: nothing of it shows
-in the machine's own `ip link`, and nothing leaves the machine.
+The lab needs root and iproute2. All interfaces and addresses exist inside the namespaces only: the machine's `ip link`
+does not show them, and no packet leaves the machine.
 
     python -m lab.benchmarks.netlab --hosts 2 --rate 1gbit -- python script.py
     python -m lab.benchmarks.netlab --clean
@@ -36,12 +36,12 @@ from flash_allreduce_plugin.cli.launch import RankError
 
 PREFIX = "fapnet"  # a namespace is PREFIX-<pid>-<start time of that process>-<lab>-<h0, h1, ... or switch>
 
-# What a TCP stream can carry of a rate as tbf counts it: a full frame is 14 (Ethernet) + 1500 bytes, of which
-# 20 are IP and 32 TCP with timestamps. tbf counts every segment of a GSO packet with its headers.
+# The payload share of a rate over TCP, as tbf counts: a full frame is 14 (Ethernet) + 1500 bytes, with 20 bytes of IP
+# and 32 of TCP with timestamps. tbf counts every segment of a GSO packet with its headers.
 PAYLOAD_SHARE = 1448 / 1514
 
 # The bucket must hold the largest GSO packet (64 KiB and headers), or tbf cuts packets up itself: at 1gbit,
-# both ways at once, on two cores, 256kb, 128kb and 72kb reach 0.999 of goodput(), 32kb 0.76 and 8kb 0.55.
+# in both directions together, on two cores, 256kb, 128kb and 72kb reach 0.999 of goodput(), 32kb 0.76 and 8kb 0.55.
 # Leave TSO and GSO on: without them the same hosts reach 0.27, with tbf hardly ever holding a packet back.
 # An idle link fills its bucket and then sends that much for free: a lone exchange of 0.5 MB each way takes
 # 0.61 of its ideal time, 1 MB 0.87, 4.5 MB 0.98 (72kb: 0.93, 0.96, 0.99). Distrust shares of small messages.
@@ -55,7 +55,7 @@ _labs = itertools.count()
 
 
 class NetlabError(RuntimeError):
-    """The lab cannot be built or removed here; the message says what is missing."""
+    """The lab cannot be built or removed here. The message has the reason."""
 
 
 def parse_rate(text: str) -> float:
@@ -114,7 +114,7 @@ class Lab(launch.Ranks):
         _kill_inside(self.namespace(rank))
 
     def measure_rate(self, seconds: float = 1.0) -> tuple[float, float]:
-        """Payload bits per second host 0 -> 1 and host 1 -> 0, both at once over one TCP connection."""
+        """Return the payload bits a second host 0 -> 1 and host 1 -> 0, together over one TCP connection."""
         if self.count < 2:
             raise NetlabError("measure_rate needs two hosts: build the lab with count=2 or more")
         command = [sys.executable, str(Path(__file__).with_name("netlab_probe.py").resolve()), str(seconds)]
@@ -123,7 +123,7 @@ class Lab(launch.Ranks):
 
 
 def set_rate(rate: str) -> None:
-    """Limit this host, in whose namespace the process runs, to another rate from now on ("none": to none).
+    """Set another rate for this host, the namespace of the process ("none": no limit).
 
     Raises ValueError for a bad rate, NetlabError where tc refuses.
     """
@@ -139,7 +139,7 @@ def _limit(bits: float) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def hosts(count: int = 2, rate: str = "1gbit") -> Iterator[Lab]:
-    """Build `count` hosts whose links run at `rate` each way, and remove them however the block ends.
+    """Build `count` hosts with links of `rate` in each direction, and remove them at the end of the block.
 
     SIGTERM and SIGHUP raise SystemExit inside the block (if it runs in the main thread), so that they clean
     up as Ctrl-C does. Only SIGKILL leaves hosts behind; `clean()` finds those.
@@ -162,7 +162,7 @@ def hosts(count: int = 2, rate: str = "1gbit") -> Iterator[Lab]:
 
 
 def clean() -> list[str]:
-    """Remove the namespaces (and the processes in them) whose owner no longer runs; returns their names."""
+    """Remove the namespaces, and the processes in them, of owners that no longer run. Return their names."""
     _require_root_and_iproute2()
     stale = []
     for name in _namespaces():
@@ -196,7 +196,7 @@ def _remove(names: list[str]) -> None:
     for name in names:
         try:
             _kill_inside(name)
-            _ip("netns", "delete", name)  # its interfaces, and so their peers, go with it
+            _ip("netns", "delete", name)  # removes its interfaces and their peers too
         except NetlabError as error:
             failures.append(str(error))
     if failures:

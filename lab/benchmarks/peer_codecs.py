@@ -1,8 +1,8 @@
-"""The formats that other projects send, in plain PyTorch, and floating-point formats nobody sends yet.
+"""The formats of other projects in plain PyTorch, and floating-point formats that no project sends yet.
 
-Each function takes a matrix [rows, columns] in float32 and returns what its receiver would see, in float32, and
-the bytes on the wire, metadata included. Where a kernel computes in fp16 or bf16, float32 is used here: that can
-only flatter it. What is stored is rounded as it is stored.
+Each function takes a matrix [rows, columns] in float32. It returns the decoded matrix, in float32, and the bytes on the
+wire, with metadata. Where a kernel computes in fp16 or bf16, this code computes in float32, which favours the format.
+Stored numbers are rounded as in the kernel.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def deepspeed(x: Tensor, bits: int, world: int = 8) -> tuple[Tensor, int]:
 
 
 def dynamiq(x: Tensor, bits: int) -> tuple[Tensor, int]:
-    """DynamiQ (arXiv 2602.08923) at one width, from summaries of the paper: groups of 16 whose scale, 8 bits, is a part
-    of a bf16 scale of 256 elements; codes of sign and magnitude whose levels grow geometrically,
-    ((1 + e)^r - 1) / ((1 + e)^last - 1), rounded at random without a bias.
+    """DynamiQ (arXiv 2602.08923) at one width, from summaries of the paper: groups of 16 with a scale of 8 bits, a part
+    of a bf16 scale of 256 elements; codes of sign and magnitude with geometric levels,
+    ((1 + e)^r - 1) / ((1 + e)^last - 1), rounded stochastically without a bias.
 
     The e that is best for the tensor. That the random numbers of the ranks are correlated is not modelled, nor that
     widths vary between groups.
@@ -227,8 +227,9 @@ def thc(x: Tensor, granularity: int = 30, outside: float = 1 / 32) -> tuple[Tens
 
 @cache
 def _thc_table(granularity: int, end: float, count: int = 16) -> list[int]:
-    """Of the numbers 0 to granularity the ones that lose least when Gaussian values between -end and end are rounded
-    to them at random: a shortest path of count - 1 steps.
+    """Return the `count` numbers from 0 to granularity with the least error of stochastic rounding.
+
+    The values are Gaussian between -end and end. The numbers are a shortest path of count - 1 steps.
     """
     fine = torch.linspace(-end, end, 64 * granularity + 1, dtype=torch.float64)
     weight, place = torch.exp(-fine.square() / 2), (fine / end + 1) * granularity / 2
@@ -317,8 +318,7 @@ def nvfp4(x: Tensor) -> tuple[Tensor, int]:
 
 
 def float_groups(x: Tensor, element: Minifloat, size: int) -> tuple[Tensor, int]:
-    """What this project's codec would be with floats for codes: groups of `size` with a bf16 scale, the options as
-    settings of the tensor.
+    """Our codec with floats for codes: groups of `size` with a bf16 scale, the options as settings of the tensor.
 
     Range as range="mse": of three scales, from max |x| / largest, rounded up, to where max |x| still rounds to the
     largest value, the one with the least squared error. Rotated by Hadamard or not, whichever is better.

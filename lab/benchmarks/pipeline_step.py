@@ -1,12 +1,12 @@
-"""Time of a training step over two pipeline stages on two hosts: what quantized sends gain.
+"""Time of a training step over two pipeline stages on two hosts, with quantized sends and without.
 
     python -m lab.benchmarks.pipeline_step --shares 0.5        needs root: makes hosts with netlab
 
-A GPT in bf16 with Megatron's 1F1B schedule, one stage and one core a host. A first run without a limit measures the
-step where sending costs nearly nothing, a second one, with a limit, what a byte adds to it; the link's rate for each
-share of communication follows. Then the variants take their steps in turn, so that a machine that drifts drifts for
-all of them. A time is the median over the rounds of the slower rank's; "share" is one minus the time without a limit
-over that of the bf16 step. "wire" is what a step puts on the interfaces of both hosts.
+A GPT in bf16 with Megatron's 1F1B schedule, one stage and one core a host. A first run without a limit measures a step
+with nearly free sends. A second run, with a limit, measures the time that a byte adds. Both give the link's rate for
+each share of communication. Then the steps of the variants alternate, so that a drift of the machine affects all of
+them. A time is the median over the rounds of the slower rank's; "share" is one minus the time without a limit over that
+of the bf16 step. "wire": bytes of a step on the interfaces of both hosts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
         return rows
 
     add("none", unlimited)
-    # As if what is sent added all of its time to the step, then as it does.
+    # First assume that sends never overlap, then use the measured step.
     guess = 8 * unlimited["sent"][FULL_PRECISION] / free / netlab.PAYLOAD_SHARE
     guessed = steps.over_links(in_rank, f"{guess / 1e6:.2f}mbit", arguments, variants=[FULL_PRECISION], rounds=3)
     added = _median(guessed) - free

@@ -4,8 +4,8 @@
     python -m lab.benchmarks.pipeline_training --stages 4 --seeds 1 --configs '{"pipeline_bits": 4}'
 
 The demo's GPT (its own embedding and output weights) with Megatron's 1F1B schedule on gloo, on the demo's text. On the
-first seed full precision is also trained with noise on what a stage sends on: if it made no difference, the comparison
-could not tell anything. Of one seed all variants see the same weights and batches.
+first seed full precision is also trained with noise on the sent activations: it shows that the comparison can find a
+difference. All variants of a seed see the same weights and batches.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def clip(model: torch.nn.Module) -> None:
 
 
 def add_noise(model: Any, size: float, seed: int) -> None:
-    """Gaussian, `size` times the root mean square of what a stage sends on."""
+    """Add Gaussian noise, `size` times the root mean square, to the activations that a stage sends."""
     generator = torch.Generator().manual_seed(10_000 * seed + dist.get_rank())
 
     def noisy(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

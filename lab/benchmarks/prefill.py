@@ -2,12 +2,12 @@
 
     python -m lab.benchmarks.prefill                          needs root: makes hosts with netlab
     python -m lab.benchmarks.prefill --engine autotp          DeepSpeed's; megatron: its static engine
-    python -m lab.benchmarks.prefill --hosts 3 --smollm2      SmolLM2-135M, and the tokens that it goes on with
-    python -m lab.benchmarks.prefill --tokens 1 --shares --rates 1gbit          a step of decoding, as far as sums go
+    python -m lab.benchmarks.prefill --hosts 3 --smollm2      SmolLM2-135M, and its next tokens
+    python -m lab.benchmarks.prefill --tokens 1 --shares --rates 1gbit          the sums of a step of decoding
 
 A forward pass of `--tokens` tokens in bf16 without a gradient, one rank and one core a host. Two sums a layer are
-tensor-parallel; in Megatron that of the embedding too. "no collectives" leaves the sums out: what the arithmetic
-takes. "bf16" is the engine's own. min_bytes is 64 KiB: the sum of one token stays in full precision.
+tensor-parallel; in Megatron that of the embedding too. "no collectives" skips the sums: the time of the arithmetic.
+"bf16" is the engine's own. min_bytes is 64 KiB: the sum of one token stays in full precision.
 """
 
 from __future__ import annotations

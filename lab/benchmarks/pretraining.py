@@ -6,18 +6,18 @@
         --steps 10000 --batch 32 --sequence 1024 --lr 6e-4
 
 megatron-core's GPT with normalized queries and keys, DistributedDataParallel and distributed optimizer, bf16 weights
-and fp32 masters, TP 2 by what is left of the ranks. Every variant of a seed sees the same weights and batches and is
+and fp32 masters, TP 2 and DP over the other ranks. Every variant of a seed sees the same weights and batches and is
 validated in full precision on the same held-out text: the sources of Python's standard library as bytes, or --tokens, a
 file of uint16 (nanoGPT's train.bin).
 
-Controls, each what a training that is not quantized moves by itself: "noise S" has Gaussian noise of relative size S
-wherever a quantized run rounds; "fp32" is full precision with weights and activations in fp32 in place of bf16.
+Controls, not quantized: "noise S" has Gaussian noise of relative size S wherever a quantized run rounds; "fp32" is full
+precision with weights and activations in fp32 in place of bf16.
 
-A training at the edge of stability tells nothing: there a last bit decides how many steps later a fall of the loss
-comes. Without normalized queries and keys, or with a rate that rises in 100 steps, this one was there.
+A training at the edge of stability shows nothing: there a last bit decides about the step at which the loss falls.
+Without normalized queries and keys, or with a rate that rises in 100 steps, this training was there.
 
---folder keeps a checkpoint every --save steps and what is done: the same command goes on where it was ended, bit for
-bit. --plot draws the curves.
+--folder keeps a checkpoint every --save steps and the finished runs: the same command resumes bit for bit. --plot draws
+the curves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ SIZES = {
 
 @dataclass
 class Run:
-    """One variant of one seed: what a checkpoint holds, and what is left of it when it is done."""
+    """One variant of one seed: the contents of a checkpoint, and the result after the end."""
 
     model: Any
     optimizer: Any
@@ -274,7 +274,7 @@ def save(run: Run, folder: Path) -> None:
 
 
 def load(run: Run, folder: Path) -> None:
-    """What `save` wrote last, if there is something."""
+    """Load the last state of `save`, if there is one."""
     if not (folder / "step").exists():
         return
     step = (folder / "step").read_text()
@@ -296,7 +296,7 @@ def say(line: str) -> None:
 
 
 def start(tensor_parallel: int) -> None:
-    """The process group and Megatron's groups; without a GPU, what Megatron asks of one."""
+    """Start the process group and Megatron's groups; without a GPU, replace the CUDA calls."""
     from megatron.core import parallel_state
 
     if torch.cuda.is_available():
@@ -341,7 +341,7 @@ def read(arguments: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def finished(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs that are done, without what each step was."""
+    """Return the finished runs, without their steps."""
     runs = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
     return [
         {key: value for key, value in run.items() if key not in ("losses", "norms")} | {LOSSES: smooth(run["losses"])}

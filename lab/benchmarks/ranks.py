@@ -68,11 +68,11 @@ def finish(result: Any) -> NoReturn:
     if dist.get_rank() == 0:
         print(_RESULT + json.dumps(result), flush=True)
     dist.barrier()
-    os._exit(0)  # a thread of gloo's that lets go of a tensor while the interpreter ends aborts the process: seen once
+    os._exit(0)  # a thread of gloo that frees a tensor while the interpreter ends aborts the process: seen once
 
 
 def result_of(output: str) -> Any:
-    """Return what rank 0 gave to `finish`, from its standard output. Raises ValueError if it is not there."""
+    """Return rank 0's argument of `finish`, from its standard output. Raises ValueError if it is not there."""
     lines = [line for line in output.splitlines() if line.startswith(_RESULT)]
     if len(lines) != 1:
         raise ValueError(f"expected one result in what the ranks have printed, not {len(lines)}")
@@ -86,7 +86,7 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Any:
-    """Call a function in ranks of this machine, without the plugin's autoload. Return what it returns on rank 0.
+    """Call a function in ranks of this machine, without the plugin's autoload. Return its result on rank 0.
 
     Raises SystemExit with the end of the ranks' errors if they fail or print no result.
     """
@@ -103,7 +103,7 @@ def torchrun(
 
 
 def _of_ranks(errors: str) -> str:
-    """Return what the ranks have written, without the launcher's own traceback after it."""
+    """Return the output of the ranks, without the launcher's traceback after it."""
     return (
         errors.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0].rpartition(
             "Traceback (most recent call last):"

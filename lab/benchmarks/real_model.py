@@ -62,7 +62,7 @@ FORMATS = [BF16, *map(json.dumps, SECTIONS)]
 
 @dataclass(frozen=True)
 class Sent:
-    """What Megatron's forward sums send: the formats before and after the sum. None, None: a ring in bf16."""
+    """The formats of Megatron's forward sums, before and after the sum. None, None: a ring in bf16."""
 
     reduce: Format | None = None
     gather: Format | None = None

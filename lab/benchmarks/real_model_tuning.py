@@ -148,7 +148,7 @@ def one_run(engine: str, variant: str, seed: int, arguments: argparse.Namespace)
 def table(runs: list[dict[str, Any]]) -> list[list[object]]:
     """Return the header and a row an engine and variant: held-out loss, and the difference in % by seed.
 
-    ±: the standard error of the mean over held-out sequences, of which full precision saw the same.
+    ±: the standard error of the mean over held-out sequences, the same as in full precision.
     """
     rows: list[list[object]] = [
         ["engine", "variant", "bits", "held-out loss", "difference, %", "by seed", "seconds a step"]

@@ -1,11 +1,11 @@
 """A quantized ring all-reduce, to compare the two-step one with (arXiv 2412.04964, table of the two).
 
 N-1 hops reduce: a rank decodes the partial sum that comes from its left, adds its own shard, encodes the new sum and
-sends it to its right. N-1 hops gather: the encoded sums go round unchanged. Every element of an N-rank ring is
+sends it to its right. N-1 hops gather: the encoded sums pass around unchanged. Every element of an N-rank ring is
 rounded N times, in the two-step form twice.
 
-The codec is the same and so are the chunks: each shard goes in as many pieces as the two-step form has chunks, so that
-the codec of one hides behind the wire of another. All receives are posted before the first send.
+Codec and chunks are the same: each shard has as many pieces as the two-step form has chunks, so that the codec of one
+hides behind the wire of another. All receives are posted before the first send.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RingAllReduce:
                 first = (rank - hop) % world * self.shard + i * self.piece
                 rows.encode(total, out, self.wire, Draw(rows.draw_key(rank, hop), first))
                 self._send(out, hop, i)
-                if hop == last:  # the sum's owner decodes what it sends
+                if hop == last:  # the sum's owner decodes its own payload
                     rows.decode(out, part.view(1, -1), self.wire)
         for hop in range(last):
             self.steps += 1

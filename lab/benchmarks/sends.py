@@ -2,9 +2,9 @@
 
     python -m lab.benchmarks.sends --link 1gbit        needs root: makes hosts with netlab
 
-One rank and one core a host. "one way": rank 0 sends, rank 1 receives; "both ways": each sends and receives at once,
-in a batch. Full precision is torch.distributed's own. The variants take turns, so that a machine that drifts drifts
-for all of them; a time is the median over the rounds of the slower rank's, from a barrier on.
+One rank and one core a host. "one way": rank 0 sends, rank 1 receives; "both ways": each sends and receives in one
+batch. Full precision is torch.distributed's own. The variants alternate, so that a drift of the machine affects all of
+them. A time is the median over the rounds of the slower rank's, from a barrier on.
 """
 
 from __future__ import annotations

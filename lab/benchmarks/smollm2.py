@@ -59,7 +59,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """What the file holds: sizes, weights in float32 by their names in GGUF, and the tokenizer."""
+    """The contents of the file: sizes, weights in float32 by their names in GGUF, and the tokenizer."""
 
     config: Config
     weights: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""Time of a training step, TP over hosts whose link is slow: what quantizing gains at which share of communication.
+"""Time of a training step with TP over hosts with slow links: the gain of quantizing by the share of communication.
 
     python -m lab.benchmarks.step_time --shares 0.25 0.5 0.75 0.9        needs root: makes hosts with netlab
 
@@ -6,7 +6,7 @@ A GPT of megatron-core in bf16, one rank and one core a host. A first run withou
 its tensor-parallel collectives; the link's rate for each share follows from that and from the bytes of a step. Then
 every variant takes its steps in turn, so that a machine that drifts drifts for all of them. A time is the
 median over the rounds of the slowest rank's; "share" is measured in the same run: one minus the time without
-collectives over that of the bf16 step. "wire" is what a step puts on the interface of a host.
+collectives over that of the bf16 step. "wire": bytes of a step on the interface of a host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time training steps of several variants over slow links: one runner, and an adapter for each framework.
 
-1. `over_links` makes hosts whose links have one rate, and starts a rank on each.
+1. `over_links` creates hosts with links of one rate, and starts a rank on each.
 2. There the adapter builds its variants and calls `in_turn`: in every round each variant takes one step, so that a
    machine that drifts drifts for all of them. The next round begins with the next variant.
 3. The time of a step is the slowest rank's, "wire" the bytes that a host has sent on its interface.
@@ -148,7 +148,7 @@ def add_arguments(
 
 
 def over_links(in_rank: InRank, rate: str, arguments: argparse.Namespace, **more: Any) -> Any:
-    """Call a function in a rank on each of `hosts` hosts with links of that rate. Return what rank 0 returns."""
+    """Call a function in a rank on each of `hosts` hosts with links of that rate. Return rank 0's result."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "FLASH_ALLREDUCE_AUTOLOAD": "0"}
     line = [sys.executable, *command(in_rank, arguments, **more)]
     with netlab.hosts(arguments.hosts, rate) as lab:
@@ -170,8 +170,8 @@ def at_shares(
 ) -> list[dict[str, Any]]:
     """Time and show the variants without a limit, and on links where communication has each of the shares.
 
-    variants: the first sends nothing. exact: the one whose shares these are. arguments: `shares`, and `rates` for links
-    of these rates too. The rate follows from the bytes of a step and from the time of the step that sends nothing.
+    variants: the first sends nothing. exact: the variant that defines the shares. arguments: `shares`, and `rates` for
+    links of these rates too. The rate follows from the bytes of a step and the time of the step that sends nothing.
     """
     tables = []
 

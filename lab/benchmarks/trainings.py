@@ -1,4 +1,4 @@
-"""Trainings of several variants, compared with full precision: what the frameworks' benchmarks share.
+"""Trainings of several variants, compared with full precision: the common part of the frameworks' benchmarks.
 
 1. `by_seed` starts a run for every seed: full precision, the variants, and on the first seed full precision with noise.
    If the large noise made no difference, the comparison could not show one.
@@ -24,7 +24,7 @@ from lab.benchmarks.results import LOSSES, smooth
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FULL_PRECISION, NOISE = "full precision", "noise "
 WARM_UP_STEPS, VALIDATION_BATCHES = 50, 64
-#: By seed and variant: what `outcome` returns.
+#: The results of `outcome`, by seed and variant.
 Seeds = dict[int, dict[str, dict[str, Any]]]
 
 

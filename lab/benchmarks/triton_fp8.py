@@ -1,4 +1,4 @@
-"""Two FP8 formats of other projects as Triton kernels, written from what peer_codecs.py documents of them.
+"""Two FP8 formats of other projects as Triton kernels, written from their documentation in peer_codecs.py.
 
 torchft: a row of a matrix has one fp32 scale, 448 / max |x|, and then its e4m3 codes, filled up to 4 bytes; one program
 a row, blocks of 2048, the row read twice. FlashInfer: groups of 256 with one fp32 scale max |x| / 448 each, scales

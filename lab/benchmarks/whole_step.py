@@ -3,9 +3,9 @@
     python -m lab.benchmarks.whole_step                                 all layouts, every preset
     python -m lab.benchmarks.whole_step --layouts "Megatron TP 2" FSDP2 --presets int4
 
-Every layout trains a small model for some steps. The first does not count: there whole parameters travel.
-"plain": bytes that a rank would send without the plugin; "left": the part of them that goes in full precision, at its
-sites or beside the plugin, and where most of that is.
+Every layout trains a small model for some steps. The first step does not count: it sends whole parameters.
+"plain": bytes that a rank would send without the plugin. "left": the part of them in full precision, at the plugin's
+sites and in other traffic, and the largest source of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lab.benchmarks import command, deepspeed_training, megatron_on_cpu, ranks
 
 PRESETS = ("int8", "int4", "thin")
 WIDTH, VOCABULARY, SEQUENCE, BATCH, STEPS = 256, 256, 128, 4, 2
-#: A step of the training, and what ends it.
+#: A step of the training, and the function that ends it.
 Training = tuple[Callable[[], None], Callable[[], None]]
 
 
@@ -156,7 +156,7 @@ def of_torch(config: fap.FlashConfig, *, how: str) -> Training:
     return step, integration.disable
 
 
-#: Name -> ranks, and what trains there.
+#: Name -> ranks, and the training.
 LAYOUTS: dict[str, tuple[int, Callable[[fap.FlashConfig], Training]]] = {
     "Megatron TP 2": (2, partial(megatron, tensor=2)),
     "Megatron TP 2 + SP": (2, partial(megatron, tensor=2, sequence_parallel=True)),
