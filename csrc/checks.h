@@ -75,7 +75,7 @@ inline void check_rows(const Tensor& t, const char* name) {
   check_memory(t, name);
 }
 
-// From one row to the next, in elements. What a tensor of one row or of none says means nothing.
+// The stride of rows, in elements. That of a tensor with one row or none is arbitrary.
 inline int64_t row_stride(const Tensor& t) { return t.numel() == 0 || t.size(0) == 1 ? 0 : t.stride(0); }
 
 // Rows that threads write at the same time.
@@ -115,7 +115,7 @@ inline int64_t check_records(const Tensor& payload, int64_t record) {
   return groups;
 }
 
-// What error feedback keeps of `groups` groups: records of 8 bits, symmetric, or bf16. Whether it is bf16.
+// Checks the residual of `groups` groups: records of 8 bits, symmetric, or bf16. Returns true for bf16.
 inline bool check_residual(const Tensor& t, int64_t groups, int64_t group_size) {
   const bool wide = t.scalar_type() == torch::headeronly::ScalarType::BFloat16;
   STD_TORCH_CHECK(wide || t.scalar_type() == torch::headeronly::ScalarType::Byte,

@@ -72,10 +72,10 @@
 //                nearest (stochastic: at random). A third element stands in for them in the steps that
 //                follow. (FlashCommunication V2, arXiv 2508.03760.)
 //                With the codebook, before the rotation: twice, the element of greatest magnitude, the first of
-//                equals, is rounded to a short float, which is sent and subtracted. So the codes say what it has
-//                rounded off, and the second may be more of the first. Decoding adds both, rank by rank, to the
-//                sum of the codes, turned back. No spike: below 2^-100, or a second one more than 14 octaves
-//                below the first. The scale is at least what the exponent of the first needs.
+//                equals, is rounded to a short float, which is sent and subtracted. So the codes hold the rest
+//                of the element, and the second spike may be more of the first. Decoding adds both, rank by
+//                rank, to the sum of the codes, rotated back. No spike: below 2^-100, or a second one more than
+//                14 octaves below the first. The scale is large enough for the exponent of the first.
 //   mse          Other ranges are tried (below), with ends less than half a step inside of the group's own:
 //                every element still rounds to a code, so the error stays below half a step. The first range
 //                with the least sum of squared errors is taken, except in a group with a range of its own for
@@ -141,7 +141,7 @@ FLASH_HD float group_zero(float lo) {
   return bits_float(static_cast<uint32_t>(bf16_round_down(lo + 0.0f)) << 16);
 }
 
-// What a group's steps have to reach over.
+// The range that a group's steps must cover.
 FLASH_HD float group_reach(float lo, float hi, float zero, bool symmetric) {
   return (symmetric ? (-lo > hi ? -lo : hi) : hi - zero) + 0.0f;  // a -0 would sort above Inf
 }
@@ -170,7 +170,7 @@ FLASH_HD float decode_element(uint32_t code, float scale, float zero, int half) 
   return static_cast<float>(static_cast<int>(code) - half) * scale + zero;
 }
 
-// Nearest even; a NaN is the bf16 NaN. What rounds to Inf is the caller's to find.
+// Nearest even; a NaN is the bf16 NaN. The caller checks for values that round to Inf.
 FLASH_HD uint16_t bf16_nearest(float x) {
   const uint32_t bits = float_bits(x);
   return x != x ? kNaNScale : static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -219,7 +219,7 @@ FLASH_HD constexpr uint64_t mix64(uint64_t x) {
 // Whether element i of a group changes its sign before the rotation.
 FLASH_HD constexpr bool rotation_flips(uint32_t i) { return (mix32(0x9e3779b9u + i) >> 31) != 0; }
 
-// What the random numbers of a group are made from.
+// The seed of a group's random numbers.
 FLASH_HD constexpr uint64_t group_key(uint64_t key, uint64_t group) {
   return mix64(key + (group + 1) * 0x9e3779b97f4a7c15u);
 }
@@ -249,8 +249,8 @@ FLASH_HD float rounding_offset(uint32_t random) {
 // The scale and the zero point of a group.
 struct Range {
   float zero;
-  uint32_t scale;     // the bits as a float; NaN: it does not serve
-  uint32_t metadata;  // what travels, 2 or 4 bytes
+  uint32_t scale;     // the bits as a float; NaN: the range is invalid
+  uint32_t metadata;  // the sent word, 2 or 4 bytes
 };
 
 // By how many steps the ends of a group may lie outside of the values of its codes.
@@ -329,7 +329,7 @@ FLASH_HD Range whole_range(float lo, float hi, int bits, Layout layout, float sl
 //                errors: at 2 and 3 bits both neighbours of the nearest are tried, at 4 bits one, then none.
 //
 // All zero points of a scale share the positions of the elements, in whole 1/256 of a step above the group's
-// least: a zero point is a number that is added to them, and the error is what the last 8 bits then say.
+// least: a zero point is a number that is added to them, and the last 8 bits of the sum are the error.
 
 constexpr int kMostPlaces = 4;
 
@@ -340,7 +340,7 @@ FLASH_HD constexpr int places_of(int scale, int bits, Layout layout) {
   return layout == Layout::kAsymmetric && scale == 2 ? kMostPlaces : 1;
 }
 
-// The least width whose search is the same but for numbers.
+// The least width with the same search, up to constants.
 FLASH_HD constexpr int searched_as(int bits, Layout layout) {
   return layout != Layout::kCompact || bits < 4 ? 2 : bits == 4 ? 4 : 5;
 }
@@ -395,7 +395,7 @@ FLASH_HD Range tried_range(int scale, int place, uint32_t tried, float whole, fl
   return r;
 }
 
-// What travels for a range that is not one of a group with a 0.
+// The sent word of a range, for a group without a 0.
 FLASH_HD uint32_t word_of(float zero, uint32_t scale, int bits, Layout layout) {
   if (layout != Layout::kCompact) return (scale >> 16) | float_bits(zero);
   return compact_word(scale, zero / bits_float(scale) * (1.0f / offset_unit(bits)));
@@ -404,13 +404,12 @@ FLASH_HD uint32_t word_of(float zero, uint32_t scale, int bits, Layout layout) {
 // Where the positions of a group's elements are counted from.
 FLASH_HD float search_origin(float lo, Layout layout) { return layout == Layout::kSymmetric ? 0.0f : lo; }
 
-// What is added to them, for a zero point; an even number.
+// The number that is added to the positions for a zero point; even.
 FLASH_HD uint32_t search_shift(float origin, float zero, float inverse_scale) {
   return float_bits(finely(origin, zero, inverse_scale)) & ~1u;
 }
 
-// What the errors in steps of a range are multiplied with. scale: of the range; whole: of the one without a
-// search.
+// The factor of a range's errors in steps. scale: of the range; whole: of the range without a search.
 FLASH_HD float search_ratio(uint32_t scale, uint32_t whole) {
   return bits_float(scale) * (1.0f / bits_float(whole));
 }
@@ -430,10 +429,10 @@ FLASH_HD constexpr bool may_miss_zero(int bits, Layout layout) {
   return layout == Layout::kAsymmetric || (layout == Layout::kCompact && bits < 5);
 }
 
-// Asymmetric: the sign of a scale whose zero point is a whole number of steps.
+// Asymmetric: the sign of a scale with a zero point of whole steps.
 constexpr uint32_t kWhole = 0x8000u;
 
-// For codes of which k lie below 0. An end that is 0 asks for nothing, and 0 / 0 is not above `least`.
+// The scale for k codes below 0. An end that is 0 requires nothing, and 0 / 0 is not above `least`.
 FLASH_HD float scale_with_zero(float k, float lo, float hi, float levels, float slack, float least) {
   const float below = -lo / (k + slack);
   const float above = hi / (levels - k + slack);
@@ -471,13 +470,13 @@ FLASH_HD Range range_with_zero(float lo, float hi, int bits, Layout layout, floa
   return r;
 }
 
-// What travels in front of a group's codes.
+// The metadata in front of a group's codes.
 struct Metadata {
   float scale;
   float zero;
 };
 
-// word: the 2 or 4 bytes that travel.
+// word: the sent 2 or 4 bytes.
 FLASH_HD Metadata metadata_of(uint32_t word, int bits, Layout layout) {
   if (layout == Layout::kAsymmetric) {
     const uint32_t step = word << 16;  // kWhole is its sign
@@ -585,7 +584,7 @@ FLASH_HD int widest_part(float asked, float scale) {
   return number > 63 ? 63 : number;
 }
 
-// The bits, as a float, of a group's scale; NaN for what is not finite.
+// The bits, as a float, of a group's scale; NaN if the group is not finite.
 FLASH_HD uint32_t codebook_scale(float asked) {
   const uint32_t scale = static_cast<uint32_t>(bf16_round_up(asked)) << 16;
   return !(scale < kInfBits) ? kNaNBits : scale < kMinCodebookBits ? kMinCodebookBits : scale;
@@ -605,7 +604,7 @@ FLASH_HD uint32_t short_float(uint32_t x, int mantissa) {
 
 FLASH_HD int exponent_of(uint32_t bits) { return static_cast<int>(bits >> 23 & 255u); }
 
-// What is taken of the greatest element, 0: nothing. least: exponent below which nothing is.
+// The part of the greatest element that a spike takes; 0: none. least: exponent below which there is no spike.
 FLASH_HD uint32_t taken_spike(uint32_t x, int mantissa, int least) {
   const uint32_t value = short_float(x, mantissa);
   return exponent_of(value) >= least ? value : 0u;
@@ -617,8 +616,8 @@ FLASH_HD int least_second_spike(uint32_t first) {
   return first == 0 ? 256 : least > kLeastSpike ? least : kLeastSpike;
 }
 
-// What is added to the exponent of a scale for the exponent of a spike that says 0. What spikes leave of a
-// group reaches 2^bits of its scales at most; rotated, group_size times its greatest element.
+// The offset from a scale's exponent to the exponent of a spike whose stored exponent is 0. The group without
+// its spikes is at most 2^bits scales; rotated, group_size times its greatest element.
 FLASH_HD constexpr int spike_base(int bits, int group_size, bool rotated) {
   return bits - 3 - (rotated ? log_of(group_size) : 0);
 }
@@ -629,7 +628,7 @@ FLASH_HD uint32_t scale_for_spike(uint32_t scale, uint32_t first, int base) {
   return static_cast<int32_t>(scale) > needed ? scale : static_cast<uint32_t>(needed);
 }
 
-// The 16 bits that travel.
+// The sent 16 bits.
 FLASH_HD uint32_t spike_word(uint32_t value, uint32_t place, uint32_t scale, int base, int group_size) {
   const int mantissa = spike_mantissa(group_size);
   const uint32_t from = static_cast<uint32_t>(exponent_of(scale) + base) << mantissa;
@@ -668,7 +667,7 @@ FLASH_HD float codebook_error(float y, float shift, int bits) {
   return counted * counted;
 }
 
-// Which NaN an invalid operation makes differs between machines; what we write does not.
+// The NaN of an invalid operation differs between machines; we write one NaN on all.
 FLASH_HD float canonical_nan(float x) { return x != x ? bits_float(kNaNBits) : x; }
 
 }  // namespace flash_allreduce

@@ -37,7 +37,7 @@
 //                  1      4          11 - log2(g)    log2(g)      bits, the place in the lowest
 //
 // An exponent of 0: there is no such spike, and the rest of the 16 bits is 0. Otherwise it counts from the exponent
-// of the group's scale on (codec_math.h). The codes at those places say what the short floats have rounded off.
+// of the group's scale on (codec_math.h). The codes at those places hold the rest of the elements.
 //
 // Rotation, range and rounding (codec_math.h) change which codes
 // are chosen, not where they are.
@@ -66,7 +66,7 @@ namespace flash_allreduce {
 
 constexpr int kWireVersion = 5;
 
-// What a codec is made of besides its width and its group size.
+// The options of a codec besides its width and its group size.
 enum Option : int {
   kSymmetricCodes = 1,
   kSpikes = 2,
@@ -78,7 +78,7 @@ enum Option : int {
   kAllOptions = 127
 };
 
-// How a group's scale and zero point travel.
+// The layout of a group's scale and zero point.
 enum class Layout : int { kAsymmetric, kSymmetric, kCompact, kCodebook };
 
 FLASH_HD constexpr Layout layout_of(int options) {

@@ -105,7 +105,7 @@ void check_same_device(const Tensor& a, const Tensor& b) {
                   "input and output are on different devices; expected one GPU");
 }
 
-// What the address and every stride in use is a multiple of, 16 at most.
+// The power of two, 16 at most, that divides the address and every stride in use.
 int64_t alignment(const void* data, int64_t rows, int64_t stride) {
   const int64_t bits = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data)) | (rows > 1 ? stride : 0) | 16;
   return bits & -bits;

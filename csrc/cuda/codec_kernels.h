@@ -6,17 +6,17 @@
 //
 //   row of numel elements   | block 0: 8192      | block 1            | block 2, fewer |
 //                             warp 0 | 1 | ... 7
-//   shared memory             records of block 1, as they travel
+//   shared memory             records of block 1, as they are sent
 //   payload of the row      | 8192 / g records   | 8192 / g records   | the rest       |
 //
 // A decoding block has no shared memory: a lane reads its part of each rank's planes and writes 16 bytes at a
 // time.
 //
-// With error feedback the block's part of the residual comes to shared memory whole, whatever its address, is
-// read and replaced there by its warps, and goes back whole:
+// With error feedback the block's part of the residual is copied to shared memory, for any address. Its warps
+// read and replace it there, and the block copies it back:
 //
 //   residual of the row     | 8192 / g groups    | 8192 / g groups    | the rest       |
-//   shared memory             groups of block 1, then the new ones; the records of block 1 beside them
+//   shared memory             groups of block 1, then the new ones; also the records of block 1
 #pragma once
 
 #include <cuda_runtime.h>
@@ -118,7 +118,7 @@ __device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes
     put_words(to + i, get_words(from + i));
   }
   if (whole == bytes) return;
-  // The rest, or a payload whose address 16 does not divide.
+  // The rest, or a payload at an address that 16 does not divide.
   const int step = at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
   const int stepped = whole + ((bytes - whole) & ~(step - 1));
   for (int i = whole + static_cast<int>(threadIdx.x) * step; i < stepped; i += kBlockThreads * step) {
@@ -183,9 +183,9 @@ __global__ void __launch_bounds__(kBlockThreads, kGeneralBlocks<Given>)
   copy(image, payload + span.first * gather.record, span.groups * gather.record);
 }
 
-// ---- plain_warp.h: the same kernels for what most calls are
+// ---- plain_warp.h: the same kernels for most calls
 
-// Of a multiprocessor. Four leave a thread 64 registers, three leave it 80.
+// Blocks of a multiprocessor. Four leave a thread 64 registers, three leave it 80.
 constexpr int kPlainBlocks = 4;
 
 // An fp32 thread holds twice the bytes of a bf16 one: three blocks have more in flight than four of those.
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kBlockThreads, kPlainBlocks)
 
 // ---- error feedback
 
-// Of a multiprocessor. Beside x there are no registers for an encoding with options where two share them.
+// Blocks of a multiprocessor. Two blocks leave too few registers for x and an encoding with options.
 constexpr int feedback_blocks(bool options) { return options ? 1 : 2; }
 
 // Bytes of a group's residual.

@@ -10,8 +10,8 @@
 //   x[16..23]   64 ... 71     ...                                     |
 //   x[24..31]   96 ... 103    ...                         120 ... 127 |
 //
-// Bounds, errors and the worst code of a group are reduced by shuffles between its lanes. What a lane packs
-// of a plane of w bits is w bytes for each 8 elements, next to those of the lanes beside it.
+// Bounds, errors and the worst code of a group are reduced by shuffles between its lanes. A lane packs w bytes
+// of a plane of w bits for each 8 elements, next to those of its neighbour lanes.
 //
 // Code is written in phases, functions of one lane that a warp runs for each of its lanes, with shuffles
 // between them:
@@ -19,7 +19,7 @@
 //   warp.each(f)                    f(lane, own)
 //   warp.exchange(mask, get, f)     f(lane, own, get of the lane whose number differs by mask)
 //   warp.from_first(lanes, get, f)  f(lane, own, get of the first lane of its group)
-//   warp.sync()                     what the lanes wrote before, they all read after it
+//   warp.sync()                     all lanes see the writes before it
 #pragma once
 
 #include "../codec_math.h"
@@ -39,8 +39,8 @@ constexpr int kLogLaneElements = 5;
 constexpr int kNeighbours = 8;
 constexpr int kWarpElements = kWarpLanes * kLaneElements;
 
-// What an encoding or a decoding is made of, the same for all groups of a row. Group sizes are powers of two:
-// where a device would divide by one, it shifts.
+// The parameters of an encoding or decoding, equal for all groups of a row. Group sizes are powers of two, so a
+// device shifts instead of dividing.
 struct Form {
   int bits;
   int group_size;
@@ -92,9 +92,9 @@ struct Lane {
   float error, least_error;
   uint32_t codes[kLaneElements];
   uint32_t worst;                             // of the codes
-  float sent[kLaneElements];                  // error feedback: what was encoded
+  float sent[kLaneElements];                  // error feedback: the encoded values
   PartRows rows;                              // codebook
-  uint32_t least_word, most_word, near_word;  // plain_warp.h: bounds, of elements as they travel
+  uint32_t least_word, most_word, near_word;  // plain_warp.h: bounds, of elements in their dtype
 };
 
 // Where in its group element i of a lane is.
@@ -122,7 +122,7 @@ struct alignas(16) Words {
   uint32_t w[4];
 };
 
-// A device faults where an address is not a multiple of what is read there; the host would not. It is told.
+// A device faults at a misaligned read; the host does not, so it checks with this macro.
 #if !defined(FLASH_ALIGNED)
 #define FLASH_ALIGNED(p, bytes)
 #endif
@@ -254,7 +254,7 @@ FLASH_HD void write_neighbours(uint8_t* p, bool fast, const float* x) {
   }
 }
 
-// The elements of a lane's group out of a row of `numel`; what a ragged group lacks is its first element.
+// The elements of a lane's group out of a row of `numel`. A ragged group is padded with its first element.
 template <DType kType>
 FLASH_HD void load_lane(Lane& own, int lane, const Form& form, const uint8_t* row, int64_t numel,
                         int64_t group, bool fast) {
@@ -571,7 +571,7 @@ FLASH_HD void write_record(const Lane& own, int lane, const Form& form, bool los
   }
 }
 
-// f(own, row, what the lane whose number differs by mask has) for each row. get(own, row).
+// Calls f(own, row, value of the lane whose number differs by mask) for each row. get(own, row): the value.
 template <class Warp, class Get, class F>
 FLASH_HD void exchange_rows(Warp& warp, int mask, Get get, F f) {
   FLASH_UNROLL
@@ -691,7 +691,7 @@ FLASH_HD void encode_codebook(Warp& warp, const Form& form, int groups, uint8_t*
   });
 }
 
-// What comes before encode_groups: short spikes out of the groups, and the rotation of what is left.
+// Runs before encode_groups: takes short spikes out of the groups, and rotates the rest.
 template <class Warp>
 FLASH_HD void prepare_groups(Warp& warp, const Form& form) {
   if (has_short_spikes(form.options)) take_short_spikes(warp, form);
@@ -833,8 +833,8 @@ struct Sources {
   int align;  // 1, 2 or 4 divides the address of every record
 };
 
-// The sums of a warp's groups, the first of which is `group` of `total`, in rank order, left in its lanes;
-// rotated groups stay so.
+// The sums of a warp's groups, in rank order, left in its lanes. The first group is `group` of `total`. Rotated
+// groups stay rotated.
 template <bool kOptions, class Warp>
 FLASH_HD void sum_groups(Warp& warp, const Form& form, const Sources& from, int64_t group, int64_t total) {
   warp.each([&](int lane, Lane& own) {
@@ -890,7 +890,7 @@ FLASH_HD void add_short_spikes(Warp& warp, const Form& form, const Sources& from
   });
 }
 
-// What comes after sum_groups, where elements are asked for: the rotation back, then the short spikes.
+// Runs after sum_groups for elements as output: rotates back, then adds the short spikes.
 template <class Warp>
 FLASH_HD void restore_groups(Warp& warp, const Form& form, const Sources& from, int64_t group,
                              int64_t total) {
@@ -909,13 +909,13 @@ FLASH_HD void multiply(Warp& warp, float factor) {
 // ---- error feedback ---------------------------------------------------------------------------------------
 //
 //   input, residual  -> x = input + carried   -> encode   -> record, in the image of the block
-//   record, residual -> lost = what x and the record differ by, and a share of carried  -> residual, in place
+//   record, residual -> lost = x - decoded record, and a share of carried               -> residual, in place
 //
 // A lane holds the same elements of all of them. x stays in registers meanwhile; the residual is read again,
 // from where it is near.
 
-// What was lost before, of a warp's groups: where the first one begins, an address that 16 divides if it is
-// wide and 2 if not.
+// The residual of a warp's groups. data: start of the first group; 16 divides the address if it is wide, else
+// 2 does.
 struct Residual {
   uint8_t* data;
   bool wide;    // bf16; otherwise records of 8 bits, symmetric
@@ -931,7 +931,7 @@ FLASH_HD Form residual_form(const Form& form) {
   return own;
 }
 
-// Of the 8 neighbours from element i of a lane on. A lane whose group is not there must not ask.
+// Reads the residual of 8 neighbours from element i of a lane on. The lane's group must exist.
 FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form, int i, float* carried) {
   const int place = static_cast<int>(place_of(lane, i, form.lanes));
   if (residual.wide) {
@@ -957,7 +957,7 @@ FLASH_HD void read_carried(const Residual& residual, int lane, const Form& form,
   }
 }
 
-// What a ragged group lacks is its first element. left: elements from the warp's first group on.
+// Pads a ragged group with its first element. left: elements from the warp's first group on.
 template <class Warp>
 FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
   if (left >= kWarpElements) return;
@@ -972,9 +972,9 @@ FLASH_HD void fill_up(Warp& warp, const Form& form, int left) {
       });
 }
 
-// The groups whose input the lanes hold; total: elements of the row from the first of them on. An exact zero
-// is encoded as zero and keeps its residual: x is -0 there, which no other sum is. A rotated zero does not
-// arrive as zero: its error is carried over as that of any other element.
+// Encodes the groups in the lanes. total: elements of the row from the first of them on. An exact zero is
+// encoded as zero and keeps its residual: x is -0 there, which no other sum is. A rotated zero does not decode
+// to zero: its error is carried over as that of any other element.
 template <bool kOptions, class Warp>
 FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual& residual, int64_t total,
                                    uint64_t key, uint64_t number, uint8_t* image) {
@@ -1001,7 +1001,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
   });
   if (kOptions) prepare_groups(warp, form);
   encode_groups<kOptions>(warp, form, groups, key, number, image);
-  warp.sync();  // what its first lane wrote of a record all lanes read
+  warp.sync();  // all lanes read the first lane's part of a record
   const Sources sent{image, 1, 0, form.record % 4 == 0 ? 4 : 2};
   sum_groups<kOptions>(warp, form, sent, 0, groups);
   if (kOptions) restore_groups(warp, form, sent, 0, groups);
@@ -1034,7 +1034,7 @@ FLASH_HD void encode_with_feedback(Warp& warp, const Form& form, const Residual&
   encode_groups<false>(warp, residual_form(form), groups, 0, 0, residual.data);
 }
 
-// ---- what a warp of each kernel does ----------------------------------------------------------------------
+// ---- the warp of each kernel ------------------------------------------------------------------------------
 
 template <DType kType, bool kOptions, class Warp>
 FLASH_HD void warp_encode(Warp& warp, const Form& form, const uint8_t* row, int64_t numel, bool fast,

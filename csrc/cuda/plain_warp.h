@@ -1,5 +1,5 @@
-// The codec as a warp does it, for what most calls are: 8 or 4 bits, groups of 128, no options but a layout,
-// rows at addresses that 16 divides. The same bits, lanes and records as codec_warp.h, which does the rest.
+// The codec of a warp for most calls: 8 or 4 bits, groups of 128, no options but a layout, rows at addresses
+// that 16 divides. The same bits, lanes and records as codec_warp.h, which handles all other calls.
 // Here width and layout are constants, loads of a lane are issued together, and each element takes the fewest
 // instructions:
 //
@@ -24,7 +24,7 @@
 
 namespace flash_allreduce {
 
-// Of what is rare: a loop that takes few registers from the rest.
+// For rare loops: not unrolled, to save registers.
 #if defined(__CUDACC__)
 #define FLASH_ROLLED _Pragma("unroll 1")
 #else
@@ -34,7 +34,7 @@ namespace flash_allreduce {
 constexpr int kPlainGroup = 128;
 constexpr int kPlainLanes = kPlainGroup / kLaneElements;
 
-// Of every record's address: its size is the metadata and a multiple of 4.
+// The alignment of every record: its size is the metadata and a multiple of 4.
 FLASH_HD constexpr int plain_align(Layout layout) { return spikes_offset(options_of(layout)); }
 
 template <int kBits, Layout kLayout>
@@ -114,7 +114,7 @@ FLASH_HD int place_in_warp(int lane) {
   return lane / kPlainLanes * kPlainGroup + lane % kPlainLanes * kNeighbours;
 }
 
-// Elements as they travel: a float32 in a word, or two of 16 bits.
+// Words of a lane's elements in their dtype: a float32, or two of 16 bits, in a word.
 template <DType kType>
 FLASH_HD constexpr int words_of_lane() {
   return kLaneElements * element_bytes(kType) / 4;
@@ -237,8 +237,8 @@ FLASH_HD uint32_t pair_of(float low, float high) {
 
 // ---- encoding -------------------------------------------------------------------------------------------
 
-// A lane's elements as they travel, in `codes` until they are codes; what a ragged group lacks is its first
-// element. row: from the warp's first element on, `left` of them.
+// Loads a lane's elements in their dtype into `codes`. A ragged group is padded with its first element.
+// row: from the warp's first element on, `left` of them.
 template <DType kType>
 FLASH_HD void load_words(Lane& own, int lane, const uint8_t* row, int left) {
   constexpr int bytes = element_bytes(kType), stride = kPlainLanes * kNeighbours * bytes;
@@ -285,7 +285,7 @@ FLASH_HD Range plain_range(float lo, float hi) {
   return r;
 }
 
-// The groups whose elements are in `codes`, to records at `image`, as encode_groups; 4 divides image.
+// Encodes the groups in `codes` into records at `image`, as encode_groups; 4 divides image.
 template <DType kType, int kBits, Layout kLayout, class Warp>
 FLASH_HD void plain_encode_groups(Warp& warp, int left, uint8_t* image) {
   constexpr bool symmetric = kLayout == Layout::kSymmetric, zeros = may_miss_zero(kBits, kLayout);
@@ -382,7 +382,7 @@ FLASH_HD void plain_encode(Warp& warp, const uint8_t* row, int left, uint8_t* im
 
 // ---- decoding -------------------------------------------------------------------------------------------
 
-// What a lane has of a record.
+// A lane's part of a record.
 template <int kBits>
 struct Part {
   uint32_t front;
@@ -402,8 +402,8 @@ FLASH_HD Part<kBits> load_part(const uint8_t* record, int lane) {
   return part;
 }
 
-// bound: see the head; no value of this record is larger than what is added to it.
-// base: 0x47000000, 2^15 as a float, whose second byte is of whole numbers.
+// bound: see the head; the added number is at least every value of this record.
+// base: 0x47000000, 2^15 as a float; its second byte counts whole numbers.
 template <bool kFirst, int kBits, Layout kLayout>
 FLASH_HD void add_part(Lane& own, const Part<kBits>& part, uint32_t base, float& bound) {
   constexpr bool symmetric = kLayout == Layout::kSymmetric;

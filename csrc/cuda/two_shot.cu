@@ -2,7 +2,7 @@
 // synchronizes, nothing allocates, so that a graph can capture it.
 //
 //   block, 8 warps    each item of two_shot.h is a warp's: 1024 elements
-//   shared memory     an image a warp, the records of a piece as they travel; copied out 16 bytes a lane
+//   shared memory     an image a warp: the records of a piece as sent; copied out 16 bytes a lane
 //   thread p < world  meets peer p
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -71,8 +71,8 @@ struct DeviceBlock {
     for (int item = number; item < items; item += kTwoShotWarps) {
       DeviceWarp warp;
       warp.lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-      // What follows from the lane alone (the signs of a rotation) is not to be kept in registers over all
-      // items.
+      // Keeps the compiler from holding values that depend on the lane alone (the signs of a rotation) in
+      // registers over all items.
       asm volatile("" : "+r"(warp.lane));
       f(warp, item, images + number * kMostPieceBytes);
     }
@@ -104,13 +104,13 @@ struct DeviceBlock {
     __syncwarp();
   }
 
-  // Release is cumulative: what the block wrote before __syncthreads() is seen by whoever sees the word.
+  // Release is cumulative: a rank that sees the word sees the block's writes before __syncthreads().
   __device__ __forceinline__ bool meet(uint32_t n) {
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
     bool came = true;
     if (peer < call.world && peer != call.rank) {
-      // Peers read by their own address what was written by the multicast address (PTX ISA, proxies).
+      // Peers read through their own address the bytes written to the multicast address (PTX ISA, proxies).
       if (call.multicast != nullptr) asm volatile("fence.proxy.alias;" ::: "memory");
       tell(memory, call, index, peer, n);
       came = await(memory, call, index, peer, n);
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kTwoShotThreads, 1)
 
 using Kernel = void (*)(const TwoShot, uint32_t*);
 
-// By DType, and whether options beside the layout are on.
+// By DType, and by options besides the layout: off, on.
 constexpr Kernel kKernels[][2] = {
     {two_shot_kernel<DType::kFloat32, false>, two_shot_kernel<DType::kFloat32, true>},
     {two_shot_kernel<DType::kBFloat16, false>, two_shot_kernel<DType::kBFloat16, true>},

@@ -1,11 +1,11 @@
-// The two-shot kernel, an all-reduce in one launch: what one block of one rank does, for ranks that can write
-// each other's memory. One text for the device (two_shot.cu) and the host (tests/host/two_shot.cpp), as
-// codec_warp.h, which does the arithmetic.
+// The two-shot kernel, an all-reduce in one launch for ranks that can write each other's memory: the code of
+// one block of one rank. One text for the device (two_shot.cu) and the host (tests/host/two_shot.cpp), as
+// codec_warp.h, which has the arithmetic.
 //
 // A piece is the 1024 elements of a warp; piece q is owned by rank q mod world, which sums it. `world` pieces
-// that follow each other, one of each owner, are a stripe; stripe s is done by block s mod blocks, on every
-// rank by the block of the same number. (NCCL's path owns shards in a row instead. Who sums a group does not
-// show in its bits, and this way small calls keep all ranks and many blocks busy, without padding.)
+// that follow each other, one of each owner, are a stripe. On every rank block s mod blocks works on stripe s.
+// (With NCCL a rank owns a contiguous shard instead. The owner does not change the bits of a sum, and this way
+// small calls use all ranks and many blocks, without padding.)
 //
 //   tensor    | piece 0    | piece 1    | piece 2    | piece 3    | piece 4    | ...      (world = 3)
 //   owner       rank 0       rank 1       rank 2       rank 0       rank 1
@@ -16,25 +16,25 @@
 //   sum       the owner sums a piece's records in rank order, encodes the sum, and writes
 //             it into every rank's sums                                                  (peers' memory)
 //   meet
-//   decode    every rank decodes all sums, what it encoded itself too
+//   decode    every rank decodes all sums, its own included
 //
-// One shot. In a call of few bytes a meeting takes longer than the wire: there every rank owns every piece, a
-// piece is a stripe, and what is encoded goes to everybody. Every rank sums all pieces and encodes the sums
-// for itself alone, so that it need not meet the others again. The bits are the same: that of two ranks the
-// same records are summed and encoded makes no difference.
+// One shot. In a call of few bytes a meeting takes longer than the wire. There every rank owns every piece, a
+// piece is a stripe, and every rank encodes into the inboxes of all ranks. Every rank sums all pieces and
+// encodes the sums for itself, and needs no second meeting. The bits are the same: every rank sums and encodes
+// the same records.
 //
 //   encode    every rank encodes its elements of piece q into every rank's inbox         (peers' memory)
 //   meet
 //   sum       every rank sums a piece's records, encodes the sum, and writes it into its own sums
 //   decode
 //
-// The order of the peers. Where every transfer crosses PCIe's root, ranks that all write to all at once get a
-// fraction of what they get from one at a time (flashinfer 4393). There a rank does the pieces of one owner
-// after those of another, in all its blocks alike, and begins with the rank after it: one stream out of each
-// rank and one into it, as far as they keep step, and nothing is read across. Elsewhere blocks begin with
-// different owners, which keeps all links of an NVLink mesh busy.
+// The order of the peers. Where every transfer crosses PCIe's root, ranks that write to all others together
+// reach a fraction of the speed of one at a time (flashinfer 4393). There all blocks of a rank write the pieces
+// of one owner after those of another, and start with the rank after it: one stream out of each rank and one
+// into it, while the ranks keep step, and no remote reads. Elsewhere blocks start with different owners, which
+// keeps all links of an NVLink mesh busy.
 //
-// To everybody. Where the GPUs share a multicast address (NVLink SHARP), what goes to all ranks is one store.
+// Multicast. If the GPUs share a multicast address (NVLink SHARP), a store to all ranks is one store.
 //
 // Workspace of a rank, written by its peers. A piece's records begin at a multiple of 16 bytes:
 //
@@ -59,15 +59,14 @@
 //   2  in call n + 1 its block 0 met block 0 of every peer: each peer had begun call n + 1;
 //   3  so each peer had ended call n, and with it its reads of half n mod 2.
 //
-// Block 0 meets in every call, because a call has at least one stripe. How the calls divide their halves does
-// not matter. Within a call, inbox and sums are apart, and a block reads only what blocks of its own number
-// wrote before they met. The tensor is read and written by the same block.
+// Block 0 meets in every call, because a call has at least one stripe. The layout of a half may differ between
+// calls. Within a call, inbox and sums are separate, and a block reads only the writes of blocks with its
+// number before their meeting. The same block reads and writes the tensor.
 //
-// A peer that does not come. A wait ends after the group's timeout. The block then reports the peer, marks
-// the workspace as failed and writes NaN to its pieces: nobody computes on with a half-reduced tensor
-// unnoticed. Every later call of the workspace, those of replayed graphs too, writes NaN at once; the host
-// reads the report before its next call and raises. No trap: it would take the whole process' CUDA context,
-// and with it the error message.
+// A missing peer. A wait ends after the group's timeout. The block then reports the peer, marks the workspace
+// as failed and writes NaN to its pieces, so that a half-reduced tensor is noticed. Every later call of the
+// workspace, in replayed graphs too, writes NaN immediately. The host reads the report before its next call and
+// raises. No trap: it would destroy the CUDA context of the process, and the error message.
 #pragma once
 
 #include "codec_warp.h"
@@ -75,7 +74,7 @@
 namespace flash_allreduce {
 
 constexpr int kMostRanks = 8;
-// Those of a call are resident together, since a block waits for its peers'. To be measured.
+// The blocks of a call must be resident together, because a block waits for its peers'. To be measured.
 constexpr int kMostBlocks = 64;
 constexpr int kPieceElements = kWarpElements;
 constexpr int kPieceAlign = 16;
@@ -93,7 +92,7 @@ FLASH_HD constexpr int padded_bytes(int64_t bytes) {
   return static_cast<int>((bytes + kPieceAlign - 1) / kPieceAlign * kPieceAlign);
 }
 
-// Of a piece in an inbox or among the sums.
+// Bytes of a piece in an inbox or among the sums.
 FLASH_HD int piece_bytes(const Form& form) {
   return padded_bytes(int64_t{kPieceElements / form.group_size} * form.record);
 }
@@ -110,7 +109,7 @@ FLASH_HD int stripes_of(int64_t numel, int world, bool one_shot) {
   return static_cast<int>((pieces + width - 1) / width);
 }
 
-// What a call needs of half a workspace.
+// The bytes that a call needs of half a workspace.
 FLASH_HD int64_t half_bytes(int64_t numel, int world, bool one_shot, const Form& reduce, const Form& gather) {
   return int64_t{stripes_of(numel, world, one_shot)} *
          (world * piece_bytes(reduce) + pieces_a_stripe(world, one_shot) * piece_bytes(gather));
@@ -126,8 +125,8 @@ struct TwoShot {
   uint64_t reduce_key, gather_key;
   int rank, world;
   bool one_shot, staged;
-  uint8_t* workspaces[kMostRanks];  // of every rank, as this one reaches it
-  uint8_t* multicast;               // of all at once; null: there is none
+  uint8_t* workspaces[kMostRanks];  // of every rank, at this rank's addresses
+  uint8_t* multicast;               // of all together; null: there is none
   int64_t half;                     // bytes
   uint64_t timeout;                 // ns
 };
@@ -153,18 +152,18 @@ FLASH_HD bool await(Memory& memory, const TwoShot& call, int block, int peer, ui
   return false;
 }
 
-// What a block of a rank does in a call. The block gives:
+// The work of a block of a rank in a call. The block provides:
 //
-//   index, blocks                   which block it is, and how many there are: a stripe each, or more
-//   count(), set_count(n)           its meetings so far; those of the blocks that there are not too
-//   failed()                        whether a call has failed in this workspace
+//   index, blocks                   the number of the block, and of all blocks: a stripe each, or more
+//   count(), set_count(n)           its meetings so far; also for the blocks that are not launched
+//   failed()                        true if a call has failed in this workspace
 //   each_item(n, f)                 a warp calls f(warp, item, image) for each item 0 ... n - 1, the same
-//                                   warp whenever n is the same
-//                                   image: kMostPieceBytes of memory that the warp has to itself
+//                                   warp for the same n
+//                                   image: kMostPieceBytes of memory of the warp alone
 //   copy(image, to, bytes)          a warp copies 16 bytes at a time, for the whole warp to see
 //   copy_to_all(image, to, bytes)   the same, to a multicast address
-//   meet(n)                         all warps of the block: peers can read what was written before it;
-//                                   false: a peer has not come
+//   meet(n)                         all warps of the block: peers can read the writes before it;
+//                                   false: a peer is missing
 template <DType kType, bool kOptions, class Block>
 FLASH_HD void two_shot(Block& block, const TwoShot& call) {
   const int world = call.world, rank = call.rank, groups_a_piece = kPieceElements / call.reduce.group_size;
@@ -230,7 +229,7 @@ FLASH_HD void two_shot(Block& block, const TwoShot& call) {
                                        int64_t{piece} * groups_a_piece, image);
       send(image, sums + int64_t{piece} * gather_bytes, sent_bytes(left, call.gather), !call.one_shot, rank);
     });
-    // In one shot a warp reads what it wrote itself.
+    // In one shot a warp reads its own writes.
     if (!call.one_shot) complete = block.meet(count + 2);
   }
   if (complete) {
@@ -250,7 +249,7 @@ FLASH_HD void two_shot(Block& block, const TwoShot& call) {
   });
 }
 
-// What a block leaves for the host: which peer was missing, and where. Never 0.
+// The report of a block to the host: the missing peer, and the place. Never 0.
 FLASH_HD constexpr uint32_t report_of(int peer, int block, uint32_t n) {
   return 1u | static_cast<uint32_t>(peer) << 8 | static_cast<uint32_t>(block) << 16 |
          (n & 1u ? 0u : 1u) << 24;
