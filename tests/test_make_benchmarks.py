@@ -225,8 +225,8 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DDP step", "DDP training"])
-def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, tmp_path: Path) -> None:
+def test_a_table_of_communication_hooks_made_again_has_every_variant_that_runs(tmp_path: Path) -> None:
+    name = "DDP step"
     if need := missing(next(table for table in TABLES if table.name == name)):
         pytest.skip(f"it needs {need}")
     for document in NAMES:
@@ -239,7 +239,7 @@ def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, 
     made = (tmp_path / "benchmarks.md").read_text().partition(f"<!-- table: {name} -->")[2].partition(END)[0]
     rows = {row.split("|")[1].strip(): row for row in made.splitlines() if row.startswith("| ")}
     assert {"fp16_compress_hook", "PowerSGD rank 4, one bucket", "INT8", "INT4", "preset thin"} <= set(rows)
-    assert "IndexError" in rows["quantization_pertensor_hook"]
+    assert "quantization_pertensor_hook" not in rows
 
 
 @pytest.mark.slow
