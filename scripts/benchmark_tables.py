@@ -183,7 +183,7 @@ STEPS = (
         texts.step_time(_TRAINING),
         beside=("training",),
         picture=("step_time.png", step_time.plot),
-        needs=("root", "megatron"),
+        needs=("root", "megatron", "matplotlib"),
     ),
     Table(
         "pipeline step",

@@ -83,6 +83,14 @@ def test_a_table_without_a_document_stands_in_another() -> None:
             assert same or f"(loss: {its['date']}, {its['machine']})" in made
 
 
+def test_the_readmes_picture_can_be_drawn_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    [(name, draw)] = [table.picture for table in TABLES if table.name == "step time" and table.picture]
+    assert f"docs/decide/{name}" in (ROOT / "README.md").read_text()
+    draw([json.loads((RESULTS / file).read_text()) for file in INDEX_OF_RESULTS["step time"]["files"]], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_codec_of_a_measurement_is_the_default_of_its_day() -> None:
     config = FlashConfig()
     assert default_codec() == f"{'compact' if config.compact else 'plain'} groups of {config.group_size}"
