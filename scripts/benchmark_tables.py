@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flash_allreduce_plugin.cli.tune import command as tune
-from lab.benchmarks import accuracy_report, bf16_ring, pretraining
+from lab.benchmarks import accuracy_report, bf16_ring, pretraining, step_time
 from scripts import benchmark_texts as texts
 
 
@@ -26,7 +26,8 @@ class Command:
 @dataclass(frozen=True)
 class Table:
     """rows: of what the commands wrote with --json, in their order, and then, a list each, of what the tables named in
-    `beside` have of theirs. Tables with the same commands share a measurement.
+    `beside` have of theirs. Tables with the same commands share a measurement. document: None for a table whose figures
+    stand in the table that names it in `beside`, with its commands.
 
     names_codec: the commands or the rows name every codec setting, so that the defaults do not matter. picture: a
     file's name and what draws it of the same, beside the document, when the table is measured. slow: a training, some
@@ -37,7 +38,7 @@ class Table:
     commands: tuple[Command, ...]
     rows: Callable[..., texts.Rows]
     beside: tuple[str, ...] = ()
-    document: str = "benchmarks.md"
+    document: str | None = "benchmarks.md"
     names_codec: bool = False
     picture: tuple[str, Callable[[list[Any], Path], None]] | None = None
     slow: bool = False
@@ -109,16 +110,7 @@ COLLECTIVES = (
                 f"{_QUICK} --ranks 2",
             ),
         ),
-        texts.exchanges,
-        needs=("root",),
-    ),
-    Table(
-        "sends",
-        tuple(
-            Command(f"python -m lab.benchmarks.sends --link {link}", "--elements 65536 --rounds 1")
-            for link in ("1gbit", "100mbit")
-        ),
-        texts.sends,
+        texts.collectives,
         needs=("root",),
     ),
     Table(
@@ -144,32 +136,13 @@ COLLECTIVES = (
         needs=("deepspeed",),
     ),
     Table(
-        "guard",
-        (
-            Command(
-                "python -m lab.benchmarks.guard --link 1gbit --mib 16 --rounds 7 --calls 3",
-                "--mib 1 --rounds 1 --calls 1",
-            ),
-        ),
-        texts.guard,
-        needs=("root",),
-    ),
-    Table(
         "scale",
-        tuple(Command(f"python -m lab.planning.scale --bits {bits}", "--ranks 16 --mib 1") for bits in (8, 4)),
+        (Command("python -m lab.planning.scale --bits 8", "--ranks 16 --mib 1"),),
         texts.scale,
     ),
     Table(
         "auto",
-        tuple(
-            Command(f"python -m lab.benchmarks.auto_step{more}", "--frameworks ddp --steps 20 --width 64")
-            for more in (
-                "",
-                " --rates 200mbit --frameworks ddp megatron --steps 100",
-                " --frameworks ddp --rates 1gbit --then none --interval 120 --steps 480",
-                " --rates 200mbit --frameworks zero2 --steps 100",
-            )
-        ),
+        (Command("python -m lab.benchmarks.auto_step", "--frameworks ddp --steps 20 --width 64"),),
         texts.auto_step,
         document="tuning.md",
         names_codec=True,
@@ -209,7 +182,8 @@ STEPS = (
         ),
         texts.step_time(_TRAINING),
         beside=("training",),
-        needs=("root", "megatron"),
+        picture=("step_time.png", step_time.plot),
+        needs=("root", "megatron", "matplotlib"),
     ),
     Table(
         "pipeline step",
@@ -225,7 +199,7 @@ STEPS = (
             for rate in ("1gbit", "200mbit --rounds 4")
         ),
         texts.deepspeed_step,
-        beside=("DeepSpeed training", "low bits", "parameters"),
+        beside=("DeepSpeed training",),
         needs=("root", "deepspeed"),
     ),
     Table(
@@ -262,14 +236,28 @@ TRAINING = (
             Command(f"{TRAIN} --bits 8 --tp 4 --seeds 1234", _QUICK_TRAINING),
         ),
         _TRAINING,
+        document=None,
         slow=True,
         needs=("megatron",),
     ),
     Table(
         "DeepSpeed training",
-        (
-            Command(DEEPSPEED, _QUICK_DEEPSPEED),
-            Command(f"{DEEPSPEED} --width 288 --layers 5 --stages 0 2 --seeds 1 --noise", _QUICK_DEEPSPEED),
+        tuple(
+            Command(f"{DEEPSPEED} {options}".rstrip(), _QUICK_DEEPSPEED)
+            for options in (
+                "",
+                "--width 288 --layers 5 --stages 0 2 --seeds 1 --noise",
+                "--stages 2 --noise "
+                + _sections(
+                    '"bits": 8',
+                    '"bits": 8, "param_bits": 4',
+                    '"bits": 4, "param_bits": 4',
+                    '"preset": "int4", "param_bits": 4',
+                    '"bits": 8, "param_bits": 2',
+                ),
+                "--stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
+                "--stages 0 2 3 --noise " + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
+            )
         ),
         texts.deepspeed_training,
         slow=True,
@@ -294,62 +282,15 @@ TRAINING = (
     ),
     Table(
         "fine-tuning",
-        tuple(
-            Command(f"python -m lab.benchmarks.fine_tuning --engines {engine}", _QUICK_TUNING)
-            for engine in ("ddp", "zero2 --seeds 1")
-        ),
+        (Command("python -m lab.benchmarks.fine_tuning --engines ddp", _QUICK_TUNING),),
         texts.fine_tuning,
         slow=True,
-        needs=("deepspeed",),
-    ),
-    Table(
-        "parameters",
-        (
-            Command(
-                f"{DEEPSPEED} --stages 2 --noise "
-                + _sections(
-                    '"bits": 8',
-                    '"bits": 8, "param_bits": 4',
-                    '"bits": 4, "param_bits": 4',
-                    '"preset": "int4", "param_bits": 4',
-                    '"bits": 8, "param_bits": 2',
-                ),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(
-                f"{DEEPSPEED} --stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
-                _QUICK_DEEPSPEED,
-            ),
-        ),
-        texts.deepspeed_training,
-        slow=True,
-        needs=("deepspeed",),
-    ),
-    Table(
-        "held weights",
-        (Command("python -m lab.benchmarks.held_weights", "--steps 4 --every 1 --width 32 --layers 1"),),
-        texts.held_weights,
-        slow=True,
-        needs=("deepspeed",),
-    ),
-    Table(
-        "low bits",
-        (
-            Command(
-                f"{DEEPSPEED} --stages 0 2 3 --noise "
-                + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
-                _QUICK_DEEPSPEED,
-            ),
-            Command(f"{DEEPSPEED} --stages 0 --noise " + _sections('"preset": "int8"'), _QUICK_DEEPSPEED),
-        ),
-        texts.deepspeed_training,
-        slow=True,
-        needs=("deepspeed",),
     ),
     Table(
         "pipeline training",
         (Command("python -m lab.benchmarks.pipeline_training", "--steps 4 --seeds 1 --hidden 64 --layers 2"),),
         texts.pipeline_training,
+        document=None,
         slow=True,
         needs=("megatron",),
     ),
@@ -373,12 +314,14 @@ TRAINING = (
         "DDP training",
         (Command("python -m lab.benchmarks.ddp_training", "--steps 8 --seeds 1 --width 32 --noise"),),
         texts.ddp_training,
+        document=None,
         slow=True,
     ),
     Table(
         "FSDP2 training",
         (Command("python -m lab.benchmarks.ddp_training --fsdp --seeds 1 2", "--steps 8 --seeds 1 --width 32"),),
         texts.ddp_training,
+        document=None,
         slow=True,
         names_codec=True,
     ),
@@ -446,8 +389,8 @@ REAL_MODEL = (
 )
 
 ACCURACY = (
-    _accuracy("accuracy", accuracy_report.rivals, picture=True),
-    _accuracy("accuracy of settings", accuracy_report.settings),
+    _accuracy("accuracy", lambda result: texts.columns(accuracy_report.rivals(result), 0, 1, 2, 4), picture=True),
+    _accuracy("accuracy of settings", lambda result: texts.columns(accuracy_report.settings(result), 0, 1, 2, 3, 4)),
 )
 BF16_RING = Table(
     "bf16 ring",

@@ -13,6 +13,10 @@ from lab.benchmarks import real_model_tuning
 #: The header, then the rows.
 Rows = list[Sequence[object]]
 KIB = 1024
+#: Rows of deepspeed_step that show the same as those of int4.
+THIN = ((2, "preset thin"), (3, "preset thin"))
+#: The head of a column of _mean.
+WORST = "loss: mean (worst), %"
 
 
 def _number(value: float | None, form: str = ".2f", scale: float = 1.0) -> str:
@@ -31,47 +35,61 @@ def _signed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:+.3f}" for value in values)
 
 
+def _mean(each: Sequence[float]) -> str:
+    """Return the mean over seeds, and in brackets the worst seed if there are several."""
+    return f"{statistics.fmean(each):+.3f}" + (f" ({max(each):+.3f})" if len(each) > 1 else "")
+
+
+def columns(rows: Rows, *shown: int) -> Rows:
+    """Return the rows with these columns alone."""
+    return [[row[i] for i in shown] for row in rows]
+
+
 def codec(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.codec in memory and in the cache: a row a width."""
-    memory = {
-        "encode GB/s": ".1f",
-        "decode GB/s": ".1f",
-        "encode / memcpy": ".2f",
-        "sum of 2 / add_": ".2f",
-        "encode x fbgemm": ".2f",
-        "decode x fbgemm": ".1f",
-    }
-    cache = {key: memory[key] for key in ("encode / memcpy", "encode x fbgemm", "decode x fbgemm")}
+    """Return a row for each width from lab.benchmarks.codec, measured in memory and in the cache."""
+    memory = {"encode GB/s": ".1f", "decode GB/s": ".1f", "encode / memcpy": ".2f", "sum of 2 / add_": ".2f"}
+    cache = {"encode / memcpy": ".2f", "encode x fbgemm": ".2f", "decode x fbgemm": ".1f"}
     header = ["bits", *memory, *(f"4 MiB: {key}" for key in cache)]
     rows: Rows = [[name.replace("fbgemm", "FBGEMM") for name in header]]
     for large, small in zip(*(result["rows"] for result in results), strict=True):
-        if large["bits"] in (7, 5):
-            continue  # between their neighbours
+        if large["bits"] in (7, 5, 3):
+            continue  # they lie between their neighbours
         cells = [_number(large.get(key), form) for key, form in memory.items()]
         rows.append([large["bits"], *cells, *(_number(small.get(key), form) for key, form in cache.items())])
     return rows
 
 
 def gpu_kernels(results: list[Any]) -> Rows:
-    """Return a row for each form of lab.benchmarks.cuda_codec, bf16 at 64 MiB: microseconds and share of a copy."""
+    """Return a row for each form of lab.benchmarks.cuda_codec, bf16 at 64 MiB: microseconds and share of a copy.
+
+    Kernels with error feedback have no cells: a sentence of the page has their range. Nor have 6 and plain 2 bits.
+    """
     (result,) = results
     rows: Rows = []
     for row in result["rows"]:
         if row["MiB"] != 64 or row["dtype"] != "bf16" or "compact" in row["options"] or row["bits"] in (7, 5, 3):
             continue  # those widths lie between their neighbours
+        if row["bits"] == 6 or (not row["options"] and row["bits"] == 2):
+            continue
+        kernels = [kernel for kernel in row["us"] if "feedback" not in kernel]
         if not rows:
-            rows.append(["bits", "group", "options", *row["us"]])
-        cells = (f"{us:.0f} ({row['share'][kernel]:.2f})" for kernel, us in row["us"].items())
-        rows.append([row["bits"], row["group_size"], row["options"].replace("+", ", "), *cells])
+            rows.append(["bits/group", *kernels])
+        form = f"{row['bits']}/{row['group_size']}{', ' if row['options'] else ''}"
+        cells = (f"{row['us'][kernel]:.0f} ({row['share'][kernel]:.2f})" for kernel in kernels)
+        rows.append([f"{form}{row['options'].replace('+', ', ')}", *cells])
     return rows
 
 
 def collectives(results: list[Any]) -> Rows:
-    """Of `flash-allreduce bench`, one size: a row a dtype and variant, columns for each link and number of ranks."""
+    """Return a row for each dtype and variant of `flash-allreduce bench`, one size, with columns for each link.
+
+    On loopback two ranks have columns: four show the same.
+    """
     setups: dict[str, dict[str, Any]] = {}
     for result in results:
         for row in result["rows"]:
-            setups.setdefault(_where(result, row), {})[f"{row['type']}, {row['variant']}"] = row
+            if result["about"]["link"] != "loopback" or row["ranks"] == 2:
+                setups.setdefault(_where(result, row), {})[f"{row['type']}, {row['variant']}"] = row
     names = list(dict.fromkeys(name for rows in setups.values() for name in rows))
     table: Rows = [["", *(text for where in setups for text in (f"{where}: ms", "speed-up"))]]
     for name in names:
@@ -92,9 +110,11 @@ def sizes(results: list[Any]) -> Rows:
     for result in results:
         for row in result["rows"]:
             full = row["variant"] == "full precision"
-            column = columns.setdefault(f"{_where(result, row)}: {'ms' if full else row['variant']}", {})
+            column = columns.setdefault(f"{result['about']['link']}: {'ms' if full else row['variant']}", {})
             column[row["size"]] = _number(row["seconds"], ".2f", 1e3) if full else _number(row["speedup"])
-    every = sorted({size for column in columns.values() for size in column})
+    every = sorted(
+        {size for column in columns.values() for size in column} - {KIB << 6, KIB << 14}
+    )  # as their neighbours
     rows = [[_number(size / KIB, "g"), *(column.get(size, "") for column in columns.values())] for size in every]
     return [["KiB", *columns], *rows]
 
@@ -103,7 +123,7 @@ def tuned(results: list[Any]) -> Rows:
     """Of `flash-allreduce tune`: a row a run: what it chose, the tuned time over full precision's at some sizes and at
     the slowest, and full precision over itself at its worst size.
     """
-    shown = {row["size"] for result in results for row in result["check"]} & {1 << 20, 1 << 24, 1 << 28}
+    shown = {row["size"] for result in results for row in result["check"]} & {1 << 28}
     heads = [f"{_bytes(size)}" for size in sorted(shown)]
     table: Rows = [["", "chunk_bytes", "min_bytes", *heads, "slowest size", "full precision against itself"]]
     for result in results:
@@ -115,30 +135,6 @@ def tuned(results: list[Any]) -> Rows:
         slowest = max(check, key=lambda row: row["ratio"])
         cells += [f"{slowest['ratio']:.3f} ({_bytes(slowest['size'])})", f"{max(row['control'] for row in check):.3f}"]
         table.append(cells)
-    return table
-
-
-def exchanges(results: list[Any]) -> Rows:
-    """Of `flash-allreduce bench --collective all_to_all`: a row a number of hosts and variant."""
-    rows: Rows = [["", "variant", "ms", "speed-up", "of the line"]]
-    for result in results:
-        for row in result["rows"]:
-            share = row["of_the_line"]
-            times = [_number(row["seconds"], ".1f", 1e3), _number(row["speedup"]), _number(share, ".0f", 100) + " %"]
-            rows.append([_where(result, row), f"{row['type']}, {row['variant']}", *times])
-    return rows
-
-
-def sends(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.sends: a row a variant, columns for each link and direction."""
-    columns: dict[str, dict[str, Any]] = {}
-    for result in results:
-        for row in result["rows"]:
-            columns.setdefault(f"{result['link']}, {row['direction']}", {})[row["variant"]] = row
-    table: Rows = [["", *(text for name in columns for text in (f"{name}: ms", "speed-up"))]]
-    for variant in next(iter(columns.values())):
-        found = [column[variant] for column in columns.values()]
-        table.append([variant, *(text for row in found for text in (f"{row['ms']:.1f}", f"{row['speed-up']:.2f}"))])
     return table
 
 
@@ -168,8 +164,8 @@ def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
 def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
     """A row a link, speed-ups by variant, then a row of bytes and one of losses."""
     tables = results[0]["tables"]
-    widths = [name for name in tables[0]["variants"] if name.startswith(("INT", "preset"))]
-    rows: Rows = [["link, each way", "communication's share of the bf16 step", "bf16 ms", *widths]]
+    widths = [name for name in tables[0]["variants"] if name in ("INT8", "INT4", "preset int4")]
+    rows: Rows = [["link, each way", "communication", "bf16 ms", *widths]]
     for table in tables:
         variants = table["variants"]
         link = "no limit" if table["rate"] == "none" else f"{float(table['rate'].removesuffix('mbit')):.0f} Mbit/s"
@@ -180,38 +176,43 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
 
 
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
-    """Of lab.benchmarks.deepspeed_step, a rate a command: a row a stage and variant, time and speed-ups for each rate.
+    """Return a row for each stage and variant of lab.benchmarks.deepspeed_step, a rate for each command.
 
-    Stage 1 has the times of stage 2, and no rows.
+    Stage 1 has no rows: its times are those of stage 2. Plain INT4 gradients have none: the preset int4 takes little
+    longer and loses less. Where parameters are most of the bytes thin has none: it gains as much as int4.
 
     Args:
-        trainings: of lab.benchmarks.deepspeed_training, for the loss.
+        trainings: results of lab.benchmarks.deepspeed_training, for the loss.
     """
     rates = [result["about"]["arguments"]["rate"] for result in results]
-    heads = [text for rate in rates for text in (f"{rate}: step, ms", "x bf16", "its gradients, x")]
-    rows: Rows = [["ZeRO stage", "", *heads, "MB on the wire", "loss, %"]]
+    rows: Rows = [["ZeRO", "", *_heads(rates, "bf16"), "MB on the wire", "loss, %"]]
     losses = {key: loss for training in trainings for key, loss in _losses_by_stage(training).items()}
     for tables in zip(*(result["tables"] for result in results), strict=True):
         if (stage := tables[0]["stage"]) == 1:
             continue
         for variant, first in tables[0]["variants"].items():
+            if variant in ("gradients not sent", "nothing sent", "INT4", "INT4 + 2") or (stage, variant) in THIN:
+                continue
             name = _parameters_too(variant)
-            alone = variant != "bf16" and name == variant and not variant.startswith("ZeRO++")  # gradients alone
-            cells = [_of_a_step(table["variants"][variant], alone) for table in tables]
-            loss = losses.get((str(stage), name), "")
-            rows.append([stage, name, *(text for each in cells for text in each), _wire(first), loss])
+            cells = _times([table["variants"][variant] for table in tables])
+            rows.append([stage, name, *cells, _wire(first), losses.get((str(stage), name), "")])
     return rows
 
 
+def _heads(rates: Sequence[str], base: str) -> list[str]:
+    """Return the heads of _times: the first rate has its milliseconds."""
+    return [f"{rates[0]}: step, ms", *(f"{rate}: x {base}" for rate in rates)]
+
+
+def _times(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the milliseconds of the first of a variant's rows, and the speed-up of each."""
+    return [_number(found[0].get("step, seconds"), ".0f", 1e3), *(_number(row.get("x base")) for row in found)]
+
+
 def _parameters_too(variant: str) -> str:
-    """Of deepspeed_step's "INT4 + 2"."""
+    """Return the name of deepspeed_step's "INT4 + 2"."""
     name, plus, bits = variant.partition(" + ")
     return f"{name}, param_bits {bits}" if plus else name
-
-
-def _of_a_step(row: dict[str, Any], gradients_alone: bool) -> tuple[str, str, str]:
-    gradients = _number(row["x base, gradients"]) if gradients_alone else ""
-    return f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}", gradients
 
 
 def _wire(row: dict[str, Any]) -> str:
@@ -227,8 +228,9 @@ def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
 
 
 def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any], column: str = "") -> dict[str, str]:
-    """Of a training's column of that head, or its first of figures, by variant: the mean over seeds. Of one without
-    results or the column: nothing.
+    """Return the mean over seeds by variant, from a training's column of that head, or its first of figures.
+
+    A training without results or without the column has none.
     """
     head, *rows = training(list(results)) if results else [[]]
     if column and column not in head:
@@ -238,69 +240,69 @@ def _losses(training: Callable[[list[Any]], Rows], results: Sequence[Any], colum
 
 
 def ddp_step(results: list[Any], training: list[Any]) -> Rows:
-    """Of lab.benchmarks.ddp_step: a row a variant that runs, columns for each rate.
+    """Return a row for each variant of lab.benchmarks.ddp_step that runs, with columns for each rate.
 
     Args:
-        training: of lab.benchmarks.ddp_training, for the loss.
+        training: results of lab.benchmarks.ddp_training, for the loss.
     """
-    losses = _losses(ddp_training, training)
+    losses = {name: loss for name, loss in ddp_training(training)[1:]} if training else {}
     tables = results[0]["tables"]
-    heads = [text for table in tables for text in (f"{table['rate']}: step, ms", "x fp32")]
-    rows: Rows = [["", *heads, "MB on the wire", "bits an element", "loss, %"]]
+    rows: Rows = [["", *_heads([table["rate"] for table in tables], "fp32"), "MB on the wire", WORST]]
     for variant in tables[0]["variants"]:
         found = [table["variants"][variant] for table in tables]
-        times = [(_number(row.get("step, seconds"), ".0f", 1e3), _number(row.get("x base"))) for row in found]
         ran = next((row for row in found if "cannot run" not in row), None)
-        if ran is None:
-            continue
-        wire = [_wire(ran), _number(ran.get("bits on the wire per element")), losses.get(_section(variant), "")]
-        rows.append([_section(variant), *(text for pair in times for text in pair), *wire])
+        if variant == "no communication" or "rank 1" in variant:
+            continue  # PowerSGD of rank 4 takes as long as of rank 1 and loses less
+        if ran is not None:
+            rows.append([_section(variant), *_times(found), _wire(ran), losses.get(_section(variant), "")])
     return rows
 
 
 def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Callable[..., Rows]:
-    """Rows of a benchmark of steps.py: one a variant; time and speed-up for each rate, then the bytes,
-    and the mean loss where the rows of a training have the variant, in its column of that head or its first.
+    """Return the rows of a benchmark of steps.py: time and speed-up for each rate, then the bytes and the loss.
+
+    The loss is that of the training's row of the same variant: in its column of that head the mean, else the cell of
+    its first column.
     """
 
     def text(results: list[Any], trained: Sequence[Any] = ()) -> Rows:
         tables, base = results[0]["tables"], results[0]["base"]
-        heads = [text for table in tables for text in (f"{table['rate']}: step, ms", f"x {base}")]
-        rows: Rows = [["", *heads, "MB on the wire", "loss, %"]]
-        losses = _losses(training, trained, column)
+        heads = _heads([table["rate"] for table in tables], base)
+        rows: Rows = [["", *heads, "MB on the wire", "loss, %" if column else WORST]]
+        if column or not trained:
+            losses = _losses(training, trained, column)
+        else:
+            losses = {str(name): str(loss) for name, loss in training(list(trained))[1:]}
         for variant, first in tables[0]["variants"].items():
             name = _variant(variant)
-            found = [table["variants"][variant] for table in tables]
-            times = [text for row in found for text in (f"{1e3 * row['step, seconds']:.0f}", f"{row['x base']:.2f}")]
-            rows.append([name, *times, _wire(first), losses.get(name, "")])
+            if not name.startswith("preset thin"):  # as fast as int4
+                times = _times([table["variants"][variant] for table in tables])
+                rows.append([name, *times, _wire(first), losses.get(name, "")])
         return rows
 
     return text
 
 
 def ddp_training(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.ddp_training: a row a variant that runs."""
+    """Return a row for each variant of lab.benchmarks.ddp_training that runs."""
     seeds = list(results[0]["seeds"].values())
-    rows: Rows = [["", "mean, %", "worst, %", "by seed, %"]]
     base, *variants = seeds[0]
+    rows: Rows = [["", WORST]]
     for variant in variants:
         each = [_difference(losses, variant, base) for losses in seeds if variant in losses]
-        worst, by_seed = (f"{max(each):+.3f}", _signed(each)) if len(each) > 1 else ("", "")
-        rows.append([_variant(variant), f"{statistics.fmean(each):+.3f}", worst, by_seed])
+        rows.append([_variant(variant), _mean(each)])
     return rows
 
 
 def training(*labels: str) -> Callable[[list[Any]], Rows]:
-    """Of lab.benchmarks.training: a row a variant; a label for each command."""
+    """Return the rows of lab.benchmarks.training: one for each variant, with a label for each command."""
 
     def text(results: list[Any]) -> Rows:
-        rows: Rows = [["", "mean, %", "by seed, %"]]
+        rows: Rows = [["", WORST]]
         for label, result in zip(labels, results, strict=True):
             for row in result:
                 if row["variant"] != "full precision":
-                    seeds = list(row["difference %"].values())
-                    by_seed = _signed(seeds) if len(seeds) > 1 else ""
-                    rows.append([f"{label}{row['variant']}", f"{row['mean difference %']:+.3f}", by_seed])
+                    rows.append([f"{label}{row['variant']}", _mean(list(row["difference %"].values()))])
         return rows
 
     return text
@@ -315,11 +317,9 @@ def deepspeed_training(results: list[Any]) -> Rows:
             parameters = first["full precision"]["parameters"]
             model = "" if parameters < 1e6 else f"{parameters / 1e6:.1f} M, "
             for variant in first:
-                if variant != "full precision":
+                if variant not in ("full precision", "noise 1e-6"):
                     each = [_difference(losses, variant) for losses in seeds.values() if variant in losses]
-                    mean = f"{statistics.fmean(each):+.3f}"
-                    cell = f"{mean} ({max(each):+.3f})" if len(each) > 1 else mean
-                    cells.setdefault(f"{model}{_section(variant)}", {})[stage] = cell
+                    cells.setdefault(f"{model}{_section(variant)}", {})[stage] = _mean(each)
     stages = sorted({stage for row in cells.values() for stage in row})
     return [
         ["", *(f"stage {stage}" for stage in stages)],
@@ -344,8 +344,8 @@ def pretraining(results: list[Any]) -> Rows:
 
 
 def fine_tuning(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.fine_tuning, an engine a command: a row an engine, method and variant."""
-    rows: Rows = [["", "loss, mean %", "by seed, %", "right, points"]]
+    """Return a row for each engine, method and variant of lab.benchmarks.fine_tuning, an engine for each command."""
+    rows: Rows = [["", WORST, "right, points"]]
     for name, by_seed in (item for result in results for item in result["runs"].items()):
         seeds = list(by_seed.values())
         for variant in seeds[0]:
@@ -354,86 +354,80 @@ def fine_tuning(results: list[Any]) -> Rows:
             runs = [(seed[variant], seed["full precision"]) for seed in seeds if variant in seed]
             loss = [_difference(seed, variant) for seed in seeds if variant in seed]
             points = statistics.fmean(100 * (one["accuracy"] - full["accuracy"]) for one, full in runs)
-            by = _signed(loss) if len(loss) > 1 else ""
-            rows.append([f"{name}, {_section(variant)}", f"{statistics.fmean(loss):+.3f}", by, f"{points:+.2f}"])
+            rows.append([f"{name.partition(', ')[2]}, {_section(variant)}", _mean(loss), f"{points:+.2f}"])
     return rows
 
 
 def pretrained_tuning(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.real_model --fine-tune, an engine a command: a row a variant, without its seconds.
+    """Return a row for each variant of lab.benchmarks.real_model --fine-tune, an engine for each command, one seed.
 
-    Bits are those of a parameter's element: none where activations are sent.
+    Bits are those of a parameter's element. Megatron's rows have none, because there activations are sent.
     """
-    rows: Rows = []
+    rows: Rows = [["engine", "steps", "variant", "bits", "difference, %"]]
     for result in results:
-        header, *found = real_model_tuning.table(result)
         steps = result[0]["settings"]["steps"]
-        rows += [[*header[:1], "steps", *header[1:-1]]] if not rows else []
-        for engine, variant, bits, *row in found:
-            name = json.loads(variant)["preset"] if variant.startswith("{") else variant
-            rows.append([engine, steps, name, "" if engine == "megatron" else bits, *row[:-1]])
+        for engine, variant, bits, _, _, by_seed, _ in real_model_tuning.table(result)[1:]:
+            if variant != real_model_tuning.FULL_PRECISION:
+                name = json.loads(str(variant))["preset"] if str(variant).startswith("{") else variant
+                bits = "" if engine == "megatron" else bits
+                rows.append([engine, steps, name, bits, str(by_seed).partition(": ")[2]])
     return rows
 
 
 def exchange_training(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.deepspeed_training --ulysses and --experts, one stage each: a row a variant."""
-    rows: Rows = [["", "mean, %", "by seed, %"]]
+    """Return a row for each exchange of lab.benchmarks.deepspeed_training --ulysses and --experts, one stage each.
+
+    Gradients alone have no row: they are those of DeepSpeed's other trainings.
+    """
+    rows: Rows = [["", WORST]]
     for label, result in zip(("Ulysses", "experts"), results, strict=True):
         seeds = list(next(iter(result["stages"].values())).values())
         for variant in seeds[0]:
-            if variant != "full precision":
+            if "noise" in variant or "backward_bits" in variant:
                 each = [_difference(losses, variant) for losses in seeds if variant in losses]
-                by_seed = _signed(each) if len(each) > 1 else ""
-                rows.append([f"{label}, {_section(variant)}", f"{statistics.fmean(each):+.3f}", by_seed])
+                rows.append([f"{label}, {_section(variant)}", _mean(each)])
     return rows
 
 
 def bf16_ring(results: list[Any]) -> Rows:
-    """Rows of bf16_ring: one for some numbers of ranks, simulated, in brackets measured; columns by variant."""
-    found: dict[str, dict[tuple[float, int], dict[str, float]]] = {"simulated": {}, "measured": {}}
-    for row in results[0]["rows"]:
-        found[row["how"]][row["correlation"], row["ranks"]] = row["sqnr_db"]
-    names = list(next(iter(found["simulated"].values())))
-    rows: Rows = [["correlation", "ranks", *names]]
-    for (correlation, ranks), simulated in sorted(found["simulated"].items()):
-        if ranks in (2, 8, 16, 32, 64, 256, 1024):
-            measured = found["measured"].get((correlation, ranks), {})
-            cells = (
-                f"{simulated[name]:.1f}" + (f" ({measured[name]:.1f})" if name in measured else "") for name in names
-            )
-            rows.append([correlation, ranks, *cells])
+    """Return a row for some numbers of simulated ranks of lab.benchmarks.bf16_ring, with columns by variant.
+
+    The picture has the measured ones.
+    """
+    rows: Rows = []
+    simulated = [row for row in results[0]["rows"] if row["how"] == "simulated"]
+    for row in sorted(simulated, key=lambda row: (row["correlation"], row["ranks"])):
+        names = [name for name in row["sqnr_db"] if name != "INT6"]
+        if not rows:
+            rows.append(["correlation", "ranks", *names])
+        if row["ranks"] in (8, 32, 64, 256, 1024):
+            rows.append([row["correlation"], row["ranks"], *(f"{row['sqnr_db'][name]:.1f}" for name in names)])
     return rows
 
 
 def scale(results: list[Any]) -> Rows:
-    """Of lab.planning.scale, a width a command: a row a size and number of ranks."""
-    names = [f"INT{result['bits']}" for result in results]
-    head = ["ranks", "MiB", "bf16 ms", *(f"{name} {what}" for name in names for what in ("flat ms", "two levels ms"))]
-    rows: Rows = [head]
-    for same in zip(*(result["rows"] for result in results), strict=True):
-        cells = [
-            same[0]["ranks"],
-            same[0]["bytes"] // KIB**2,
-            f"{1e3 * same[0]['full precision']:.2f} ({same[0]['by']})",
-        ]
-        for row in same:
-            cells += [f"{1e3 * row[way]['seconds']:.2f}" for way in ("flat", "two levels")]
-        rows.append(cells)
+    """Return a row for each size and some numbers of ranks of lab.planning.scale."""
+    (result,) = results
+    rows: Rows = [["ranks", "MiB", "bf16 ms", *(f"INT{result['bits']} {way} ms" for way in ("flat", "two levels"))]]
+    for row in result["rows"]:
+        if row["ranks"] != 64 and row["bytes"] != 128 * KIB**2:  # between their neighbours
+            full = f"{1e3 * row['full precision']:.2f} ({row['by']})"
+            cells = (f"{1e3 * row[way]['seconds']:.2f}" for way in ("flat", "two levels"))
+            rows.append([row["ranks"], row["bytes"] // KIB**2, full, *cells])
     return rows
 
 
 def pipeline_training(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.pipeline_training: a row a variant."""
-    rows: Rows = [["", "mean, %", "by seed, %", "bytes sent / fp32's"]]
+    """Return a row for each variant of lab.benchmarks.pipeline_training, with rotation that of the fewest bits only."""
+    rows: Rows = [["", WORST, "bytes sent / fp32's"]]
     for seeds in ([*result["seeds"].values()] for result in results):
         for variant, first in seeds[0].items():
-            if variant == "full precision":
+            name = _settings(variant)
+            if variant in ("full precision", "noise 1e-6") or ("hadamard" in name and "bits 4" in name):
                 continue
             each = [_difference(losses, variant) for losses in seeds if variant in losses]
-            by_seed = _signed(each) if len(each) > 1 else ""
             whole = first["bytes in full precision"]
-            share = f"{first['bytes sent'] / whole:.3f}" if whole else ""
-            rows.append([_settings(variant), f"{statistics.fmean(each):+.3f}", by_seed, share])
+            rows.append([name, _mean(each), f"{first['bytes sent'] / whole:.3f}" if whole else ""])
     return rows
 
 
@@ -467,40 +461,17 @@ def _section(variant: str) -> str:
     return ", ".join([widths, *(key if value is True else f"{key} {value}" for key, value in section.items())])
 
 
-def held_weights(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.held_weights: a row a width, columns for some steps."""
-    widths = results[0]["bits"]
-    steps = list(next(iter(widths.values())))
-    shown = [steps[0], steps[len(steps) // 2 - 1], steps[-1]] if len(steps) > 2 else steps
-    head = ["param_bits", *(f"step {step}" for step in shown), "greatest", "bf16 itself", "same bits on all ranks"]
-    rows: Rows = [head]
-    for bits, found in widths.items():
-        greatest = max(row["held"] for row in found.values())
-        alike = "at every step shown" if all(row["same bits on all ranks"] for row in found.values()) else "no"
-        own = found[steps[-1]]["bf16"]
-        rows.append([bits, *(f"{found[step]['held']:.3e}" for step in shown), f"{greatest:.3e}", f"{own:.3e}", alike])
-    return rows
-
-
 def _difference(losses: dict[str, Any], variant: str, against: str = "full precision") -> float:
     return 100 * float(losses[variant]["validation loss"] / losses[against]["validation loss"] - 1)
 
 
-def guard(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.guard: a row a collective, columns for each width."""
-    cells: dict[str, list[str]] = {}
-    widths = list(dict.fromkeys(row["bits"] for row in results[0]["rows"]))
-    for row in results[0]["rows"]:
-        found = [f"{row['local']:.2f}", f"{row['exact']:.1f}", f"+{100 * row['overhead']:.2f} %"]
-        cells.setdefault(row["collective"], []).extend(found)
-    heads = [text for bits in widths for text in (f"INT{bits}: local", "exact", "every 100th")]
-    return [["", *heads], *([name, *row] for name, row in cells.items())]
-
-
 def real_model(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.real_model: every format with three ranks, elsewhere the presets and the bf16 ring."""
+    """Return a row for each format of lab.benchmarks.real_model with three ranks, without the texts called sources."""
     header, *rows = pretrained_model.table(results[0])
-    return [header, *(row for row in rows if row[0] == 3 or ":" in str(row[1]) or "ring" in str(row[1]))]
+    left_out = {"world", "dB a token: median", "10th percentile", *(head for head in header if "sources" in str(head))}
+    shown = [i for i, head in enumerate(header) if head not in left_out]
+    rows = [row for row in rows if row[0] == 3 and row[1] not in ("4/128 bpm", "4/128 bpH")]  # behind 4/128 bpHm
+    return columns([header, *rows], *shown)
 
 
 def whole_step(results: list[Any]) -> Rows:
@@ -509,6 +480,8 @@ def whole_step(results: list[Any]) -> Rows:
     layouts, presets = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     rows: Rows = [["", *(f"{preset}, %" for preset in presets), "left, %"]]
     for layout in layouts:
+        if layout in ("Megatron TP 2 + SP", "Megatron TP 2 x PP 2", "DeepSpeed stage 1", "HSDP"):
+            continue  # as without SP and PP, as stage 2, and as FSDP2
         of_layout = [found[layout, preset] for preset in presets]
         left = max(sum(row["left"].values()) / row["plain"] for row in of_layout)
         rows.append([layout, *(f"{100 * row['sent'] / row['plain']:.1f}" for row in of_layout), f"{100 * left:.2f}"])
@@ -516,29 +489,31 @@ def whole_step(results: list[Any]) -> Rows:
 
 
 def auto_step(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.auto_step: a row a framework and link."""
-    rows: Rows = [["", "link", "full, ms", "`int8`, ms", "auto, ms", "total", "after", "from step"]]
-    for row in [row for result in results for row in result["rows"]]:
+    """Return a row for each framework and link of lab.benchmarks.auto_step."""
+    rows: Rows = [["", "link", "full, ms", "`int8`, ms", "auto, ms", "total"]]
+    for row in results[0]["rows"]:
         milliseconds = [f"{row[f'{way}, seconds'] * 1e3:.1f}" for way in ("full precision", "quantized", "auto")]
-        ratios = [f"{row[key]:.3f}" for key in ("total", "after")]
-        rows.append([row["framework"], row["rate"], *milliseconds, *ratios, row["decided"]])
+        rows.append([row["framework"], row["rate"], *milliseconds, f"{row['total']:.3f}"])
     return rows
 
 
 def prefill(results: list[Any]) -> Rows:
-    """Return a row for each number of tokens and link with a limit, from lab.benchmarks.prefill."""
-    names = {'{"bits": 8}': "INT8", '{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
+    """Return a row for some numbers of tokens and each link with a limit, from lab.benchmarks.prefill."""
+    names = {'{"preset": "int8"}': "`int8`", '{"preset": "int4"}': "`int4`"}
     engines = {"torch": "torch", "autotp": "AutoTP", "megatron": "Megatron"}
-    rows: Rows = [["engine", "model, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
+    rows: Rows = [["engine, ranks", "tokens", "link", "communication", "bf16, ms", *names.values()]]
     for result in results:
         given = result["about"]["arguments"]
-        model = "SmolLM2" if given["smollm2"] else f"{given['layers']} x {given['hidden']}"
+        engine = engines[given.get("engine", "torch")]
+        model = "SmolLM2, " if given["smollm2"] else ""
         for table in result["tables"]:
             if table["rate"] == "none" and (given["shares"] or given["rates"]):
                 continue
+            if len(given["tokens"]) > 1 and (table["tokens"] == 512 or (engine != "torch" and table["tokens"] == 128)):
+                continue  # between 128 and 2,048, and as torch
             variants = table["variants"]
             speedups = [f"{variants[name]['x base']:.2f}" for name in names]
             milliseconds = f"{1e3 * variants['bf16']['step, seconds']:.0f}"
             link = [table["tokens"], table["rate"], f"{table['share']:.0%}", milliseconds]
-            rows.append([engines[given.get("engine", "torch")], f"{model}, {given['hosts']}", *link, *speedups])
+            rows.append([f"{model}{engine}, {given['hosts']}", *link, *speedups])
     return rows

@@ -47,14 +47,22 @@ def markdown(rows: Rows) -> list[str]:
 
 
 def block(table: Table, index: dict[str, Any], results: Path) -> str:
-    """Return the text between the markers."""
+    """Return the lines between the markers.
+
+    They have the commands of the table, and those of the tables beside it that no document has.
+    """
     entry = index.get(table.name)
-    lines = ["```", *(command.line for command in table.commands), "```", ""]
+    unseen = [other for other in TABLES if other.name in table.beside and other.document is None]
+    commands = [command.line for each in (table, *unseen) for command in each.commands]
+    lines = ["```", *commands, "```", ""]
     if entry is None:
         return "\n".join([*lines, "Not measured yet."])
     beside = [index.get(name, {"files": []}) for name in table.beside]
     loaded, *others = [[json.loads((results / file).read_text()) for file in of["files"]] for of in (entry, *beside)]
     about = f"{entry['date']}, {entry['machine']}, {entry['cores']} cores, {entry['instruction_set']}"
+    for other in (index[each.name] for each in unseen if each.name in index):
+        if (other["date"], other["machine"]) != (entry["date"], entry["machine"]):
+            about += f" (loss: {other['date']}, {other['machine']})"
     codec = "" if table.names_codec else f", {entry['codec']}"
     return "\n".join([*lines, f"{about}, torch {entry['torch']}{codec}:", "", *markdown(table.rows(loaded, *others))])
 
@@ -79,7 +87,7 @@ def rewrite(name: str, document: str, index: dict[str, Any], results: Path) -> s
 
 
 def write(documents: Path, index: dict[str, Any], results: Path) -> None:
-    for name in sorted({table.document for table in TABLES}):
+    for name in sorted({table.document for table in TABLES if table.document is not None}):
         path = documents / name
         path.write_text(rewrite(name, path.read_text(), index, results))
 

@@ -79,7 +79,7 @@ def test_deepspeeds_keys_are_all_fields_that_act_there() -> None:
 
 def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(readme.splitlines()) <= 95
+    assert len(readme.splitlines()) <= 90 and max(map(len, readme.splitlines())) <= 120
     links = re.findall(r"\]\((?!http)([^)#]+)(?:#([^)]+))?\)", readme)
     for page, anchor in links:
         text = (ROOT / page).read_text(encoding="utf-8")

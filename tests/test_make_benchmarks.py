@@ -39,7 +39,7 @@ def test_the_tables_of_a_document_are_those_of_the_results(name: str) -> None:
     assert made == document, "run: python -m scripts.make_benchmarks --text"
 
 
-@pytest.mark.parametrize(("name", "row"), [("benchmarks.md", "float32, INT8"), ("accuracy.md", "8/128")])
+@pytest.mark.parametrize(("name", "row"), [("benchmarks.md", "bfloat16, INT8"), ("accuracy.md", "8/64 c")])
 def test_a_changed_figure_is_noticed(name: str, row: str) -> None:
     document = (DOCUMENTS / name).read_text()
     (line,) = [line for line in document.splitlines() if line.startswith(f"| {row} |")]
@@ -60,14 +60,35 @@ def test_every_result_makes_a_table() -> None:
 def test_a_table_has_its_commands_machine_date_and_codec(table: Table) -> None:
     entry = INDEX_OF_RESULTS[table.name]
     lines = block(table, INDEX_OF_RESULTS, RESULTS).splitlines()
-    count = len(table.commands)
-    assert lines[1 : 1 + count] == [command.line for command in table.commands]
+    shown = [table, *(other for other in TABLES if other.name in table.beside and other.document is None)]
+    commands = [command.line for each in shown for command in each.commands]
+    count = len(commands)
+    assert lines[1 : 1 + count] == commands
     about = lines[3 + count]
     assert about.startswith(f"{entry['date']}, {entry['machine']}, {entry['cores']} cores")
     assert ("groups of" in about) == (not table.names_codec)
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1
     assert block(table, {}, RESULTS).endswith("Not measured yet.")
+
+
+def test_a_table_without_a_document_stands_in_another() -> None:
+    for table in TABLES:
+        if table.document is None:
+            [other] = [other for other in TABLES if table.name in other.beside and other.document is not None]
+            made = block(other, INDEX_OF_RESULTS, RESULTS)
+            assert all(command.line in made for command in table.commands)
+            here, its = INDEX_OF_RESULTS[other.name], INDEX_OF_RESULTS[table.name]
+            same = (here["date"], here["machine"]) == (its["date"], its["machine"])
+            assert same or f"(loss: {its['date']}, {its['machine']})" in made
+
+
+def test_the_readmes_picture_can_be_drawn_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    [(name, draw)] = [table.picture for table in TABLES if table.name == "step time" and table.picture]
+    assert f"docs/decide/{name}" in (ROOT / "README.md").read_text()
+    draw([json.loads((RESULTS / file).read_text()) for file in INDEX_OF_RESULTS["step time"]["files"]], tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_codec_of_a_measurement_is_the_default_of_its_day() -> None:
@@ -83,14 +104,14 @@ def test_marks_without_a_table_are_refused() -> None:
         rewrite("benchmarks.md", document.replace("<!-- end -->", "", 1), {}, RESULTS)
 
 
-def test_a_training_has_a_row_a_variant_and_only_several_seeds_are_listed() -> None:
+def test_a_training_has_a_row_a_variant_and_the_worst_of_several_seeds() -> None:
     def row(variant: str, **seeds: float) -> dict[str, object]:
         return {"variant": variant, "difference %": seeds, "mean difference %": sum(seeds.values()) / len(seeds)}
 
     result = [row("full precision", a=0.0), row("INT8", a=0.1, b=0.3), row("noise 1", a=2.0)]
     assert training("TP 2, ")([result])[1:] == [
-        ["TP 2, INT8", "+0.200", "+0.100, +0.300"],
-        ["TP 2, noise 1", "+2.000", ""],
+        ["TP 2, INT8", "+0.200 (+0.300)"],
+        ["TP 2, noise 1", "+2.000"],
     ]
 
 
@@ -116,15 +137,15 @@ def test_a_variant_that_does_not_run_has_no_row() -> None:
         {"rate": "1gbit", "variants": {'{"bits": 8}': ran, "hook": failed}},
         {"rate": "200mbit", "variants": {'{"bits": 8}': ran | {"x base": 3.0}, "hook": failed}},
     ]
-    assert ddp_step([{"tables": tables}], [])[1:] == [["INT8", "100", "2.00", "100", "3.00", "3.0", "8.25", ""]]
+    assert ddp_step([{"tables": tables}], [])[1:] == [["INT8", "100", "2.00", "3.00", "3.0", ""]]
     seeds = {
         seed: {"fp32": {"validation loss": 1.0}, '{"bits": 4, "min_bytes": 0}': {"validation loss": loss}}
         for seed, loss in (("1", 1.001), ("2", 1.003))
     }
     trained = [{"seeds": seeds, "cannot run": {"hook": "IndexError"}}]
-    assert ddp_training(trained)[1:] == [["INT4", "+0.200", "+0.300", "+0.100, +0.300"]]
+    assert ddp_training(trained)[1:] == [["INT4", "+0.200 (+0.300)"]]
     tables[0]["variants"] = tables[1]["variants"] = {'{"bits": 4}': ran}
-    assert ddp_step([{"tables": tables}], trained)[1][-1] == "+0.200"  # the loss is the training's
+    assert ddp_step([{"tables": tables}], trained)[1][-1] == "+0.200 (+0.300)"  # the loss is the training's
 
 
 def test_a_step_has_the_loss_of_its_training() -> None:
@@ -133,7 +154,7 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     names = ("bf16", "INT8", "INT4", "preset int4")
     tables = [{"rate": "none", "share": 0.1, "variants": dict.fromkeys(names, row)}]
     runs = [
-        [{"variant": name, "mean difference %": loss, "difference %": {}} for name, loss in each]
+        [{"variant": name, "mean difference %": loss, "difference %": {"1": loss}} for name, loss in each]
         for each in ((("full precision", 0.0), ("INT8", 0.1), ("INT4", 0.2)), (("INT8", 0.3), ("INT6", 0.4)))
     ]
     of_training = training("TP 2, ", "codebook, ")
@@ -149,15 +170,15 @@ def test_a_step_has_the_loss_of_its_training() -> None:
     step = {"step, seconds": 0.1, "x base": 2.0, "x base, gradients": 3.0, "wire, bytes": 3e6}
     found = {
         "about": {"arguments": {"rate": "1gbit"}},
-        "tables": [{"stage": 2, "variants": {"bf16": step, "INT4": step, "INT4 + 2": step}}],
+        "tables": [{"stage": 2, "variants": dict.fromkeys(("bf16", "INT4", "preset int4", "INT4 + 4"), step)}],
     }
     sections = {"full precision": {"validation loss": 1.0, "parameters": 7e5}}
-    sections[json.dumps({"bits": 4, "param_bits": 2})] = {"validation loss": 1.003}
+    sections[json.dumps({"bits": 4, "param_bits": 4})] = {"validation loss": 1.003}
     rows = deepspeed_step([found], [], [{"stages": {"2": {"1": sections}}}])
     assert rows[1:] == [
-        [2, "bf16", "100", "2.00", "", "3.0", ""],
-        [2, "INT4", "100", "2.00", "3.00", "3.0", ""],
-        [2, "INT4, param_bits 2", "100", "2.00", "", "3.0", "+0.300"],  # not its gradients alone
+        [2, "bf16", "100", "2.00", "3.0", ""],
+        [2, "preset int4", "100", "2.00", "3.0", ""],
+        [2, "INT4, param_bits 4", "100", "2.00", "3.0", "+0.300"],
     ]
 
 
@@ -212,8 +233,8 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["DDP step", "DDP training"])
-def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, tmp_path: Path) -> None:
+def test_a_table_of_communication_hooks_made_again_has_every_variant_that_runs(tmp_path: Path) -> None:
+    name = "DDP step"
     if need := missing(next(table for table in TABLES if table.name == name)):
         pytest.skip(f"it needs {need}")
     for document in NAMES:
@@ -226,7 +247,7 @@ def test_a_table_of_communication_hooks_made_again_has_every_variant(name: str, 
     made = (tmp_path / "benchmarks.md").read_text().partition(f"<!-- table: {name} -->")[2].partition(END)[0]
     rows = {row.split("|")[1].strip(): row for row in made.splitlines() if row.startswith("| ")}
     assert {"fp16_compress_hook", "PowerSGD rank 4, one bucket", "INT8", "INT4", "preset thin"} <= set(rows)
-    assert "IndexError" in rows["quantization_pertensor_hook"]
+    assert "quantization_pertensor_hook" not in rows
 
 
 @pytest.mark.slow

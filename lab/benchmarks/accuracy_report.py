@@ -18,10 +18,16 @@ KINDS = (
     ("parameter step", "AdamW steps"),
     ("", "all"),
 )
-_COMPACT = ("8/64 c", "4/64 c", "4/256 bHm")
-_SHOWN = {
+#: Rows of the documents: our settings on real tensors, then those on other tensors, and the others' formats.
+_OURS = {
     *("8/128", "8/128 b", "8/256 bp", "6/128", "6/128 b", "6/128 bp", "5/128 bp", "4/128", "4/128 b", "4/128 bp"),
-    *("4/128 bpHm", "4/32 cm", "4/256 bm", "3/32 cm", "2/32 cm", "2/128 b", "2/128 bp"),
+    *("4/32 cm", "4/256 bm", "2/128 bp"),
+}
+_SETTINGS = {*("8/128", "8/64 c", "6/128", "4/128", "4/64 c", "4/32 cm", "4/256 bm", "4/256 bHm", "3/32 cm", "2/32 cm")}
+_OTHERS = {
+    *("QuickReduce INT8", "QuickReduce INT6", "QuickReduce INT4", "FlyDSL INT4", "FBGEMM 8", "FBGEMM 4"),
+    *("DeepSpeed INT8", "DeepSpeed INT4", "TACO FP8", "torchft FP8", "MXFP8 e4m3", "NVFP4", "MXFP4"),
+    "Flash Comm. V2 INT4 spikes",
 }
 PLOTTED = ("Gaussian", "Student t, 3 degrees", "outlier channels")
 
@@ -82,8 +88,9 @@ def by_kind(result: dict[str, Any]) -> Rows:
 
 
 def shown(result: dict[str, Any]) -> Rows:
-    """Return by_kind for the documents, with fewer of our settings."""
-    return [row for row in by_kind(result) if not str(row[0]).startswith("**") or str(row[0]).strip("*") in _SHOWN]
+    """Return by_kind for the documents, with fewer settings and formats."""
+    header, *rows = by_kind(result)
+    return [header, *(row for row in rows if str(row[0]).strip("*") in (_OURS if "**" in str(row[0]) else _OTHERS))]
 
 
 def rivals(result: dict[str, Any]) -> Rows:
@@ -114,7 +121,7 @@ def floats(result: dict[str, Any]) -> Rows:
 
 def settings(result: dict[str, Any]) -> Rows:
     """Return a row a setting that the documents show: its bits, and its dB on each kind of tensor."""
-    named = {name: of for name, of in result["settings"].items() if name in _SHOWN or name in _COMPACT}
+    named = {name: of for name, of in result["settings"].items() if name in _SETTINGS}
     heads = list(next(iter(named.values()))["dB"])
     rows: Rows = [["setting", "bits", *heads]]
     return rows + [

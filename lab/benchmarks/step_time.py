@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +136,35 @@ def measure(arguments: argparse.Namespace, keep: command.Keep) -> None:
     variants = [NO_COLLECTIVES, FULL_PRECISION, *quantized]
     tables = steps.at_shares(in_rank, variants, FULL_PRECISION, arguments)
     keep({"base": FULL_PRECISION, "tables": tables})
+
+
+def plot(results: list[dict[str, Any]], picture: Path) -> None:
+    """Draw the speed-up of a step against the speed of the link, both ways quantized."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    tables = [table for table in results[0]["tables"] if table["rate"] != "none"]
+    links = [float(table["rate"].removesuffix("mbit")) for table in tables]
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for name, label in (("INT4", "4 bits"), (f"{PRESET}int4", "preset int4 (6 bits here)"), ("INT8", "8 bits")):
+        if name in tables[0]["variants"]:
+            axis.plot(links, [table["variants"][name]["x base"] for table in tables], "o-", label=label)
+    axis.axhline(1, color="gray", linewidth=0.8)
+    for table, link in zip(tables, links, strict=True):
+        axis.annotate(f"{table['share']:.0%}", (link, 1), (0, -11), textcoords="offset points", fontsize=8, ha="center")
+    axis.set_xscale("log")
+    axis.set_xticks(links, [f"{link:.0f}" for link in links], minor=False)
+    axis.minorticks_off()
+    axis.set(
+        xlabel="link, Mbit/s each way (%: communication's share of the bf16 step)",
+        ylabel="speed-up of a step over bf16",
+    )
+    axis.set_ylim(bottom=0.8)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(picture, dpi=100)
 
 
 if __name__ == "__main__":
