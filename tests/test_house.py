@@ -27,7 +27,7 @@ CEILINGS = {
     "folders at the top": 10,
     "files at the top of the package": 7,  # 6
     "words of the README": 818,  # 500
-    "words of docs": 29204,  # 24,000
+    "words of docs": 29205,  # 24,000
     "words of the changelog": 600,
 }
 
