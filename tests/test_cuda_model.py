@@ -55,8 +55,8 @@ def test_the_path_of_a_full_block_moves_its_bytes_and_no_more() -> None:
 
 def test_loads_are_waited_for_where_they_are_read() -> None:
     work = work_of(path(blocks_of(kernels(SASS)["_Z4fourv"]), (64, 16, 0, 0)))
-    assert work == Work(instructions=20, floats=2, integers=6, waits=2, in_flight=32)
-    assert work.mixed(Work(28, 2, 6, 2, 32), 0.25).instructions == 22
+    assert work == Work(instructions=20, floats=2, integers=6, waits=2)
+    assert work.mixed(Work(28, 2, 6, 2), 0.25).instructions == 22
 
 
 def test_registers_and_shared_memory_leave_room_for_blocks() -> None:
@@ -66,13 +66,13 @@ def test_registers_and_shared_memory_leave_room_for_blocks() -> None:
 
 def test_a_share_is_bounded_by_the_bandwidth_the_issue_and_the_waits() -> None:
     h100 = GPUS[1]
-    assert 0.95 < share(Work(10, 0, 0, 0, 0), 3.0, 4, h100) <= 1.0
-    slow = share(Work(32 * 100, 0, 0, 0, 0), 3.0, 4, h100)
+    assert 0.95 < share(Work(10, 0, 0, 0), 3.0, 4, h100) <= 1.0
+    slow = share(Work(32 * 100, 0, 0, 0), 3.0, 4, h100)
     # 4 of 100 instructions an element, of 32 lanes, at every clock; an element is 3 bytes.
     assert slow == pytest.approx(132 * 4 * 1.755 * 32 / 100 * 3 / h100.bandwidth, abs=0.01)
-    assert share(Work(32 * 50, 0, 32 * 50, 0, 0), 3.0, 4, h100) == pytest.approx(slow, abs=0.01)
-    assert share(Work(10, 0, 0, 100, 0), 3.0, 1, h100) < 0.2
-    assert share(Work(400, 0, 0, 9, 0), 3.0, 1, h100) < share(Work(400, 0, 0, 9, 0), 3.0, 4, h100)
+    assert share(Work(32 * 50, 0, 32 * 50, 0), 3.0, 4, h100) == pytest.approx(slow, abs=0.01)
+    assert share(Work(10, 0, 0, 100), 3.0, 1, h100) < 0.2
+    assert share(Work(400, 0, 0, 9), 3.0, 1, h100) < share(Work(400, 0, 0, 9), 3.0, 4, h100)
 
 
 def test_what_a_full_block_moves() -> None:

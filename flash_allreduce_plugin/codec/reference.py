@@ -74,7 +74,7 @@ def _computed(bits: int, rise: float, curve: float) -> tuple[tuple[float, ...], 
     return tuple(without.tolist()), tuple((without - level(torch.tensor(0.5))).tolist())
 
 
-# Lloyd's levels of Gaussian values in parts of 32, with mse (docs/trust/numerics.md).
+# Lloyd's levels of Gaussian values in parts of 32, with mse (csrc/codec_math.h).
 # fmt: off
 _BOOKS = {
     2: _Book(2.125, 0.0, 0.375, _tabled((-199, -57, 57, 199), (-238, -101, 0, 162)), 1),
