@@ -3,13 +3,13 @@ section of the JSON configuration.
 
     "flash_allreduce": {"bits": 4}
 
-The section is all that is needed where torch calls the entry point (autoload.py); where that is off, one import does
-it: `import flash_allreduce_plugin.deepspeed.attach`. From Python, for engines whose configuration has no section:
+The section suffices if torch calls the entry point (autoload.py). If that is off, add one import:
+`import flash_allreduce_plugin.deepspeed.attach`. From Python, for engines without a section:
 
     fap.deepspeed.enable(fap.FlashConfig(bits=4))
 
-`disable` gives every engine its own functions back, `report` says what each place has done. Importing this module
-changes nothing and does not import DeepSpeed. Every rank must have the same configuration.
+`disable` restores every engine's functions, `report` returns the counts of each site. The import of this module changes
+nothing and does not import DeepSpeed. Every rank must have the same configuration.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Quantize the gradients of engines that are built from now on, also of those without a section.
+    """Quantize the gradients of engines that are built from now on, with or without a section.
 
-    With tensor parallelism the sums of activations too, and those of deepspeed.init_inference.
+    With tensor parallelism also the sums of activations, and those of deepspeed.init_inference.
 
-    config: for engines without a section, default `FlashConfig.from_env()`; a section goes before it. Enabled already:
-    only the configuration for coming engines changes.
+    config: for engines without a section, default `FlashConfig.from_env()`. A section overrides it. A second call
+    changes only the configuration of later engines.
     Raises PatchError, changing nothing, if this DeepSpeed does not have the functions this version knows, and
     ConfigError for keys that have no effect there. Keys without an effect on an engine are refused when it is built.
     """
@@ -42,21 +42,20 @@ def enable(config: FlashConfig | None = None) -> None:
 
 
 def disable() -> None:
-    """Give every engine its own functions back, and leave coming ones alone. Does nothing if not enabled.
+    """Restore every engine's functions, and stop attaching to new ones. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced DeepSpeedEngine.__init__, or what is on an engine,
-    since.
+    Raises PatchError, changing nothing, if DeepSpeedEngine.__init__, or a function on an engine, was replaced since.
     """
     engine.detach()
 
 
 def is_enabled() -> bool:
-    """Return True if engines are served when they are built: after `enable`, or attached by the entry point."""
+    """Return True if new engines are quantized: after `enable`, or attached by the entry point."""
     return engine.is_attached()
 
 
 def feedback(served: Any) -> Feedback | None:
-    """The residuals of an engine, None without `error_feedback`; its checkpoints have them too.
+    """Return the residuals of an engine, or None without `error_feedback`. Its checkpoints have them too.
 
     Raises ValueError if the engine has no configuration of ours.
     """
@@ -64,7 +63,7 @@ def feedback(served: Any) -> Feedback | None:
 
 
 def report() -> Report:
-    """What each site covers and how often it was called since `reset_stats`; empty counts if it never was."""
+    """Return the coverage and the counts of each site since `reset_stats`; empty counts without a call."""
     in_place = engine.sites_in_place()
     return of_sites(
         {

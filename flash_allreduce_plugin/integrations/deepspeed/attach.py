@@ -1,8 +1,7 @@
-"""`import flash_allreduce_plugin.deepspeed.attach`, where the entry point is off: the section of the JSON configuration
-counts from here on.
+"""`import flash_allreduce_plugin.deepspeed.attach`: make the JSON section work without entry point.
 
-The one module of the package whose import does something: it imports DeepSpeed and wraps DeepSpeedEngine.__init__.
-Import it before `deepspeed.initialize`.
+This is the only module of the package with an effect at import: it imports DeepSpeed and wraps
+DeepSpeedEngine.__init__. Import it before `deepspeed.initialize`.
 """
 
 from __future__ import annotations

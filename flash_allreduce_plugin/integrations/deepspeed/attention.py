@@ -4,8 +4,8 @@
     output               all-to-all: back to the rank of its tokens     attention_bits
     their gradients      the same ways, in the backward pass            attention_bits, if backward_bits is not "full"
 
-One rounding each; what a rank keeps is rounded like what it sends. An attention goes by the engine whose model it is
-part of (exchanges.py).
+One rounding each; the part that a rank keeps is rounded too. The configuration is that of the engine whose model has
+the attention (exchanges.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAYER = "deepspeed.sequence.layer"
 _TRANSFORMERS = "deepspeed.runtime.sequence_parallel.ulysses_sp"  # for the models of Hugging Face's transformers
 
 
-# Of the attention that runs now; None: it is no model's of ours.
+# The attention that runs now; None: it is in no model with a configuration.
 _running: ContextVar[Exchange | None] = ContextVar("flash_allreduce_attention", default=None)
 
 
@@ -48,7 +48,7 @@ def is_there(engine: Any) -> bool:
 def groups(engine: Any) -> list[dist.ProcessGroup]:
     """The groups of several ranks over which the attention of a model exchanges.
 
-    The attention that DeepSpeed gives transformers is in none of a model's modules: ranks that share a sequence tell.
+    DeepSpeed's attention for transformers is in no module of a model: ranks that share a sequence indicate it.
     """
     from deepspeed.sequence.layer import DistributedAttention
 
@@ -62,7 +62,7 @@ def groups(engine: Any) -> list[dist.ProcessGroup]:
 
 
 def of_process() -> list[Seam]:
-    """Functions of DeepSpeed's that belong to no engine, replaced while an engine has attention_bits."""
+    """Return the seams of DeepSpeed's functions in the process that are replaced while an engine has attention_bits."""
     exchange = ("input", "scatter_idx", "gather_idx", "batch_dim_idx", "group")
     one = (*exchange, "async_op", "handle", "type")
     hugging_face = "UlyssesSPAttentionHF"
@@ -133,7 +133,7 @@ def _remembers(original: Function) -> Function:
 
 
 def _recalls(original: Function) -> Function:
-    """It applies the forward again, the other way round."""
+    """Return `original`, a backward that applies the forward in the other direction, with the attention set."""
 
     @functools.wraps(original)
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -148,7 +148,7 @@ def _recalls(original: Function) -> Function:
 
 
 def _exchanged(original: Function) -> Function:
-    """`original`, which sees our all-to-all where it calls DeepSpeed's."""
+    """Return `original` with our all-to-all in place of DeepSpeed's."""
 
     def all_to_all_single(output: Tensor, input: Tensor, **how: Any) -> Any:
         return exchanges.all_to_all(_running.get(), output, input, **how)
@@ -157,7 +157,7 @@ def _exchanged(original: Function) -> Function:
 
 
 def _exchanged_by_rows(original: Function) -> Function:
-    """`original`, which sees ours where it calls `_dim_zero_all_to_all`, an autograd function in older ones."""
+    """Return `original` with our exchange in place of `_dim_zero_all_to_all`, an autograd function in old releases."""
     name = "_dim_zero_all_to_all"
     if name in names_used(original.__code__):
         return rebound(original, name, _by_rows)
@@ -165,5 +165,5 @@ def _exchanged_by_rows(original: Function) -> Function:
 
 
 def _by_rows(group: dist.ProcessGroup, input: Tensor) -> Tensor:
-    """Row r goes to rank r."""
+    """Send row r to rank r."""
     return exchanges.evenly(_running.get(), group, input)

@@ -1,12 +1,12 @@
-"""DeepSpeedEngine.__init__: reads the section, refuses what is wrong before anything is built, and gives the finished
-engine its reductions.
+"""DeepSpeedEngine.__init__: read the section, refuse a bad one before anything is built, and replace the reductions of
+the finished engine.
 
-That constructor is what is replaced in DeepSpeed itself; PipelineEngine and DeepSpeedHybridEngine call it too.
-What reduces gradients is replaced on the engine and its optimizer alone: two engines of one process may have different
-configurations, or none. For an engine that gathers quantized parameters two functions of the process are replaced too,
-which leave everybody else's gathers as they are (gathering.py); for one with Ulysses' attention, experts or AutoTP a
-few more (exchanges.py, tensor_parallel.py). Functions whose own source carries the seam (source.py)
-find the replacement there instead.
+The constructor is the only function replaced in DeepSpeed for all engines; PipelineEngine and DeepSpeedHybridEngine
+call it too. Functions that reduce gradients are replaced on the engine and its optimizer only: two engines of one
+process may have different configurations, or none. For an engine with quantized parameter gathers two functions of the
+process are replaced too, which do not change other gathers (gathering.py); for one with Ulysses' attention, experts or
+AutoTP a few more (exchanges.py, tensor_parallel.py). A function with a seam in its source (source.py) looks up the
+replacement there.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from flash_allreduce_plugin.telemetry import notices, other_traffic, run_log
 CONSTRUCTOR = "deepspeed.engine"
 
 _engines: WeakSet[Any] = WeakSet()
-# On an engine: its Reduction, its Gathering or None, and what was put on it and on what belongs to it: (owner, name,
-# what was put there, what was there). Kept there, to die with it.
+# On an engine: its Reduction, its Gathering or None, and the replaced attributes: (owner, name, new value, old value).
+# Stored on the engine, so that they end with it.
 _BOUND = "_flash_allreduce"
-# On an engine, or on what belongs to it: seam -> replacement, for the functions whose own source carries the seam.
+# On an engine or its optimizer: seam -> replacement, for functions with a seam in their source.
 _IN_SOURCE = "_flash_allreduce_in_source"
 _Bound = tuple[Any, str, Any, Any]
 _NOTHING = object()
@@ -60,10 +60,10 @@ _by_environment = False  # `_for_all` was not given by the program
 
 
 def attach(config: FlashConfig | None = None, *, by_environment: bool = False) -> None:
-    """Serve engines that are built from now on: those with a section, and with `config` all others as well.
+    """Quantize engines that are built from now on: those with a section, and with `config` all others too.
 
-    by_environment: the environment gave `config`. Raises PatchError, changing nothing, if DeepSpeedEngine.__init__ is
-    not as this version knows it.
+    by_environment: True if the environment gave `config`. Raises PatchError, changing nothing, for an unknown form of
+    DeepSpeedEngine.__init__.
     """
     global _attached, _for_all, _by_environment
     _patchset().apply()
@@ -74,21 +74,21 @@ def attach(config: FlashConfig | None = None, *, by_environment: bool = False) -
 
 
 def attach_inference(config: FlashConfig) -> None:
-    """Serve engines of deepspeed.init_inference from now on. Raises PatchError, changing nothing."""
+    """Quantize engines of deepspeed.init_inference from now on. Raises PatchError, changing nothing."""
     _of_inference().apply()
     inference.configure(config)
 
 
 def attached_by_source() -> None:
-    """The constructor's own source carries its seam: nothing is to be replaced for sections to count."""
+    """Note that the constructor has a seam in its source: sections work without a replacement."""
     global _attached
     _attached = True
 
 
 def detach() -> None:
-    """Give DeepSpeed its constructor back and every engine its own functions.
+    """Restore DeepSpeed's constructor and every engine's functions.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    Raises PatchError, changing nothing, if one of them was replaced since.
     """
     global _attached, _for_all
     for engine in list(_engines):
@@ -110,22 +110,22 @@ def is_attached() -> bool:
 
 
 def verify() -> None:
-    """PatchError if a function that reduces gradients or gathers parameters is not as this version knows it.
+    """Raise PatchError for an unknown form of a function that reduces gradients or gathers parameters.
 
-    Those of attention, experts and AutoTP are checked where they are wanted.
+    Functions of attention, experts and AutoTP are checked when they are needed.
     """
     Patchset("deepspeed", [*places(None), *gathering.of_engine(None)], _supported()).verify()
     _of_process().verify()
 
 
 def seams() -> list[Seam]:
-    """Every function that is replaced, in the process and on an engine; reads nothing of DeepSpeed."""
+    """Return the seams of all replaced functions, in the process and on an engine. Imports no part of DeepSpeed."""
     of_process = (*_of_process().seams, *_of_attention().seams, *_of_experts().seams, *of_tensors().seams)
     return [*_patchset().seams, *places(None), *gathering.of_engine(None), *of_process]
 
 
 def sites_in_place() -> set[str]:
-    """The sites of the living engines at which a call may be quantized."""
+    """Return the sites of the living engines at which a call may be quantized."""
     engines = list(_engines)
     reductions: list[Reduction] = [getattr(engine, _BOUND)[0] for engine in engines]
     sites = {gradients(reduction.stage).name for reduction in reductions}
@@ -175,7 +175,7 @@ def bind(engine: Any, config: FlashConfig) -> None:
 
 
 def _sums(engine: Any, reduction: Reduction) -> tensor_parallel.Sums:
-    alive = weakref.proxy(reduction)  # as long as the engine is
+    alive = weakref.proxy(reduction)  # as long as the engine lives
     return tensor_parallel.Sums(engine, reduction.config, lambda site: alive.site(site), lambda: alive.finished_steps())
 
 
@@ -219,19 +219,19 @@ def _put_on(engine: Any, reduction: Reduction, own: Gathering | None, bound: lis
 
 
 def _steps(engine: Any) -> run_log.StepSource:
-    """Gives the number of an engine's finished steps; does not keep the engine alive."""
+    """Return a function of an engine's finished steps, which does not keep the engine alive."""
     own = weakref.ref(engine)
     return lambda: None if (alive := own()) is None else int(alive.global_steps)
 
 
 def replacements(owner: Any) -> dict[str, Function]:
-    """The replacements of those functions of an owner that carry seams, by seam; empty if it is not served."""
+    """Return the replacements of an owner's functions with a seam in their source, by seam; empty without one."""
     found: dict[str, Function] = vars(owner).get(_IN_SOURCE, {})
     return found
 
 
 def reduction_of(engine: Any) -> Reduction:
-    """The Reduction of an engine. Raises ValueError if nothing does."""
+    """Return the Reduction of an engine. Raises ValueError if it has none."""
     if not hasattr(engine, _BOUND):
         raise ValueError(f"this {type(engine).__name__} has no flash_allreduce section and was not built after enable.")
     reduction: Reduction = getattr(engine, _BOUND)[0]
@@ -239,7 +239,7 @@ def reduction_of(engine: Any) -> Reduction:
 
 
 def release(engine: Any) -> None:
-    """Take off what `bind` put on an engine: its class's own functions show again, or what was on it before."""
+    """Undo `bind` on an engine: restore its class's functions, or the attributes before."""
     reduction, own, bound = getattr(engine, _BOUND)
     other_traffic.detach(reduction)
     reduction.released = True
@@ -292,24 +292,24 @@ def _of_experts() -> Patchset:
 
 @functools.cache
 def of_tensors() -> Patchset:
-    """The functions that are replaced while a model with AutoTP is served."""
+    """Return the functions that are replaced while a model with AutoTP is quantized."""
     return Patchset("deepspeed", tensor_parallel.of_process(), _supported())
 
 
 @functools.cache
 def _of_inference() -> Patchset:
-    """Not among `seams`: replaced where a program calls `enable`, whatever DeepSpeed's own source carries."""
+    """Return the seams of init_inference, not among `seams`: `enable` always replaces them."""
     return Patchset("deepspeed", [inference.seam(of_tensors())], _supported())
 
 
 def _of_layers(config: FlashConfig) -> list[Patchset]:
-    """What is replaced in the process for what the layers of a model exchange."""
+    """Return the functions of the process that are replaced for the exchanges of a model's layers."""
     wanted = (attention.wanted(config), _of_attention), (experts.wanted(config), _of_experts)
     return [patchset() for is_wanted, patchset in wanted if is_wanted]
 
 
 def constructor() -> Seam:
-    """The seam of DeepSpeedEngine.__init__."""
+    """Return the seam of DeepSpeedEngine.__init__."""
     parameters = (
         *("self", "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler", "mpu"),
         *("dist_init_required", "collate_fn", "config", "config_class", "mesh_device", "dont_change_device"),

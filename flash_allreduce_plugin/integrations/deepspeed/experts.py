@@ -30,7 +30,7 @@ COMBINE = Site("deepspeed.experts.combine.forward", Role.EXPERT_COMBINE)
 COMBINE_BACKWARD = Site("deepspeed.experts.combine.backward", Role.EXPERT_COMBINE_GRADIENT)
 SITES = (DISPATCH, DISPATCH_BACKWARD, COMBINE, COMBINE_BACKWARD)
 
-# The exchanges that the layer which runs has still to make, in their order; None: they are DeepSpeed's own.
+# The remaining exchanges of the running layer, in order; None: they are DeepSpeed's own.
 _coming: ContextVar[Iterator[Exchange | None]] = ContextVar("flash_allreduce_experts")
 
 
@@ -44,14 +44,14 @@ def is_there(engine: Any) -> bool:
 
 
 def groups(engine: Any) -> list[dist.ProcessGroup]:
-    """The groups of several ranks over which the layers of a model exchange tokens."""
+    """Return the groups of several ranks over which the layers of a model exchange tokens."""
     from deepspeed.moe.sharded_moe import MOELayer
 
     return [one.ep_group for one in engine.module.modules() if isinstance(one, MOELayer) and one.ep_size > 1]
 
 
 def of_process() -> list[Seam]:
-    """The function of DeepSpeed's that is replaced while an engine has experts to serve."""
+    """Return the seam of DeepSpeed's function that is replaced while an engine has quantized experts."""
     return [
         Seam(
             "deepspeed.experts.layer",

@@ -1,12 +1,12 @@
-"""ZeRO stage 3: the parameters that an engine gathers for its forward and backward pass, by their values.
+"""ZeRO stage 3: quantized gathers of parameter values for the forward and backward pass of an engine.
 
-The shard that the optimizer steps on stays exact; every rank computes with the same rounded bits. Quantized is what
-the engine's coordinator gathers. What anybody else gathers is exact: GatheredParameters, a checkpoint's consolidated
-weights, external parameters at their first use. So are the parameters below stage3_param_persistence_threshold, which
-DeepSpeed keeps for several passes.
+The optimizer's shard stays exact, and every rank computes with the same rounded bits. The gathers of the engine's
+coordinator are quantized. Other gathers are in full precision: GatheredParameters, a checkpoint's consolidated weights,
+external parameters at their first use, and parameters below stage3_param_persistence_threshold, which DeepSpeed keeps
+for several passes.
 
-The coordinator is told in its own function, on the engine alone, which pass gathers; the collective is called in
-functions of the process, which behave as before outside such a pass.
+A replaced function of the coordinator, on the engine only, sets the pass that gathers. Functions of the process call
+the collective, and are unchanged outside such a pass.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at, ours
 
 PARAMETERS = Site("deepspeed.stage3.parameters", Role.PARAMETER)
-# With param_backward_bits: what is measured at a site, and follows for it, is of one width.
+# A site a pass with param_backward_bits, because measurements and decisions of a site are for one width.
 BACKWARD = Site("deepspeed.stage3.parameters.backward", Role.PARAMETER_BACKWARD)
 
 PERSISTENT = "below stage3_param_persistence_threshold"
@@ -55,7 +55,7 @@ _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """Of which engine parameters are gathered, where, why exactly, if they are, and DeepSpeed's numbers of them."""
+    """The engine of a gather, its site, the reason for full precision or None, and DeepSpeed's parameter ids."""
 
     gathering: Gathering
     site: Site
@@ -64,39 +64,39 @@ class _Pass:
 
 
 _pass: ContextVar[_Pass | None] = ContextVar("flash_allreduce_pass_that_gathers", default=None)
-# By DeepSpeed's number of a parameter, which is unique in a process.
+# By DeepSpeed's id of a parameter, which is unique in a process.
 _owners: WeakValueDictionary[int, Gathering] = WeakValueDictionary()
 
 
 def wanted(engine: Any, config: FlashConfig) -> bool:
-    """Whether an engine gathers parameters that the configuration quantizes."""
+    """Return True if an engine gathers parameters that the configuration quantizes."""
     full = config.param_bits == "full" and config.param_backward_bits in (None, "full")
     return int(engine.zero_optimization_stage()) == 3 and not full
 
 
 def counts(engine: Any, config: FlashConfig) -> bool:
-    """True if an engine gathers parameters in full precision that the configuration could quantize."""
+    """Return True if an engine gathers parameters in full precision that the configuration could quantize."""
     if int(engine.zero_optimization_stage()) != 3 or wanted(engine, config):
         return False
-    zero = engine._config.zero_config  # what section.refuse_gathers refuses
+    zero = engine._config.zero_config  # section.refuse_gathers refuses these
     from_disk = zero.offload_param is not None and zero.offload_param.device == "nvme"
     return not zero.use_all_reduce_for_fetch_params and not from_disk
 
 
 def coordinator_of(engine: Any) -> Any:
-    """DeepSpeed's PartitionedParameterCoordinator of a stage-3 engine, with or without an optimizer."""
+    """Return DeepSpeed's PartitionedParameterCoordinator of a stage-3 engine, with or without an optimizer."""
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     return offload.get_param_coordinator()
 
 
 def doubts(engine: Any, config: FlashConfig) -> list[str]:
-    """A warning where values have so few bits that the training notices."""
+    """Return a warning if values have so few bits that the loss rises."""
     lines = []
     for key in ("param_bits", "param_backward_bits") if wanted(engine, config) else ():
         bits = getattr(config, key)
         if bits in (None, "full"):
             continue
-        if config.gather_bits is not None:  # goes before the other two
+        if config.gather_bits is not None:  # overrides the other two
             key, bits = "gather_bits", config.gather_bits
         elif isinstance(config.hierarchical, Hierarchy):
             key, bits = "hierarchical.inter_bits", config.hierarchical.inter_bits
@@ -113,18 +113,18 @@ class Gathering:
         self.config = reduction.config
         self._reduction, self._module = reduction, engine.module
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
-        self._rounded: set[int] = set()  # numbers of parameters whose gathered values may be rounded
+        self._rounded: set[int] = set()  # ids of parameters with values that may be rounded
         self._own(self._module.parameters())
 
     def sites(self) -> set[str]:
         return {PARAMETERS.name} | ({BACKWARD.name} if self.config.param_backward_bits is not None else set())
 
     def batches(self, parameters: Iterable[Any], forward: bool) -> Iterator[tuple[list[Any], _Pass]]:
-        """Those of the parameters that have to be gathered, in batches, and how each batch is gathered.
+        """Yield the parameters to gather in batches, each with its pass.
 
-        A parameter is rounded alike in every batch: recomputed activations and resumed runs need that, and DeepSpeed
-        prefetches other batches from one pass to the next. So min_bytes is compared with each parameter, and one whose
-        shards end within a quantization group is a batch of its own.
+        A parameter is rounded the same in every batch: recomputed activations and resumed runs need that, and DeepSpeed
+        prefetches different batches in each pass. So min_bytes is compared with each parameter, and a parameter with
+        shards that end within a quantization group is a separate batch.
         """
         site = PARAMETERS if forward or self.config.param_backward_bits is None else BACKWARD
         batches: dict[tuple[str | None, int | None], list[Any]] = {}
@@ -144,8 +144,8 @@ class Gathering:
             yield batch, _Pass(self, site, reason, tuple(one.ds_id for one in batch))
 
     def all_gather(self, output: Tensor, input: Tensor, group: Any, how: _Pass, theirs: Plain) -> Any:
-        """Gather `input` of every rank into `output`, 1-D; a handle whose wait() DeepSpeed calls."""
-        if how.full_precision == SMALL:  # or not, on a rank with another min_bytes
+        """Gather `input` of every rank into `output`, 1-D. Returns a handle; DeepSpeed calls its wait()."""
+        if how.full_precision == SMALL:  # not on a rank with another min_bytes
             label = Label("all_gather", how.site.name, given_group(group))
             groups.agree(label, self.config, environment.is_on(environment.DISABLE), output.device)
         return reductions.all_gather(
@@ -162,9 +162,11 @@ class Gathering:
         )
 
     def exactly(self, parameter: Any) -> None:
-        """Somebody else is about to gather a parameter: whoever reads it, or writes it back, gets exact values."""
+        """Prepare a gather by other code, which may read a parameter or write it back: it gets exact values."""
         if parameter.ds_id in self._rounded and parameter.ds_status.name == "AVAILABLE":
-            parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE  # else DeepSpeed would keep what is there
+            parameter.ds_status = type(
+                parameter.ds_status
+            ).NOT_AVAILABLE  # otherwise DeepSpeed keeps the rounded values
         self._rounded.discard(parameter.ds_id)
         if parameter.ds_status.name == "NOT_AVAILABLE":
             shard, world = parameter.ds_tensor, dist.get_world_size(parameter.ds_process_group)
@@ -173,13 +175,12 @@ class Gathering:
             counters.record_full_precision(self._reduction.site(PARAMETERS), reason, sent)
 
     def refuse_recomputation(self) -> None:
-        """ConfigError where the backward pass has a width of its own and computes activations a second time.
+        """Raise ConfigError if the backward pass has another width and recomputes activations.
 
-        What this gathers for the backward pass, or prefetches, is what the recomputation finds: other weights than the
-        forward pass had.
+        The recomputation would use the weights gathered for the backward pass, which differ from the forward pass's.
         """
         config = self.config
-        others = config.gather_bits is not None or isinstance(config.hierarchical, Hierarchy)  # go before both
+        others = config.gather_bits is not None or isinstance(config.hierarchical, Hierarchy)  # override both
         off = not config.enabled or environment.is_on(environment.DISABLE)
         if off or others or config.param_backward_bits in (None, config.param_bits):
             return
@@ -190,7 +191,7 @@ class Gathering:
         )
 
     def close(self) -> None:
-        """The engine is left alone from now on: drop the rounded values that it still holds and is not using."""
+        """Stop quantizing the engine's gathers: drop the rounded values that it holds and does not use."""
         for parameter in self._module.parameters():
             number = getattr(parameter, "ds_id", -1)
             if _owners.get(number) is not self:
@@ -199,13 +200,14 @@ class Gathering:
             held = number in self._rounded and parameter.ds_status.name == "AVAILABLE"
             if held and not parameter.ds_active_sub_modules:
                 parameter.partition()
-            if parameter.requires_grad:  # hpZ's shards are cut from gathered values; DeepSpeed makes them anew
+            if parameter.requires_grad:  # hpZ's shards are cut from gathered values; DeepSpeed creates them again
                 parameter.ds_secondary_tensor = None
         self._rounded.clear()
 
     def _is_copy(self, parameter: Any) -> str | None:
-        """Why a parameter is gathered exactly that every tensor-parallel rank has a copy of: they would compute with
-        other roundings of it, and the copies drift apart.
+        """Return why a parameter with a copy on every tensor-parallel rank is gathered in full precision, or None.
+
+        The ranks would compute with different roundings of it, and the copies would drift apart.
         """
         from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -218,16 +220,16 @@ class Gathering:
 
 
 def shard_and_group(parameter: Any) -> tuple[Tensor, Any]:
-    """The shard that is gathered next, and the ranks that have one: those of a node with hpZ's secondary shards."""
+    """Return the shard of the next gather, and the group of its ranks: a node's with hpZ's secondary shards."""
     if parameter.ds_secondary_tensor is not None:
         return parameter.ds_secondary_tensor, parameter.ds_zero_param_process_group
     return parameter.ds_tensor, parameter.ds_process_group
 
 
 def clear_padding(parameter: Any) -> None:
-    """Zeros behind the last element, in the shard that is gathered next.
+    """Write zeros behind the last element of the shard of the next gather.
 
-    Of the last ranks' shards DeepSpeed leaves there what was in memory; a NaN of it would spoil a group.
+    DeepSpeed leaves uninitialized memory there in the shards of the last ranks; a NaN there would spoil a group.
     """
     shard, group = shard_and_group(parameter)
     held = parameter.ds_numel - dist.get_rank(group) * shard.numel()
@@ -239,9 +241,9 @@ def clear_padding(parameter: Any) -> None:
 
 
 def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
-    """The seam on an engine's coordinator; None serves to check that the function is as expected.
+    """Return the seam on an engine's coordinator. None: only to verify the function.
 
-    A Reduction: of an engine whose gathers are counted, and stay in full precision.
+    A Reduction: for an engine with gathers in full precision, which are counted.
     """
     if not isinstance(gathering, Reduction):
         replacement: Function = functools.partial(_in_a_pass, gathering=gathering)
@@ -270,7 +272,7 @@ def of_engine(gathering: Gathering | Reduction | None) -> list[Seam]:
 
 
 def of_process() -> list[Seam]:
-    """Functions of DeepSpeed's that belong to no engine, replaced while an engine gathers quantized."""
+    """Return the seams of DeepSpeed's functions in the process that are replaced while an engine gathers quantized."""
     return [
         Seam(
             "deepspeed.stage3.gather",

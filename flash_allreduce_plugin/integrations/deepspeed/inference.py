@@ -25,7 +25,7 @@ _served: WeakKeyDictionary[Any, tensor_parallel.Sums] = WeakKeyDictionary()
 
 
 def configure(config: FlashConfig | None) -> None:
-    """Serve engines that are built from now on with `config`. None: give all their own sums back."""
+    """Quantize engines that are built from now on with `config`. None: restore the sums of all engines."""
     global _config
     _config = config
     if config is None:
@@ -36,7 +36,7 @@ def configure(config: FlashConfig | None) -> None:
 
 
 def by_environment() -> None:
-    """Serve engines of init_inference with the environment's configuration, by FLASH_ALLREDUCE_ATTACH.
+    """Quantize engines of init_inference with the environment's configuration, by FLASH_ALLREDUCE_ATTACH.
 
     End the program if that configuration is refused.
     """
@@ -49,7 +49,7 @@ def by_environment() -> None:
 
 
 def is_served() -> bool:
-    """Return True if a living engine is served."""
+    """Return True if a living engine is quantized."""
     return bool(_served)
 
 

@@ -1,9 +1,9 @@
-"""The gather of parameters after a step, where every rank keeps them: ZeRO stages 1 and 2, BF16_Optimizer.
+"""The gather of parameters after a step, if every rank keeps them: ZeRO stages 1 and 2, BF16_Optimizer.
 
-DeepSpeed writes the exact values of this rank's parts over the rounded ones that all ranks hold, and gathers. Here they
-stay apart: while DeepSpeed's function runs, the parts that it writes to are meta tensors, into which a copy does
-nothing, and what it calls to gather takes the exact values from where the optimizer has them and the held ones from the
-flat weights (collectives/weight_differences.py). There is no copy of the weights.
+DeepSpeed writes the exact values of this rank's parts over the rounded values that all ranks hold, and gathers. Here
+the two stay separate. While DeepSpeed's function runs, the parts that it writes to are meta tensors, into which a copy does
+nothing. Its gather takes the exact values from the optimizer and the held ones from the flat weights
+(collectives/weight_differences.py). There is no copy of the weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from flash_allreduce_plugin.integrations.patching import Function
 from flash_allreduce_plugin.policy import Role, Site
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at
 
-_DIGEST = "weights."  # of a checkpoint's numbers: this and the number of a flat tensor
+_DIGEST = "weights."  # prefix of a checkpoint's numbers, before the number of a flat tensor
 
 
 def parameters(stage: int) -> Site:
-    """The site of an engine's gathers of parameters."""
+    """Return the site of an engine's gathers of parameters."""
     return Site(f"deepspeed.stage{stage}.parameters", Role.PARAMETER_DIFFERENCE)
 
 
@@ -43,8 +43,9 @@ class Parameters:
         tensor_parallel: bool,
         tied: Sequence[Tensor] = (),
     ) -> None:
-        """step: gives the finished steps. tensor_parallel: some parameters are split over other ranks. tied: those that
-        other stages of a pipeline have too.
+        """step: returns the finished steps. tensor_parallel: True if some parameters are split over other ranks.
+
+        tied: parameters that other stages of a pipeline have too.
         """
         self._config, self._site, self._step, self._tensor_parallel = config, site, step, tensor_parallel
         self._tied = tied
@@ -53,10 +54,10 @@ class Parameters:
         self._groups: Sequence[Sequence[Tensor]] = ()
 
     def apart(self, original: Function, parts: str, masters: str, groups: str) -> Function:
-        """`original`, a method of an optimizer, writing this rank's exact values nowhere.
+        """Return `original`, a method of an optimizer, that does not write this rank's exact values.
 
-        parts: its attribute with the ranks' parts of each flat tensor; masters: with this rank's exact values of each;
-        groups: with the parameters of each.
+        parts, masters, groups: names of the optimizer's attributes with, for each flat tensor, the ranks' parts, this
+        rank's exact values, and the parameters.
         """
 
         @functools.wraps(original)
@@ -84,13 +85,13 @@ class Parameters:
         start_alignment_factor: int,
         allgather_bucket_size: int,
     ) -> None:
-        """For DeepSpeed's all_gather_dp_groups, of one flat tensor after the other."""
+        """Replace DeepSpeed's all_gather_dp_groups, for one flat tensor after another."""
         for number, (weights, master, group) in enumerate(
             zip(groups_flat, self._masters, dp_process_group, strict=True)
         ):
             reductions.all_gather(
                 weights,
-                master.detach().to(weights.device),  # from where the optimizer is offloaded to
+                master.detach().to(weights.device),  # from the device of an offloaded optimizer
                 group,
                 self._config,
                 site=self._site,
@@ -101,7 +102,7 @@ class Parameters:
             )
 
     def numbers(self) -> dict[str, int]:
-        """For a checkpoint: how to know again the weights that all ranks hold."""
+        """Return the digests of the held weights for a checkpoint."""
         known = {number: held.digest for number, held in self._held.items()}
         return {f"{_DIGEST}{number}": digest for number, digest in known.items() if digest is not None}
 
@@ -113,7 +114,7 @@ class Parameters:
                 held.digest = int(digest)
 
     def _copies(self, number: int, weights: Tensor) -> list[replicated_params.Range]:
-        """Where the weights have parameters that every tensor-parallel rank, or another stage, has a copy of."""
+        """Return the ranges of parameters with a copy on every tensor-parallel rank, or on another stage."""
         if not self._tensor_parallel and not self._tied:
             return []
         from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -126,7 +127,7 @@ class Parameters:
 
 
 def counted(site: Site, config: FlashConfig) -> Function:
-    """DeepSpeed's all_gather_dp_groups, whose gathers count at `site`: param_bits would quantize them."""
+    """Return DeepSpeed's all_gather_dp_groups with its gathers counted at `site`: param_bits would quantize them."""
 
     def all_gather_dp_groups(*args: Any, **kwargs: Any) -> None:
         from deepspeed.runtime import utils

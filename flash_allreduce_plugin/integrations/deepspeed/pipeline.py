@@ -1,7 +1,7 @@
 """Activations and gradients between the stages of DeepSpeed's PipelineModule, and the gradients of tied weights.
 
-PipelineEngine sends a tensor, or the tensors of a tuple one by one, with `p2p.send`, and waits for each. Inside the
-four functions that do so these are the sends of this package. Shapes, which go first, and masks go as they are.
+PipelineEngine sends a tensor, or the tensors of a tuple one by one, with `p2p.send`, and waits for each. Inside its
+four functions these are the sends of this package. Shapes, which are sent first, and masks stay in full precision.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TIED_COVERS = (
 
 
 def has_stages(engine: Any) -> bool:
-    """Whether an engine, which need not be finished, has a pipeline."""
+    """Return True if an engine, even one under construction, has a pipeline."""
     from deepspeed.pipe import PipelineModule
 
     module = getattr(engine, "module", None)
@@ -55,12 +55,12 @@ def has_stages(engine: Any) -> bool:
 
 
 def widths(config: FlashConfig) -> dict[str, Any]:
-    """Those of sends that a configuration quantizes."""
+    """Return the widths of sends that a configuration quantizes."""
     return {key: bits for key in SENDS if (bits := getattr(config, key)) != "full"}
 
 
 def places(reduction: Reduction | None) -> list[Seam]:
-    """The functions, for one engine; None serves to check that they are as expected."""
+    """Return the seams of the functions, for one engine. None: only to verify them."""
 
     def seam(name: str) -> Seam:
         path, site = _FUNCTIONS[name]
@@ -86,19 +86,19 @@ def places(reduction: Reduction | None) -> list[Seam]:
 
 
 def instructions(engine: Any) -> dict[Any, Function]:
-    """PipelineEngine finds its functions in a table of the class: the same table, of what is on this engine."""
+    """Return PipelineEngine's table of functions with those of this engine."""
     return {one: getattr(engine, theirs.__name__).__func__ for one, theirs in engine._INSTRUCTION_MAP.items()}
 
 
 class _Batch:
-    """What one call of the four sends or receives."""
+    """The tensors that one call of the four functions sends or receives."""
 
     def __init__(self, engine: Any, sent: Any) -> None:
-        """sent: activations; None: whatever else, to or from this stage."""
+        """sent: activations; None: other tensors, to or from this stage."""
         self.engine, self.sent, self.moved = engine, sent, 0
 
     def next_is_a_mask(self) -> bool:
-        """DeepSpeed makes the last activation of a tuple float16 for the way, if it is a mask."""
+        """Return True for a mask, the last activation of a tuple, which DeepSpeed sends as float16."""
         self.moved += 1
         if not (self.engine.has_attention_mask or self.engine.has_bool_tensors):
             return False
@@ -110,7 +110,7 @@ _running: ContextVar[_Batch] = ContextVar("flash_allreduce_tensors_of_a_stage")
 
 
 def _counted(original: Function, site: Site, config: FlashConfig, *, sends_it: bool) -> Function:
-    """DeepSpeed's own sends, or receives, which count at `site`: a width would quantize them."""
+    """Return DeepSpeed's own sends, or receives, counted at `site`: a width would quantize them."""
     reason = is_full(site.role.widths[0])
 
     @functools.wraps(original)
@@ -134,7 +134,7 @@ def _served(original: Function, name: str, reduction: Reduction | None) -> Funct
         assert reduction is not None
         running = _running.get()
         engine = running.engine
-        mask = running.next_is_a_mask() and site.role is Role.PIPELINE  # which has no gradient
+        mask = running.next_is_a_mask() and site.role is Role.PIPELINE  # a mask has no gradient
         how: dict[str, Any] = {"config": reduction.config, "site": site, "step": reduction.finished_steps()}
         how["full_precision"] = MASK if mask else None
         peer = engine.grid.stage_to_global(stage_id=stage)
@@ -148,8 +148,8 @@ def _served(original: Function, name: str, reduction: Reduction | None) -> Funct
     @functools.wraps(original)
     def exchange(self: Any, buffer_id: int) -> None:
         assert reduction is not None
-        # No rank but the two ends knows of a send: the stages compare their configurations before the first, and before
-        # a stage waits for the shapes of another one that waits for it here.
+        # A send has two ranks only: the stages compare their configurations before the first send, and before a stage
+        # waits for the shapes of another one that waits here.
         label = Label("send", site.name, self.grid.get_pipe_parallel_group())
         groups.agree(label, reduction.config, environment.is_on(environment.DISABLE), torch.device(self.device))
         sent = self.pipe_buffers["outputs"][buffer_id] if name == "_exec_send_activations" else None

@@ -1,7 +1,7 @@
-"""The collectives that an engine's reductions see in place of DeepSpeed's own.
+"""The collectives that an engine's reductions call in place of DeepSpeed's own.
 
-A call in full precision is DeepSpeed's own collective, and is counted. Divisors, dtypes, streams and copies
-stay DeepSpeed's, which calls these in the middle of its functions.
+A call in full precision is DeepSpeed's own collective, and is counted. Divisors, dtypes, streams and copies stay
+DeepSpeed's, because its functions call these collectives.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from flash_allreduce_plugin.telemetry.unreduced import Reductions
 EXPERTS = Site("deepspeed.experts")
 TIED = Site("deepspeed.pipeline.tied_gradients")
 
-# Why residuals of error feedback were dropped, beside the reasons in error_feedback.py.
+# Reasons why residuals were dropped, besides those of error_feedback.py.
 SKIPPED = "step skipped"
 SCALED = "loss scale changed"
-# Why a tensor-parallel sum stays in full precision.
+# Reason why a tensor-parallel sum stays in full precision.
 LOGITS = "logits"
 
 Slices = Sequence[tuple[int, int]]  # (owner, elements) of a flat tensor, in order
 
 
 def gradients(stage: int) -> Site:
-    """The site of an engine's dense gradients."""
+    """Return the site of an engine's dense gradients."""
     return Site(f"deepspeed.stage{stage}.gradients")
 
 
-# While the buckets of one call go to their owners: whose the slices of the flat tensor are.
+# During a call that sends buckets to their owners: the owners of the flat tensor's slices.
 _owners: ContextVar[Slices | None] = ContextVar("flash_allreduce_owners_of_slices", default=None)
 
 
-# While a bucket is reduced: where its flat tensor has what is a copy on tensor-parallel ranks or another stage.
+# During the reduction of a bucket: the ranges of its flat tensor with copies on tensor-parallel ranks or other stages.
 _exact: ContextVar[replicated_params.Copied] = ContextVar("flash_allreduce_exact_ranges_of_bucket", default=())
 
 
 @contextmanager
 def owned(slices: Slices | None) -> Iterator[None]:
-    """Inside, `Reduction.all_reduce` brings each slice to its owner only."""
+    """Make `Reduction.all_reduce` send each slice to its owner only, in the block."""
     token = _owners.set(slices)
     try:
         yield
@@ -78,17 +78,17 @@ class Reduction:
         self._tensor_parallel = replicated.is_tensor_parallel(engine)
         self._tied = replicated.tied(engine)
         self.sums: Any = None  # of tensor_parallel.py, if AutoTP has split the model
-        self.released = False  # the engine has its own functions again
+        self.released = False  # True after the engine's functions were restored
         self._first_steps = FirstSteps(config, lambda key: f'"{key}" in the section "{SECTION}"', known=(LOGITS,))
-        #: of stages 1 and 2 and BF16_Optimizer; None: they go as DeepSpeed sends them
+        #: of stages 1 and 2 and BF16_Optimizer; None: DeepSpeed sends them
         self.parameters: Parameters | None = None
         if config.param_bits != "full" and self.stage < 3:
             site = self.site(parameters(self.stage))
             self.parameters = Parameters(config, site, self.finished_steps, self._tensor_parallel, self._tied)
         self.reductions = Reductions("DeepSpeed's engine", self._with_gradients, lambda: int(engine.global_steps))
         self._scalars, self._told_at = Scalars(), engine.global_steps
-        self._pass: tuple[int, ...] | None = None  # the last one that reduced quantized
-        self._scale: tuple[Any, ...] | None = None  # what it knew of skipped steps and of the loss scale
+        self._pass: tuple[int, ...] | None = None  # the last backward pass with a quantized reduction
+        self._scale: tuple[Any, ...] | None = None  # its count of skipped steps and its loss scale
 
     def site(self, site: Site) -> Site:
         """Return the site whose calls count for this engine."""
@@ -99,7 +99,7 @@ class Reduction:
 
     @contextmanager
     def of(self, bucket: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the collectives reduce these gradients one after another: copies so that they stay the same."""
+        """Mark the gradients that the collectives in the block reduce, so that copies stay equal."""
         ranges: replicated_params.Copied = ()
         if self._tensor_parallel or self._tied:
             ranges = replicated.ranges(self._engine, bucket, tensor_parallel=self._tensor_parallel, tied=self._tied)
@@ -110,7 +110,7 @@ class Reduction:
             _exact.reset(token)
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """For `dist.all_reduce(tensor, group)`: the sum, in place; inside `owned`, each slice at its owner alone."""
+        """Replace `dist.all_reduce(tensor, group)`, in place. Inside `owned` only its owner gets a slice."""
         slices, group = _owners.get(), given_group(group)
 
         def theirs() -> None:
@@ -124,7 +124,7 @@ class Reduction:
             self._to_owners(tensor, slices, group, theirs, _volume("all_reduce", tensor, tensor.numel(), group))
 
     def all_reduce_tied(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """For `dist.all_reduce(tensor, group)` of a gradient of weights that stages have together."""
+        """Replace `dist.all_reduce(tensor, group)` for a gradient of weights that stages share."""
         group = given_group(group)
 
         def theirs() -> None:
@@ -135,7 +135,7 @@ class Reduction:
         reductions.all_reduce(tensor, group=group, plain=theirs, **{**self._how(group), "site": self.site(TIED)})
 
     def reduce(self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None) -> None:
-        """For `dist.reduce(tensor, dst, group)`: the sum, in place, at global rank `dst` alone."""
+        """Replace `dist.reduce(tensor, dst, group)`: the sum, in place, on global rank `dst` only."""
         group = given_group(group)
 
         def theirs() -> None:
@@ -147,10 +147,10 @@ class Reduction:
         self._to_owners(tensor, [owner], group, theirs, _volume("reduce", tensor, tensor.numel(), group))
 
     def reduce_scatter_coalesced(self, tensors: list[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """For stage 3's function of that name: this rank's part of the average of each tensor, 1-D.
+        """Replace stage 3's function of that name: return this rank's part of the average of each tensor, 1-D.
 
-        Rank r's part of a tensor is the r-th piece of ceil(numel / world) elements; the last ones may be shorter or
-        empty, and nothing is filled up.
+        Rank r's part of a tensor is the r-th piece of ceil(numel / world) elements. The last pieces may be shorter or
+        empty; there is no padding.
         """
         group = given_group(group)
         world = group.size()
@@ -168,7 +168,7 @@ class Reduction:
             nonlocal results
             results = coalesced_collectives.reduce_scatter_coalesced(tensors, group)
 
-        volume = _volume("reduce_scatter", tensors[0], world * sum(sizes), group)  # DeepSpeed fills the last ones up
+        volume = _volume("reduce_scatter", tensors[0], world * sum(sizes), group)  # DeepSpeed pads the last pieces
         self._reduce_scatter(parts, dist.ReduceOp.AVG, group, _of_ranks(pieces, world), theirs, volume, cut_alike=True)
         return list(results)
 
@@ -179,7 +179,7 @@ class Reduction:
         counters.record_full_precision(self._site(group), SPARSE, sent, message=0)
 
     def events(self) -> list[tuple[str, float, int]]:
-        """For the engine's monitor: (tag, value, samples) of what was counted since the last time; after each step."""
+        """Return (tag, value, samples) of the counts since the last call, for the engine's monitor, after each step."""
         if self._engine.global_steps == self._told_at:
             return []
         self._told_at = self._engine.global_steps
@@ -188,7 +188,7 @@ class Reduction:
     def _to_owners(
         self, tensor: Tensor, slices: Slices, group: dist.ProcessGroup, theirs: Plain, instead_of: int
     ) -> None:
-        """tensor 1-D: the slices that this rank owns hold the sum afterwards, the others are as before."""
+        """Reduce a 1-D tensor to the owners of its slices. Slices of other owners are unchanged."""
         runs: list[list[Tensor]] = [[] for _ in range(group.size())]
         segments: list[list[replicated_params.Range]] = [[] for _ in runs]
         start = 0
@@ -213,16 +213,17 @@ class Reduction:
         *,
         cut_alike: bool,
     ) -> None:
-        """parts, 1-D tensors for each rank; this rank's own hold the result. segments: where they come from, in order.
+        """Reduce-scatter parts, 1-D tensors for each rank, in place of this rank's own.
 
-        theirs: DeepSpeed's own collective, which sends `instead_of` bytes. cut_alike: as of copies.Copy.
+        segments: their ranges in the bucket, in order. theirs: DeepSpeed's own collective, which sends `instead_of`
+        bytes. cut_alike: as in replicated_params.Copy.
         """
         exact = replicated_params.moved(_exact.get(), segments, cut_alike) if _exact.get() else ()
         how = {"exact": exact, "plain": theirs, "instead_of": instead_of, **self._how(group)}
         reductions.reduce_scatter(parts[group.rank()], parts, op, group, **how)
 
     def _how(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        """What every collective of the engine is called with."""
+        """Return the arguments of every collective of the engine."""
         step = self.finished_steps()
         self._first_steps.at(step)
         self.reductions.noted()
@@ -235,7 +236,7 @@ class Reduction:
         return [one for group in groups for one in group["params"] if one.grad is not None]
 
     def _slot(self) -> Slot | None:
-        """Where the next reduction of this backward pass finds its residual."""
+        """Return the slot of the next reduction's residual in this backward pass."""
         if self.feedback is None:
             return None
         engine = self._engine
@@ -256,17 +257,17 @@ class Reduction:
         checkpoint.save(folder, {"engine": self})
 
     def load(self, folder: str) -> None:
-        """Go on from what all ranks wrote into the folder of a checkpoint, or anew."""
+        """Load the states of all ranks from the folder of a checkpoint, or start again."""
         checkpoint.load(folder, {"engine": self})
 
     def forget(self) -> None:
-        """The residuals are of other parameters."""
+        """Drop the residuals: they belong to other parameters."""
         self.set_numbers({})
         if self.feedback is not None:
             self.feedback.reset(LOADED)
 
     def numbers(self) -> dict[str, float]:
-        """Skipped steps and the loss scale as they were when gradients were last reduced; what is held of weights."""
+        """Return skipped steps and loss scale at the last reduction of gradients, and the digests of held weights."""
         names = ("skipped_steps", "loss_scale")
         found = {name: number for name, number in zip(names, self._scale or (), strict=False) if number is not None}
         return found if self.parameters is None else {**found, **self.parameters.numbers()}
@@ -283,17 +284,17 @@ class Reduction:
         return self.site(EXPERTS if any(group is one for one in experts.values()) else gradients(self.stage))
 
     def finished_steps(self) -> int:
-        """Optimizer steps that were made; one that the loss scaler skipped is none."""
+        """Return the number of optimizer steps, without those that the loss scaler skipped."""
         return int(self._engine.global_steps) - int(self._engine.skipped_steps)
 
 
 def _volume(collective: str, like: Tensor, numel: int, group: dist.ProcessGroup) -> int:
-    """The bytes that DeepSpeed's own collective of `numel` elements sends in a ring."""
+    """Return the bytes that DeepSpeed's own collective of `numel` elements sends in a ring."""
     return ring_bytes(collective, numel * like.element_size(), group.size())
 
 
 def _of_ranks(pieces: Sequence[Sequence[Tensor]], world: int) -> list[replicated_params.Range]:
-    """Where each rank's pieces, rank after rank, come from among tensors one after another."""
+    """Return the ranges, rank after rank, of each rank's pieces in the joined tensors."""
     segments: list[list[replicated_params.Range]] = [[] for _ in range(world)]
     start = 0
     for rank, piece in ((rank, piece) for tensor in pieces for rank, piece in enumerate(tensor)):

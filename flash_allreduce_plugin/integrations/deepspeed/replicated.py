@@ -1,10 +1,10 @@
-"""Find the gradients of a bucket whose parameter other ranks keep too (replicated_params.py).
+"""Find the gradients in a bucket of parameters with copies on other ranks (replicated_params.py).
 
-Tied weights of a PipelineModule: DeepSpeed adds up the gradients of the stages' copies before it reduces those of data
-parallelism, in whose buckets every stage has other neighbours for them.
+Tied weights of a PipelineModule: DeepSpeed sums the gradients of the stages' copies before the data-parallel reduction.
+In its buckets a tied weight has different neighbours on every stage.
 
-Tensor parallelism is the model's own (Megatron-DeepSpeed), or AutoTP: DeepSpeed knows its size from the `mpu`, and what
-is split by a mark on the parameter. A bucket is a list of tensors; whose they are is read from their memory.
+Tensor parallelism is the model's own (Megatron-DeepSpeed), or AutoTP. DeepSpeed has its size from the `mpu`, and a mark
+on each split parameter. A bucket is a list of tensors; their memory addresses identify the parameters.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.nn import Parameter
 from flash_allreduce_plugin.collectives import replicated_params
 from flash_allreduce_plugin.collectives.replicated_params import Copy, Range
 
-# Where DeepSpeed keeps what it reduces of a parameter.
+# The attributes in which DeepSpeed keeps the gradient of a parameter.
 _GRADIENTS = ("grad", "grad_accum", "_hp_grad")
-# What an `mpu` calls tensor parallelism, in bwc.py.
+# The names of tensor parallelism in an `mpu`, as in bwc.py.
 _TENSOR_PARALLEL = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 
 
@@ -30,16 +30,16 @@ def is_tensor_parallel(engine: Any) -> bool:
 
     mpu = getattr(engine, "mpu", None)
     if not any(hasattr(mpu, f"get_{name}_world_size") for name in _TENSOR_PARALLEL):
-        return False  # one that tells of sequences alone: DeepSpeed's own for transformers, until 0.19.4 at least
+        return False  # an mpu of sequences only: DeepSpeed's own for transformers, until 0.19.4 at least
     return int(bwc_tensor_model_parallel_world_size(mpu)) > 1
 
 
 def ranges(
     engine: Any, tensors: Sequence[Tensor], *, tensor_parallel: bool, tied: Sequence[Parameter]
 ) -> list[Range | Copy]:
-    """Where the tensors, one after another, have gradients of copies. tensors: contiguous.
+    """Return the ranges of the joined tensors with gradients of copies. tensors: contiguous.
 
-    tensor_parallel: what is not found to be split is taken for a copy. tied: weights that other stages have as well.
+    tensor_parallel: True: a parameter without the mark of a split one is a copy. tied: weights of other stages too.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -50,7 +50,7 @@ def ranges(
 
     memory = _memory(engine)
     found: list[Range | Copy] = []
-    known: list[Range] = []  # of other gradients, and of copies that are found
+    known: list[Range] = []  # ranges of other gradients and of found copies
     numel = 0
     for tensor in tensors:
         for piece, parameter, is_whole in _pieces(tensor, memory):
@@ -67,7 +67,7 @@ def ranges(
 
 
 def tied(engine: Any) -> list[Parameter]:
-    """The weights that this stage of a pipeline has with others."""
+    """Return the weights that this stage of a pipeline shares with others."""
     from deepspeed.pipe import PipelineModule
 
     module = getattr(engine, "module", None)
@@ -75,8 +75,8 @@ def tied(engine: Any) -> list[Parameter]:
 
 
 def _memory(engine: Any) -> list[tuple[int, int, Parameter]]:
-    """(address, the one behind it, parameter) of every gradient, ascending."""
-    # Stages 1 and 2 use the memory of a bucket again; what was reduced before may still point there.
+    """Return (address, end address, parameter) of every gradient, ascending."""
+    # Stages 1 and 2 reuse the memory of a bucket; reduced gradients may still point there.
     reduced = getattr(engine.optimizer, "params_already_reduced", None)
     numbers = getattr(engine.optimizer, "param_id", {})
     found = {}
@@ -93,7 +93,7 @@ def _memory(engine: Any) -> list[tuple[int, int, Parameter]]:
 
 
 def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, Parameter]]) -> list[tuple[Range, Parameter, bool]]:
-    """Each gradient in the memory of a tensor: its elements, and True if they are a whole gradient and no other's."""
+    """Return each gradient in a tensor's memory: its range, parameter, and True for exactly one whole gradient."""
     size, start = tensor.element_size(), tensor.data_ptr()
     end = start + tensor.numel() * size
     pieces: list[tuple[Range, Parameter, bool]] = []
@@ -103,7 +103,7 @@ def _pieces(tensor: Tensor, memory: Sequence[tuple[int, int, Parameter]]) -> lis
             break
         first, last = max(address, start), min(behind, end)
         if first < last:
-            if first < before:  # two gradients in one place: which of them the tensor has is not known
+            if first < before:  # two gradients in one place: the tensor's parameter is not known
                 pieces[-1] = (*pieces[-1][:2], False)
             whole = first >= before and (first, last) == (address, behind)
             pieces.append((((first - start) // size, (last - start) // size), parameter, whole))

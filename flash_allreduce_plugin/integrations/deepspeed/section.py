@@ -1,4 +1,4 @@
-"""The section "flash_allreduce" of a DeepSpeed configuration, and what it cannot go together with."""
+"""The section "flash_allreduce" of a DeepSpeed configuration, and the settings that exclude it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ AUTOTP = "tensor_parallel.autotp_size of 2 or more"
 OF_SUMS = dict.fromkeys(
     ("include", "exclude", "quantize_embedding"), f"where only tensor parallelism uses it ({AUTOTP})"
 )
-# Keys of Megatron's that count here too: widths of sends, and of what a model's layers exchange; and what goes with one
-# of the latter.
+# Keys of Megatron that also apply here: widths of sends and of the exchanges of a model's layers, and the companions of
+# the latter.
 SENDS = ("pipeline_bits", "pipeline_backward_bits")
 EXCHANGES = ("attention_bits", "expert_bits", "expert_combine_bits")
 OF_EXCHANGES = ("backward_bits", "backward_rounding", "quantize_evaluation")
@@ -37,10 +37,10 @@ _COMPRESSING_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
-    """The configuration that DeepSpeed's raw dict asks for; None without the section.
+    """Return the configuration in DeepSpeed's raw dict, or None without the section.
 
-    The section is an object, or the name of a preset. Keys that it leaves out come from the file that its key "config"
-    names, else from the environment (FLASH_ALLREDUCE_BITS and so on), else they are the preset's, else the defaults.
+    The section is an object, or the name of a preset. Missing keys come from the file of its key "config", else from
+    the environment (FLASH_ALLREDUCE_BITS and so on), else from the preset, else from the defaults.
     Raises ConfigError with every problem, one a line, each naming `flash_allreduce.<key>` or the variable.
     """
     if SECTION not in raw:
@@ -56,7 +56,7 @@ def parse(raw: Mapping[str, Any]) -> FlashConfig | None:
     config, base = None, FlashConfig.from_env()
     fields = {key: value for key, value in section.items() if key != FILE}
     splits = is_split(raw)
-    # The environment may serve Megatron in the same job; patterns of modules are refused all the same.
+    # The environment may be for Megatron in the same job; patterns of modules are refused nevertheless.
     patterns = {key: OF_SUMS[key] for key in ("include", "exclude") if not splits}
     stray = refusals.refusals(base.given(), "DeepSpeed", {**LACKS, **patterns}, variable)
     lines: list[str] = []
@@ -87,7 +87,7 @@ def lacking(given: Mapping[str, Any], splits: bool) -> dict[str, str]:
 
 
 def nearly(raw: Mapping[str, Any]) -> list[str]:
-    """A sentence for each top-level key that is spelled nearly as ours: DeepSpeed ignores unknown keys."""
+    """Return a sentence for each top-level key spelled nearly as ours: DeepSpeed ignores unknown keys."""
     found = (key for key in raw if isinstance(key, str) and key != SECTION)
     return [
         f'the configuration\'s key "{printable(key)}" is not read by anybody; is "{SECTION}" meant?'
@@ -97,7 +97,7 @@ def nearly(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _from_file(path: Any, base: FlashConfig, splits: bool, lines: list[str]) -> FlashConfig:
-    """What the file sets on top of `base`; lines: is given what would have no effect."""
+    """Return `base` with the settings of the file. lines: receives the keys without an effect."""
     if not isinstance(path, str):
         raise ConfigError(f"{FILE}={path!r} is not valid; expected the name of a JSON file.")
     try:
@@ -111,7 +111,7 @@ def _from_file(path: Any, base: FlashConfig, splits: bool, lines: list[str]) -> 
 
 
 def refuse_incompatible(deepspeed: Any) -> None:
-    """ConfigError, one line each, for what in a DeepSpeedConfig replaces or bypasses the reductions we quantize."""
+    """Raise ConfigError, one line each, for settings of a DeepSpeedConfig that bypass the quantized reductions."""
     lines = []
     zero = deepspeed.zero_config
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
@@ -142,8 +142,8 @@ def refuse_incompatible(deepspeed: Any) -> None:
 def of_gathers(deepspeed: Any, config: FlashConfig) -> FlashConfig:
     """Return `config` as an engine of this DeepSpeedConfig gathers parameters: at stages 0 to 2 their differences.
 
-    A preset's width goes with a line where settings of DeepSpeed's exclude it. Raises ConfigError, one line each, if it
-    was given.
+    A preset's width is left out, with a line, if settings of DeepSpeed exclude it. Raises ConfigError, one line each,
+    for a given width.
     """
     zero = deepspeed.zero_config
     config = config if zero.stage == 3 else for_differences(config)
@@ -200,7 +200,7 @@ def useless_sums(config: FlashConfig, *, split: bool, why: str, by_environment: 
 
 
 def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:
-    """The widths of gathers that an engine of this DeepSpeedConfig does not make: key -> reason, after "no effect"."""
+    """Return widths of gathers that an engine of this DeepSpeedConfig lacks: key -> reason, after "no effect"."""
     stage, found = int(deepspeed.zero_config.stage), {}
     bf16 = getattr(deepspeed, "bfloat16_config", None)  # BF16_Optimizer gathers at stage 0 too
     if config.param_bits != "full" and stage == 0 and bf16 is not None and not bf16.enabled:
@@ -213,7 +213,7 @@ def useless_gathers(deepspeed: Any, config: FlashConfig) -> dict[str, str]:
 
 
 def refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
-    """ConfigError, one line each, for keys without an effect; useless: key -> reason."""
+    """Raise ConfigError, one line each, for keys without an effect. useless: key -> reason."""
     if useless:
         raise ConfigError(
             "\n".join(
@@ -224,7 +224,7 @@ def refuse_useless(config: FlashConfig, useless: Mapping[str, str]) -> None:
 
 
 def leave_out(config: FlashConfig, useless: Mapping[str, str]) -> tuple[FlashConfig, str]:
-    """`config` with the useless keys at their defaults, and "key=value (reason)" of each.
+    """Return `config` with the useless keys at their defaults, and "key=value (reason)" of each.
 
     With the last key of EXCHANGES its companions are left out too.
     """

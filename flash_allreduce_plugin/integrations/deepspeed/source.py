@@ -1,11 +1,11 @@
-"""For sources of DeepSpeed that carry the seams themselves (see patches/): what their lines call.
+"""The decorator of seams in DeepSpeed's own source (see patches/).
 
     @flash_allreduce.seam("deepspeed.engine.bucket")
     def allreduce_bucket(self, bucket, dp_group, dp_world_size=None): ...
 
-With the constructor's seam the section counts as soon as DeepSpeed is imported, without entry point and import. The
-other functions are DeepSpeed's own on every engine without a configuration; on one with it they are what the seam of
-that name makes of them, as if they had been replaced at run time.
+With the constructor's seam the section works as soon as DeepSpeed is imported, without entry point and import. The
+other functions stay DeepSpeed's own on every engine without a configuration. On an engine with one the seam of that
+name replaces them, as at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flash_allreduce_plugin.integrations.patching import in_source
 def seam(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Mark a function as the place of the seam `name`.
 
-    It is checked like any other and raises PatchError if the function no longer fits.
+    The seam is verified like any other: PatchError if the function no longer fits.
     """
     if name == engine.CONSTRUCTOR:
         engine.attached_by_source()

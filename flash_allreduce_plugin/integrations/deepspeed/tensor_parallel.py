@@ -5,13 +5,13 @@
                      AsyncColumnParallel.backward   the same with tp_overlap_comm, asynchronous
                      ScatterToTensorParallelRegion  the gradient of the input of a row-parallel output head
 
-DeepSpeed's functions keep running and see another all-reduce. They get no module: hooks on the split layers of a served
-model keep the layer that runs, and the forward of f leaves it on `ctx` for the backward. Layers of other models stay
+DeepSpeed's functions run with another all-reduce. They receive no module: hooks on the split layers of a quantized
+model record the running layer, and the forward of f leaves it on `ctx` for the backward. Layers of other models stay
 DeepSpeed's.
 
 Limits: logits stay in full precision. So does everything outside of these functions: the cross entropy, gathers, and
-gradients of replicated parameters. RowParallel and ColumnParallel lose the sum of a tensor that is not contiguous:
-DeepSpeed's own defect, which stays as it is.
+gradients of replicated parameters. RowParallel and ColumnParallel lose the sum of a tensor that is not contiguous, a
+defect of DeepSpeed that we do not change.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Sums:
     def __init__(
         self, engine: Any, config: FlashConfig, site: Callable[[Site], Site], step: Callable[[], int | None]
     ) -> None:
-        """Take the configuration of an engine. A preset has other values for activations than for gradients.
+        """Take the configuration of an engine. A preset has different values for activations and gradients.
 
-        site: gives the site whose calls count for the engine. step: gives the finished steps. Neither of the two may
-        keep the engine alive: hooks on the model keep them.
+        site: returns the site of the engine's calls. step: returns the finished steps. Neither may keep the engine
+        alive, because hooks on the model keep both.
         """
         self.config = for_megatron(config)
         self.site, self.step = site, step
@@ -69,11 +69,11 @@ class Sums:
 
     @property
     def released(self) -> bool:
-        """Return True if the model has DeepSpeed's own sums again."""
+        """Return True after the model's own sums were restored."""
         return not self._hooks or self._engine() is None
 
     def own(self, model: torch.nn.Module, *, evaluates: bool = True) -> None:
-        """Serve the split layers of the engine's model. evaluates: quantize_evaluation counts for it."""
+        """Quantize the sums of the model's split layers. evaluates: True if quantize_evaluation applies to it."""
         for name, layer in layers(model).items():
             self.names.append(name)
             entering = _Entering(self, name, layer, exact_evaluation=evaluates and not self.config.quantize_evaluation)
@@ -83,7 +83,7 @@ class Sums:
             ]
 
     def disown(self) -> None:
-        """Give the model DeepSpeed's own sums back."""
+        """Restore the model's own sums."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -135,7 +135,7 @@ def is_wanted(deepspeed: Any) -> bool:
     return int(getattr(getattr(deepspeed, "tensor_parallel_config", None), "autotp_size", 0)) > 1
 
 
-# ---- the layer that runs
+# ---- the running layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +150,12 @@ class _Call:
 
 
 _running: ContextVar[_Call | None] = ContextVar("flash_allreduce_tensor_parallel_layer", default=None)
-# In a backward: the call of the forward.
+# In a backward: the call of its forward.
 _returning: ContextVar[_Call | None] = ContextVar("flash_allreduce_tensor_parallel_gradient", default=None)
 
 
 class _Entering:
-    """A forward pre-hook that keeps the layer that runs."""
+    """A forward pre-hook that records the running layer."""
 
     def __init__(self, sums: Sums, name: str, layer: torch.nn.Module, *, exact_evaluation: bool) -> None:
         forward = EMBEDDING if _is(layer, "VocabParallelEmbedding") else FORWARD
@@ -188,7 +188,7 @@ never_trace(_Entering.__call__, _leaves)
 
 
 def of_process() -> list[Seam]:
-    """Functions of DeepSpeed's that are replaced while an engine with AutoTP is served."""
+    """Return the seams of DeepSpeed's functions that are replaced while an engine with AutoTP is quantized."""
     column = ("ctx", "group", "input")
     kept = "keeps the layer for the backward"
 
@@ -224,7 +224,7 @@ def of_process() -> list[Seam]:
 
 
 def _sums_forward(original: Function) -> Function:
-    """`original` (RowParallel.forward), which sees our all-reduce where it calls DeepSpeed's two."""
+    """Return `original` (RowParallel.forward) with our all-reduce in place of DeepSpeed's two."""
 
     def seen(name: str) -> Function:
         def all_reduce(tensor: Tensor, group: Any = None) -> Any:
@@ -251,7 +251,7 @@ def _sums_forward(original: Function) -> Function:
 
 
 def _sums_backward(original: Function) -> Function:
-    """`original`, the backward of an autograd function, which sees our all-reduce where it calls DeepSpeed's."""
+    """Return `original`, the backward of an autograd function, with our all-reduce in place of DeepSpeed's."""
 
     def all_reduce(tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         from deepspeed import comm
@@ -277,7 +277,7 @@ def _sums_backward(original: Function) -> Function:
 
 
 def _remembers(original: Function) -> Function:
-    """`original`, the forward of an autograd function, which keeps the layer that runs for its backward."""
+    """Return `original`, the forward of an autograd function, that keeps the running layer for its backward."""
 
     @functools.wraps(original)
     def forward(ctx: Any, *arguments: Any, **keywords: Any) -> Any:
