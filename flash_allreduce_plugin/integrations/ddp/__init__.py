@@ -1,10 +1,10 @@
 """torch's DistributedDataParallel.
 
-By hand, a hook for one model (hook.py); or every model that is built from now on:
+Register a hook with one model by hand (hook.py), or quantize every model that is built from now on:
 
     fap.ddp.enable(fap.FlashConfig(bits=8))
 
-FLASH_ALLREDUCE_ATTACH=ddp does the same for a program that nobody edits (docs/use/torch.md).
+FLASH_ALLREDUCE_ATTACH=ddp does the same for an unmodified program (docs/use/torch.md).
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ from flash_allreduce_plugin.telemetry.report import Report
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Register a `ddp_hook` of its own with every DistributedDataParallel that is built from now on.
+    """Register a separate `ddp_hook` with every DistributedDataParallel that is built from now on.
 
-    config: default `FlashConfig.from_env()`; warmup_steps counts the steps of the optimizer. Enabled already: it is
-    that of the models to come. A hook that the program registers itself goes before ours. What cannot be served is left
-    alone; rank 0 says so, and why. Every rank must enable the same thing.
-    Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here; PatchError, changing
-    nothing, if this torch's DistributedDataParallel is not as this version knows it.
+    config: default `FlashConfig.from_env()`; warmup_steps counts the steps of the optimizer. A second call changes the
+    configuration of later models. A hook of the program replaces ours. A model that cannot be quantized is unchanged,
+    and rank 0 prints the reason. Every rank must enable the same.
+    Raises TypeError if config is no FlashConfig; ConfigError for keys without an effect here; PatchError, changing
+    nothing, for an unknown form of torch's DistributedDataParallel.
     """
     attach.integration.enable(config)
 
 
 def by_environment() -> None:
-    """As `enable`, by FLASH_ALLREDUCE_ATTACH: a configuration that cannot be served ends the program when the first
-    such model is built.
-    """
+    """Enable by FLASH_ALLREDUCE_ATTACH. A refused configuration ends the program when the first model is built."""
     attach.integration.by_environment()
 
 
 def disable() -> None:
-    """Leave coming models alone; those that are served reduce in full precision, by DDP's own operation, to the bit.
+    """Stop: later models get no hook, and present ones reduce in full precision, with the bits of DDP's own operation.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of DistributedDataParallel's methods since.
+    Raises PatchError, changing nothing, if a method of DistributedDataParallel was replaced since.
     """
     attach.integration.disable()
 
@@ -51,7 +49,7 @@ def is_enabled() -> bool:
 
 
 def report() -> Report:
-    """Calls since `reset_stats`, and in `models` a line for each model that was built while enabled."""
+    """Return the calls since `reset_stats`, and in `models` a line for each model that was built while enabled."""
     return attach.integration.report()
 
 

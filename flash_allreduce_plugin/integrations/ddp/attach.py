@@ -1,7 +1,7 @@
-"""Every DistributedDataParallel that is built while `fap.ddp.enable` is on gets a hook of its own.
+"""Attach a hook to every DistributedDataParallel that is built while `fap.ddp.enable` is on.
 
-The constructor registers the hook; where a program registers its own, ours calls it: torch takes one hook of a model
-for good. A copy of a model (copy.deepcopy, torch.load) gets a hook as if it was built anew, and no file has one in it.
+The constructor registers the hook. If the program registers another, ours calls it, because torch accepts one hook a
+model, for good. A copy of a model (copy.deepcopy, torch.load) gets a new hook, and a saved file has none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flash_allreduce_plugin.integrations.registry import BY_NAME
 
 MODULE = "torch.nn.parallel.distributed"
 DDP = f"{MODULE}.DistributedDataParallel"
-# What torch's reducer has in C++, and the same in Python.
+# The settings of torch's reducer in C++, and the same in Python.
 _BUILTIN = {
     dist.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
     dist.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
@@ -37,7 +37,7 @@ _hooks: WeakKeyDictionary[DistributedDataParallel, Hook] = WeakKeyDictionary()
 
 class _DDP(ModelIntegration):
     def stopped(self) -> None:
-        """Let models that are served reduce in full precision."""
+        """Make attached models reduce in full precision."""
         for hook in _hooks.values():
             reduction = hook.reduction
             reduction.config = reduction.config.model_copy(update={"enabled": False})
@@ -107,7 +107,7 @@ def _parameters(module: torch.nn.Module | None) -> Iterable[torch.Tensor]:
 
 
 def _why_not(model: DistributedDataParallel, config: FlashConfig) -> str | None:
-    """Why a model cannot be served as a whole; None if it can."""
+    """Return why a model cannot be quantized as a whole, or None."""
     if model._comm_hooks:
         return "it has a hook already (torch's mixed precision registers one)"
     if model._use_python_reducer and (config.warmup_steps or config.error_feedback):
@@ -125,7 +125,7 @@ def _why_not(model: DistributedDataParallel, config: FlashConfig) -> str | None:
 
 
 def _gives_way(model: DistributedDataParallel, state: Any, hook: Any, name: str) -> bool:
-    """Whether `model` had our hook, which is that of the program from now on."""
+    """Return True if `model` had our hook, and make it the program's hook."""
     ours = _hooks.pop(model, None)
     if ours is None:
         return False

@@ -3,13 +3,13 @@
     model = DistributedDataParallel(model)
     model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(bits=8)))
 
-A bucket's reduction is started when the backward pass has filled it, and travels behind the rest of the pass; the hook
+The reduction of a bucket starts when the backward pass has filled it, and overlaps with the rest of the pass. The hook
 of the last bucket waits for all of them. DDP calls its hooks in the same order on all ranks.
 
-Tensor parallelism: parameters that the tensor-parallel ranks have copies of stay the same (replicated_params.py).
+Tensor parallelism: parameters with copies on tensor-parallel ranks stay equal (replicated_params.py).
 """
 
-# No `from __future__ import annotations` here: DDP looks at the hook's annotations and wants the types themselves.
+# No `from __future__ import annotations` here: DDP requires the hook's annotations to be types.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -41,20 +41,20 @@ REBUILT = "DDP rebuilt its buckets"
 
 
 def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Parameter] = ()) -> "Hook":
-    """A hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
+    """Return a hook for `DistributedDataParallel.register_comm_hook(state, hook)`; one for each model.
 
-    config: FlashConfig.from_env() if None; think of `preset` or `bits`, `min_bytes` (of a bucket) and
-    `warmup_steps`. state: None, the process group to average over, or the model. With None the hook averages over the
-    model's group, inside of a wrapper (fp16_compress_wrapper, a function that logs) too: there the first step looks
-    for the model once (ddp/owner.py).
-    replicated: parameters of the model that other ranks, outside of its process group, have copies of which have to
-    stay the same (layer norms beside tensor parallelism): their gradients are reduced apart from the others, in full
-    precision where they are small. DTensors are recognised (docs/use/torch.md).
+    config: FlashConfig.from_env() if None; set `preset` or `bits`, `min_bytes` (of a bucket) and `warmup_steps`.
+    state: None, the process group to average over, or the model. With None the hook averages over the model's group,
+    also inside of a wrapper (fp16_compress_wrapper, a function that logs): there the first step looks for the model
+    once (ddp/owner.py).
+    replicated: parameters of the model with copies on ranks outside of its process group that must stay equal (layer
+    norms with tensor parallelism). Their gradients are reduced separately, small ones in full precision. DTensors are
+    recognised (docs/use/torch.md).
     The hook averages, as DDP does without one. Counters: site "ddp.gradients". With `error_feedback` the residuals are
-    in its attribute `feedback`. fap.state_dict has them, and the steps: to be saved beside the model on every rank.
-    Raises TypeError where config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
-    `include`, `exclude` and the keys of Megatron's. register_comm_hook, or inside of a wrapper the first step, raises
-    ValueError if `replicated` has a parameter of another model, if the hook serves two models, or if it finds no model.
+    in its attribute `feedback`. fap.state_dict has them, and the steps: save it next to the model on every rank.
+    Raises TypeError if config is no FlashConfig, or `replicated` holds anything but parameters; ConfigError for
+    `include`, `exclude` and the keys of Megatron. register_comm_hook, or inside of a wrapper the first step, raises
+    ValueError if `replicated` has a parameter of another model, if two models have the hook, or if no model is found.
     """
     config = serve(config, BY_NAME["ddp"], "ddp_hook")
     told: list[Any] = [replicated] if isinstance(replicated, torch.Tensor) else list(replicated)
@@ -65,7 +65,7 @@ def ddp_hook(config: FlashConfig | None = None, *, replicated: Iterable[Paramete
 
 
 def started(hook: "Hook") -> "Hook":
-    """`hook`, logged, counted and seen by fap.state_dict."""
+    """Return `hook` after logging it, and after adding it to the counters and fap.state_dict."""
     steps = hook.reduction.steps
     run_log.start(hook.reduction.config, lambda: steps.finished)
     other_traffic.attach(hook.reduction)
@@ -74,7 +74,7 @@ def started(hook: "Hook") -> "Hook":
 
 
 class Hook:
-    """A communication hook of DDP's.
+    """A communication hook of DDP.
 
     feedback: the residuals of `error_feedback`, with state_dict, load_state_dict and reset; None without it.
     """
@@ -86,26 +86,26 @@ class Hook:
         self._other: tuple[Any, Callable[..., Future]] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a copied or saved model: with the same settings and no residuals; torch does not register it there."""
+        """Copy or save the hook with its settings, without residuals. torch does not register it in the copy."""
         return Hook, (self.reduction.config, list(self.reduction.replicated))
 
     def give_way(self, state: Any, hook: Callable[..., Future]) -> None:
-        """Be `hook`, called with `state`, from now on: torch takes one hook of a model, and this is it."""
+        """Call `hook` with `state` from now on: torch accepts one hook a model, which is this one."""
         self._other = (state, hook)
 
     @property
     def __name__(self) -> str:
-        """The name, which DDP asks for in register_comm_hook: there the model is a local variable."""
+        """The name. DDP reads it in register_comm_hook, where the model is a local variable."""
         asking = patching.locals_of("_check_comm_hook")
         if asking is not None:
             self.reduction.owner.registered_with(asking["self"])
         return self.__qualname__
 
     def __call__(self, state: Any, bucket: dist.GradBucket, *shard: torch.Tensor) -> Future:
-        """bucket: of torch's Python reducer a gradient and its parameter. shard: what only FSDP1 gives its hooks."""
+        """Reduce a bucket; of torch's Python reducer, a gradient and its parameter. shard: from FSDP1 only."""
         if self._other is not None:
             own_state, other = self._other
-            if not isinstance(bucket, tuple):  # which Dynamo traces
+            if not isinstance(bucket, tuple):  # Dynamo traces this
                 self.reduction.reductions.noted()
             return other(own_state, bucket)
         if isinstance(bucket, tuple):
@@ -119,7 +119,7 @@ class Hook:
 
 
 class _Steps:
-    """Backward passes; the log of a run reads them, when the reduction is maybe gone."""
+    """The count of backward passes. The log of a run reads it, maybe after the reduction's end."""
 
     finished = 0
 
@@ -128,7 +128,7 @@ class _Steps:
 
 
 class _OptimizerSteps:
-    """As _Steps, where those of the optimizer are counted."""
+    """The count of the optimizer's steps, in place of _Steps."""
 
     @property
     def finished(self) -> int:
@@ -146,7 +146,7 @@ class _Reduction:
     """The buckets of one model."""
 
     def __init__(self, config: FlashConfig, replicated: Sequence[Parameter] = (), attached: str | None = None) -> None:
-        """attached: what fap.ddp.enable serves, in words; None for a hook that was registered by hand."""
+        """attached: the name of an attached model, in words; None for a hook that was registered by hand."""
         self.config = config
         self.owner = Owner(replicated)
         self.active: _Active | None = None
@@ -156,11 +156,11 @@ class _Reduction:
         self.reductions = Reductions(attached or "DistributedDataParallel", self.owner.with_gradients)
         self.first_steps = FirstSteps(config, attached_to=attached or "DistributedDataParallel")
         self.feedback = Feedback.from_config(config) if config.error_feedback else None
-        self.parameters: dict[int, list[int]] = {}  # of each bucket, as they were last time
+        self.parameters: dict[int, list[int]] = {}  # of each bucket, at its last reduction
         self.started: list[tuple[Any, torch.Tensor, Future]] = []
 
     def start(self, state: Any, bucket: dist.GradBucket) -> Future:
-        """bucket.buffer(), 1-D, holds the average when the future is done."""
+        """Start the reduction. bucket.buffer(), 1-D, holds the average when the future is done."""
         parameters = bucket.parameters()
         model = self.owner.of(state, parameters)
         group = model.process_group if (given := group_of(state)) is None else given
@@ -168,7 +168,7 @@ class _Reduction:
         if bucket.index() == 0:
             if self.attached:
                 autosave.before_reduction()
-            self.started.clear()  # nothing of a backward pass that failed stays for the next
+            self.started.clear()  # drop the reductions of a failed backward pass
             uneven = model._join_config.enable and not model._divide_by_initial_world_size
             self.active = _Active(group, bucket.buffer().device) if uneven else None
         buffer, future = bucket.buffer(), Future()
@@ -205,7 +205,7 @@ class _Reduction:
         return future
 
     def exact(self, bucket: dist.GradBucket, parameters: Sequence[torch.Tensor]) -> replicated_params.Copied:
-        """Return the gradients of the bucket of whose parameters other ranks have copies."""
+        """Return the gradients in the bucket of parameters with copies on other ranks."""
         told = set(map(id, self.replicated))
         found = replicated_params.among(
             [sharding_of(parameter) for parameter in parameters], widths_follow_errors(self.config), self.owner.split
@@ -217,9 +217,10 @@ class _Reduction:
         return replicated_params.of((pair for pair, one in zip(pairs, either, strict=True) if one), bucket.buffer())
 
     def parameter(self, state: Any, gradient: torch.Tensor, parameter: torch.Tensor) -> Future:
-        """Of torch's Python reducer (torch._dynamo.config.optimize_ddp), which compiles the backward pass: one gradient
-        at a time, averaged in place; it takes no future, and knows no buckets and no passes. A gradient that is
-        reduced alone, at a fixed width, is the same on ranks that have copies of its parameter.
+        """Average one gradient in place, for torch's Python reducer (torch._dynamo.config.optimize_ddp).
+
+        It compiles the backward pass, takes no future, and has no buckets and passes. A gradient that is reduced alone,
+        at a fixed width, is equal on ranks with copies of its parameter.
         """
         if self.config.warmup_steps or self.config.error_feedback:
             raise ValueError(
@@ -240,12 +241,12 @@ class _Reduction:
         self.steps.finished = int(numbers.get(checkpoint.STEP, self.steps.finished))
 
     def slot(self, number: int, parameters: Sequence[torch.Tensor]) -> Slot | None:
-        """Return the place of the residual of one bucket."""
+        """Return the slot of the residual of one bucket."""
         if self.feedback is None:
             return None
         if number == 0:
             self.feedback.begin()
-        # After the first backward pass DDP forms its buckets anew, maybe as large as before, in another order.
+        # After the first backward pass DDP rebuilds its buckets, maybe of the same sizes, in another order.
         identities = [id(parameter) for parameter in parameters]
         if self.parameters.setdefault(number, identities) != identities:
             self.feedback.drop(number, REBUILT)
@@ -254,7 +255,7 @@ class _Reduction:
 
 
 class _Active:
-    """How many ranks still have data, in a pass that the others only shadow with zeros; counted beside the buckets."""
+    """The number of ranks that still have data, in a pass in which the others send zeros (join)."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         joined = patching.locals_of("_match_all_reduce_for_bwd_pass") is not None
@@ -263,7 +264,7 @@ class _Active:
         self._work = dist.all_reduce(self._count, group=group, async_op=True)
 
     def factor(self) -> torch.Tensor:
-        """From the average over all ranks to that over those with data."""
+        """Return the factor from the average over all ranks to the average over ranks with data."""
         self._work.wait()
         return self._world_size / self._count
 
@@ -276,7 +277,7 @@ def _finish(work: Any, buffer: torch.Tensor, future: Future, factor: torch.Tenso
 
 
 def _sparse(gradient: torch.Tensor, group: dist.ProcessGroup | None, site: Site) -> Any:
-    """A sparse gradient, alone in its bucket, is averaged as DDP does without a hook, and counted."""
+    """Average a sparse gradient, alone in its bucket, as DDP does without a hook, and count it."""
     world = dist.get_world_size(group)
     gradient.div_(world)
     rows = gradient._indices().nbytes + gradient._values().nbytes  # not coalesced

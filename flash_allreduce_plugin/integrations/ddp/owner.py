@@ -1,13 +1,13 @@
-"""The model that a communication hook of DDP serves: its process group, and how `join` divides.
+"""The model of a DDP communication hook: its process group, and the division of `join`.
 
-torch calls a hook with a bucket and does not name the model. The hook learns it in this order:
+torch calls a hook with a bucket and does not name the model. The hook finds it in this order:
 
-1. From register_comm_hook, which asks a hook without a wrapper for its name.
-2. From the state, where that is the model.
-3. From the first bucket: the one live DistributedDataParallel with a hook that trains the bucket's parameters.
+1. In register_comm_hook, which reads the name of a hook without a wrapper.
+2. In the state, if that is the model.
+3. By the first bucket: the one live DistributedDataParallel with a hook that trains the bucket's parameters.
 4. Otherwise the first step raises. No hook assumes the default group.
 
-A hook serves one model: it counts the steps of one, and keeps residuals for the buckets of one.
+A hook belongs to one model: it counts the model's steps, and keeps residuals of its buckets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flash_allreduce_plugin.collectives import replicated_params
 class Owner:
     """A weak reference to the model of one hook.
 
-    has_dtensors: True if the model holds DTensors, so that other ranks have copies of its other parameters.
+    has_dtensors: True if the model holds DTensors; other ranks then have copies of its other parameters.
     split: dimensions of a device mesh over which parameters of the model are split.
     """
 
@@ -64,7 +64,7 @@ class Owner:
     def in_graph(self, state: Any, parameter: torch.Tensor) -> DistributedDataParallel:
         """Return the same in code that Dynamo may trace.
 
-        Dynamo has no identities: in a wrapper each call breaks the graph and looks at them outside.
+        Dynamo has no identities: in a wrapper each call breaks the graph and compares them outside.
         """
         model = self._model() if self._registered and self._model is not None else None
         return self._outside(state, parameter) if model is None else model
@@ -94,7 +94,7 @@ class Owner:
 
 
 def sharding_of(parameter: torch.Tensor) -> replicated_params.Sharding:
-    """Return the layout of a DTensor, of which DDP shows the local part (torch.distributed.tensor.parallel.ddp)."""
+    """Return the layout of a DTensor; DDP has its local part (torch.distributed.tensor.parallel.ddp)."""
     spec = getattr(parameter, "_st_info", None)
     return frozenset() if spec is None else replicated_params.sharding(spec.mesh, spec.placements)
 

@@ -4,8 +4,8 @@
     output               all-to-all: back to the rank of its tokens     attention_bits
     their gradients      the same ways, in the backward pass            attention_bits, if backward_bits is not "full"
 
-One rounding each; the part that a rank keeps is rounded too. The configuration is that of the engine whose model has
-the attention (exchanges.py).
+One rounding each; the part that a rank keeps is rounded too. The configuration is that of the engine with the
+attention's model (exchanges.py).
 """
 
 from __future__ import annotations

@@ -356,7 +356,7 @@ def _with_section(original: Function) -> Function:
                 if splits:
                     of_tensors().verify()
         except Exception:
-            # DeepSpeed's __del__ looks for attributes, and on what is no Module yet its __getattr__ recurses until
+            # DeepSpeed's __del__ looks for attributes, and before Module.__init__ its __getattr__ recurses until
             # Python ends the process.
             torch.nn.Module.__init__(self)
             raise
@@ -453,7 +453,7 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
 
 
 def start_line(engine: Any, config: FlashConfig) -> str:
-    """One line: what is attached, with which bits, and every other setting that is not at its default."""
+    """Return one line: the attached engine, its bits, and every other setting that is not at its default."""
     stage = int(engine.zero_optimization_stage())
     to = f"{type(engine).__name__} {_with(getattr(engine, 'optimizer', None))}, ZeRO stage {stage}"
     gives = f"gradients in {config.bits} bits"

@@ -1,8 +1,7 @@
-"""The functions of DeepSpeed that reduce gradients, and a few beside them: what each becomes on an engine with a
-configuration.
+"""The functions of DeepSpeed that reduce gradients, and a few others, with their replacements on an engine.
 
-They are replaced on the engine, its optimizer or its monitor alone, not in their classes. DeepSpeed's own function
-keeps running and sees another collective (`patching.rebound`), so that its divisors, dtypes and copies stay its own.
+They are replaced on the engine, its optimizer or its monitor only, not in their classes. DeepSpeed's function still
+runs, with another collective (`patching.rebound`), so that its divisors, dtypes and copies stay its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _ULYSSES = "_SeqAllToAll of DistributedAttention; _dim_zero_all_to_all of Ulysse
 _EXPERTS = "_AllToAll of MOELayer"
 _ZERO = "allreduce_bucket and gradient_reduction_w_predivide of DeepSpeedZeroOptimizer"
 
-# What `report` lists: site -> (where in DeepSpeed, what is covered).
+# The entries of `report`: site -> (place in DeepSpeed, covered tensors).
 SITES = {
     gradients(0).name: (_BUCKET, "gradient buckets without ZeRO: all-reduce"),
     gradients(1).name: (f"{_ZERO}; {_BUCKET}", "gradient buckets at stage 1: to their owners"),
@@ -65,13 +64,13 @@ SITES = {
 
 
 def places(reduction: Reduction | None) -> list[Seam]:
-    """Every function, for one engine's reduction; None serves to check that they are as expected."""
+    """Return the seams of all functions, for one engine's reduction. None: only to verify them."""
     reductions = [*_of_engine(reduction), *_of_stages_1_and_2(reduction), *_of_stage_3(reduction)]
     return [*reductions, *_of_parameters(reduction), *pipeline.places(reduction), *_of_the_run(reduction)]
 
 
 def _collective(reduction: Reduction | None, name: str) -> Function | None:
-    """A collective for the functions to call; None, which is never called, where they are only checked."""
+    """Return a collective for the functions to call; None, never called, if they are only verified."""
     return getattr(reduction, name, None)
 
 
@@ -157,7 +156,7 @@ def _of_stage_3(reduction: Reduction | None) -> list[Seam]:
 
 
 def _of_parameters(reduction: Reduction | None) -> list[Seam]:
-    """Gathers of parameters that every rank keeps."""
+    """Return the seams of gathers of parameters that every rank keeps."""
     zero = ("parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups", "bit16_groups")
     bf16 = ("bf16_partitioned_groups", "fp32_groups_flat_partition", "bf16_groups")
     return [
@@ -189,7 +188,7 @@ def _of_parameters(reduction: Reduction | None) -> list[Seam]:
 
 
 def _gathered(original: Function, reduction: Reduction | None, attributes: tuple[str, str, str]) -> Function:
-    """attributes: see Parameters.apart."""
+    """Return `original` with our gather. attributes: see Parameters.apart."""
     name = "all_gather_dp_groups"
     if reduction is None:
         return rebound(original, name, None)
@@ -199,7 +198,7 @@ def _gathered(original: Function, reduction: Reduction | None, attributes: tuple
 
 
 def _of_the_run(reduction: Reduction | None) -> list[Seam]:
-    """Checkpoints and monitors."""
+    """Return the seams of checkpoints and monitors."""
     return [
         Seam(
             "deepspeed.engine.save",
@@ -232,9 +231,9 @@ def _of_the_run(reduction: Reduction | None) -> list[Seam]:
 
 
 def _bucket(original: Function, body: Function, reduction: Reduction | None) -> Function:
-    """`body`, of whose bucket, its first argument, the reduction knows what is a copy on tensor-parallel ranks.
+    """Return `body` with the copies in its bucket, the first argument, marked for the reduction.
 
-    The bucket is a tensor, a list of them, or, at stage 3, of parameters.
+    The bucket is a tensor, a list of tensors, or, at stage 3, a list of parameters.
     """
 
     @functools.wraps(original)
@@ -249,9 +248,9 @@ def _bucket(original: Function, body: Function, reduction: Reduction | None) -> 
 
 
 def _to_owners(original: Function) -> Function:
-    """`original` (allreduce_and_copy_with_multiple_ranks), its slices going to their owners.
+    """Return `original` (allreduce_and_copy_with_multiple_ranks) with slices sent to their owners only.
 
-    It copies what its own rank owns and drops the rest, so nothing else has to arrive.
+    It copies the slices of its own rank and drops the rest, so no other slice is needed.
     """
     signature = inspect.signature(original)
 
@@ -265,7 +264,7 @@ def _to_owners(original: Function) -> Function:
 
 
 def _slices(bucket: Iterable[Any], ranks: Iterable[int | frozenset[int]]) -> Slices | None:
-    """(owner, elements) of each tensor; None if one of them has several owners (matrices of Muon)."""
+    """Return (owner, elements) of each tensor; None if a tensor has several owners (matrices of Muon)."""
     slices = []
     for tensor, owners in zip(bucket, ranks, strict=True):
         owner = owners if isinstance(owners, frozenset) else frozenset((owners,))
@@ -295,7 +294,7 @@ def _saves(original: Function, reduction: Reduction | None) -> Function:
         given = signature.bind(self, *args, **kwargs).arguments
         tag = given.get("tag")
         folder = os.path.join(given["save_dir"], f"global_step{self.global_steps}" if tag is None else str(tag))
-        # Before DeepSpeed, which writes last which checkpoint is the latest.
+        # Before DeepSpeed, which writes the name of the latest checkpoint at the end.
         reduction.save(folder)
         return original(self, *args, **kwargs)
 
@@ -333,7 +332,7 @@ def _with_ours(original: Function, reduction: Reduction | None) -> Function:
 
 
 def _rebound_below_nvtx(function: Function, path: str, new: Any) -> Function:
-    """`rebound`, below DeepSpeed's decorator `instrument_w_nvtx`, which says nowhere what it holds."""
+    """Return `rebound` of the function inside DeepSpeed's decorator `instrument_w_nvtx`, which does not expose it."""
     if function.__name__ != "wrapped_fn":
         return rebound(function, path, new)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

@@ -1,7 +1,7 @@
-"""What the layers of an engine's model exchange among ranks: whose it is, in which pass, and how it travels.
+"""The exchanges of a model's layers among ranks: their engine, their pass, and their configuration.
 
-Every run from one rank to another is rounded once, that which a rank keeps too. DeepSpeed's functions belong to the
-process; they behave as before for the models of everybody else.
+Every run from one rank to another is rounded once, also the run that a rank keeps. DeepSpeed's functions belong to the
+process; for models of other engines they are unchanged.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flash_allreduce_plugin.runtime.traced import never_trace
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """By which engine's configuration, at which site, and why exactly, if it is; backward: the site of the gradient.
+    """An exchange: its engine, its site, and the reason for full precision, if there is one.
 
-    layer: the module whose exchange it is.
+    backward: the site of the gradient. layer: the module of the exchange.
     """
 
     reduction: Reduction
@@ -47,7 +47,7 @@ _owners: WeakKeyDictionary[torch.nn.Module, Reduction] = WeakKeyDictionary()
 
 
 def own(engine: Any, reduction: Reduction) -> None:
-    """Exchanges of this engine's model go by its configuration from now on."""
+    """Use an engine's configuration for the exchanges of its model from now on."""
     _owners.update(dict.fromkeys(engine.module.modules(), reduction))
 
 
@@ -57,7 +57,7 @@ def disown(reduction: Reduction) -> None:
 
 
 def of_module(module: torch.nn.Module, forward: Site, backward: Site) -> Exchange | None:
-    """None: it is part of no model of ours."""
+    """Return the exchange of a module, or None if it is in no quantized model."""
     reduction = _owners.get(module)
     if reduction is None:
         return None
@@ -74,7 +74,7 @@ def all_to_all(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """For `dist.all_to_all_single`; exchange None: DeepSpeed's own."""
+    """Replace `dist.all_to_all_single`. exchange: None: DeepSpeed's own."""
     from deepspeed import comm
 
     given = output, input, output_split_sizes, input_split_sizes, group, async_op
@@ -96,9 +96,9 @@ def all_to_all(
 def counted(
     reduction: Reduction, forward: Sequence[Site], backward: Sequence[Site]
 ) -> Callable[[], tuple[Site, FlashConfig] | None]:
-    """Give the site of each all-to-all that stays DeepSpeed's own (other_traffic.exchanges_of); None after its release.
+    """Return a function of the site of each all-to-all that stays DeepSpeed's (other_traffic.exchanges_of).
 
-    A layer makes one exchange at each of the sites, in their order.
+    It returns None after the engine's release. A layer makes one exchange at each of the sites, in their order.
     """
     alive, ways = weakref.ref(reduction), (cycle(forward), cycle(backward))
 
@@ -111,7 +111,7 @@ def counted(
 
 
 def evenly(exchange: Exchange | None, group: dist.ProcessGroup, input: Tensor) -> Tensor:
-    """Part r of the first dimension goes to rank r, and its gradient the same way."""
+    """Send part r of the first dimension to rank r, and its gradient back."""
     result: Tensor = _Evenly.apply(exchange, group, input)
     return result
 

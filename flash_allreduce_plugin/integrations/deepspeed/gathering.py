@@ -164,9 +164,7 @@ class Gathering:
     def exactly(self, parameter: Any) -> None:
         """Prepare a gather by other code, which may read a parameter or write it back: it gets exact values."""
         if parameter.ds_id in self._rounded and parameter.ds_status.name == "AVAILABLE":
-            parameter.ds_status = type(
-                parameter.ds_status
-            ).NOT_AVAILABLE  # otherwise DeepSpeed keeps the rounded values
+            parameter.ds_status = type(parameter.ds_status).NOT_AVAILABLE  # else DeepSpeed keeps the rounded values
         self._rounded.discard(parameter.ds_id)
         if parameter.ds_status.name == "NOT_AVAILABLE":
             shard, world = parameter.ds_tensor, dist.get_world_size(parameter.ds_process_group)

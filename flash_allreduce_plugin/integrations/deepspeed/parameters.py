@@ -1,8 +1,8 @@
 """The gather of parameters after a step, if every rank keeps them: ZeRO stages 1 and 2, BF16_Optimizer.
 
 DeepSpeed writes the exact values of this rank's parts over the rounded values that all ranks hold, and gathers. Here
-the two stay separate. While DeepSpeed's function runs, the parts that it writes to are meta tensors, into which a copy does
-nothing. Its gather takes the exact values from the optimizer and the held ones from the flat weights
+the two stay separate. While DeepSpeed's function runs, the parts that it writes to are meta tensors, into which a copy
+does nothing. Its gather takes the exact values from the optimizer and the held ones from the flat weights
 (collectives/weight_differences.py). There is no copy of the weights.
 """
 

@@ -1,10 +1,10 @@
 """torch's FullyShardedDataParallel: FSDP2 (`fully_shard`), its replicas (HSDP), and FSDP1.
 
-By hand, objects for torch's own interfaces (fsdp2.py, fsdp1.py); or every model that is built from now on:
+Give objects to torch's interfaces by hand (fsdp2.py, fsdp1.py), or quantize every model that is built from now on:
 
     fap.fsdp.enable(fap.FlashConfig(bits=8))
 
-FLASH_ALLREDUCE_ATTACH=fsdp does the same for a program that nobody edits (docs/use/torch.md).
+FLASH_ALLREDUCE_ATTACH=fsdp does the same for an unmodified program (docs/use/torch.md).
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from flash_allreduce_plugin.telemetry.report import Report
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Serve every module that `fully_shard` or FullyShardedDataParallel wraps from now on.
+    """Quantize every module that `fully_shard` or FullyShardedDataParallel wraps from now on.
 
-    config: default `FlashConfig.from_env()`. Gradients travel at `bits`, also between replicas; parameters of FSDP2 at
-    `param_bits`, as values: take 8, and measure. warmup_steps counts the steps of the optimizer. Enabled already: it is
-    that of the models to come. What the program sets itself (set_custom_reduce_scatter, register_comm_hook) goes before
-    ours. What cannot be served is left alone; rank 0 says so, and why. Every rank must enable the same thing.
-    Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here; PatchError, changing
-    nothing, if this torch's FSDP is not as this version knows it.
+    config: default `FlashConfig.from_env()`. Gradients are sent at `bits`, also between replicas; parameters of FSDP2
+    at `param_bits`, as values: use 8, and measure. warmup_steps counts the steps of the optimizer. A second call
+    changes the configuration of later models. Settings of the program (set_custom_reduce_scatter, register_comm_hook)
+    replace ours. A model that cannot be quantized is unchanged, and rank 0 prints the reason. Every rank must enable
+    the same.
+    Raises TypeError if config is no FlashConfig; ConfigError for keys without an effect here; PatchError, changing
+    nothing, for an unknown form of torch's FSDP.
     """
     attach.integration.enable(config)
 
 
 def by_environment() -> None:
-    """As `enable`, by FLASH_ALLREDUCE_ATTACH: a configuration that cannot be served ends the program when the first
-    such model is built.
-    """
+    """Enable by FLASH_ALLREDUCE_ATTACH. A refused configuration ends the program when the first model is built."""
     attach.integration.by_environment()
 
 
 def disable() -> None:
-    """Leave coming models alone, and give those that are served torch's own communication back.
+    """Stop: later models are unchanged, and attached ones get torch's own communication back.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of torch's functions since.
+    Raises PatchError, changing nothing, if one of torch's functions was replaced since.
     """
     attach.integration.disable()
 
@@ -55,7 +54,7 @@ def is_enabled() -> bool:
 
 
 def report() -> Report:
-    """Calls of each site since `reset_stats`, and in `models` a line for each model that has trained while enabled."""
+    """Return the calls of each site since `reset_stats`, and in `models` a line a model trained while enabled."""
     return attach.integration.report()
 
 

@@ -1,8 +1,8 @@
-"""Every model that FSDP shards while `fap.fsdp.enable` is on.
+"""Attach to every model that FSDP shards while `fap.fsdp.enable` is on.
 
-FSDP2: each group of parameters gets a reduce-scatter of ours, an all-gather with param_bits, as the public setters of
-FSDPModule would give it. Between replicas (HSDP, `replicate`) torch has no place for another all-reduce: there the
-`dist.all_reduce` of its foreach_reduce is ours. FSDP1: the root gets a hook when torch finds out which module that is.
+FSDP2: each group of parameters gets our reduce-scatter, and with param_bits our all-gather, as by the public setters of
+FSDPModule. Between replicas (HSDP, `replicate`) torch has no setter for another all-reduce: the `dist.all_reduce` of
+its foreach_reduce is replaced. FSDP1: the root gets a hook when torch determines the root.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ SITES = {
     fsdp1.SITE.name: (f"{FSDP1}.FullyShardedDataParallel", "the gradients of FSDP1"),
 }
 _PARAMETERS = Site(fsdp2.PARAMETERS.name, Role.PARAMETER)  # while param_bits is "full"
-_found: WeakKeyDictionary[FSDPParamGroup, tuple[Any, Any]] = WeakKeyDictionary()  # what we put ours in the place of
+_found: WeakKeyDictionary[FSDPParamGroup, tuple[Any, Any]] = WeakKeyDictionary()  # the replaced communication
 _exact: WeakKeyDictionary[FSDPParamGroup, FlashConfig] = WeakKeyDictionary()  # param_bits would quantize their gathers
-_said: WeakSet[Any] = WeakSet()  # what the groups of one model have in common, of models with a line
+_said: WeakSet[Any] = WeakSet()  # comm_ctx, common to the groups of a model, of models with a line
 _roots: WeakSet[FullyShardedDataParallel] = WeakSet()
 
 
 class _FSDP(ModelIntegration):
     def stopped(self) -> None:
-        """Give models that are served torch's own communication back."""
+        """Restore torch's own communication of attached models."""
         for group, (reduce_scatter, all_gather) in _found.items():
             _put_back(group, reduce_scatter, all_gather)
         for root in list(_roots):
@@ -89,7 +89,7 @@ integration = _FSDP("fsdp", _patchset, SITES)
 
 
 class _Served:
-    """Beside a class of fsdp2.py: an object for one group of parameters, which counts the optimizer's steps."""
+    """The mixin of a class of fsdp2.py for one group of parameters. It counts the optimizer's steps."""
 
     _lacks: Mapping[str, str] = integration.row.refused
     _serves: Container[str] = refusals.OF_MEGATRON  # the environment may have them for another integration
@@ -116,7 +116,7 @@ class _Served:
 
 
 class _ReduceScatter(_Served, fsdp2.FlashReduceScatter):
-    """Knows what reduces between the replicas, too."""
+    """Also keeps the all-reduce between replicas."""
 
     def __init__(self, config: FlashConfig, group: FSDPParamGroup) -> None:
         super().__init__(config, group)
@@ -124,7 +124,7 @@ class _ReduceScatter(_Served, fsdp2.FlashReduceScatter):
 
 
 class _Replicas(_Served, fsdp2.Gradients):
-    """The all-reduce between replicas, as torch's foreach_reduce calls it."""
+    """The all-reduce between replicas, called by torch's foreach_reduce."""
 
     def __call__(self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, calls: Mapping[str, Any]) -> None:
         site = self._begin(fsdp2.REPLICAS, calls)
@@ -143,8 +143,9 @@ class _Replicas(_Served, fsdp2.Gradients):
 
 
 class _AllGather(_Served, fsdp2.FlashAllGather):
-    """Gathered exactly is a group with frozen parameters, and one with copies of parameters on tensor-parallel ranks,
-    which have to stay the same.
+    """A group with frozen parameters, or with copies on tensor-parallel ranks, is gathered in full precision.
+
+    Copies must stay equal.
     """
 
     def __init__(self, config: FlashConfig, group: FSDPParamGroup, has_copies: bool) -> None:
@@ -162,7 +163,7 @@ class _AllGather(_Served, fsdp2.FlashAllGather):
         return FROZEN if frozen and not self._rounds_frozen else None
 
     def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
-        return fsdp2.FlashAllGather._begin(self, site, calls)  # the line is the gradients'
+        return fsdp2.FlashAllGather._begin(self, site, calls)  # the gradients print the line
 
 
 def _with_ours(original: Function) -> Function:
@@ -176,7 +177,7 @@ def _with_ours(original: Function) -> Function:
             if line not in integration.models:
                 integration.note(line)
             return
-        has_copies = _has_copies(self, config)  # which may refuse the configuration: here, before the model trains
+        has_copies = _has_copies(self, config)  # may refuse the configuration, before the model trains
         alive = weakref.ref(self)
         autosave.watch(lambda: _sharded(alive()), _size(self, "shard") * _size(self, "replicate"))
         _found[self] = (self._reduce_scatter_comm, self._all_gather_comm)
@@ -204,13 +205,13 @@ def _counting(original: Function) -> Function:
 
 
 def _line(group: FSDPParamGroup, config: FlashConfig) -> str:
-    """What is attached to the model of a group, whose groups have one comm_ctx in common."""
+    """Return the line about the model of a group. The groups of a model share one comm_ctx."""
     groups = [one for one in _found if one.comm_ctx is group.comm_ctx]
     ours = [one for one in groups if isinstance(one._reduce_scatter_comm, _ReduceScatter)]
     gathers = [one for one in groups if isinstance(one._all_gather_comm, _AllGather)]
     state: Any = _get_module_fsdp_state(group.modules[0])
     root = next(one for one in state._state_ctx.all_states if one._is_root)._modules[0]
-    name = type(root).__mro__[2].__name__  # below the class that fully_shard has made of it
+    name = type(root).__mro__[2].__name__  # below the class that fully_shard has created
     meshes = {f"{_size(one, 'shard')} x {_size(one, 'replicate')}" for one in groups}
     to = f"FSDP2 ({described(name, root.parameters())}, shards x replicas {' and '.join(sorted(meshes))})"
     gives = f"gradients of {len(ours)} of {len(groups)} modules in {config.bits} bits"
@@ -227,13 +228,13 @@ def _groups(group: FSDPParamGroup) -> list[dist.ProcessGroup]:
 
 
 def _sharded(group: FSDPParamGroup | None) -> list[torch.Tensor]:
-    """This rank's part of a group's parameters."""
+    """Return this rank's part of a group's parameters."""
     parameters: list[Any] = [] if group is None else group.fsdp_params
     return [parameter.sharded_param.to_local() for parameter in parameters]
 
 
 def _size(group: FSDPParamGroup, dimension: str) -> int:
-    """Ranks over which a group of parameters is sharded or replicated; 1 if it is not."""
+    """Return the ranks over which a group of parameters is sharded or replicated; 1 if it is not."""
     return int(getattr(group.mesh_info, f"{dimension}_mesh_size", 1))
 
 
@@ -318,7 +319,7 @@ def _with_hook(original: Function) -> Function:
 
 
 def _why_not(root: FullyShardedDataParallel, config: FlashConfig) -> str | None:
-    """Why a model cannot be served as a whole; None if it can."""
+    """Return why a model cannot be quantized as a whole, or None."""
     states = [one for one in root.modules() if isinstance(one, FullyShardedDataParallel)]
     if any(one.sharding_strategy in HYBRID_SHARDING_STRATEGIES for one in states):
         return "torch takes no hook for the hybrid strategies"
@@ -332,7 +333,7 @@ def _why_not(root: FullyShardedDataParallel, config: FlashConfig) -> str | None:
 def _giving_way(original: Function) -> Function:
     @functools.wraps(original)
     def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Any) -> None:
-        self.check_is_root()  # which makes torch find out; a root has our hook from then on
+        self.check_is_root()  # makes torch determine the root, which then has our hook
         if self in _roots and self._comm_hook is not None:
             _take_hook(self)
             name = getattr(hook, "__qualname__", "hook")
@@ -344,7 +345,7 @@ def _giving_way(original: Function) -> Function:
 
 
 def _take_hook(root: FullyShardedDataParallel) -> None:
-    """As it was before register_comm_hook."""
+    """Undo register_comm_hook."""
     for one in root.modules():
         if isinstance(one, FullyShardedDataParallel):
             one._comm_hook = one._comm_hook_state = None

@@ -3,8 +3,8 @@
     model = FullyShardedDataParallel(model, ...)
     model.register_comm_hook(None, fap.fsdp1_hook(fap.FlashConfig(bits=8)))
 
-FSDP1 calls the hook with a flat gradient, padded, and the place for this rank's shard of it; without shards (NO_SHARD)
-with the gradient alone. It divides nothing then: the hook averages.
+FSDP1 calls the hook with a flat, padded gradient and the output for this rank's shard; without shards (NO_SHARD) with
+the gradient only. FSDP1 does not divide then: the hook averages.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ LACKS = {
 
 
 def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
-    """A hook for `FullyShardedDataParallel.register_comm_hook(state, hook)`, on the root, before the first forward.
+    """Return a hook for `FullyShardedDataParallel.register_comm_hook(state, hook)`, on the root, before a forward pass.
 
-    config: FlashConfig.from_env() if None. state: the process group that the model was given, or None, which finds it.
-    FULL_SHARD and SHARD_GRAD_OP: a reduce-scatter, which rounds once; NO_SHARD: an all-reduce. torch takes no hooks for
-    the hybrid strategies. Counters: "fsdp1.gradients".
-    Raises TypeError where config is no FlashConfig; ConfigError for `error_feedback` (that of a preset is left out),
-    `include`, `exclude`, `warmup_steps` and the keys of Megatron's, and in the backward pass of a model with tensor
-    parallelism on a device mesh; PatchError where it is not FSDP1 that calls, or not as this version knows it.
+    config: FlashConfig.from_env() if None. state: the process group of the model, or None, to find it.
+    FULL_SHARD and SHARD_GRAD_OP: a reduce-scatter, which rounds once; NO_SHARD: an all-reduce. torch accepts no hooks
+    for the hybrid strategies. Counters: "fsdp1.gradients".
+    Raises TypeError if config is no FlashConfig; ConfigError for `error_feedback` (that of a preset is left out),
+    `include`, `exclude`, `warmup_steps` and the keys of Megatron, and in the backward pass of a model with tensor
+    parallelism on a device mesh; PatchError if the caller is not FSDP1, or in an unknown form.
     """
     return hook_of(refusals.serve(config, "fsdp1_hook", LACKS))
 
@@ -57,7 +57,7 @@ def fsdp1_hook(config: FlashConfig | None = None) -> Hook:
 def hook_of(
     config: FlashConfig, attached_to: str = "FullyShardedDataParallel", step: StepSource = lambda: None
 ) -> Hook:
-    """fsdp1_hook of a configuration that is served. step: finished training steps, for warmup_steps."""
+    """Return fsdp1_hook of a checked configuration. step: finished training steps, for warmup_steps."""
     run_log.start(config)
     passes = FirstPasses(config, attached_to)
     handles: WeakSet[Any] = WeakSet()

@@ -4,12 +4,12 @@
         if isinstance(module, FSDPModule):
             module.set_custom_reduce_scatter(fap.FlashReduceScatter(fap.FlashConfig(bits=8)))
 
-The setting is a module's own: one that is not given it reduces in full precision. A reduce-scatter rounds once. Where
-shards are replicated (HSDP on a mesh of two dimensions), the all-reduce between the replicas is torch's own and stays
-in full precision. To quantize it too, shard over one dimension and reduce over the other by FlashAllReduce.
+Each module needs the setting; a module without it reduces in full precision. A reduce-scatter rounds once. With
+replicated shards (HSDP on a mesh of two dimensions) the all-reduce between the replicas is torch's own and stays in
+full precision. To quantize it too, shard over one dimension and reduce over the other by FlashAllReduce.
 
-Beside tensor parallelism (DTensors on a mesh of more dimensions) a module has parameters that are split and others that
-every tensor-parallel rank has a copy of; these stay the same (replicated_params.py).
+With tensor parallelism (DTensors on a mesh of more dimensions) a module has split parameters, and others with a copy on
+every tensor-parallel rank, which stay equal (replicated_params.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-# torch has no other place for these two; they are in the signatures of the public methods that take them.
+# torch exports these two only here; they are in the signatures of public methods.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from flash_allreduce_plugin.api import checks, reductions
@@ -54,7 +54,7 @@ LACKS = {
         ("param_bits", "param_backward_bits", "quantize_frozen"), "where FlashAllGather gathers parameters at `bits`"
     ),
 }
-# Variables of FSDP2's foreach_reduce, which tells its hooks little.
+# Variables of FSDP2's foreach_reduce, which passes little to its hooks.
 _READ = {
     "fsdp_params",
     "padded_unsharded_sizes",
@@ -63,14 +63,14 @@ _READ = {
     "force_sum_reduction_for_comms",
     "all_reduce_grads",
 }
-# By what the groups of parameters of a model have in common.
+# By comm_ctx, which the groups of parameters of a model share.
 _models: WeakKeyDictionary[Any, _Model] = WeakKeyDictionary()
-# Of each model, by what its groups of parameters have in common.
+# One for each model, by the comm_ctx of its groups of parameters.
 _first_passes: WeakKeyDictionary[Any, FirstPasses] = WeakKeyDictionary()
 
 
 def first_passes(config: FlashConfig, attached_to: str | None) -> FirstPasses:
-    """Return those of the model that FSDP2 reduces gradients or gathers parameters of now."""
+    """Return the FirstPasses of the model in FSDP2's present reduction or gather."""
     calls = patching.locals_of("post_backward", "unshard") or {}
     model = getattr(calls.get("self"), "comm_ctx", FirstPasses)
     found = _first_passes.get(model)
@@ -85,16 +85,16 @@ class _Model:
     def __init__(self) -> None:
         self._first: WeakSet[Any] = WeakSet()
         self._reductions = Reductions("FSDP2", self._with_gradients)
-        self._all_reduced: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # at which step of the optimizers
+        self._all_reduced: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the step of the optimizers
         self._said = False
 
     def noted(self, calls: Mapping[str, Any]) -> None:
-        """The gradient of a module is reduced. calls: variables of foreach_reduce."""
+        """Note that the gradient of a module is reduced. calls: variables of foreach_reduce."""
         self._first.add(calls["fsdp_params"][0])
         self._reductions.noted()
 
     def all_reduced(self, calls: Mapping[str, Any]) -> None:
-        """The gradient of a module is reduced between replicas: print a line if that happens in every micro-batch."""
+        """Note a reduction between replicas, and print a line if it happens in every micro-batch."""
         first = calls["fsdp_params"][0]
         again = first.sharded_param.grad is not None and self._all_reduced.get(first) == unreduced.steps
         self._all_reduced[first] = unreduced.steps
@@ -107,7 +107,7 @@ class _Model:
             )
 
     def _with_gradients(self) -> list[torch.Tensor]:
-        """Return the shards whose gradients wait for a reduction."""
+        """Return the shards with gradients that wait for a reduction."""
         return [
             one.sharded_param
             for one in self._first
@@ -117,49 +117,49 @@ class _Model:
 
 
 class _Configured:
-    """What every class here begins with."""
+    """The base of every class here."""
 
     _lacks: Mapping[str, str] = LACKS
-    _serves: Container[str] = ()  # keys of other integrations that are no mistake
-    _attached_to: str | None = "FSDP2"  # None: that has been said
+    _serves: Container[str] = ()  # allowed keys of other integrations
+    _attached_to: str | None = "FSDP2"  # None: the line was printed
 
     def __init__(self, config: FlashConfig | None = None) -> None:
         """config: FlashConfig.from_env() if None.
 
-        Raises TypeError where it is no FlashConfig; ConfigError for `include`, `exclude`, `warmup_steps` and the keys
-        of Megatron's.
+        Raises TypeError if it is no FlashConfig; ConfigError for `include`, `exclude`, `warmup_steps` and the keys of
+        Megatron.
         """
         self.config = refusals.serve(config, type(self).__name__, self._lacks, self._serves)
         run_log.start(self.config)
         other_traffic.attach(self)
 
     def _step(self) -> int | None:
-        """Finished training steps, for warmup_steps; None: nobody counts them."""
+        """Return the finished training steps, for warmup_steps; None: not counted."""
         return None
 
 
 class _Allocates:
-    """The half of torch's interface that makes buffers."""
+    """The part of torch's interface that allocates buffers."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class Gradients(_Configured):
-    """What reduces gradients: an owner of residuals (checkpoint.Owner)."""
+    """A reduction of gradients, and an owner of residuals (checkpoint.Owner)."""
 
     def __init__(self, config: FlashConfig | None = None) -> None:
-        """config: as of every class here; FlashConfig.from_env() if None."""
+        """config: FlashConfig.from_env() if None."""
         super().__init__(config)
         self.feedback = Feedback.from_config(self.config) if self.config.error_feedback else None
         self._passes = Passes()
-        # Modules, by their first parameter, numbered in the order in which they are first reduced.
+        # Modules by their first parameter, numbered in the order of their first reductions.
         self._modules: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._numbers = itertools.count()
         checkpoint.register("fsdp", self)
 
     def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
-        """Note that a module's gradient is about to be reduced; return the site that counts for its model.
+        """Note that a module's gradient will be reduced. Return the site of its model.
 
         calls: variables of foreach_reduce.
         """
@@ -175,7 +175,7 @@ class Gradients(_Configured):
         pass
 
     def _slot(self, calls: Mapping[str, Any]) -> Slot | None:
-        """Return the place of a module's residual. calls: variables of foreach_reduce."""
+        """Return the slot of a module's residual. calls: variables of foreach_reduce."""
         if self.feedback is None:
             return None
         number = self._number(calls)
@@ -184,7 +184,7 @@ class Gradients(_Configured):
         return self.feedback.slot(number)
 
     def _number(self, calls: Mapping[str, Any]) -> int:
-        """Return the number of the module whose gradient is reduced."""
+        """Return the number of the module in reduction."""
         first = calls["fsdp_params"][0]
         if first not in self._modules:
             self._modules[first] = next(self._numbers)
@@ -194,11 +194,11 @@ class Gradients(_Configured):
 class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
     """For `FSDPModule.set_custom_reduce_scatter`: gradients at `bits` (`reduce_bits`). Counters: "fsdp.gradients".
 
-    Whatever FSDP asks for is done: SUM, AVG, and PREMUL_SUM, its operator for a divisor of one's own.
+    All operators of FSDP work: SUM, AVG, and PREMUL_SUM, its operator for a custom divisor.
 
-    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
-    every rank. An object that several modules share, of one model or of several, keeps a residual for each, numbered
-    in the order in which it first reduced them.
+    feedback: with `error_feedback`, the residuals, else None. fap.state_dict has them: save it next to the model on
+    every rank. An object that several modules share, of one model or of several, keeps a residual for each module,
+    numbered in the order of their first reductions.
     """
 
     def __call__(
@@ -209,9 +209,9 @@ class FlashReduceScatter(Gradients, _Allocates, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """input_tensor [world * numel] -> output_tensor [numel], in the dtype that FSDP reduces in.
+        """Reduce-scatter input_tensor [world * numel] into output_tensor [numel], in FSDP's dtype of reduction.
 
-        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it.
+        Raises PatchError if the caller is not FSDP2, or in an unknown form.
         """
         calls = _reduction("FlashReduceScatter")
         site = self._begin(GRADIENTS, calls)
@@ -237,19 +237,19 @@ class FlashAllReduce(Gradients):
         fully_shard(module, mesh=mesh["shard"])
         module.set_all_reduce_hook(fap.FlashAllReduce(mesh["replicate"].get_group(), fap.FlashConfig(bits=4)))
 
-    In `bits` (`reduce_bits`, `gather_bits`). Counters: "fsdp.replicas". It always averages: the divisor of
-    `set_gradient_divide_factor` is not to count the replicas. In full precision the result is what torch's own HSDP
-    gives, to the bit where NCCL averages, or the number of replicas or that of shards is a power of two.
+    At `bits` (`reduce_bits`, `gather_bits`). Counters: "fsdp.replicas". The hook always averages: the divisor of
+    `set_gradient_divide_factor` must not count the replicas. In full precision the result equals that of torch's HSDP,
+    with the same bits if NCCL averages, or if the number of replicas or shards is a power of two.
 
-    feedback: with `error_feedback`, the residuals, else None; fap.state_dict has them, to be saved beside the model on
+    feedback: with `error_feedback`, the residuals, else None. fap.state_dict has them: save it next to the model on
     every rank. A hook that several modules share keeps a residual for each, as FlashReduceScatter does.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: FlashConfig | None = None) -> None:
-        """group: the ranks that have the same shard as this one. config: FlashConfig.from_env() if None.
+        """group: the ranks with the same shard as this one. config: FlashConfig.from_env() if None.
 
-        Raises TypeError where group is no ProcessGroup, or config no FlashConfig; ValueError where this rank is not a
-        member of the group; ConfigError as every class here.
+        Raises TypeError if group is no ProcessGroup, or config no FlashConfig; ValueError if this rank is not a member
+        of the group; ConfigError as every class here.
         """
         if not isinstance(group, dist.ProcessGroup) and group != dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(
@@ -258,14 +258,14 @@ class FlashAllReduce(Gradients):
             )
         self.group = checks.group_of(group)
         super().__init__(config)
-        self._sharded_over: dist.ProcessGroup | None = None  # the last group that was found to fit
+        self._sharded_over: dist.ProcessGroup | None = None  # the last group that was checked
         self._partial: dict[tuple[Any, ...], torch.Tensor] = {}  # sums of micro-batches, by the parameters
 
     def __call__(self, reduce_output: torch.Tensor) -> None:
-        """reduce_output [numel]: what FSDP's reduce-scatter gave this rank, in the dtype that FSDP reduces in.
+        """Average reduce_output [numel], this rank's output of FSDP's reduce-scatter, in FSDP's dtype of reduction.
 
-        Raises PatchError where it is not FSDP2 that calls, or not as this version knows it; ValueError where torch
-        reduces over replicas itself, or where the group has ranks of other shards.
+        Raises PatchError if the caller is not FSDP2, or in an unknown form; ValueError if torch reduces over replicas
+        itself, or if the group has ranks of other shards.
         """
         calls = _reduction("FlashAllReduce")
         site = self._begin(REPLICAS, calls)
@@ -274,8 +274,8 @@ class FlashAllReduce(Gradients):
             return
         all_reduced(calls)
         if reduce_output.is_cuda:
-            # It is of the reduce-scatter's stream. Of its own all-reduce torch keeps the tensor until it is done; of a
-            # hook's the next module's reduce-scatter might get the memory while this one is still on its way.
+            # The tensor belongs to the reduce-scatter's stream. torch keeps it until its own all-reduce is done, but
+            # not for a hook: the next module's reduce-scatter could reuse the memory of a call in flight.
             reduce_output.record_stream(torch.cuda.current_stream())
         reductions.all_reduce(
             reduce_output,
@@ -289,9 +289,9 @@ class FlashAllReduce(Gradients):
         )
 
     def _is_last(self, gradient: torch.Tensor, calls: Mapping[str, Any]) -> bool:
-        """Add the sum of the earlier micro-batches to `gradient`; return False where set_requires_all_reduce is False.
+        """Add the sum of the earlier micro-batches to `gradient`. Return False if set_requires_all_reduce is False.
 
-        There the gradient joins the sum, as in torch's own HSDP, and torch accumulates zeros.
+        Then the gradient is added to the sum, as in torch's HSDP, and torch accumulates zeros.
         """
         parameters = tuple(calls["fsdp_params"])
         partial = self._partial.pop(parameters, None)
@@ -309,7 +309,7 @@ class FlashAllReduce(Gradients):
         return False
 
     def _in_full_precision(self, gradient: torch.Tensor, only_sums: bool) -> None:
-        """By the operator that torch's own HSDP takes."""
+        """Average in full precision by the operator of torch's HSDP."""
         has_average = self.group._get_backend(gradient.device).name() != "gloo"
         if has_average and not only_sums and gradient.dtype in (torch.float32, torch.bfloat16):
             dist.all_reduce(gradient, dist.ReduceOp.AVG, group=self.group)
@@ -363,7 +363,7 @@ def all_reduced(calls: Mapping[str, Any]) -> None:
 
 
 def _model() -> _Model | None:
-    """Return the model that FSDP2 reduces a module of; None if its post_backward does not call us."""
+    """Return the model of the module that FSDP2 reduces; None if its post_backward is not the caller."""
     common = getattr((patching.locals_of("post_backward") or {}).get("self"), "comm_ctx", None)
     if common is None:
         return None
@@ -373,7 +373,7 @@ def _model() -> _Model | None:
 
 
 def _reduction(who: str) -> Mapping[str, Any]:
-    """Variables of the function that calls us."""
+    """Return the variables of the calling function."""
     calls = patching.locals_of("foreach_reduce") or {}
     if not calls.keys() >= _READ:
         raise PatchError(
@@ -384,7 +384,7 @@ def _reduction(who: str) -> Mapping[str, Any]:
 
 
 def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[replicated_params.Copy]:
-    """Where a rank's part of the gradients has those of parameters that tensor-parallel ranks have copies of.
+    """Return the copies, on tensor-parallel ranks, in a rank's part of the gradients.
 
     The shard of a copy is whole here: the first dimension is cut at the same rows on all tensor-parallel ranks.
     """
@@ -406,7 +406,7 @@ def copies_in(calls: Mapping[str, Any], config: FlashConfig) -> list[replicated_
 
 
 def in_parts(found: Sequence[replicated_params.Copy], numel: int, world: int) -> list[replicated_params.Copy]:
-    """The same of the input of the reduce-scatter: FSDP puts rank after rank what it gets of every parameter."""
+    """Return the same for the input of the reduce-scatter, which has each rank's parts of all parameters in turn."""
     starts = range(0, world * numel, numel) if numel else ()
     return [
         replace(one, pieces=tuple((start + first, start + end) for start in starts for first, end in one.pieces))
@@ -417,15 +417,14 @@ def in_parts(found: Sequence[replicated_params.Copy], numel: int, world: int) ->
 class FlashAllGather(_Configured, _Allocates, AllGather):
     """For `FSDPModule.set_custom_all_gather`: parameters at `bits` (`gather_bits`). Counters: "fsdp.parameters".
 
-    The shards that the optimizer steps on stay exact; what a forward and a backward pass compute with is rounded. Use
-    8 bits, and measure.
+    The optimizer's shards stay exact; forward and backward passes compute with rounded values. Use 8 bits, and measure.
     """
 
     _said = False
-    _exactly: str | None = None  # why a group goes in full precision
+    _exactly: str | None = None  # the reason for full precision
 
     def _begin(self, site: Site, calls: Mapping[str, Any]) -> Site:
-        """Parameters are about to be gathered; returns the site that counts for their model."""
+        """Note that parameters will be gathered. Return the site of their model."""
         if self._attached_to is not None and not FlashAllGather._said:
             FlashAllGather._said = True
             notices.say(notices.attached(self._attached_to, f"parameters in {self.config.bits} bits", self.config))
@@ -438,9 +437,9 @@ class FlashAllGather(_Configured, _Allocates, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """input_tensor [numel] of every rank -> output_tensor [world * numel]; done on return, async_op or not."""
+        """Gather input_tensor [numel] of every rank into output_tensor [world * numel]. Done on return, even async."""
         site = self._begin(PARAMETERS, {})
-        # FSDP waits only on handles of torch's own type.
+        # FSDP waits only for handles of torch's type.
         reductions.all_gather(
             output_tensor,
             input_tensor,
