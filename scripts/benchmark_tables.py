@@ -14,8 +14,9 @@ from scripts import benchmark_texts as texts
 
 @dataclass(frozen=True)
 class Command:
-    """line: as it stands in the documentation. quick: more options, which make it a matter of seconds. fine: exit
-    statuses of a run that has measured; what it says with 1 is in the table.
+    """A command. line: as in the documentation. quick: further options for a run of seconds.
+
+    fine: exit statuses of a run that has measured; the table shows the reason for 1.
     """
 
     line: str
@@ -25,13 +26,15 @@ class Command:
 
 @dataclass(frozen=True)
 class Table:
-    """rows: of what the commands wrote with --json, in their order, and then, a list each, of what the tables named in
-    `beside` have of theirs. Tables with the same commands share a measurement. document: None for a table whose figures
-    stand in the table that names it in `beside`, with its commands.
+    """A table. Tables with the same commands share a measurement.
 
-    names_codec: the commands or the rows name every codec setting, so that the defaults do not matter. picture: a
-    file's name and what draws it of the same, beside the document, when the table is measured. slow: a training, some
-    of which take hours; made only where it is asked for. needs: root, or a package.
+    rows: returns the rows from the results of the commands, in their order, followed by a list of results for each
+        table in `beside`.
+    document: the page; None for a table with its figures and commands in the table that names it in `beside`.
+    names_codec: the commands or rows name every codec setting, so the defaults do not matter.
+    picture: a file next to the document, and the function that draws it from the results, when the table is measured.
+    slow: a training, up to hours; measured only on request.
+    needs: root, or a package.
     """
 
     name: str
@@ -52,7 +55,7 @@ def _sections(*sections: str) -> str:
 BENCH = "flash-allreduce bench"
 TRAIN = "python -m lab.benchmarks.training --steps 400 --no-noise-control"
 DEEPSPEED = "python -m lab.benchmarks.deepspeed_training"
-#: At 6 bits: what the presets int4 and thin do in tensor parallelism.
+#: At 6 bits: the presets int4 and thin in tensor parallelism.
 _OF_PRESETS = '{"codebook": true, "backward_rounding": "stochastic"}'
 #: A label for each command of the table "training".
 _TRAINING = texts.training("TP 2, ", "TP 2, codebook, stochastic backward, ", "sequence parallel, ", "TP 4, ")

@@ -1,4 +1,4 @@
-"""The rows of each table of docs/decide/benchmarks.md, of what its commands wrote with --json, in their order."""
+"""The rows of each table of docs/decide/benchmarks.md, from the --json files of its commands, in their order."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _where(result: dict[str, Any], row: dict[str, Any]) -> str:
 
 
 def sizes(results: list[Any]) -> Rows:
-    """Of `flash-allreduce bench`: a row a size, the time in full precision and each variant's speed-up."""
+    """Return a row for each size of `flash-allreduce bench`: time in full precision, and each variant's speed-up."""
     columns: dict[str, dict[int, str]] = {}
     for result in results:
         for row in result["rows"]:
@@ -120,8 +120,10 @@ def sizes(results: list[Any]) -> Rows:
 
 
 def tuned(results: list[Any]) -> Rows:
-    """Of `flash-allreduce tune`: a row a run: what it chose, the tuned time over full precision's at some sizes and at
-    the slowest, and full precision over itself at its worst size.
+    """Return a row for each run of `flash-allreduce tune`.
+
+    A row has the choice, the tuned time over full precision's at some sizes and at the slowest, and full precision over
+    itself at its worst size.
     """
     shown = {row["size"] for result in results for row in result["check"]} & {1 << 28}
     heads = [f"{_bytes(size)}" for size in sorted(shown)]
@@ -139,7 +141,8 @@ def tuned(results: list[Any]) -> Rows:
 
 
 def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], list[Any]], Rows]:
-    """Rows of step_time. of_training: the rows of the training, of which the first with a width counts;
+    """Return the rows of step_time. of_training: returns the rows of the training; the first with a width counts.
+
     INT6 with the codebook is the preset int4.
     """
 
@@ -154,7 +157,7 @@ def step_time(of_training: Callable[[list[Any]], Rows]) -> Callable[[list[Any], 
 
 
 def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
-    """Of lab.benchmarks.pipeline_step. trained: of lab.benchmarks.pipeline_training."""
+    """Return the rows of lab.benchmarks.pipeline_step. trained: results of lab.benchmarks.pipeline_training."""
     losses = _losses(pipeline_training, trained)
     for width in (8, 4):
         losses[f"INT{width}"] = losses.get(f"pipeline_bits {width}, pipeline_backward_bits {width}", "")
@@ -162,7 +165,7 @@ def pipeline_step(results: list[Any], trained: list[Any]) -> Rows:
 
 
 def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
-    """A row a link, speed-ups by variant, then a row of bytes and one of losses."""
+    """Return a row for each link, speed-ups by variant, then a row of bytes and one of losses."""
     tables = results[0]["tables"]
     widths = [name for name in tables[0]["variants"] if name in ("INT8", "INT4", "preset int4")]
     rows: Rows = [["link, each way", "communication", "bf16 ms", *widths]]
@@ -216,12 +219,12 @@ def _parameters_too(variant: str) -> str:
 
 
 def _wire(row: dict[str, Any]) -> str:
-    """MB of a row that counts the bytes on an interface."""
+    """Return the MB of a row that counts the bytes on an interface."""
     return _number(row.get("wire, bytes"), ".1f", 1e-6)
 
 
 def _losses_by_stage(training: list[Any]) -> dict[tuple[str, str], str]:
-    """Of lab.benchmarks.deepspeed_training, by stage and section: the mean over seeds, of its small model."""
+    """Return the mean over seeds of lab.benchmarks.deepspeed_training's small model, by stage and section."""
     head, *rows = deepspeed_training(training)
     cells = [(stage, row[0], str(cell)) for row in rows for stage, cell in zip(head[1:], row[1:], strict=True)]
     return {(str(stage).removeprefix("stage "), str(name)): cell.partition(" ")[0] for stage, name, cell in cells}
@@ -309,7 +312,7 @@ def training(*labels: str) -> Callable[[list[Any]], Rows]:
 
 
 def deepspeed_training(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.deepspeed_training: a row a model and section, a column a stage: mean and worst seed."""
+    """Return a row a model and section of lab.benchmarks.deepspeed_training, a column a stage: mean and worst seed."""
     cells: dict[str, dict[str, str]] = {}
     for result in results:
         for stage, seeds in result["stages"].items():
@@ -328,7 +331,7 @@ def deepspeed_training(results: list[Any]) -> Rows:
 
 
 def pretraining(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.pretraining, a size a command: a row a variant, a column a size: mean and each seed."""
+    """Return a row a variant of lab.benchmarks.pretraining, a column a size: mean and each seed. One size a command."""
     sizes = [f"{runs[0]['parameters'] / 1e6:.1f} M" for runs in results]
     cells: dict[str, dict[str, str]] = {}
     for size, runs in zip(sizes, results, strict=True):
@@ -432,7 +435,7 @@ def pipeline_training(results: list[Any]) -> Rows:
 
 
 def _settings(variant: str) -> str:
-    """A configuration without its punctuation: pipeline_bits 4, codebook."""
+    """Return a configuration without its punctuation: pipeline_bits 4, codebook."""
     if not variant.startswith("{"):
         return variant
     given = {key: value for key, value in json.loads(variant).items() if key != "min_bytes"}
@@ -440,13 +443,13 @@ def _settings(variant: str) -> str:
 
 
 def _variant(name: str) -> str:
-    """A section, or of lab.benchmarks.fsdp_step a section and the width of parameters."""
+    """Return the text of a section; of lab.benchmarks.fsdp_step, of a section and the width of parameters."""
     section, parameters, bits = name.partition(", parameters ")
     return _section(section) + parameters + bits
 
 
 def _section(variant: str) -> str:
-    """A section without its punctuation: INT4, group_size 32, compact, range mse."""
+    """Return a section without its punctuation: INT4, group_size 32, compact, range mse."""
     if not variant.startswith("{"):
         return variant
     section = json.loads(variant)
@@ -475,7 +478,7 @@ def real_model(results: list[Any]) -> Rows:
 
 
 def whole_step(results: list[Any]) -> Rows:
-    """Of lab.benchmarks.whole_step: a row a layout, a column a preset, and the greatest share that a preset leaves."""
+    """Return a row for each layout of lab.benchmarks.whole_step, a column a preset, and the largest share left."""
     found = {(row["layout"], row["preset"]): row for row in results[0]["rows"]}
     layouts, presets = (list(dict.fromkeys(names)) for names in zip(*found, strict=True))
     rows: Rows = [["", *(f"{preset}, %" for preset in presets), "left, %"]]

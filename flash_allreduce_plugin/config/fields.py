@@ -1,7 +1,7 @@
 """FlashConfig: one schema for Python, JSON and the environment.
 
-Every mistake is answered with a ConfigError that holds one line per problem: the key, what was given, what
-was expected, and for an unknown key the nearest valid one.  Nothing is ignored.
+Every mistake raises a ConfigError with one line a problem: the key, the given value, the allowed values, and for an
+unknown key the nearest valid one. Nothing is ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PATTERNS = "a list of name patterns (strings)"
 
 
 def _group_size(given: int) -> int:
-    # A Literal would do, but it takes 128.0 for 128.
+    # Not a Literal, which accepts 128.0 for 128.
     if given not in GROUP_SIZES:
         raise ValueError("not a group size")
     return given
@@ -50,7 +50,7 @@ def _group_size(given: int) -> int:
 Width = Annotated[int, Field(ge=MIN_BITS, le=MAX_BITS)]
 GroupSize = Annotated[int, AfterValidator(_group_size)]
 Count = Annotated[int, Field(ge=0)]
-# JSON knows lists only; a frozen, hashable configuration needs tuples.
+# JSON has lists only; a frozen, hashable configuration needs tuples.
 Patterns = Annotated[tuple[str, ...], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)]
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -71,7 +71,7 @@ _places, _advanced = partial(_field, group="places"), partial(_field, group="adv
 class _Frozen(BaseModel):
     model_config = _STRICT
 
-    if not TYPE_CHECKING:  # which would let a type checker take any assignment
+    if not TYPE_CHECKING:  # a type checker would accept any assignment
 
         def __setattr__(self, name: str, value: Any) -> None:
             raise ConfigError(
@@ -84,7 +84,7 @@ class _Frozen(BaseModel):
 
 
 class Hierarchy(_Frozen):
-    """Widths inside a node and between nodes, and how many neighbouring ranks make a node."""
+    """Widths inside a node and between nodes, and the number of neighbouring ranks of a node."""
 
     intra_bits: Width
     inter_bits: Width
@@ -92,17 +92,17 @@ class Hierarchy(_Frozen):
 
 
 class FlashConfig(_Frozen):
-    """How collectives are quantized.  Frozen, hashable, validated; compared across a group at first use.
+    """The configuration of quantized collectives. Frozen, hashable, validated; the ranks of a group compare it.
 
-    Values are strict: bits="8" and bits=True are refused, a list serves where a tuple is stored.  The
-    constructor, from_dict, from_env, from_file and model_copy raise ConfigError with every problem of the
-    call, one per line.  A preset fills in what is not given (presets.py).  The defaults of chunk_bytes and
-    min_bytes are what `flash-allreduce tune` chose on gloo at 1 Gbit/s (docs/decide/benchmarks.md).
+    Values are strict: bits="8" and bits=True are refused; a list is accepted for a tuple. The constructor, from_dict,
+    from_env, from_file and model_copy raise ConfigError with every problem of the call, one a line. A preset gives the
+    missing values (presets.py). `flash-allreduce tune` chose the defaults of chunk_bytes and min_bytes on gloo at
+    1 Gbit/s (docs/decide/benchmarks.md).
     """
 
-    from_env_was_called: ClassVar[bool] = False  # in this process (autoload.py)
+    from_env_was_called: ClassVar[bool] = False  # True after a call in this process (autoload.py)
 
-    # Width: how many bits, of what.
+    # Width: bits of each tensor.
     preset: Literal["int8", "int4", "thin"] | None = _width(
         None,
         '"int8", "int4", "thin" or none',
@@ -143,7 +143,7 @@ class FlashConfig(_Frozen):
         "full", _OR_FULL, "width for gradients that are sent to the pipeline stage before"
     )
 
-    # Format: how a group of elements is written.
+    # Format: the layout and rounding of a group of elements.
     group_size: GroupSize = _format(
         128, f"one of {', '.join(map(str, GROUP_SIZES))}", "elements that share a scale and a zero point"
     )
@@ -155,10 +155,10 @@ class FlashConfig(_Frozen):
         "min-max", '"min-max" or "mse"', "mse: of several ranges of each group, the one with the least squared error"
     )
 
-    # Feedback: what rounding has taken from a gradient.
+    # Feedback: the rounding error of a gradient.
     error_feedback: bool = _feedback(False, _BOOL, "carry the error over to the next step; gradients only")
 
-    # Quality: how exact it is, and what follows.
+    # Quality: measured errors, and decisions by them.
     quality_interval: Count = _quality(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
     target_sqnr_db: float | None = _quality(
         None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
@@ -167,7 +167,7 @@ class FlashConfig(_Frozen):
         None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
     )
 
-    # Places: which calls are quantized.
+    # Places: the calls that are quantized.
     include: Patterns = _places((), _PATTERNS, "fnmatch patterns of module or parameter names to quantize")
     exclude: Patterns = _places((), _PATTERNS, "fnmatch patterns of module or parameter names to leave out")
     warmup_steps: Count = _places(0, _COUNT, "full precision for so many first steps")
@@ -239,7 +239,7 @@ class FlashConfig(_Frozen):
     def _fill(self, values: dict[str, Any], spelled: Callable[[str], str] = str, problems: Iterable[str] = ()) -> None:
         """Validate `values` into self.
 
-        `spelled` names a key as its user wrote it; `problems` were found before and are raised with the rest.
+        spelled: returns a key as its user wrote it. problems: found before, and raised with the rest.
         """
         lines, resolved, fields = list(problems), presets.resolved(values), type(self).model_fields
         known = {key: value for key, value in resolved.items() if key in fields}
@@ -247,7 +247,7 @@ class FlashConfig(_Frozen):
             super().__init__(**known)
         except ValidationError as error:
             lines += sentences(error, known, spelled, fields)
-        # pydantic would not say which key it is, if the key is no text that UTF-8 can encode.
+        # pydantic would not name a key that UTF-8 cannot encode.
         lines += [unknown_key(key, value, spelled, fields) for key, value in resolved.items() if key not in fields]
         if lines:
             raise ConfigError("\n".join(lines))
@@ -255,11 +255,11 @@ class FlashConfig(_Frozen):
         _ = self.text
 
     def given(self) -> dict[str, Any]:
-        """The keys that were given, `preset` among them, without what the preset and the defaults have filled in."""
+        """Return the keys that were given, `preset` included, without those of the preset and the defaults."""
         return {key: getattr(self, key) for key in type(self).model_fields if key in self.model_fields_set}
 
     def __eq__(self, other: object) -> bool:
-        """Whether every field but `preset` is the same: what counts is what it stands for."""
+        """Return True if every field but `preset` is equal: the values of a preset count, not its name."""
         return isinstance(other, FlashConfig) and self.text == other.text
 
     def __hash__(self) -> int:
@@ -356,7 +356,7 @@ class FlashConfig(_Frozen):
         return value
 
     def format(self, bits: int | None = None) -> Format:
-        """How elements travel at `bits`, default `self.bits`. policy/plan.py has the exceptions."""
+        """Return the format of elements at `bits`, default `self.bits`. policy/plan.py has the exceptions."""
         return Format(
             self.bits if bits is None else bits,
             self.group_size,
@@ -370,17 +370,17 @@ class FlashConfig(_Frozen):
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
-        """A copy with `update` applied and validated (pydantic's own copy would not validate it)."""
+        """Return a copy with `update` applied and validated (pydantic's own copy would not validate it)."""
         return type(self).from_dict({**self.given(), **(update or {})})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FlashConfig:
-        """From a mapping of JSON types or of the fields' own types; missing keys take their defaults."""
+        """Create one from a mapping of JSON types or the fields' own types. Missing keys take their defaults."""
         return cls._from_mapping(values)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], base: FlashConfig | None = None) -> FlashConfig:
-        """From a JSON file that holds one object, on top of `base` (default: the default configuration).
+        """Create one from a JSON file of one object, on top of `base` (default: the default configuration).
 
         Every problem names the file.
         """
@@ -397,12 +397,12 @@ class FlashConfig(_Frozen):
 
     @classmethod
     def from_env(cls, base: FlashConfig | None = None) -> FlashConfig:
-        """From FLASH_ALLREDUCE_<FIELD> variables, on top of the JSON file that FLASH_ALLREDUCE_CONFIG names, on top of
-        `base` (default: the default configuration).
+        """Create one from FLASH_ALLREDUCE_<FIELD> variables.
 
-        Values are JSON (8, true, null) or the bare words true, false, none, full; 1 and 0 serve for true and
-        false; include and exclude take names separated by commas.  An empty variable counts as not set.  A
-        variable with the prefix that is neither a field nor a switch of the package is refused.
+        They override the JSON file of FLASH_ALLREDUCE_CONFIG, which overrides `base` (default: the default
+        configuration). Values are JSON (8, true, null) or the words true, false, none, full; 1 and 0 are true and
+        false; include and exclude are names separated by commas. An empty variable is not set. Another variable with
+        the prefix, neither a field nor a switch of the package, is refused.
         """
         FlashConfig.from_env_was_called = True
         texts = {}
@@ -429,10 +429,10 @@ class FlashConfig(_Frozen):
         base: FlashConfig | None = None,
         problems: Iterable[str] = (),
     ) -> FlashConfig:
-        """From fields written as text, in the forms that `from_env` lists, on top of `base`.
+        """Create one from fields as text, in the forms of `from_env`, on top of `base`.
 
-        spelled: how a problem names a field, for example as the flag its user typed.
-        problems: lines that were found before and are raised with the rest.
+        spelled: returns the name of a field in a problem, such as the user's flag.
+        problems: lines found before, and raised with the rest.
         """
         values = {} if base is None else base.given()
         problems = list(problems)
@@ -447,7 +447,7 @@ class FlashConfig(_Frozen):
 
     @classmethod
     def describe(cls, key: str) -> str:
-        """A field's meaning, values and default, in one line."""
+        """Return a field's meaning, values and default, in one line."""
         field = cls.model_fields[key]
         assert isinstance(field.json_schema_extra, dict)
         default = "none" if field.default is None else json.dumps(field.default)
@@ -455,7 +455,7 @@ class FlashConfig(_Frozen):
 
     @classmethod
     def group_of(cls, key: str) -> str:
-        """Which of GROUPS a field is listed in."""
+        """Return the group of a field, one of GROUPS."""
         extra = cls.model_fields[key].json_schema_extra
         assert isinstance(extra, dict)
         return str(extra["group"])
@@ -477,17 +477,18 @@ class FlashConfig(_Frozen):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field but `preset`, whose fields are among them, in JSON types; from_dict of it is equal to self."""
+        """Return every field but `preset`, with the preset's values, in JSON types. from_dict of it equals self."""
         return self.model_dump(mode="json")
 
     @cached_property
     def text(self) -> str:
-        """JSON of the fields that differ from their defaults. Of every instance from the start: torch.compile reads it
-        as a constant, and could not follow how it comes about.
+        """The JSON of the fields that differ from their defaults.
+
+        Computed at creation: torch.compile reads it as a constant, and could not trace its computation.
         """
         return json.dumps(self.model_dump(mode="json", exclude_defaults=True))
 
     def digest(self) -> bytes:
-        """32 bytes, SHA-256 of the canonical JSON form: equal on two ranks whose configurations are equal."""
+        """The SHA-256 of the canonical JSON form, 32 bytes: equal on ranks with equal configurations."""
         canonical = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).digest()

@@ -1,4 +1,4 @@
-"""The presets: for each purpose the setting that measured best, with all that belongs to it.
+"""The presets: the best measured setting for each purpose.
 
         bits an   validation loss against full precision
         element   gradients, ZeRO stage 0 / 2 / 3               tensor parallelism
@@ -14,9 +14,10 @@ and thin had no spikes then. Spikes are for pretrained models, whose tensors hav
     python -m lab.benchmarks.training --steps 400 --bits 6 \
         --options '{"codebook": true, "backward_rounding": "stochastic"}'
 
-Tensor parallelism has 6 bits in int4 and thin, and no bias backward: every layer adds to the error there, and nothing
-gives it back. int8 has the codebook and spikes there, in groups of 256: 8.375 bits. With 4 bits both ways, and the
-codebook, a model of 10.7 M parameters ended 1.6 % behind ("Pretraining with everything on").
+In tensor parallelism int4 and thin have 6 bits, and rounding without bias in the backward pass: every layer adds to the
+error, and no feedback corrects it. int8 has the codebook and spikes there, in groups of 256: 8.375 bits. With 4 bits in
+both directions and the codebook the loss of a model of 10.7 M parameters was 1.6 % higher ("Pretraining with everything
+on").
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FINE = {**_SPIKES, "error_feedback": True}
 _BACKWARD = {"backward_bits": 6, "backward_rounding": "stochastic"}
 
 
-#: Activations and their gradients, wherever they move.
+#: Activations and their gradients, in all their collectives.
 _ACTIVATIONS = (
     "sequence_parallel_gather_bits",
     "expert_bits",
@@ -49,14 +50,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # These replace a preset's keys where every rank keeps the parameters and gathers differences.
 OF_DIFFERENCES: dict[str, dict[str, Any]] = {"int4": {"param_bits": 4}, "thin": {"param_bits": 4}}
-# Instead in Megatron, where `bits` is the width of activations.
+# These replace a preset's keys in Megatron, where `bits` is the width of activations.
 IN_MEGATRON: dict[str, dict[str, Any]] = {
     "int8": {**_SPIKES, "group_size": 256},
     "int4": {"bits": 6, **OF_DIFFERENCES["int4"]},
     "thin": {"bits": 6, **OF_DIFFERENCES["thin"]},
 }
 
-# A preset's key -> given keys and values that it cannot go together with: it stays at its default then.
+# A preset's key -> given keys and values that exclude it: it stays at its default then.
 _OTHER_SCALES = (("symmetric", True), ("compact", True), ("rounding", "stochastic"))
 _YIELDS: dict[str, tuple[tuple[str, Any], ...]] = {
     "codebook": _OTHER_SCALES,
@@ -67,9 +68,9 @@ _YIELDS: dict[str, tuple[tuple[str, Any], ...]] = {
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, and what the preset among them has for the keys that are not given.
+    """Return `values` with the preset's values of the keys that are not given.
 
-    A key of the preset that a given one excludes is left out. An unknown preset stays to be refused.
+    A key of the preset that a given one excludes is left out. An unknown preset is kept, and refused later.
     """
     preset = values.get("preset")
     filled = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
@@ -92,5 +93,5 @@ def compatible(filled: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str
 
 
 def changed(preset: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that are not the preset's: of keys that were given, or that do not apply."""
+    """Return the values that differ from the preset's: of keys that were given, or that do not apply."""
     return {key: values[key] for key, value in PRESETS.get(preset or "", {}).items() if values[key] != value}

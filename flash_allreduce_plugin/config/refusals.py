@@ -1,4 +1,4 @@
-"""Keys that an integration cannot honour: refused at its start in one sentence. What it makes of a preset."""
+"""Refusals, at the start of an integration and in one sentence, of keys without an effect there; and its presets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flash_allreduce_plugin.config.fields import FlashConfig
 from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
-#: The reason where an integration names no other.
+#: The reason if an integration has no other.
 AT_BITS = "where everything travels at `bits`"
-# Fields about collectives that only Megatron has.
+# Fields of collectives that only Megatron has.
 OF_MEGATRON = (
     "backward_bits",
     "backward_rounding",
@@ -32,14 +32,14 @@ OF_MEGATRON = (
 def serve(
     config: FlashConfig | None, integration: str, lacks: Mapping[str, str], serves: Container[str] = ()
 ) -> FlashConfig:
-    """The configuration that an integration goes by: `config`, or the environment's if it is None.
+    """Return the configuration of an integration: `config`, or the environment's if it is None.
 
-    lacks: keys that the integration cannot honour, and why: "has no effect in <integration>, <why>". Refused are those
-    that were given another value than the default, and with a `config` also the keys of Megatron's, but for those that
-    the integration `serves`; the environment may serve Megatron in the same job. A key that only a preset has set is
-    left out instead.
+    lacks: keys without an effect in the integration, with the reason: "has no effect in <integration>, <reason>". Such
+    a key with another value than the default is refused. With a `config` the keys of Megatron are refused too, except
+    those that the integration `serves`; the environment may be for Megatron in the same job. A key that only a preset
+    has set is left out instead.
 
-    Raises TypeError where config is no FlashConfig, and ConfigError with one line for each key.
+    Raises TypeError if config is no FlashConfig, and ConfigError with one line a key.
     """
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(
@@ -56,7 +56,7 @@ def serve(
 
 
 def with_megatrons(lacks: Mapping[str, str], serves: Container[str] = ()) -> dict[str, str]:
-    """`lacks`, and the keys of Megatron's but for those that the integration serves as well."""
+    """Return `lacks` with the keys of Megatron, except those that the integration serves too."""
     others = [key for key in OF_MEGATRON if key not in serves]
     return {**dict.fromkeys(others, AT_BITS), **lacks}
 
@@ -64,9 +64,9 @@ def with_megatrons(lacks: Mapping[str, str], serves: Container[str] = ()) -> dic
 def refusals(
     given: Mapping[str, Any], integration: str, lacks: Mapping[str, str], spelled: Callable[[str], str] = str
 ) -> list[str]:
-    """A line for each key of `lacks` that `given` has another value for than the default.
+    """Return a line for each key of `lacks` with another value than the default in `given`.
 
-    spelled: names a key as its user wrote it.
+    spelled: returns a key as its user wrote it.
     """
     defaults = FlashConfig()
     return [
@@ -77,12 +77,12 @@ def refusals(
 
 
 def for_megatron(config: FlashConfig) -> FlashConfig:
-    """`config` with what its preset has for Megatron alone, but for keys that were given."""
+    """Return `config` with its preset's values for Megatron, except for keys that were given."""
     return _instead(config, presets.IN_MEGATRON)
 
 
 def for_differences(config: FlashConfig) -> FlashConfig:
-    """`config` with what its preset has for differences of parameters, but for keys that were given."""
+    """Return `config` with its preset's values for differences of parameters, except for keys that were given."""
     return _instead(config, presets.OF_DIFFERENCES)
 
 
@@ -104,7 +104,7 @@ def _instead(config: FlashConfig, other_presets: Mapping[str, Mapping[str, Any]]
 
 
 def without(config: FlashConfig, keys: Iterable[str]) -> FlashConfig:
-    """`config` with those of `keys` at their defaults that only its preset has set."""
+    """Return `config` with the `keys` that only its preset has set at their defaults."""
     defaults, given = FlashConfig(), config.given()
     dropped = {
         key: getattr(defaults, key)

@@ -1,4 +1,4 @@
-"""JSON as people write it: a byte order mark is no mistake, a key that stands twice is one."""
+"""JSON as people write it: a byte order mark is accepted, a repeated key is an error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class DuplicateKeyError(ValueError):
-    """A key that stands twice in one object; the message names it."""
+    """A repeated key in one object. The message names it."""
 
 
 def loads(text: str | bytes) -> Any:
-    """json.loads, for text that may begin with a byte order mark.
+    """Return json.loads of text that may begin with a byte order mark.
 
-    Raises DuplicateKeyError, and what json.loads raises: ValueError, and RecursionError for what is nested too deeply.
+    Raises DuplicateKeyError, and as json.loads ValueError, and RecursionError for deep nesting.
     """
-    if isinstance(text, str):  # of bytes json.loads takes it off itself
+    if isinstance(text, str):  # json.loads removes the mark of bytes
         text = text.removeprefix("\ufeff")
     return json.loads(text, object_pairs_hook=_once)
 

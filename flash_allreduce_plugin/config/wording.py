@@ -1,4 +1,4 @@
-"""How a configuration is written as text, and what is said about mistakes in it."""
+"""The text of a configuration, and the sentences about mistakes in it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flash_allreduce_plugin.config import strict_json
 def sentences(
     error: ValidationError, values: Mapping[str, Any], spelled: Callable[[str], str], fields: Mapping[str, FieldInfo]
 ) -> list[str]:
-    """One line for each field that `error` complains about, in the order of the fields."""
+    """Return one line for each field in `error`, in the order of the fields."""
     lines: dict[str, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
-        # A union reports each of its members, and a nested model each of its keys: the first speaks for all.
+        # A union reports each of its members, and a nested model each of its keys: the first one suffices.
         key = str(problem["loc"][0])
         if key in lines:
             continue
@@ -39,18 +39,18 @@ def unknown_key(key: str, value: Any, spelled: Callable[[str], str], fields: Map
 
 
 def _meant(value: Any, field: FieldInfo) -> str:
-    """The name that is spelled nearly as `value`, of those that the field takes, as the end of a sentence; or ""."""
+    """Return the end of a sentence with the field's value that is spelled nearly as `value`; "" if there is none."""
     return near(value, _names(field.annotation)) if isinstance(value, str) else ""
 
 
 def near(given: str, names: Iterable[str]) -> str:
-    """The end of a sentence with the one of these names that is spelled nearly as `given`; "" if none is."""
+    """Return the end of a sentence with the name that is spelled nearly as `given`; "" if there is none."""
     found = difflib.get_close_matches(given.strip().lower(), list(names), n=1)
     return f'; the nearest is "{found[0]}"' if found else ""
 
 
 def _names(annotation: Any) -> list[str]:
-    """The strings among the values of an annotation's Literals."""
+    """Return the strings among the values of an annotation's Literals."""
     if isinstance(annotation, str):
         return [annotation]
     return [name for part in get_args(annotation) for name in _names(part)]
@@ -75,7 +75,7 @@ def shown(value: Any) -> str:
 
 
 def parse(text: str, default: Any) -> Any:
-    """The value that an environment variable's text stands for, by the kind of its field's default."""
+    """Return the value of an environment variable's text, by the type of its field's default."""
     try:
         value = strict_json.loads(text)
     except strict_json.DuplicateKeyError:
