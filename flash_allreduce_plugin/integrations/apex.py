@@ -3,9 +3,9 @@
     import flash_allreduce_plugin as fap
     fap.apex.enable(fap.FlashConfig(bits=8))
 
-`enable` replaces two methods of apex in this process, models that were wrapped before included, `disable` puts them
-back, `report` says what each has done. apex's own code keeps running and sees another `dist.all_reduce`
-(`patching.rebound`): buckets, divisors, dtypes, streams and copies stay apex's. Importing this module changes nothing
+`enable` replaces two methods of apex in this process, also for models that were wrapped before. `disable` restores
+them, `report` returns their counts. apex's own code still runs, with another `dist.all_reduce` (`patching.rebound`):
+buckets, divisors, dtypes, streams and copies stay apex's. The import of this module changes nothing
 and does not import apex. Every rank must enable the same thing.
 """
 
@@ -73,7 +73,7 @@ def is_enabled() -> bool:
 def feedback(reducing: Any) -> Feedback | None:
     """The residuals of a DistributedDataParallel or a Reducer of apex's, None without `error_feedback`.
 
-    To be saved beside the model on every rank, with state_dict and load_state_dict.
+    Save them next to the model on every rank, with state_dict and load_state_dict.
     """
     config = integration.config
     if config is None or not config.error_feedback:
@@ -175,7 +175,7 @@ def _with_gradients(reducing: Any) -> list[Tensor]:
 
 
 def _slot(reducing: Any, *, begins: bool) -> Slot | None:
-    """Where the next reduction of `reducing` finds its residual."""
+    """Return the slot of the next reduction of `reducing`."""
     residuals = feedback(reducing)
     if residuals is None:
         return None
@@ -228,7 +228,7 @@ def missing() -> tuple[Missing, str] | None:
     """Why the apex that `import apex` would find cannot be patched, and a sentence; None if it can. Imports nothing."""
     try:
         spec = importlib.util.find_spec("apex")
-    except ValueError:  # a module that somebody made up by hand: what it has is seen when it is patched
+    except ValueError:  # a module without a spec, made by hand: patching checks its contents
         return None
     if spec is None:
         return (

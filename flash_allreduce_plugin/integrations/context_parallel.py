@@ -1,11 +1,11 @@
-"""torch's context parallelism (torch.distributed.tensor.experimental): what attention exchanges between its ranks.
+"""torch's context parallelism (torch.distributed.tensor.experimental): the exchanges of attention between its ranks.
 
     fap.context_parallel.enable(fap.FlashConfig(attention_bits=8, backward_bits=8))
 
     ring, rotated by all-gather (torch's default)     keys and values: one rounding
     ring, rotated by all-to-all                       keys and values: one rounding a hop
-    ring, backward                                    keys and values again; their gradients, which go from rank to rank
-                                                      and grow: one rounding a hop, if backward_bits is not "full"
+    ring, backward                                    keys and values again; their gradients, which each rank adds to:
+                                                      one rounding a hop, if backward_bits is not "full"
     flex attention                                    all-gather of keys and values; reduce-scatter of their gradients
 
 A rank's own keys and values stay exact in the ring. In a graph of torch.compile torch's own collectives stay.
@@ -47,7 +47,7 @@ _HANDLE = "_flash_allreduce_handle"  # of a tensor that is on its way
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Quantize the exchanges of torch's context parallelism from the next call on, on every rank alike.
+    """Quantize the exchanges of torch's context parallelism from the next call on, the same on every rank.
 
     config: default `FlashConfig.from_env()`; warmup_steps counts the steps of the optimizer. Enabled already: only the
     configuration changes.
@@ -142,7 +142,7 @@ integration = _ContextParallel(
 
 def _hops(original: Function) -> Function:
     def permute_tensor(tensor: Tensor, src_dst: list[int], group: dist.ProcessGroup) -> Tensor:
-        """As torch's: tensor, 1-D, to the rank that src_dst has for this one."""
+        """Send tensor, 1-D, to this rank's destination in src_dst, as torch's function does."""
         if _in_a_graph(tensor):
             from torch.distributed import _functional_collectives as theirs
 
@@ -251,7 +251,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _in_a_graph(tensor: Tensor) -> bool:
-    """Whether torch.compile traces: then there is nothing to send yet."""
+    """Return True while torch.compile traces: there is nothing to send yet."""
     return type(tensor) is not Tensor or torch.compiler.is_compiling()
 
 

@@ -32,7 +32,7 @@ _ROW = BY_NAME["megatron_fsdp"]
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Quantize what Megatron-FSDP sends from the next call on, on every rank alike.
+    """Quantize the collectives of Megatron-FSDP from the next call on, the same on every rank.
 
     config: default `FlashConfig.from_env()`. Enabled already: only the configuration changes.
     Raises TypeError where config is no FlashConfig; ConfigError for keys that have no effect here, or if grad_bits and

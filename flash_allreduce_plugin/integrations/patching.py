@@ -20,18 +20,18 @@ from typing import Any, cast
 from flash_allreduce_plugin.errors import PatchError
 
 _MARKER = "__flash_allreduce_seam__"
-# On a function whose own source carries the seam (see in_source): there is nothing to replace.
+# On a function with a seam in its source (see in_source): there is nothing to replace.
 _IN_SOURCE = "__flash_allreduce_in_source__"
 _MISSING = object()
 
-#: A function of another library, and what goes in its place.
+#: A function of another library, or its replacement.
 Function = Callable[..., Any]
 Parameters = tuple[str | types.EllipsisType, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One symbol of another library and what goes in its place.
+    """One symbol of another library and its replacement.
 
     id: stable name, used in reports and counters.
     module, attribute: where the symbol is; attribute may be dotted ("Class.method").
@@ -55,7 +55,7 @@ class Seam:
         return f"{self.module}.{self.attribute}"
 
     def wrong_parameters(self, found: tuple[str, ...]) -> str | None:
-        """Why a function whose parameters are named `found` does not fit, or None if it does."""
+        """Return why a function with parameters named `found` does not fit, or None."""
         several = self.signature and isinstance(self.signature[0], tuple)
         accepted: tuple[Any, ...] = self.signature if several else (self.signature,)
         for names in accepted:
@@ -117,9 +117,7 @@ class Patchset:
             self._prepare()
 
     def apply(self) -> None:
-        """Replace every symbol, or none: on any failure what was already replaced is put back. Does nothing
-        if applied.
-        """
+        """Replace every symbol, or none: a failure restores the replaced ones. Does nothing if applied."""
         if self._applied:
             return
         patches = self._prepare()
@@ -139,10 +137,10 @@ class Patchset:
         self._applied = patches
 
     def restore(self) -> None:
-        """Put back exactly the objects that `apply` found. Does nothing if not applied.
+        """Restore exactly the objects that `apply` found. Does nothing if not applied.
 
-        Raises PatchError, and changes nothing, if somebody replaced one of the symbols after us: putting the
-        original back would silently drop their patch.
+        Raises PatchError, and changes nothing, if one of the symbols was replaced after us: the original would silently
+        drop that patch.
         """
         self.refuse_replaced()
         for patch in reversed(self._applied):
@@ -150,7 +148,7 @@ class Patchset:
         self._applied = []
 
     def refuse_replaced(self) -> None:
-        """Raises PatchError if somebody replaced one of the symbols after us."""
+        """Raise PatchError if one of the symbols was replaced after us."""
         for patch in self._applied:
             if not patch.is_in_place() and not patch.is_undone():
                 raise PatchError(
@@ -235,7 +233,7 @@ def in_source(seam_id: str, replacement: Callable[..., Callable[..., Any] | None
 
 
 def is_in_source(function: Callable[..., Any], seam_id: str) -> bool:
-    """Whether the function's own source carries the seam, by `in_source`."""
+    """Return True if the function has a seam in its source, by `in_source`."""
     return getattr(function, _IN_SOURCE, None) == seam_id
 
 
@@ -245,8 +243,7 @@ def below_mark(function: Any) -> Callable[..., Any]:
 
 
 def rebound(function: Callable[..., Any], path: str, new: Any) -> Callable[..., Any]:
-    """A copy of `function` whose body sees `new` where it says `path`; everybody else goes on seeing the
-    original.
+    """Return a copy of `function` with `new` in place of `path` in its body. Other code still uses the original.
 
     path is a global name ("_reduce") or a dotted access that starts with one
     ("torch.distributed.all_reduce"). The copy shares the code object, so the rest of the function is the

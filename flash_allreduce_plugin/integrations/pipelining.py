@@ -1,12 +1,12 @@
-"""torch's pipelines (torch.distributed.pipelining): what stages send each other.
+"""torch's pipelines (torch.distributed.pipelining): the sends of stages.
 
     fap.pipelining.enable(fap.FlashConfig(pipeline_bits=8, pipeline_backward_bits=8))
 
     activations to the next stage        pipeline_bits             one rounding
     gradients to the stage before        pipeline_backward_bits    one rounding
 
-Every schedule of torch's makes its sends of what a stage's four methods list, and starts them in one function. The
-methods say what is an activation and what a gradient; shapes, which go before the first batch, are sent elsewhere.
+Every schedule of torch sends the tensors that a stage's four methods list, and starts the sends in one function. The
+methods tell activations from gradients. Shapes are sent elsewhere, before the first batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SITE = "_flash_allreduce_site"  # of a P2POp
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Quantize what the stages of torch's pipelines send from the next call on, on every rank alike.
+    """Quantize the sends of torch's pipelines from the next call on, the same on every rank.
 
     config: default `FlashConfig.from_env()`; warmup_steps counts the steps of the optimizer. Enabled already: only the
     configuration changes.

@@ -3,7 +3,7 @@
 The callers compute the numbers, this module adds them up; it may be called from any thread.  Bytes are those
 that this rank sends: for a quantized call its payloads, for a full-precision call the ring volume, that is
 2 (N-1)/N x the tensor's bytes for all_reduce and (N-1)/N x for reduce_scatter and all_gather.
-bytes_full_precision is what the same program would have sent without this plugin, whichever way the call went.
+bytes_full_precision are the bytes that the same program would have sent without this plugin.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Counters:
         return self.quantized + self.full_precision.total()
 
     def plus(self, later: Counters) -> Counters:
-        """These and what was counted later."""
+        """Return these counters plus the later ones."""
         return Counters(
             self.quantized + later.quantized,
             self.bits if later.bits is None else later.bits,
@@ -146,7 +146,7 @@ class Tally:
             }
 
     def trials(self) -> dict[str, Trial]:
-        """Those of each site. A copy."""
+        """Return a copy of the counters of each site."""
         with _lock:
             return dict(self._trials or {})
 
@@ -176,8 +176,8 @@ _lock = threading.Lock()
 # A child that is forked while another thread counts must find it free.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _sites: dict[str, Counters] = {}
-_forgotten: dict[str, Counters] = {}  # by reset_stats
-_beside: dict[str, Counters] = {}  # the same two of what torch.distributed sends beside us
+_forgotten: dict[str, Counters] = {}  # counters before reset_stats
+_beside: dict[str, Counters] = {}  # the same two for torch.distributed's other traffic
 _beside_forgotten: dict[str, Counters] = {}
 _watched: WeakValueDictionary[str, Tally] = WeakValueDictionary()  # by the first part of a site's name
 _logged: set[tuple[str, str]] = set()  # outlives reset_stats: a reason is logged once in a process
@@ -210,8 +210,10 @@ def record_quantized(
     bits: int | None = None,
     bytes_plain: int = 0,
 ) -> None:
-    """Count a quantized call: the bytes sent, what would have been sent in its place without us, what of the bytes went
-    to another node, the width of the codes, and what of the bytes travelled as it is.
+    """Count a quantized call.
+
+    bytes_full_precision: sent without the plugin. bytes_between_nodes, bytes_plain: parts of the bytes, sent to another
+    node, and in full precision. bits: width of the codes.
     """
     with _lock:
         counters = _counters(site)
@@ -249,8 +251,8 @@ def record_full_precision(
 ) -> None:
     """Count a call in full precision that sent `bytes`; log each (site, reason) the first time, at INFO.
 
-    instead_of: what would have been sent in its place without us, where that is not `bytes`. message: bytes of the
-    whole tensor, which min_bytes is compared with.
+    instead_of: bytes sent without the plugin, if not `bytes`. message: bytes of the whole tensor, which min_bytes is
+    compared with.
     """
     with _lock:
         counters = _counters(site)
@@ -269,7 +271,7 @@ def record_full_precision(
 
 
 def record_beside(what: str, bytes: int) -> None:
-    """Count a call of torch.distributed's that is not ours. what: its collective and group."""
+    """Count a call of torch.distributed's other traffic. what: its collective and group."""
     with _lock:
         counters = _beside.get(what)
         if counters is None:
@@ -322,10 +324,10 @@ def stats() -> dict[str, Any]:
      "sites": {name: {the same keys, "bits": int or None, "sqnr_db": float or None}},
      "beside": {collective and group: {"calls", "bytes_sent"}}}
 
-    bytes_full_precision is what would have been sent without this plugin, whichever way the calls went.
-    bytes_plain is what of bytes_sent went in full precision, by our decision; beside, what torch.distributed sent while
-    an integration was attached and never asked us about (other_traffic.py).
-    bytes_between_nodes is what of bytes_sent went to another node, in two-level calls: others know no nodes.
+    bytes_full_precision: bytes that would have been sent without this plugin.
+    bytes_plain: the part of bytes_sent in full precision, by our decision. "beside": torch.distributed's other traffic
+    while an integration was attached (other_traffic.py).
+    bytes_between_nodes: the part of bytes_sent to other nodes, in two-level calls; other calls have no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
     sqnr_db is 10 log10(measured runs / sum of their errors) over the measured calls of the site: None if none was
@@ -350,13 +352,13 @@ def reset_stats() -> None:
 
 
 def totals() -> dict[str, Counters]:
-    """Per site, what was counted since the process began: reset_stats takes nothing away from it."""
+    """Return the counters of each site since the start of the process, independent of reset_stats."""
     with _lock:
         return _together(_forgotten, _sites)
 
 
 def beside() -> dict[str, Counters]:
-    """The same of what torch.distributed sent beside us, per collective and group."""
+    """Return the same of torch.distributed's other traffic, per collective and group."""
     with _lock:
         return _together(_beside_forgotten, _beside)
 
@@ -368,7 +370,7 @@ def _together(before: dict[str, Counters], now: dict[str, Counters]) -> dict[str
 
 
 def shares(sites: Iterable[Counters], others: Iterable[Counters]) -> str:
-    """A sentence: what of all that this rank sent was quantized, left in full precision by us, and not ours."""
+    """Return a sentence: the shares of this rank's bytes quantized, in full precision by us, and in other traffic."""
     sent = plain = 0
     for site in sites:
         sent, plain = sent + site.bytes_sent, plain + site.bytes_plain

@@ -1,15 +1,15 @@
-"""Counts the traffic of torch.distributed that is not ours, by collective and group while an integration is attached.
+"""Count the traffic of torch.distributed that is not ours, by collective and group, while an integration is attached.
 
-All functions of torch.distributed end in a method of ProcessGroup, by whatever name they were imported: those methods
-are replaced on the class, and put back when the last integration goes. What the package sends itself passes through
-them as well, inside `ours`, and is counted where it is decided. Not seen is what calls ProcessGroup from C++: DDP's own
-reducer and its broadcasts of buffers, functional collectives and with them DTensor, compiled regions.
+All functions of torch.distributed end in a method of ProcessGroup, under every imported name. Those methods are
+replaced on the class, and restored when the last integration is disabled. The package's own calls use them too, inside
+`ours`, and are counted at their decision. Calls of ProcessGroup from C++ are not seen: DDP's own reducer and its
+broadcasts of buffers, functional collectives and with them DTensor, compiled regions.
 
 Traffic that a field would quantize, if it was set, is counted at its site (`counted_at`, `exchanges_of`).
 
-Bytes are those that a rank sends, on a ring where a collective has one, as telemetry counts them: 2 (n - 1) / n of an
-all-reduce, (n - 1) / n of the whole of an all-gather, a reduce-scatter or an all-to-all; of a broadcast what its root
-has, of a reduction to one rank what the others have.
+Bytes are those that a rank sends, in a ring where a collective has one, as telemetry counts them: 2 (n - 1) / n of an
+all-reduce, (n - 1) / n of the whole of an all-gather, a reduce-scatter or an all-to-all; of a broadcast the root's
+tensor, of a reduction to one rank the tensors of the others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ours = _Ours()
 
 
 class _Served(threading.local):
-    """Where the calls of a thread are counted while it is inside `counted_at`."""
+    """The site of a thread's calls inside `counted_at`."""
 
     at: Served | None = None
 
@@ -83,7 +83,7 @@ def exchanges_of(group: dist.ProcessGroup, served: Callable[[], Served | None]) 
 _lock = threading.RLock()  # the end of an owner may come in the middle of anything
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _owners: WeakSet[Any] = WeakSet()
-_replaced: dict[str, tuple[Any, Any]] = {}  # method -> (what was there, what we put there)
+_replaced: dict[str, tuple[Any, Any]] = {}  # method -> (original, replacement)
 
 
 def attach(owner: Any) -> None:
@@ -119,7 +119,7 @@ def _update() -> None:
                     setattr(dist.ProcessGroup, method, new)
         elif not wanted:
             for method, (before, new) in _replaced.items():
-                # Somebody else's wrapper around ours stays, and ours in it counts nothing.
+                # Another wrapper around ours stays, and ours in it counts nothing.
                 if vars(dist.ProcessGroup)[method] is new:
                     setattr(dist.ProcessGroup, method, before)
             _replaced.clear()
@@ -145,7 +145,7 @@ def _counting(original: Callable[..., Any], name: str, volume: Volume) -> Callab
                     _record(*served, name, bytes_, world)
         except Exception:  # of arguments that torch will refuse: the training is not to fail here
             pass
-        with ours:  # else twice, if somebody's wrapper lies between two of ours
+        with ours:  # else counted twice, if another wrapper lies between two of ours
             return original(self, *args, **kwargs)
 
     return method

@@ -1,8 +1,8 @@
 """The log of a run: FLASH_ALLREDUCE_LOG=FILE, JSON lines that `flash-allreduce report` reads (docs/use/monitoring.md).
 
-Rank 0 writes; with %r in the name every rank writes a file of its own. The first line says what runs, the others what
-each site has counted since the line before. A thread writes them, so that a slow disk does not hold up the training: a
-second after the start, then ever more rarely, a minute apart at most. Without the variable there is no thread.
+Rank 0 writes; with %r in the name every rank writes its own file. The first line describes the program, the others have
+each site's counts since the line before. A thread writes them, so that a slow disk does not block the training: a
+second after the start, then less and less often, at most a minute apart. Without the variable there is no thread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def start(config: FlashConfig, step: StepSource | None = None) -> None:
 
 
 def close() -> None:
-    """Write the last line. Does nothing if no log runs; happens by itself when the process ends."""
+    """Write the last line. Does nothing without a log. The end of the process calls it too."""
     global _running
     with _lock:
         running, _running = _running, None
@@ -97,7 +97,7 @@ class RunLog:
         self._path = path
         self._started = time.monotonic()
         self._configs = {config}
-        self._told: dict[str, Counters] = {}  # what the lines so far have said
+        self._told: dict[str, Counters] = {}  # the counts of earlier lines
         self._told_beside: dict[str, Counters] = {}
         self._warned = False
         self._writing = threading.Lock()
@@ -140,7 +140,7 @@ class RunLog:
         if not sites and not others and kind != "end":
             return
         step = None if _finished_steps is None else _finished_steps()
-        self._step = self._step if step is None else step  # what counted them may be gone at the end
+        self._step = self._step if step is None else step  # the source of the steps may no longer exist at the end
         fields: dict[str, Any] = {} if self._step is None else {"step": self._step}
         if others:
             fields["beside"] = {name: {"calls": c.calls, "bytes_sent": c.bytes_sent} for name, c in others.items()}
@@ -148,7 +148,7 @@ class RunLog:
             self._told, self._told_beside = now, beside
 
     def _line(self, kind: str, fields: dict[str, Any]) -> bool:
-        """Write it; what cannot be written now comes with a later line, and the training goes on."""
+        """Write a line. After a failed write a later line has the counts, and the training continues."""
         try:
             self._write({"kind": kind, "seconds": round(time.monotonic() - self._started, 3), **fields})
         except OSError as error:
@@ -163,7 +163,7 @@ class RunLog:
         return True
 
     def _write(self, line: dict[str, Any]) -> None:
-        """One write for a whole line, at the end of the file: what cuts it off leaves all others as they are."""
+        """Append a line with one write, so that an interrupted write damages no other line."""
         data = (b"\n" if self._cut_off else b"") + json.dumps(line).encode() + b"\n"
         with self._writing:
             self._cut_off = True
@@ -228,7 +228,7 @@ def _header(rank: int, world: int, config: FlashConfig) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python, this package, torch, and the frameworks that are loaded."""
+    """Return the versions of Python, this package, torch, and the loaded frameworks."""
     packages = {"flash_allreduce_plugin": "flash-allreduce-plugin", "torch": "torch", "megatron.core": "megatron-core"}
     packages |= {"deepspeed": "deepspeed", "transformer_engine": "transformer-engine", "apex": "apex"}
     found = {"python": platform.python_version()}

@@ -1,4 +1,4 @@
-"""Scalars for TensorBoard and what resembles it: per site, over what was counted since the last time.
+"""Scalars for TensorBoard and similar writers: for each site, over the counts since the last call.
 
     fap.log_to(writer, step)
 

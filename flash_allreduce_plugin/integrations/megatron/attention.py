@@ -1,11 +1,11 @@
-"""What attention exchanges with context parallelism. One rounding each.
+"""The exchanges of attention with context parallelism. One rounding each.
 
-In megatron-core itself, through functions that serve other groups too, so that the group tells:
+In megatron-core, through functions that other groups use too, so that the group decides:
 
     Mamba and gated delta net layers    all-to-all, forward and backward
     sparse attention (DSA, from 0.19)   all-gather of keys and values; reduce-scatter of their gradients
 
-In Transformer Engine, whose attention calls torch.distributed itself:
+In Transformer Engine, which calls torch.distributed itself:
 
     cp_comm_type a2a, and in a2a+p2p    all-to-all of queries, keys, values and output, and of their gradients
     its ring, its all-gathers           not reached
@@ -46,7 +46,7 @@ _TE_FUNCTION = "flash_attn_a2a_communicate"
 _TE_SEAM = "megatron.transformer_engine.attention.exchange"
 OUTSIDE = "outside of the attention's autograd function"
 
-# Site -> (its seam, the function, what is covered).
+# Site -> (its seam, the function, covered tensors).
 _ROWS = {
     EXCHANGE: ("megatron.all_to_all.forward", "_AllToAll", "all-to-all of Mamba and gated delta net layers"),
     EXCHANGE_BACKWARD: ("megatron.all_to_all.backward", "_AllToAll", "all-to-all of their gradients"),

@@ -1,7 +1,7 @@
-"""Megatron-LM's checkpoints: each rank's state lies in the folder of the iteration, beside Megatron-LM's files.
+"""Megatron-LM's checkpoints: each rank's state is in the folder of the iteration, next to Megatron-LM's files.
 
 The seams are `save_checkpoint` and `load_checkpoint` of its training package. A script that saves with megatron-core's
-dist_checkpointing or by itself calls fap.state_dict and fap.load_state_dict.
+dist_checkpointing, or with its own code, calls fap.state_dict and fap.load_state_dict.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _gradients = _Gradients()
 
 
 def start() -> None:
-    """fap.state_dict has what Megatron needs from here on."""
+    """Add Megatron's state to fap.state_dict from now on."""
     checkpoint.register("megatron", _gradients)
 
 
@@ -143,7 +143,7 @@ def _arguments() -> Any:
 
 
 def _non_persistent(args: Any, folder: str) -> str:
-    """Where Megatron-LM has the checkpoints that it deletes again."""
+    """Return Megatron-LM's folder of checkpoints that it deletes later."""
     given: str | None = args.non_persistent_global_ckpt_dir
     return given or os.path.join(folder, "non_persistent")
 

@@ -1,11 +1,11 @@
-"""Hidden states on their way to the experts of a mixture and back: all-to-all, all-gather, reduce-scatter.
+"""Hidden states sent to the experts of a mixture and back: all-to-all, all-gather, reduce-scatter.
 
-The token dispatchers move routing maps, counts and probabilities through the same functions as the hidden states,
-and those must stay exact. So the seams are on the dispatchers' methods: the hidden states are the tensor that a
-method is given, and only while that tensor is moved does the scope name the method. The autograd functions keep
-the scope for their backward, where the gradient of the hidden states goes the way back.
+The token dispatchers move routing maps, counts and probabilities through the same functions as the hidden states, and
+those must stay exact. So the seams are on the dispatchers' methods. The hidden states are the argument of a method, and
+the scope names the method only while that tensor is moved. The autograd functions keep the scope for their backward,
+which sends the gradient of the hidden states back.
 
-Every rank holds another number of tokens. collectives/all_to_all.py sends them; this file says which tensors are sent.
+Ranks hold different numbers of tokens. collectives/all_to_all.py sends them; this file selects the tensors.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def seams() -> list[Seam]:
 
 
 def helpers(config: CurrentConfig) -> list[Seam]:
-    """The all-to-all below the dispatchers, which serves attention too. What else passes through it is not counted."""
+    """Return the seam of the all-to-all below the dispatchers, which attention uses too. It counts no other calls."""
     parameters = ("ctx", "group", "input", "output_split_sizes", "input_split_sizes")
     return [
         Seam(
@@ -123,7 +123,7 @@ def helpers(config: CurrentConfig) -> list[Seam]:
 
 
 def _names_hidden_states(original: Function, *, site: str, moved_by: str) -> Function:
-    """A dispatcher's method in whose calls of `moved_by` the scope names `site` if they move hidden states."""
+    """Return a dispatcher's method whose scope names `site` in the calls of `moved_by` that move hidden states."""
     theirs = original.__globals__
     combines = moved_by == _REDUCE_SCATTER  # moves nothing else, but casts first
 
@@ -188,7 +188,7 @@ def reduce_scatter(
 
 
 def _all_to_all_single(config: CurrentConfig) -> Function:
-    """What stands in for `torch.distributed.all_to_all_single` inside `mappings._AllToAll.forward`."""
+    """Replace `torch.distributed.all_to_all_single` inside `mappings._AllToAll.forward`."""
 
     def all_to_all_single(
         output: torch.Tensor,
@@ -211,7 +211,7 @@ def _all_to_all_single(config: CurrentConfig) -> Function:
 
 
 def _how(config: FlashConfig, scope: Scope, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """What every call that moves hidden states or their gradient is told."""
+    """Return the arguments of every call that moves hidden states or their gradient."""
     assert scope.hidden_states is not None
     forward, backward = _BACK if scope.hidden_states in _COMBINES else _THERE
     role = backward if scopes.running_pass() == "backward" else forward

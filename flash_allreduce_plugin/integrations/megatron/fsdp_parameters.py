@@ -118,7 +118,7 @@ def _off(config: FlashConfig) -> bool:
 
 
 def _whole(buffers: Any, group: Any) -> Any:
-    """Return the DataParallelBuffer of a ParameterGroup that keeps what differences are gathered into, or None.
+    """Return the DataParallelBuffer of a ParameterGroup that keeps the target of gathered differences, or None.
 
     That is the bucket in ZeRO 1 and 2, and the part of this instance where instances of HSDP have parts of it.
     """

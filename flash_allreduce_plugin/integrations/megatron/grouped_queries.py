@@ -6,7 +6,7 @@ rank cuts its heads out:
     forward      [s, b, n] of every rank  -> all-gather      -> [s, b, n * ranks]     width: bits
     backward     [s, b, n * ranks]        -> reduce-scatter  -> [s, b, n]             width: backward_bits
 
-Every rank decodes the same payloads, its own too, so all ranks go on with the same QKV.
+Every rank decodes the same payloads, its own too, so all ranks have the same QKV.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron-LM's own monitors, TensorBoard and Weights & Biases, get our scalars beside Megatron's.
+"""Our scalars in Megatron-LM's monitors, TensorBoard and Weights & Biases.
 
 The seam is `training_log` of its training package, on the rank that has the writer (the last one), every
 --tensorboard-log-interval iterations.

@@ -1,11 +1,11 @@
-"""What pipeline stages send each other: activations to the next stage, their gradients to the one before.
+"""The sends of pipeline stages: activations to the next stage, their gradients to the stage before.
 
-All that Megatron's schedules send passes one of two functions: `_batched_p2p_ops`, which starts sends and receives at
-once, and `_p2p_ops`, for overlapped ones. Both are told which tensor goes where; at two stages the ranks alone would
-not say. Shapes, which go before tensors of variable lengths, are sent elsewhere, by Megatron.
+All sends of Megatron's schedules use one of two functions: `_batched_p2p_ops`, which starts sends and receives in one
+call, and `_p2p_ops`, for overlapped ones. Their arguments name the destination of each tensor; with two stages the
+ranks alone would not identify it. Megatron sends the shapes of tensors with variable lengths elsewhere.
 
-While both widths are "full" Megatron's own functions serve every call. Otherwise all messages are sends of this
-package, those in full precision too, so that ends which do not agree are named.
+While both widths are "full" Megatron's own functions run. Otherwise all messages are sends of this package, in full
+precision too, so that an error can name ends that differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _REASONS = {FORWARD: policy.is_full("pipeline_bits"), BACKWARD: policy.is_full("
 
 
 def helpers(config: CurrentConfig) -> list[Seam]:
-    """The two functions, whose sends `rows` reports by direction, and the schedules that call them."""
+    """Return the seams of the two functions and of the schedules that call them. `rows` reports sends by direction."""
     parameters = (*_SITES, "group", "prev_pipeline_rank", "next_pipeline_rank")
 
     def seam(name: str, function: str, replacement: Callable[[Function, CurrentConfig], Function]) -> Seam:
@@ -101,11 +101,11 @@ def _agreed(original: Function, config: CurrentConfig) -> Function:
 
 
 class _Exchange(NamedTuple):
-    """What one call of Megatron's sends and receives.
+    """The sends and receives of one call of Megatron.
 
-    tensors: by its names for them. how: what every send is told. stage: whose random numbers are drawn; of two stages
-    some messages go over the group of all ranks, where tensor-parallel ranks, which may hold the same activations, have
-    other numbers.
+    tensors: by Megatron's names. how: arguments of every send. stage: the number of the random numbers. With two stages
+    some messages use the group of all ranks, in which tensor-parallel ranks, maybe with the same activations, have
+    different ranks.
     """
 
     tensors: dict[str, Any]
@@ -193,7 +193,7 @@ def _count(tensors: Mapping[str, torch.Tensor | None], reason: Callable[[Site], 
 
 
 class _Handle:
-    """Of a send: lets go of the tensor once it has arrived."""
+    """The handle of a send, which frees the tensor after it was received."""
 
     def __init__(self, work: Work) -> None:
         self._work: Work | None = work

@@ -1,4 +1,4 @@
-"""Find the gradients of a bucket whose parameter every tensor-parallel rank keeps (replicated_params.py).
+"""Find the gradients in a bucket of parameters with a copy on every tensor-parallel rank (replicated_params.py).
 
 With sequence parallelism gradients of such parameters are parts, which Megatron adds up over the tensor-parallel ranks
 after the data-parallel ones: they end up the same in whatever way each part is reduced. The parameters themselves do
@@ -16,7 +16,7 @@ from flash_allreduce_plugin.integrations.megatron import process_groups
 
 
 def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[replicated_params.Range | replicated_params.Copy]:
-    """Where `bucket` [numel], or a shard of one, has gradients of replicated parameters.
+    """Return the ranges of `bucket` [numel], or a shard of one, with gradients of replicated parameters.
 
     bucket_group: of megatron-core's DistributedDataParallel, with the bucket.
     """
@@ -27,10 +27,11 @@ def ranges(bucket_group: Any, bucket: torch.Tensor) -> list[replicated_params.Ra
 
 
 def parameters(bucket_group: Any, bucket: Any, padding: bool = False) -> list[replicated_params.Range]:
-    """Where the parameters of a bucket [numel] are copies that share it with other numbers, ascending: on
-    tensor-parallel ranks, those of experts for experts, and embeddings that pipeline stages share.
+    """Return the ascending ranges of a bucket [numel] of parameters that are copies next to different numbers.
 
-    padding: and where it has no parameter. Rotated groups would leave there what no checkpoint has.
+    Copies are on tensor-parallel ranks (for experts on the experts'), and embeddings that pipeline stages share.
+    padding: True to return ranges without a parameter too: rotated groups would leave values there that no checkpoint
+    has.
     """
     layout, weights = process_groups.layout_of(bucket_group), bucket.param_data
     ranges: list[replicated_params.Range] = []

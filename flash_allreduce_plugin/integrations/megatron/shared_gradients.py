@@ -1,11 +1,11 @@
-"""What Megatron adds up when the data-parallel gradients are there, of parameters that several ranks have a copy of:
+"""Megatron's sums after the data-parallel reduction, for gradients of parameters with copies on several ranks:
 
     embeddings, if the first and the last pipeline stage share one     all-reduce between the two     grad_bits
     layer norms and others, with sequence parallelism                  all-reduce of tensor parallelism,
                                                                        exact without quantize_layernorm
 
-Data-parallel ranks do so at the same time with the same numbers, in groups of their own, and must get the same bits. So
-nothing here depends on where ranks are: no call goes in two levels.
+Data-parallel ranks compute the same sums at the same time, in different groups, and must get the same bits. So no call
+here depends on the placement of ranks: none runs in two levels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
 
 @functools.lru_cache(maxsize=8)
 def _flat(config: FlashConfig) -> FlashConfig:
-    """The same object for the same configuration: what is known of a call is kept by its identity."""
+    """Return the same object for the same configuration: calls are cached by its identity."""
     return config if config.hierarchical == "off" else config.model_copy(update={"hierarchical": "off"})
 
 

@@ -1,10 +1,10 @@
-"""For sources of Megatron that carry the seams themselves (see patches/): what their lines call.
+"""The decorator of seams in Megatron's own source (see patches/).
 
     @flash_allreduce.seam("megatron.g.forward")
     def forward(ctx, input_, group): ...
 
-A marked function is Megatron's own until `enable` and again after `disable`; in between it is what the seam of that
-name makes of it, as if it had been replaced at run time.
+A marked function is Megatron's own before `enable` and after `disable`. Between them the seam of that name replaces it,
+as at run time.
 """
 
 from __future__ import annotations

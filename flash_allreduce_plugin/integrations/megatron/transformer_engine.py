@@ -77,7 +77,7 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, **call: Any) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """A function of transformer_engine.pytorch.distributed, where its calls are counted, and what serves them."""
+    """A function of transformer_engine.pytorch.distributed, the site of its calls, and its replacement."""
 
     name: str
     signature: tuple[tuple[str, ...], ...]
@@ -120,7 +120,7 @@ COVERS = {
 
 
 def in_use() -> bool:
-    """Whether Megatron itself runs with a Transformer Engine; where none is installed nothing is imported."""
+    """Return True if Megatron runs with a Transformer Engine. Imports nothing if none is installed."""
     if "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:
         return False
     try:

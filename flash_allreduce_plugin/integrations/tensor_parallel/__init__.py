@@ -40,7 +40,7 @@ _ROW = BY_NAME["tensor_parallel"]
 
 
 def enable(config: FlashConfig | None = None) -> None:
-    """Quantize the activations of torch's tensor parallelism from the next call on, on every rank alike.
+    """Quantize the activations of torch's tensor parallelism from the next call on, the same on every rank.
 
     config: default `FlashConfig.from_env()`; a preset has the widths that it has for Megatron's activations.
     warmup_steps counts the steps of the optimizer; a program that only evaluates has none. Enabled already: only the
@@ -149,7 +149,7 @@ class _TensorParallel(Integration):
             notices.say(f"sums of transformers' tp_plan without gradients stay exact: {error}")
 
     def _mark_graphs(self, config: FlashConfig) -> None:
-        """Keep graphs of this configuration apart in torch.compile's caches, which do not see what seams put in."""
+        """Separate graphs of this configuration in torch.compile's caches, which do not see the seams."""
         if self._tag is None:
             self._tag = torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = f"{self._tag} flash_allreduce {config.text}"

@@ -8,7 +8,7 @@ must stay exact. A redistribution moves an activation if its tensor
   no_grad, with frozen weights and in the forward pass of a reentrant checkpoint there is no graph.
 
 The module is read from the stack: the innermost call of torch.nn.Module that nothing of autograd's engine is between.
-The backward pass knows no modules. It goes by the `Activation` that the forward pass kept on ctx.
+The backward pass has no modules. It uses the `Activation` that the forward pass kept on ctx.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CurrentConfig = Callable[[], FlashConfig]
 IN_A_GRAPH = "module unknown in a graph"
 _KEPT = "flash_allreduce_activation"  # on ctx
 _CALL = nn.Module._call_impl.__code__
-_ENGINE = "_engine_run_backward"  # torch.autograd.graph: what runs inside of it belongs to the backward pass
+_ENGINE = "_engine_run_backward"  # torch.autograd.graph: code inside of it belongs to the backward pass
 # Parts of a module's name that wrappers add.
 _WRAPPERS = re.compile(r"(?:(?<=^)|(?<=\.))(?:module|_orig_mod|_checkpoint_wrapped_module)(?:\.|$)")
 
@@ -78,7 +78,7 @@ def tracing() -> bool:
 
 
 def forwards(config: CurrentConfig, asynchronous: bool) -> Callable[[Function], Function]:
-    """Return a wrapper of the forward of an autograd function of DTensor's: it says what is moved, and keeps it on ctx.
+    """Return a wrapper of the forward of a DTensor autograd function, which sets the activation and keeps it on ctx.
 
     asynchronous: the fourth argument after ctx is async_op.
     """
@@ -99,7 +99,7 @@ def forwards(config: CurrentConfig, asynchronous: bool) -> Callable[[Function], 
 
 
 def backwards(original: Function) -> Function:
-    """Wrap the backward of an autograd function of DTensor's: the gradient of what its forward moved."""
+    """Wrap the backward of a DTensor autograd function: the gradient of its forward's activation."""
 
     @functools.wraps(original)
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -126,7 +126,7 @@ def embeds(original: Function) -> Function:
 
 
 def exactly(original: Function) -> Function:
-    """Wrap a function whose redistributions stay exact: DTensor.full_tensor."""
+    """Wrap a function with redistributions in full precision: DTensor.full_tensor."""
 
     @functools.wraps(original)
     def function(*arguments: Any, **keywords: Any) -> Any:

@@ -4,7 +4,7 @@
                                               backward: the input gradient of a column-parallel layer
     Partial -> Shard        reduce-scatter    the same two, with sequence parallelism
     Shard   -> Replicate    all-gather        forward: the input of a column-parallel layer
-                                              backward: the gradient of what was reduced and scattered
+                                              backward: the gradient of a reduce-scatter's input
 
 A gather along the last dimension is that of a layer's output (logits). It stays exact, and so does its gradient.
 In a graph of torch.compile a collective is an operator of ours (runtime/traced.py).

@@ -1,6 +1,6 @@
-"""transformers' tp_plan: the one sum of an activation that goes around DTensor.
+"""transformers' tp_plan: the one sum of an activation that bypasses DTensor.
 
-A row-parallel layer whose output needs no gradient (generation, evaluation) calls torch's all-reduce itself
+A row-parallel layer with an output that needs no gradient (generation, evaluation) calls torch's all-reduce itself
 (transformers.distributed.tensor_parallel, read in 5.23). Experts do too; they stay exact.
 """
 
