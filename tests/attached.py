@@ -1,4 +1,4 @@
-"""Runs tests/program.py as its users would: by torchrun, with FLASH_ALLREDUCE_* variables and nothing else."""
+"""Run tests/program.py as its users would: by torchrun, with FLASH_ALLREDUCE_* variables and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM = Path(__file__).with_name("program.py")
 def program(
     folder: Path, kind: str, *words: str, alone: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """On two ranks, in `folder`; alone: the first of two ranks that another launcher has started."""
+    """Run the program on two ranks in `folder`; alone: the first of two ranks that another launcher has started."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ALLREDUCE_")}
     path = os.pathsep.join([str(Path(fap.__file__).parent.parent), kept.get("PYTHONPATH", "")])
     env = {**kept, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
@@ -27,11 +27,11 @@ def program(
 
 
 def loss_of(done: subprocess.CompletedProcess[str]) -> str:
-    """What the program prints at its end, all digits."""
+    """Return the loss that the program prints at its end, with all digits."""
     assert done.returncode == 0, done.stderr
     return next(line for line in done.stdout.splitlines() if line.startswith("loss "))
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Our lines on stdout."""
+    """Return this package's lines on stdout."""
     return [line for line in done.stdout.splitlines() if line.startswith("flash all-reduce: ")]

@@ -54,7 +54,7 @@ def main() -> None:
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     model = DistributedDataParallel(Model().to(device))
     if arguments.bits:
-        # A small model for a demonstration: quantize its buckets whatever their size. FLASH_ALLREDUCE_* goes before.
+        # A small model for a demonstration: quantize its buckets at any size. FLASH_ALLREDUCE_* has priority.
         config = fap.FlashConfig.from_env(fap.FlashConfig(bits=arguments.bits, min_bytes=0))
         model.register_comm_hook(None, fap.ddp_hook(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -75,7 +75,7 @@ def main() -> None:
         for name, site in fap.stats()["sites"].items():
             print(f"{name}: {site['quantized']} of {site['calls']} calls quantized, ", end="")
             print(f"{site['bytes_sent'] / 1e6:.1f} of {site['bytes_full_precision'] / 1e6:.1f} MB sent")
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""A byte-level transformer on Python's own sources, trained with DeepSpeed; quantized is what the JSON says.
+"""A byte-level transformer on Python's own sources, trained with DeepSpeed. The JSON says which calls are quantized.
 
 torchrun --nproc-per-node 2 examples/deepspeed/train.py --config examples/deepspeed/ds_config.json
 """

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/hf_trainer/train.py --deepspeed examples/hf_trainer/ds_config.json
 
-Nothing here knows of the plugin: the JSON has a section "flash_allreduce".
+This program does not use the plugin's API: the JSON has a section "flash_allreduce".
 """
 
 import argparse
@@ -17,7 +17,7 @@ SEQUENCE, VOCABULARY = 128, 1024
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
-    """Python's own sources, cut in pieces of SEQUENCE tokens."""
+    """Return Python's own sources, cut in pieces of SEQUENCE tokens."""
     texts = [file.read_text(encoding="utf-8") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, show_progress=False)

@@ -62,7 +62,7 @@ class LocalSGD:
         return {**mine, "feedback": self.feedback.state_dict(), "plugin": fap.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from state_dict of the same rank. All ranks call it together."""
+        """Continue from state_dict of the same rank. All ranks call it together."""
         self.shared.copy_(state["shared"])
         self.rounds = state["rounds"]
         self.optimizer.load_state_dict(state["optimizer"])
@@ -102,7 +102,7 @@ class Training:
         torch.manual_seed(arguments.seed)  # the same model on all ranks
         self.device = device
         self.model = Model().to(device)
-        # FLASH_ALLREDUCE_* goes before.
+        # FLASH_ALLREDUCE_* has priority.
         given = fap.FlashConfig(param_bits=arguments.bits or "full", error_feedback=True)
         self.outer = LocalSGD(self.model, fap.FlashConfig.from_env(given))
         self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95))
@@ -126,14 +126,14 @@ class Training:
         return float(self.model(drawn(self.held_out, 128, torch.Generator().manual_seed(0)).to(self.device)))
 
     def save(self, file: Path) -> None:
-        """Save this rank's state. A file that is there is whole, old or new."""
+        """Save this rank's state. The file is always complete: the old one or the new one."""
         state = {"outer": self.outer.state_dict(), "inner": self.inner.state_dict()}
         torch.save({**state, "batches": self.batches.get_state()}, file.with_suffix(".part"))
         dist.barrier()  # no rank has a new file before all ranks have written theirs
         os.replace(file.with_suffix(".part"), file)
 
     def resume(self, file: Path) -> None:
-        """Go on from this rank's file, if all ranks have one of the same round."""
+        """Continue from this rank's file, if all ranks have a file of the same round."""
         state = torch.load(file, weights_only=True, map_location="cpu") if file.exists() else None
         rounds = [0] * dist.get_world_size()
         dist.all_gather_object(rounds, state["outer"]["rounds"] if state else 0)
@@ -176,7 +176,7 @@ def main() -> None:
         for name, site in fap.stats()["sites"].items():
             print(f"{name}: {site['quantized']} of {site['calls']} calls quantized, ", end="")
             print(f"{site['bytes_sent'] / 1e6:.1f} of {site['bytes_full_precision'] / 1e6:.1f} MB sent")
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 

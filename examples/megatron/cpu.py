@@ -7,7 +7,7 @@ megatron-core assumes CUDA where it
 - forks the CUDA random number generator for dropout: its tracker for inference does not (dropout must be 0);
 - marks the layer norm's parameters for sequence parallelism: only apex's layer norm does that in the local layers.
 
-`prepare` answers all of them in the calling process. Call it before the model is built.
+`prepare` replaces all of them in the calling process. Call it before the model is built.
 """
 
 from __future__ import annotations

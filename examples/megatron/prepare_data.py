@@ -18,19 +18,19 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "encod
 
 
 class ByteTokenizer:
-    """A token a byte, and one for the end of a document; what GPTDataset asks of a tokenizer, and no more."""
+    """Map each byte to a token, and add a token for the end of a document: the interface that GPTDataset requires."""
 
     eod = 256
     vocab_size = 257
     unique_identifiers = {"class": "ByteTokenizer"}  # noqa: RUF012 (part of the key of the cached indices)
 
     def tokenize(self, text: bytes) -> numpy.ndarray:
-        """uint16[len(text)]"""
+        """Return the tokens, uint16[len(text)]."""
         return numpy.frombuffer(text, numpy.uint8).astype(numpy.uint16)
 
 
 def standard_library() -> list[Path]:
-    """The sources of this Python's standard library, in an order that is shuffled but always the same.
+    """Return the sources of this Python's standard library, shuffled always in the same order.
 
     The validation set is cut from the end: in order of names it would be a few neighbours of one kind.
     """
@@ -41,7 +41,7 @@ def standard_library() -> list[Path]:
 
 
 def write_dataset(files: list[Path], prefix: str) -> tuple[int, int]:
-    """Write prefix.bin and prefix.idx; (documents, tokens). Empty files are left out."""
+    """Write prefix.bin and prefix.idx. Return (documents, tokens). Empty files are left out."""
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     tokenizer = ByteTokenizer()
     builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)

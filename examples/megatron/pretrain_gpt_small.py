@@ -64,7 +64,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def initialize(args: argparse.Namespace) -> None:
-    """Process groups, seeds, and what megatron-core lacks without CUDA."""
+    """Create process groups, set seeds, and replace the parts of megatron-core that need CUDA."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # on GPUs: the order that Megatron's overlap needs
     if DEVICE.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -147,7 +147,7 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
 
 
 def build_datasets(args: argparse.Namespace, samples: list[int]) -> list[GPTDataset]:
-    """Training and validation sets; indices are built by rank 0 and cached in --data-cache-path."""
+    """Return training and validation sets. Rank 0 builds the indices and caches them in --data-cache-path."""
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -163,7 +163,7 @@ def build_datasets(args: argparse.Namespace, samples: list[int]) -> list[GPTData
 
 
 def batches(dataset: GPTDataset, args: argparse.Namespace) -> Iterator[Batch]:
-    """This replica's micro-batches; GPTDataset has shuffled the samples, and all ranks of a replica read the same."""
+    """Yield this replica's micro-batches. GPTDataset has shuffled the samples; all ranks of a replica read the same."""
     replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = range(replica, len(dataset), replicas)
     return iter(torch.utils.data.DataLoader(dataset, batch_size=args.micro_batch_size, sampler=mine, drop_last=True))
@@ -183,7 +183,7 @@ def loss_func(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, B
 def run(
     args: argparse.Namespace, model: DistributedDataParallel, data: Iterator[Batch], microbatches: int, train: bool
 ) -> float:
-    """Forward passes, with `train` backward passes too; the mean loss over micro-batches and replicas."""
+    """Run forward passes, and backward passes if `train`. Return the mean loss over micro-batches and replicas."""
     results = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=data,
@@ -235,8 +235,8 @@ def main() -> None:
     print_rank_0(f"validation loss {loss:.4f}")
     print_rank_0(f"{args.train_iters * samples * args.seq_length / seconds:.0f} tokens/s")
     if flash is not None:
-        print_rank_0(fap.megatron.report())  # [flash all-reduce] what fired, and what did not and why
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+        print_rank_0(fap.megatron.report())  # [flash all-reduce] which calls were quantized, which were not, and why
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """A byte-level transformer on Python's own sources, in pipeline stages (torch.distributed.pipelining, 1F1B).
 
 torchrun --nproc-per-node 2 examples/pipelining/train.py              full precision
-torchrun --nproc-per-node 2 examples/pipelining/train.py --bits 8     what the stages send at 8 bits
+torchrun --nproc-per-node 2 examples/pipelining/train.py --bits 8     stages send at 8 bits
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1 + rank)
     if arguments.bits:
-        # Small messages for a demonstration: quantize them whatever their size. FLASH_ALLREDUCE_* goes before.
+        # Small messages for a demonstration: quantize them at any size. FLASH_ALLREDUCE_* has priority.
         given = fap.FlashConfig(pipeline_bits=arguments.bits, pipeline_backward_bits=arguments.bits, min_bytes=0)
         fap.pipelining.enable(fap.FlashConfig.from_env(given))
 
@@ -85,7 +85,7 @@ def main() -> None:
         for name, site in fap.stats()["sites"].items():
             print(f"{name}: {site['quantized']} of {site['calls']} calls quantized, ", end="")
             print(f"{site['bytes_sent'] / 1e6:.1f} of {site['bytes_full_precision'] / 1e6:.1f} MB sent")
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 

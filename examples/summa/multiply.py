@@ -1,7 +1,7 @@
 """A matrix product over 2 x 2 ranks (SUMMA), and its gradient, by broadcasts and reduces along rows and columns.
 
 torchrun --nproc-per-node 4 examples/summa/multiply.py              full precision
-torchrun --nproc-per-node 4 examples/summa/multiply.py --bits 8     blocks travel at 8 bits
+torchrun --nproc-per-node 4 examples/summa/multiply.py --bits 8     blocks are sent at 8 bits
 
 Rank (i, j) has the blocks A[i, j], B[i, j] and C[i, j]. 2-D and 3-D tensor parallelism multiply in this way.
 """
@@ -18,7 +18,7 @@ SIDE = 2
 
 
 def product(a: Tensor, b: Tensor, row: dist.ProcessGroup, column: dist.ProcessGroup, config: fap.FlashConfig) -> Tensor:
-    """This rank's block of A B: in turn every block of A goes along its row, and every block of B along its column."""
+    """Return this rank's block of A B. Every block of A is broadcast along its row, of B along its column."""
     total = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for k in range(SIDE):
         left = a.clone() if row.rank() == k else torch.empty_like(a)
@@ -32,7 +32,7 @@ def product(a: Tensor, b: Tensor, row: dist.ProcessGroup, column: dist.ProcessGr
 def times_transposed(
     c: Tensor, b: Tensor, row: dist.ProcessGroup, column: dist.ProcessGroup, config: fap.FlashConfig
 ) -> Tensor:
-    """This rank's block of C B^T, the gradient of A if C is that of A B: the sum over a row ends at one rank of it."""
+    """Return this rank's block of C B^T, the gradient of A if C is that of A B. The sum over a row ends at one rank."""
     result = torch.empty(0)
     for k in range(SIDE):
         right = b.clone() if column.rank() == k else torch.empty_like(b)
@@ -61,7 +61,7 @@ def main() -> None:
     rows = [dist.new_group([r * SIDE + c for c in range(SIDE)]) for r in range(SIDE)]
     columns = [dist.new_group([r * SIDE + c for r in range(SIDE)]) for c in range(SIDE)]
     row, column = rows[i], columns[j]
-    # A demonstration: quantize blocks of any size. FLASH_ALLREDUCE_* goes before.
+    # A demonstration: quantize blocks of any size. FLASH_ALLREDUCE_* has priority.
     bits = arguments.bits or 8
     config = fap.FlashConfig.from_env(fap.FlashConfig(enabled=arguments.bits is not None, bits=bits, min_bytes=0))
 
@@ -80,12 +80,12 @@ def main() -> None:
     dist.reduce(megabytes, 0)
     if dist.get_rank() == 0:
         print(f"sent {megabytes[0]:.2f} of {megabytes[1]:.2f} MB")
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 
 def report(name: str, mine: Tensor, exact: Tensor) -> None:
-    """The relative error of the whole, from every rank's block."""
+    """Print the relative error of the whole product, from every rank's block."""
     squares = torch.stack([(mine - exact).double().square().sum(), exact.double().square().sum()])
     dist.reduce(squares, 0)
     if dist.get_rank() == 0:

@@ -88,7 +88,7 @@ def main() -> None:
         for name, site in fap.stats()["sites"].items():
             print(f"{name}: {site['quantized']} of {site['calls']} calls quantized, ", end="")
             print(f"{site['bytes_sent'] / 1e6:.1f} of {site['bytes_full_precision'] / 1e6:.1f} MB sent")
-    dist.barrier()  # gloo's thread must let go of the last tensor before the interpreter ends, or the process aborts
+    dist.barrier()  # gloo's thread must release the last tensor before the interpreter ends, or the process aborts
     dist.destroy_process_group()
 
 

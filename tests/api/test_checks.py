@@ -1,4 +1,4 @@
-"""What the arguments of a call must be: refused in one sentence, before anything is sent."""
+"""Checks of a call's arguments: a bad one is refused in one sentence, before anything is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GetRanks = Callable[[int], Ranks]
 
 
 def bad_calls() -> dict[str, tuple[Callable[[], Any], list[Tensor]]]:
-    """Name -> (the call, the tensors that it must not touch)."""
+    """Return name -> (the call, the tensors that it must not touch)."""
     world = dist.get_world_size()
     x, y, z = torch.ones(60 * world), torch.ones(60), torch.ones(60 * world + 1)
     half, wide = torch.ones(60, dtype=torch.float16), torch.ones(1).expand(600)
@@ -150,7 +150,7 @@ SENTENCES = {
 
 
 def bad_input(name: str, on: list[int]) -> tuple[str, bool, bool, bool]:
-    """The error on the ranks `on`; tensors untouched, nothing counted, the group still works."""
+    """Return the error on the ranks `on`, then True if tensors are untouched, nothing is counted, the group works."""
     message, untouched, counted = "", True, {"calls": 0}
     if dist.get_rank() in on:
         call, tensors = bad_calls()[name]
@@ -179,7 +179,7 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks: GetRanks, world_siz
 
 
 def taken() -> list[str]:
-    """Of every dtype and operator: where we refuse what torch.distributed takes, or the other way round."""
+    """Return, for every dtype and operator, where this package and torch.distributed differ in accepting it."""
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
     def outcome(call: Callable[..., Any], dtype: torch.dtype, op: Any) -> str:
@@ -223,7 +223,7 @@ def test_a_lazy_view_is_refused_where_its_like_is_remembered(ranks: GetRanks) ->
 
 
 def overlapping() -> dict[str, str]:
-    """The errors of rank 0, which gives every public function a view that it cannot write; then both ranks go on."""
+    """Return rank 0's errors: each public function gets a view that it cannot write. Both ranks continue after them."""
     said: dict[str, str] = {}
     if dist.get_rank() == 0:
         memory = torch.ones(41)

@@ -57,12 +57,12 @@ class Call:
         return fap.FlashConfig(**{**QUANTIZED, **self.config})
 
     def input(self, rank: int, part: int = 0) -> Tensor:
-        """part: of what a root scatters."""
+        """Return this call's input on a rank. part: the number of a tensor that a root scatters."""
         noise = gaussian(self.numel, seed=100 * part + rank)
         return VALUES[self.kind](noise, rank).to(getattr(torch, self.dtype))
 
     def start(self) -> tuple[list[Tensor], Any]:
-        """What the call writes on this rank, and its handle."""
+        """Start the call. Return the tensors that it writes on this rank, and its handle."""
         rank, world = dist.get_rank(), dist.get_world_size()
 
         def laid_out(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Call:
         return outputs
 
     def simulate(self, rank: int, world: int) -> list[Tensor]:
-        """What run() gives on a rank, as the first call of its group."""
+        """Return the tensors that run() gives on a rank, as the first call of its group."""
         config = self.flash_config
         reduce, gather = (config.format(bits or config.bits) for bits in (config.reduce_bits, config.gather_bits))
         key = rows.draw_key(config.seed, 0)
@@ -144,7 +144,7 @@ def test_guarantee_5_any_world_length_dtype_root_and_stride(ranks: GetRanks, wor
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_guarantee_3_many_chunks(ranks: GetRanks, world: int) -> None:
-    """Chunks of 4096 bytes, about thirty of them, asynchronous too."""
+    """Check chunks of 4096 bytes, about thirty of them, asynchronous too."""
     calls = [
         Call(collective, 100_003, dtype, config, world - 1, async_op=async_op)
         for collective in COLLECTIVES
@@ -155,7 +155,7 @@ def test_guarantee_3_many_chunks(ranks: GetRanks, world: int) -> None:
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf", "from 1e-30 to 1e30", "zero", "constant", "huge"])
 def test_guarantees_2_6_and_8_values_of_any_kind(ranks: GetRanks, kind: str) -> None:
-    """Rank 1, which has what is not finite, is the root: all of it goes through the wire."""
+    """Let rank 1, which has the values that are not finite, be the root: all of them are sent."""
     check(ranks, 3, [Call(one, 3003, "float32", CONFIGS[i % 2], 1, kind=kind) for i, one in enumerate(COLLECTIVES)])
 
 
@@ -172,7 +172,7 @@ def test_guarantee_2_a_nan_loses_its_group_alone(ranks: GetRanks) -> None:
 
 
 def in_flight(calls: list[Call]) -> list[bool]:
-    """All of them on their way at once, waited for in an order of each rank's own."""
+    """Start all calls, then wait for them in another order on each rank."""
     expected = [replace(call, async_op=False).run() for call in calls]
     started = [call.start() for call in calls]
     order = sorted(range(len(calls)), key=lambda i: (i * 7 + 3 * dist.get_rank()) % len(calls))
@@ -196,7 +196,7 @@ def test_calls_in_flight_do_not_take_each_others_bytes(ranks: GetRanks) -> None:
 
 
 def plainly(dtype: torch.dtype, async_op: bool) -> list[tuple[str, bool, dict[str, int]]]:
-    """Against torch's own."""
+    """Compare calls in full precision with torch's own."""
     rank, world = dist.get_rank(), dist.get_world_size()
     x = (torch.arange(600) + 1000 * rank).to(dtype)
     found = []
@@ -241,7 +241,7 @@ def plainly(dtype: torch.dtype, async_op: bool) -> list[tuple[str, bool, dict[st
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64])
 def test_small_and_integer_tensors_go_as_they_are(ranks: GetRanks, dtype: torch.dtype, async_op: bool) -> None:
-    """With torch's arguments in torch's order, and its default roots."""
+    """Pass torch's arguments in torch's order, and use its default roots."""
     small = "message below min_bytes"
     reason = small if dtype in (torch.float32, torch.bfloat16) else f"dtype {str(dtype).removeprefix('torch.')}"
     for found in ranks(2).run(plainly, dtype, async_op):
@@ -259,7 +259,7 @@ def test_a_mask(ranks: GetRanks) -> None:
 
 
 def averages() -> list[float]:
-    """What gloo does not do itself."""
+    """Check averages, which gloo does not support itself."""
     found = []
     for op in (dist.ReduceOp.AVG, dist._make_nccl_premul_sum(0.25)):
         x = torch.full((10,), 2.0 * dist.get_rank())
@@ -287,7 +287,7 @@ def test_other_operators_go_in_full_precision(ranks: GetRanks) -> None:
 
 
 def in_a_part_of_the_ranks() -> list[float]:
-    """Ranks 1 and 3, by ranks of the default group and of their own."""
+    """Call among ranks 1 and 3, by ranks of the default group and by ranks of the subgroup."""
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return []
@@ -377,7 +377,7 @@ def test_the_error_is_measured_and_the_width_follows(ranks: GetRanks, collective
 
 
 def guarded(collective: str) -> dict[str, int]:
-    """8 bits are not enough for 60 dB."""
+    """Count reasons under a floor of 60 dB, for which 8 bits are not enough."""
     fap.reset_stats()
     config = {"quality_interval": 1, "min_sqnr_db": 60.0}
     for _ in range(6):

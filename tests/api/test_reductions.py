@@ -1,4 +1,4 @@
-"""What the user calls: which calls are quantized, what is counted, and how mistakes are answered."""
+"""The public reductions: which calls are quantized, the counters, and the errors of wrong arguments."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_a_gather_of_values_keeps_ranges_in_full_precision(ranks: GetRanks, asyn
 
 
 def single(dtype: str, numel: int, quantized: bool) -> list[str]:
-    """Every public call with views of one element, or of none, whose strides say nothing; which of them were wrong."""
+    """Make every public call with views of one element or none, where strides mean nothing. Return the wrong ones."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = fap.FlashConfig(param_bits=8, min_bytes=0) if quantized else fap.FlashConfig(param_bits=8)
     shapes = [((numel,), (5,)), ((numel, 1), (7, 3)), ((1, 1, numel), (9, 0, 4))]
     wrong = []
 
     def view(value: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """Of a tensor that it must not leave."""
+        """Return a view of a tensor. The call must not leave that tensor's memory."""
         memory = torch.full((20,), -1, dtype=getattr(torch, dtype))
         memory[3:4] = value
         return memory.as_strided(shape, strides, 3)
@@ -135,7 +135,7 @@ def single(dtype: str, numel: int, quantized: bool) -> list[str]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_guarantee_5_one_element_or_none_of_any_stride(ranks: GetRanks, dtype: str) -> None:
-    """torch calls them contiguous, and view(-1) keeps their strides."""
+    """Use views that torch calls contiguous although view(-1) keeps their strides."""
     for numel, quantized in itertools.product((1, 0), (True, False)):
         assert ranks(2).run(single, dtype, numel, quantized) == [[], []]
 
@@ -144,7 +144,7 @@ def test_guarantee_5_one_element_or_none_of_any_stride(ranks: GetRanks, dtype: s
 
 
 def other_dtypes() -> list[tuple[str, bool, dict[str, int]]]:
-    """(name, equal to the plain collective, reasons) of each dtype and collective."""
+    """Return (name, equal to the full-precision collective, reasons) of each dtype and collective."""
     rank, world = dist.get_rank(), dist.get_world_size()
     outcomes = []
     for name in EXACT_DTYPES:
@@ -226,7 +226,7 @@ def test_a_leaf_that_needs_its_gradient_is_reduced_like_any_tensor(ranks: GetRan
 
 
 def known_to_go_plainly() -> list[dict[str, int]]:
-    """full_precision of one call after another, each in its own way unlike the ones before it; -1: quantized."""
+    """Return full_precision of consecutive calls, each different from those before it; -1: quantized."""
     found = []
     small = fap.FlashConfig(min_bytes=1 << 20)
     x = gaussian(5000, seed=dist.get_rank())
@@ -268,7 +268,7 @@ def test_a_call_that_went_in_full_precision_is_remembered_as_what_it_was(ranks: 
 
 
 def plain_calls_of_other_shapes() -> list[Tensor]:
-    """Each twice: the second is a remembered one."""
+    """Make each call twice: the second call uses the cached decision."""
     small, rank, found = fap.FlashConfig(min_bytes=1 << 20), dist.get_rank(), []
     x = torch.arange(24.0) * (1 + rank)
     for _ in range(2):
@@ -323,7 +323,7 @@ def test_without_a_config_the_environment_gives_it(ranks: GetRanks) -> None:
 
 
 def exchanges_in_full_precision() -> list[tuple[bool, dict[str, int], int]]:
-    """Of each kind of call: equal to torch's own, reasons, calls of `plain`; then the same again with `plain`."""
+    """Return, for each kind of call: equal to torch's own, reasons, calls of `plain`; then the same with `plain`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [[(2 * a + b) % 3 for b in range(world)] for a in range(world)]
     sent, received = sizes[rank], [row[rank] for row in sizes]

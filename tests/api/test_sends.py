@@ -49,7 +49,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @dataclass(frozen=True)
 class Send:
-    """A message to the next rank, of a content that every process can make again."""
+    """A message to the next rank. Every process can compute its content."""
 
     numel: int
     dtype: str = "float32"
@@ -68,7 +68,7 @@ class Send:
         return torch.stack([x, x], dim=-1)[:, 0] if self.strided else x
 
     def arrives(self, source: int, number: int) -> Tensor:
-        """number: of quantized messages that the source has sent before."""
+        """Return the tensor that arrives. number: of quantized messages that the source has sent before."""
         config, x = self.flash_config, self.input(source).contiguous()
         codec = config.format(config.gather_bits or config.bits)
         if not self.numel:
@@ -77,7 +77,7 @@ class Send:
 
 
 def around(sends: list[Send], how: str) -> list[str]:
-    """What arrives from the rank before this one. how: in which form the calls are made."""
+    """Receive from the previous rank and return the differences found. how: the form in which the calls are made."""
     rank, world = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % world, (rank - 1) % world
     groups.state_of(dist.group.WORLD).sends = Counter()
@@ -126,7 +126,7 @@ def check(ranks: GetRanks, world: int, sends: list[Send], how: str) -> None:
 @pytest.mark.parametrize("how", ["sync", "async", "polled", "batch", "torch's batch"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_guarantee_5_any_length_dtype_stride_and_tag_around_a_ring(ranks: GetRanks, world: int, how: str) -> None:
-    """As many chunks as they make of 4096 bytes; what the group decides together does not matter."""
+    """Use as many chunks of 4096 bytes as the messages have; the group's common decisions do not matter."""
     sends = [
         Send(numel, DTYPES[i % 3], CONFIGS[(i + world) % len(CONFIGS)], strided=i % 2 == 1, tag=(0, 7, 65_535)[i % 3])
         for i, numel in enumerate(LENGTHS)
@@ -153,7 +153,7 @@ def test_guarantee_2_a_nan_loses_its_group_alone(ranks: GetRanks) -> None:
 
 
 def drawn(stages: bool) -> Tensor:
-    """What arrives of the same values from either rank; stages: as from two ranks of one pipeline stage."""
+    """Return the tensor received from either rank for the same values; stages: from two ranks of one pipeline stage."""
     config = fap.FlashConfig(bits=2, rounding="stochastic", min_bytes=0)
     rank, y = dist.get_rank(), torch.zeros(4000)
     groups.state_of(dist.group.WORLD).sends = Counter()
@@ -169,7 +169,7 @@ def test_ranks_that_draw_as_one_round_alike(ranks: GetRanks) -> None:
 
 
 def batch_of_sites() -> list[Any]:
-    """A batch whose messages have sites of their own, and one that its caller wants as it is."""
+    """Run a batch whose messages have different sites, and a batch that its caller wants in full precision."""
     rank, y = dist.get_rank(), torch.zeros(3000)
     fap.reset_stats()
     config = fap.FlashConfig(bits=4, pipeline_bits=8, min_bytes=0)
@@ -256,7 +256,7 @@ def test_from_whoever_sends_first(ranks: GetRanks) -> None:
 
 
 def out_of_order() -> list[float]:
-    """Two tags, received in the other order; three messages of one tag, in their own; waited for from the last."""
+    """Receive two tags in the other order, then three messages of one tag in order, waiting for the last one first."""
     config, rank = fap.FlashConfig(bits=8, min_bytes=0, chunk_bytes=4096), dist.get_rank()
     values = {0: (1.0, 2.0, 3.0), 9: (4.0,)}
     if rank == 0:
@@ -279,7 +279,7 @@ def test_messages_of_a_tag_keep_their_order(ranks: GetRanks) -> None:
 
 
 def beside_collectives() -> bool:
-    """A receive that is matched last of all does not hold up what comes after it."""
+    """Check that a receive that is matched last of all does not delay the collectives after it."""
     config, rank, x = fap.FlashConfig(bits=8, min_bytes=0), dist.get_rank(), torch.ones(20_000)
     y = torch.zeros(20_000)
     if rank == 0:
@@ -362,7 +362,7 @@ def test_the_sender_measures_the_error(ranks: GetRanks) -> None:
 
 
 def continued() -> bool:
-    """Stochastic rounding goes on from a saved state with the random numbers that would have come."""
+    """Continue from a saved state: stochastic rounding draws the random numbers that would have followed."""
     config = fap.FlashConfig(bits=2, min_bytes=0, rounding="stochastic")
     group, rank, x = dist.group.WORLD, dist.get_rank(), gaussian(1000)
 
@@ -474,7 +474,7 @@ SAYS = {
 
 
 def disagreeing(what: str) -> tuple[str, str, float]:
-    """The kind of the error, its text, its seconds."""
+    """Return the kind of the error, its text, its seconds."""
     rank = dist.get_rank()
     (x, config), start = KINDS[what][rank], time.monotonic()
     try:
@@ -486,7 +486,7 @@ def disagreeing(what: str) -> tuple[str, str, float]:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
         seconds = time.monotonic() - start
-        time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is found out at once
+        time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is noticed immediately
     return "no error", "", 0.0
 
 
@@ -495,7 +495,7 @@ QUICK = ("more elements", "quantized or not", "dtype, as it is", "rounding")
 
 @pytest.mark.parametrize("what", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])
 def test_guarantee_7_ends_that_do_not_agree_are_both_named(what: str) -> None:
-    """To the receiver at once; to the sender once it has waited in vain, whatever the sizes are."""
+    """Check that the receiver raises immediately and the sender after its timeout, at any size."""
     with Ranks(2, TIMEOUT) as ranks:
         (sender, said, waited), (receiver, message, seconds) = ranks.run(disagreeing, what, timeout=90)
     assert receiver == "MismatchError" and seconds < 1.5, message
@@ -509,7 +509,7 @@ def test_guarantee_7_ends_that_do_not_agree_are_both_named(what: str) -> None:
 
 
 def alone(which: int) -> tuple[str, float]:
-    """One end comes, the other never does."""
+    """Let one end call and the other never."""
     rank, start, x = dist.get_rank(), time.monotonic(), torch.ones(20_000)
     try:
         if rank == which == 0:
@@ -559,7 +559,7 @@ class Done:
 
 @contextmanager
 def between_gpus(together: bool = False) -> Iterator[tuple[Queue, list[list[str]]]]:
-    """What is issued, and the batches of messages; rank 1 of 4. What is received has the header that is expected."""
+    """Yield the issued operations and the batches of messages; rank 1 of 4. A received header is the expected one."""
     batches: list[list[str]] = []
     with queued(4, rank=1) as queue, pytest.MonkeyPatch.context() as patch:
 
@@ -606,7 +606,7 @@ def test_over_nccl_a_message_is_one_piece_and_the_first_of_a_kind_has_a_header()
 
 
 def test_over_nccl_a_receive_is_issued_whole_unless_it_has_a_header_to_look_at() -> None:
-    """To look at it is to wait on the host: the peer may have to receive first."""
+    """Avoid waiting on the host for a header: the peer may have to receive first."""
     with between_gpus() as (queue, _):
         y = torch.ones(100_000)
         works = [fap.irecv(y, 2, config=TO_GPUS)]

@@ -203,7 +203,7 @@ def test_a_file_is_measured_as_it_stands(tmp_path: Path) -> None:
 
 
 def break_something(settings: dict[str, Any], say: ranks.Say) -> Any:
-    """bench_rank.measure with what BREAK names out of order."""
+    """Run bench_rank.measure with the part that BREAK names broken."""
     encode, plain = rows.encode, dist.all_reduce
     decode = rows.decode
 
@@ -364,7 +364,7 @@ def test_installed_without_the_checkout_it_says_what_is_needed(
 
 
 def test_without_benchmarks_the_commands_run(tmp_path: Path) -> None:
-    """As in a wheel, which has none."""
+    """Run without benchmarks, as from a wheel, which has none."""
     script = "import sys; sys.modules['lab'] = None\nfrom flash_allreduce_plugin.cli import run; run()"
     for command in (["bench", "-b", "64K", "-e", "64K", "-c", "0", *SHORT], ["plan", "--list"], ["tune", "--help"]):
         done = subprocess.run([sys.executable, "-c", script, *command], cwd=tmp_path, capture_output=True, text=True)

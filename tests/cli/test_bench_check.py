@@ -1,4 +1,4 @@
-"""cli/bench/check.py in one process: every element is looked at once, the allowed error is the codec's, and no more."""
+"""cli/bench/check.py in one process: every element is checked once, and the allowed error is exactly the codec's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(inputs: Inputs, plan: Plan) -> list[Tensor]:
-    """Of every rank, by the codec in plain PyTorch."""
+    """Return the result of every rank, by the codec in plain PyTorch."""
     tensors = [inputs.tensor(rank) for rank in range(WORLD)]
     draws = [Draw(rank + 1) for rank in range(WORLD)]
     if inputs.collective == "all_reduce":
@@ -155,12 +155,12 @@ def test_two_levels_are_allowed_three_roundings() -> None:
     x = torch.linspace(0, 255, 128).double().view(1, -1)
     found = bench_check.two_step([Groups(x, torch.zeros(1))] * 3, "all_reduce", plan)
     inside, between = 3 * 0.5, 0.5 * (510 + 255) / 15
-    after = 0.5 * (765 + 2 * (inside + between)) / 15  # what is rounded last may lie outside of the exact range
+    after = 0.5 * (765 + 2 * (inside + between)) / 15  # the value rounded last may lie outside of the exact range
     assert float(found.error) == pytest.approx(inside + between + after, rel=0.02)
 
 
 def differ() -> list[int]:
-    """The counts of this rank, of a tensor that is the same everywhere, and of two that are not on rank 1."""
+    """Return this rank's counts of a tensor that is equal on all ranks, and of two that differ on rank 1."""
     found = []
     for places in ([], [3], [0, 1 << 20, (2 << 20) - 1]):
         for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The overlap arithmetic: by hand on small numbers, and what must hold of any cluster and layout."""
+"""The overlap arithmetic: by hand on small numbers, and properties that hold for any cluster and layout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parts(layout, cluster=BOX, widths=None, model=MODEL):
 
 @pytest.mark.parametrize("collective, volumes", [("all_reduce", 2), ("reduce_scatter", 1), ("all_gather", 1)])
 def test_a_call_inside_a_node(collective, volumes):
-    """(N-1)/N of the tensor or of the payload a half, over the link of a node."""
+    """Check that each half sends (N-1)/N of the tensor or of the payload over the link of a node."""
     full, narrow = cost(call(collective), BOX), cost(call(collective), BOX, INT4)
     assert full.bytes_sent == volumes * 3 / 4 * 256_000
     assert full.seconds == pytest.approx(volumes * 3 / 4 * 256_000 / 1e9)
@@ -80,7 +80,7 @@ def test_a_call_between_nodes_of_one_rank():
 
 
 def test_a_call_between_nodes_of_several_ranks():
-    """A ring uses the links of all ranks of a node; two levels send an L-th of the payload between."""
+    """Check that a ring uses the links of all ranks of a node, and that two levels send an L-th between nodes."""
     t = call(ranks=8)
     slow = replace(BOX, inter=1e6)  # nothing else counts
     assert cost(t, slow).seconds == pytest.approx(2 * 7 / 8 * 256_000 / 4e6)
@@ -111,7 +111,7 @@ def test_the_codec_is_busy_with_what_its_kernels_move():
 
 
 def test_each_kernel_reaches_its_own_share():
-    """Of its own width: the first sum of two levels is at 8 bits."""
+    """Use the share of each kernel's width: the first sum of two levels is at 8 bits."""
     four, eight = Shares(0.5, 0.25, 0.125, 0.1), Shares(0.8, 0.4, 0.2, 0.01)
     c = replace(BOX, codec=1e9, intra=math.inf, shares={4: four, 8: eight})
     tensor, payload, wide = 256_000, 68_000, 132_000
@@ -167,7 +167,7 @@ def test_the_start_of_a_quantized_call_comes_on_top_and_is_not_hidden():
 
 
 def test_a_gather_by_differences_sends_the_same_and_goes_over_the_weights_again():
-    """And the ranks compare their checksums before the first byte, which nothing hides."""
+    """Check that the ranks also compare their checksums before the first byte, which nothing hides."""
     c = replace(BOX, codec=1e9, latency=0.5)
     values, differences = (cost(call("all_gather", hide=9.0, differences=d), c, INT4) for d in (False, True))
     assert (differences.bytes_sent, differences.link) == (values.bytes_sent, values.link)
@@ -182,7 +182,7 @@ def test_a_device_that_sends_by_itself_is_busy_with_it():
 
 
 def test_gloo():
-    """Its reduce-scatter is an all-reduce."""
+    """Check gloo, whose reduce-scatter is an all-reduce."""
     gloo = replace(BOX, backend="gloo")
     assert cost(call("reduce_scatter"), gloo).bytes_sent == cost(call(), gloo).bytes_sent == 2 * 3 / 4 * 256_000
     assert cost(call("reduce_scatter"), gloo, INT4).bytes_sent == 3 / 4 * 68_000
@@ -221,7 +221,7 @@ def test_parameters_and_flops_by_hand():
 
 
 def test_tensor_parallel():
-    """2 all-reduces a layer and direction, of tokens x hidden; one more for embedding and output layer."""
+    """Count 2 all-reduces a layer and direction, of tokens x hidden; one more for embedding and output layer."""
     found = parts(Layout(tp=2, micro_batch=3, accumulation=2))
     one = 2 * 1 / 2 * (3 * 8 * 10 * 2)  # bytes sent
     assert found["TP forward (g)"].before.bytes_sent == 2 * 8 * one
@@ -241,7 +241,7 @@ def test_the_backward_reduction_hides_behind_the_weight_gradient():
 
 
 def test_sequence_parallel():
-    """A scatter and a gather in place of each all-reduce, the input gathered again, and for the embedding."""
+    """Count a scatter and a gather for each all-reduce, the input gathered again, and those of the embedding."""
     found = parts(Layout(tp=2, sequence_parallel=True))
     one = 1 / 2 * (8 * 10 * 2)
     sent = {kind: part.before.bytes_sent / one for kind, part in found.items()}
@@ -265,7 +265,7 @@ def test_gradients_are_gathered_quantized_only_with_backward_bits():
 
 
 def test_pipeline_sends_and_bubble():
-    """Activations forward and gradients back, 4 micro-batches; 1 of 4 batches of bubble with 2 stages."""
+    """Count activations forward and gradients back in 4 micro-batches; 1 of 4 batches of bubble with 2 stages."""
     layout = Layout(pp=2, accumulation=4)
     step = predict(MODEL, replace(BOX, flops=1e6), layout, {})
     there, back = step.parts
@@ -300,7 +300,7 @@ def test_a_quantized_send_is_its_payload_and_the_kernels_of_its_ends():
 
 
 def test_ranks_that_share_a_sequence_exchange_heads_for_tokens():
-    """Query, key, value and output of a rank's tokens, all but its own part of them; once more in the backward pass."""
+    """Count query, key, value and output of a rank's tokens without its own part; once more in the backward pass."""
     model, layout = replace(MODEL, heads=2, kv_heads=2), Layout(cp=2, micro_batch=3, accumulation=2)
     found = parts(layout, model=model, widths={ATTENTION: 8})
     one = 1 / 2 * (3 * 4 * 10 * 2)
@@ -325,7 +325,7 @@ def test_the_ring_of_context_parallelism_hides_behind_the_attention_and_is_not_s
     found = parts(Layout(cp=4, cp_comm_type="p2p"), slow, model=replace(MODEL, sequence=16))
     ring = found["CP ring, keys and values"]
     assert ring.field is None and ring.before.bytes_sent == 3 * 4 * (4 * 20 * 2)  # rounds, layers, keys and values
-    # Beside each: the scores and their products, of 4 tokens with 4: 4 x 4 x 4 x 10 flops.
+    # Next to each: the scores and their products, of 4 tokens with 4: 4 x 4 x 4 x 10 flops.
     assert ring.before.hidden == pytest.approx(3 * 4 * 640 / 1e6)
     assert found["CP ring, backward"].before.bytes_sent == 2 * ring.before.bytes_sent
 
@@ -346,7 +346,7 @@ def test_tokens_go_to_their_experts_and_back():
 
 
 def test_experts_and_tensor_parallelism():
-    """Attention has its scatter and gather; an expert's tokens are gathered and summed by the ranks that share it."""
+    """Count attention's scatter and gather; an expert's tokens are gathered and summed by the ranks that share it."""
     model = replace(MODEL, experts=4, experts_per_token=2)
     found = parts(Layout(tp=2, dp=4, ep=2, sequence_parallel=True), model=model)
     half = 1 / 2 * (8 * 10 * 2)
@@ -365,7 +365,7 @@ def test_an_all_to_all_sends_each_rank_its_part():
 
 
 def test_data_parallel_gradients():
-    """One all-reduce of all gradients a step, in buckets, the last of which nothing hides."""
+    """Count one all-reduce of all gradients a step, in buckets. Nothing hides the last bucket."""
     layout = Layout(dp=4, gradient_itemsize=4, accumulation=3, bucket=1125)
     slow = replace(BOX, flops=1e9, intra=1e6)
     part = parts(layout, slow)["DP gradients"]
@@ -380,7 +380,7 @@ def test_data_parallel_gradients():
 
 
 def test_the_distributed_optimizer_and_zero_1_and_2():
-    """Megatron reduces to the owners and gathers parameters. DeepSpeed all-reduces, the plugin sends to the owners."""
+    """Check Megatron (reduce to owners, gather parameters) and DeepSpeed (all-reduce; the plugin sends to owners)."""
     megatron = parts(Layout(dp=4, zero=1), widths={GRADIENT: 8})
     assert megatron["DP gradients (ZeRO-1)"].before.bytes_sent == 3 / 4 * 9000
     assert megatron["DP parameters"].before.bytes_sent == 3 / 4 * 9000
@@ -398,7 +398,7 @@ def test_the_distributed_optimizer_and_zero_1_and_2():
     "layout", [Layout(zero=1), *(Layout(zero=stage, framework="deepspeed") for stage in (1, 2))]
 )  # fmt: skip
 def test_parameters_are_gathered_by_differences_where_every_rank_keeps_them(layout):
-    """Once a step, whatever the number of micro-batches; DeepSpeed waits for them, Megatron computes meanwhile."""
+    """Count one gather a step for any number of micro-batches; DeepSpeed waits for it, Megatron computes meanwhile."""
     layout = replace(layout, dp=4, accumulation=5)
     part = parts(layout, replace(BOX, flops=1.0), {PARAMETERS: 4})["DP parameters"]
     assert part.bits == 4 and part.after.bytes_sent == pytest.approx(3 / 4 * 4500 * 68 / 128)
@@ -407,7 +407,7 @@ def test_parameters_are_gathered_by_differences_where_every_rank_keeps_them(layo
 
 
 def test_zero_3():
-    """Every micro-batch gathers the parameters twice, and scatters the gradients."""
+    """Count two gathers of the parameters and a scatter of the gradients in every micro-batch."""
     layout = Layout(dp=4, zero=3, framework="deepspeed", accumulation=2)
     found = parts(layout, widths={GRADIENT: 4})
     for kind in ("ZeRO-3 parameters, forward", "ZeRO-3 parameters, backward"):
@@ -442,7 +442,7 @@ def test_small_calls_stay_in_full_precision():
 
 
 def test_ratios_are_those_of_the_step():
-    """t_comm / t_compute of the model's own parts, where the playbook's block (16 h^2) is the model's."""
+    """Check t_comm / t_compute of the model's own parts, where the playbook's block (16 h^2) is the model's."""
     h, tokens = 64, 100
     model = Model(8, h, 1, 1, 6 * h, 1, tokens)  # 4 h^2 + 12 h^2
     c = replace(BOX, flops=1e9, intra=1e6, inter=1e6)
@@ -460,7 +460,7 @@ def test_ratios_are_those_of_the_step():
     assert pp_ratio(2, h, 4, 1e9, 1e6) == pytest.approx(send / (32 * tokens * h * h * 4 / 1e9))
 
 
-# What must hold ------------------------------------------------------------------------------------------------------
+# Properties that must hold ------------------------------------------------------------------------------------------
 
 speeds = st.floats(1e6, 1e12)
 collectives = st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "all_to_all"])
@@ -542,7 +542,7 @@ def test_advice_never_makes_a_step_slower(c, layout, bits):
 
 
 def test_what_pays_is_found_beside_what_does_not():
-    """Forward reductions pay, backward ones are hidden anyway and would cost their kernels."""
+    """Check that forward reductions pay; backward ones are hidden anyway and would cost their kernels."""
     c, layout = replace(BOX, flops=1e13, codec=1e11, intra=2e10), Layout(tp=4)
     assert advise(LARGE, c, layout, 8) == {FORWARD: 8}
     both = predict(LARGE, c, layout, {FORWARD: 8, BACKWARD: 8})
@@ -550,7 +550,7 @@ def test_what_pays_is_found_beside_what_does_not():
 
 
 def test_without_the_forward_pass_nothing_of_tensor_parallelism_is_advised():
-    """A codec with which gathers alone would pay: the forward pass has no switch of its own."""
+    """Use a codec with which gathers alone would pay: the forward pass has no switch of its own."""
     c = replace(BOX, flops=1e15, codec=2.7e9)
     layout = Layout(tp=4, sequence_parallel=True)
     gathers = dict.fromkeys((BACKWARD, GATHER), 8)
@@ -568,7 +568,7 @@ def test_fsdp_quantizes_parameters_too():
 
 
 def test_what_each_framework_can_quantize():
-    """Parameters where they are gathered: not at stage 0, and not in a group of one rank. What its gradients need."""
+    """Check that parameters need a gather (not stage 0, not one rank), and check the requirements of gradients."""
     ulysses = Layout(dp=2, cp=2, framework="deepspeed")
     assert quantizable(LARGE, BOX, ulysses) == (GRADIENT, ATTENTION, BACKWARD)
     assert quantizable(LARGE, BOX, replace(ulysses, framework="megatron", cp_comm_type="p2p")) == (GRADIENT,)
@@ -592,7 +592,7 @@ def test_parameters_of_stage_3_are_advised_at_8_bits_alone():
 
 
 def test_parameters_of_deepspeed_are_never_advised_without_the_gradients():
-    """Gradients that are hidden anyway, and would cost more than the parameters save: they have no switch."""
+    """Use gradients that are hidden anyway and would cost more than the parameters save: they have no switch."""
     c = replace(BOX, flops=1.2e12, codec=12.6e9)
     layout = Layout(dp=4, zero=1, framework="deepspeed", bucket=1_000_000)
     assert predict(LARGE, c, layout, {PARAMETERS: 4}).speedup > 1.01

@@ -1,4 +1,4 @@
-"""The demo, small: it trains, checks, writes, and takes its ranks with it however it ends."""
+"""The demo, small: it trains, checks, writes, and ends its ranks however it ends."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_make_demo_says_what_it_installs_and_builds_in_four_steps(tmp_path):
 
 
 def refusal(*arguments):
-    """What the command says, in one line, to arguments that it refuses."""
+    """Return the one-line error of the command for arguments that it refuses."""
     done = CliRunner().invoke(app, ["demo", *arguments])
     assert done.exit_code == 2
     return " ".join(done.stderr.replace("│", " ").split())
@@ -219,7 +219,7 @@ def test_the_noise_control_needs_a_checkout_and_says_how_to_get_it(monkeypatch, 
 
 
 def test_the_demo_does_not_import_benchmarks():
-    """They are not in the wheel."""
+    """Check that the demo does not import benchmarks: they are not in the wheel."""
     program = (
         "import sys; sys.modules['lab'] = None; "
         "import flash_allreduce_plugin.cli.demo.command, flash_allreduce_plugin.cli.demo.training"

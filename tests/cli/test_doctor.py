@@ -1,4 +1,4 @@
-"""The doctor: what it says of a healthy installation, and of one in which real things are broken."""
+"""The doctor's report of a healthy installation, and of installations with real faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HANGS = 'import os, pathlib, time\npathlib.Path(os.environ["HANGING"]).write_tex
 
 
 def distribution(folder: Path, name: str, version: str, *more: str) -> None:
-    """The metadata of an installed package."""
+    """Write the metadata of an installed package."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *more]
@@ -49,7 +49,7 @@ def distribution(folder: Path, name: str, version: str, *more: str) -> None:
 
 
 def installed(folder: Path) -> None:
-    """This package, with what pyproject.toml asks for: an editable installation may be older than the source."""
+    """Install this package with pyproject.toml's requirements: an editable installation may have older ones."""
     text = (ROOT / "pyproject.toml").read_text()
     [version] = re.findall(r'^version = "(.*)"', text, flags=re.MULTILINE)
     windows = re.findall(r'"((?:torch|megatron-core|deepspeed)[<>=][^"]*)"', text)
@@ -72,7 +72,7 @@ def environment(*path: Path, **variables: str) -> dict[str, str]:
 
 
 def run(folder: Path, *path: Path, **variables: str) -> tuple[int, str, dict[tuple[str, str], dict[str, str]]]:
-    """Exit status, text, and findings by section and name."""
+    """Return exit status, text, and findings by section and name."""
     command = [sys.executable, "-m", "flash_allreduce_plugin", "doctor", "--json", "found.json"]
     done = subprocess.run(
         command, cwd=folder, env=environment(*path, **variables), capture_output=True, text=True, timeout=200

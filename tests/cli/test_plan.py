@@ -40,7 +40,7 @@ def planned(tmp_path, line: str):
 
 @pytest.fixture
 def layout(tmp_path):
-    """--layout of the small model on the slow cluster, with changes."""
+    """Write the file for --layout: the small model on the slow cluster, with changes."""
 
     def write(**more) -> str:
         file = tmp_path / "layout.json"
@@ -101,7 +101,7 @@ def test_kernels_are_not_promised_more_than_the_aim():
 
 
 def test_shares_of_the_kernels_are_those_of_an_h100():
-    """lab/results has them, at 64 MiB. Widths other than 8 and 4 take the least share of any of them."""
+    """Compare with lab/results at 64 MiB. Widths other than 8 and 4 take the least share of any of them."""
     results = json.loads(next(RESULTS.glob("*/gpu_kernels-1.json")).read_text(encoding="utf-8"))
     assert "H100" in results["about"]["device"]
     plain = [row for row in results["rows"] if (row["MiB"], row["dtype"], row["options"]) == (64, "bf16", "")]
@@ -200,7 +200,7 @@ def test_the_arguments_of_megatron(tmp_path):
     assert heads["layout"]["cp_comm_type"] == "a2a"
 
 
-# What it says --------------------------------------------------------------------------------------------------------
+# Output ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_link_pays_and_says_what_to_set(tmp_path, layout):
@@ -221,7 +221,7 @@ def test_a_fast_link_does_not_pay(layout):
 
 
 def test_only_gradients_pay(tmp_path, layout):
-    """Tensor parallelism inside fast nodes, data parallelism over a slow wire: the one without the other."""
+    """Plan tensor parallelism inside fast nodes and data parallelism over a slow wire: only the gradients pay."""
     line = f"{layout(peak_flops='10T', ranks_per_node=4, intra='900GB/s')} --tp 4 --dp 4 --bits 8"
     settings = planned(tmp_path, line)["widths"]["8"]["settings"]
     assert settings == {"bits": 8, "grad_bits": 8, "exclude": ["*"]}
@@ -242,7 +242,7 @@ def test_a_section_of_deepspeed(tmp_path, layout):
 
 @pytest.mark.parametrize("stage, at_four", [(0, None), (1, 4), (2, 4), (3, 8)])
 def test_parameters_of_deepspeed_on_a_slow_link(tmp_path, layout, stage, at_four):
-    """As many bits as the gradients where differences travel, 8 where values do, none where nothing is gathered."""
+    """Use the gradients' bits where differences are sent, 8 where values are, none where nothing is gathered."""
     from flash_allreduce_plugin.integrations.deepspeed.section import parse
 
     line = f"{layout()} --dp 4 --framework deepspeed --zero {stage} --bits 8,4"
@@ -306,7 +306,7 @@ def test_numbers_of_ranks_plot_and_batch(tmp_path, layout):
 
 
 def test_a_layout_that_does_not_fit_is_warned_about(tmp_path):
-    """16 bytes a parameter of 70 G over eight ranks are 141 GB, and activations."""
+    """Check 16 bytes a parameter of 70 G over eight ranks: 141 GB, and activations."""
     line = "--model llama-2-70b --cluster h100-8x1 --tp 8 --framework deepspeed --bits 8"
     memory = planned(tmp_path, line)["memory"]
     assert memory["fits"] is False and memory["of"] == 80e9
@@ -467,7 +467,7 @@ def test_a_name_with_brackets(tmp_path):
 
 
 def test_the_command_line_stays_light():
-    """`--help` imports nothing of plan's, and its arithmetic no torch."""
+    """Check that `--help` imports nothing of plan's, and its arithmetic no torch."""
     script = "import sys; from flash_allreduce_plugin.cli import main; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
     assert not {"torch", "pydantic", "matplotlib"} & set(loaded)

@@ -16,7 +16,7 @@ GPT = presets.MODELS["gpt3-175b"].model
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.88)])
 def test_model_states_are_those_of_the_zero_paper(zero: int, gigabytes: float) -> None:
-    """Figure 1 of arXiv 1910.02054: 7.5 G parameters, 64 data-parallel ranks, fp16 gradients."""
+    """Compare with figure 1 of arXiv 1910.02054: 7.5 G parameters, 64 data-parallel ranks, fp16 gradients."""
     found = estimate(GPT, Layout(dp=64, zero=zero, framework="deepspeed"))
     states = found.parameters + found.gradients + found.optimizer
     assert states * 7.5e9 / GPT.parameters == pytest.approx(1e9 * gigabytes, rel=0.005)
@@ -26,7 +26,7 @@ def test_model_states_are_those_of_the_zero_paper(zero: int, gigabytes: float) -
     ("tp", "sequence_parallel", "expected"), [(1, False, 34), (8, False, 10 + 24 / 8), (8, True, 34 / 8)]
 )
 def test_a_layer_of_gpt_keeps_what_the_paper_says(tp: int, sequence_parallel: bool, expected: float) -> None:
-    """Table 2 of arXiv 2205.05198, without the scores of attention: s b h times the figure, of a layer."""
+    """Compare with table 2 of arXiv 2205.05198, without the scores of attention: s b h times the figure, of a layer."""
     layout = Layout(tp=tp, pp=2, micro_batch=3, accumulation=8, sequence_parallel=sequence_parallel)
     layer = 3 * GPT.sequence * GPT.hidden * expected
     assert estimate(GPT, layout).activations == pytest.approx(GPT.layers * layer)

@@ -1,4 +1,4 @@
-"""cli/ranks.py: a function in every rank, what rank 0 says and returns, and nothing left behind."""
+"""cli/ranks.py: a function in every rank, rank 0's messages and result, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def functions_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks import the functions below from this file."""
+    """Let the ranks import the functions below from this file."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(ROOT)]))
 
 

@@ -1,4 +1,4 @@
-"""`flash-allreduce report`: what it prints, writes and refuses; the page, parsed and in a browser if one is here."""
+"""`flash-allreduce report`: its output, files and refusals; the page, parsed and in a browser if one is installed."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def report(*words: Any) -> Any:
 
 
 def unwrapped(text: str) -> str:
-    """Without the box that messages are broken up in, and without spaces."""
+    """Return the text without the box that breaks messages up, and without spaces."""
     return re.sub(r"[│╭╮╰╯─\s]", "", text)
 
 
 def rows(output: str) -> dict[str, list[str]]:
-    """Cells of the printed table by the first one."""
+    """Return the cells of the printed table by the first one."""
     found = [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if "│" in line]
     return {cells[0]: cells[1:] for cells in found}
 
@@ -364,7 +364,7 @@ def test_without_matplotlib_one_sentence(log: Log, tmp_path: Path, monkeypatch: 
 
 
 def parsed(file: Path) -> ElementTree.Element:
-    """Fails if a tag is not closed or something is not escaped."""
+    """Parse the page. Fail if a tag is not closed or something is not escaped."""
     return ElementTree.fromstring(file.read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>"))
 
 
@@ -395,7 +395,7 @@ def test_the_page_has_every_site_and_needs_nothing_else(log: Log, tmp_path: Path
 
 
 def curves(root: ElementTree.Element) -> dict[str, list[str]]:
-    """What the points of each curve say, by what the curve shows."""
+    """Return the labels of the points of each curve, by the curve's name."""
     return {svg.attrib["aria-label"]: titles(svg, "title") for svg in root.iter("svg")}
 
 
@@ -466,7 +466,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome here to show the page")
 def test_a_browser_shows_the_page(log: Log, tmp_path: Path) -> None:
-    """It draws the curves, in both widths nothing is wider than the window, and nothing of a log is run as a script."""
+    """Check that curves are drawn, that nothing overflows the window in both widths, and that no log runs a script."""
     page([log()], tmp_path)
     text = (tmp_path / "page.html").read_text()
     # Told by a script of the test's own, which the page has none of.

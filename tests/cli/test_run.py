@@ -1,4 +1,4 @@
-"""`flash-allreduce run` on real programs: what they are given, what is refused before they start, how they end."""
+"""`flash-allreduce run` on real programs: their environment, refusals before they start, and how they end."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ dist.destroy_process_group()  # and its threads, which may abort an interpreter 
 sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 else 0)
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
-# What a program sees of its environment, its arguments and its files.
+# The environment, the arguments and the files that a program sees.
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), sys.stdin.read()]))"
 BOX = re.compile(r"[│╭╮╰╯─\s]")  # of error messages, which are wrapped
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A folder that makes the package one with its entry point, whether it is installed or not."""
+    """Return a folder that gives the package its entry point, installed or not."""
     info = tmp_path / "site" / "flash_allreduce_plugin-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: {fap.__version__}\n")
@@ -75,7 +75,7 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
 
 @contextmanager
 def started(folder: Path, *words: str, variables: dict[str, str] | None = None, **files: Any) -> Iterator[Any]:
-    """The command, in a process group of its own, of which nothing is left afterwards."""
+    """Start the command in a separate process group. End the whole group afterwards."""
     files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **files}
     process = subprocess.Popen(
         [*RUN, *words],
@@ -210,7 +210,7 @@ def test_options_that_agree_with_the_environment_are_no_contradiction(site: Path
 
 
 def test_a_problem_of_the_installation_is_found_first(site: Path) -> None:
-    """A second copy of the package, of another version, is what is installed."""
+    """Install a second copy of the package, with another version."""
     info = site / "site" / "flash_allreduce_plugin-0.dist-info"
     (info / "entry_points.txt").unlink()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: 0.0.1\n")
@@ -266,7 +266,7 @@ def test_signals_are_forwarded(site: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_ctrl_c_of_a_terminal_reaches_the_program_once(site: Path) -> None:
-    """The terminal sends it to the whole process group; what it types reaches the program as well."""
+    """Send Ctrl-C as a terminal does, to the whole process group; typed text reaches the program as well."""
     ours, theirs = pty.openpty()
     script = "import os, sys; os.setsid(); import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     script += "os.execv(sys.argv[1], sys.argv[1:])"

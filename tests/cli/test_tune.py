@@ -1,4 +1,4 @@
-"""`flash-allreduce tune`: what it chooses from times, that what it writes is read, and what it refuses."""
+"""`flash-allreduce tune`: its choice from times, that the file it writes is read, and its refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_choose() -> None:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A run of two ranks: the configuration, everything measured, what was printed."""
+    """Run it on two ranks. Return the configuration, all measurements and the output."""
     folder = tmp_path_factory.mktemp("tune")
     collectives = "all_reduce,reduce_scatter,all_gather"
     files = ["-o", "tuned.json", "--json", "all.json", "--plot", "sweep.png"]
