@@ -19,7 +19,7 @@ LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 997, 1024, 1025, 2311)
 
 
 def residuals(numel: int, group_size: int, seed: int = 5) -> list[Tensor]:
-    """What error feedback may have kept of a row of numel elements, as Gaussian values: of 8 bits and of bf16."""
+    """Return residuals that error feedback may have left for a row of numel elements: of 8 bits and of bf16."""
     groups, own = -(-numel // group_size), residual_format(group_size)
     values = (gaussian(groups, group_size, seed=seed) * 128).round() / 1024
     records = torch.empty(1, groups * own.record_bytes, dtype=torch.uint8)
@@ -31,12 +31,12 @@ compiled = torch.ops.flash_allreduce
 
 
 def fits(group_size: int, layout: dict[str, bool]) -> bool:
-    """Whether the layout has groups of this size."""
+    """Return True if the layout has groups of this size."""
     return group_size >= MIN_CODEBOOK_GROUP_SIZE or not layout.get("codebook")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor: comparing them tells -0 from 0 and one NaN from another."""
+    """Return the bytes of a tensor: comparing them distinguishes -0 from 0 and one NaN from another."""
     return tensor.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
@@ -73,7 +73,7 @@ class Both:
     def encode_feedback(
         self, x: Tensor, residual: Tensor, momentum: float = 0.8, draw: Draw = NO_DRAW
     ) -> tuple[Tensor, Tensor]:
-        """x [1, numel]; returns the payload and the new residual."""
+        """Encode x [1, numel]. Return the payload and the new residual."""
         payloads = [torch.full((1, self.codec.payload_bytes(x.shape[1])), 0xA5, dtype=torch.uint8) for _ in range(2)]
         residuals = [residual.clone() for _ in range(2)]
         compiled.encode_feedback(x, payloads[0], residuals[0], momentum, *self.key, draw.key, draw.first_group)
@@ -95,7 +95,7 @@ class Both:
         return out[0], residuals[0]
 
     def encode_difference(self, master: Tensor, held: Tensor, draw: Draw = NO_DRAW) -> Tensor:
-        """master, in float32, and held [1, numel]."""
+        """Encode master, in float32, minus held [1, numel]."""
         shape = 1, self.codec.payload_bytes(held.shape[1])
         ours, theirs = torch.full(shape, 0xA5, dtype=torch.uint8), torch.full(shape, 0x5A, dtype=torch.uint8)
         finite = compiled.encode_difference(master, held, ours, *self.key, draw.key, draw.first_group)
@@ -107,7 +107,7 @@ class Both:
         return ours
 
     def decode_add(self, payload: Tensor, held: Tensor) -> Tensor:
-        """held [rows, numel]; returns the sum."""
+        """Add the payload to held [rows, numel]. Return the sum."""
         ours, decoded = held.clone(), torch.empty(held.shape)
         compiled.decode_add(payload, ours, *self.key)
         reference.decode(payload, decoded, self.codec)
@@ -151,7 +151,7 @@ def sqnr_db(exact: Tensor, result: Tensor) -> float:
 
 
 def hard_values(numel: int) -> dict[str, Tensor]:
-    """Name -> numel fp32 values."""
+    """Return name -> numel fp32 values."""
     noise = gaussian(numel)
     place = torch.arange(numel)
     inf, nan = float("inf"), float("nan")

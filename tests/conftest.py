@@ -21,8 +21,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def _no_crowds() -> Iterator[None]:
-    """Each process group of gloo has threads that wake up every ten milliseconds for as long as it lives: ranks that
-    have made many of them are replaced between two tests, or they take the machine from the tests that follow.
+    """Replace ranks with many process groups between two tests. Each gloo group has threads that wake up every ten
+    milliseconds for as long as it lives: they would take the machine from the tests that follow.
     """
     yield
     for pool in POOLS:
@@ -31,7 +31,7 @@ def _no_crowds() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """ranks(n): n running ranks, kept for the whole session and replaced when a case has failed."""
+    """Yield ranks(n): n running ranks, kept for the whole session and replaced when a case has failed."""
     pool = Pool()
     yield pool
     pool.close()

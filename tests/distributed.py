@@ -24,7 +24,7 @@ TIMEOUT = 240  # seconds of a case: on a machine that is busy with other things 
 MANY_THREADS = 150
 # torch._dynamo: the first optimizer of a process imports it, which takes more than a second.
 PRELOADED = ("torch", "torch.distributed", "torch._dynamo", "flash_allreduce_plugin.api.reductions")
-# For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for what it imports.
+# For ranks that build Megatron's models: 2.5 s of imports for each. Not where a stub stands in for an import.
 MEGATRON = (
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
@@ -36,7 +36,7 @@ MEGATRON = (
 
 
 class RankFailure(AssertionError):
-    """A case raised on a rank, whose traceback the message has, or a rank died."""
+    """A case raised on a rank, and the message has its traceback, or a rank died."""
 
 
 class Ranks:
@@ -67,7 +67,7 @@ class Ranks:
                 args=(rank, world_size, str(Path(self._folder.name) / "store"), group_timeout, theirs, backend),
                 daemon=True,
             )
-            # What a process of this method connects to: the module has one server, with one list of imports.
+            # A process of this method connects to a server: the module has one, with one list of imports.
             with mock.patch.object(forkserver, "connect_to_new_process", _server(preload).connect_to_new_process):
                 process.start()
             theirs.close()
@@ -80,12 +80,12 @@ class Ranks:
 
     @property
     def crowded(self) -> bool:
-        """Whether a rank has more threads than a few process groups need."""
+        """Return True if a rank has more threads than a few process groups need."""
         tasks = [Path(f"/proc/{process.pid}/task") for process in self.processes]
         return any(len(list(threads.iterdir())) > MANY_THREADS for threads in tasks if threads.exists())
 
     def run(self, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Run case(*args) on every rank; the results in rank order.
+        """Run case(*args) on every rank. Return the results in rank order.
 
         Raises RankFailure with the traceback of each rank that failed, or the exit code of one that died, TimeoutError
         when time is up; then the ranks are killed.
@@ -98,7 +98,7 @@ class Ranks:
         return [value for _, value in outcomes]
 
     def outcomes(self, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[tuple[str, Any]]:
-        """As run, but ("value", result), ("error", traceback) or ("died", exit code) per rank."""
+        """Run as run does, but return ("value", result), ("error", traceback) or ("died", exit code) per rank."""
         for connection in self._connections:
             connection.send((case, args))
         deadline = time.monotonic() + timeout
@@ -136,7 +136,7 @@ class Ranks:
 
 
 class Pool:
-    """pool(n): n running ranks, kept for many tests and replaced when a case has failed.
+    """Keep pool(n): n running ranks for many tests, replaced when a case has failed.
 
     Raises RankFailure when they have ended by themselves between two cases: an earlier test left something behind.
     """
@@ -167,7 +167,7 @@ POOLS: list[Pool] = []
 
 @cache
 def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
-    """A process that has imported torch and these once, of which ranks are forked."""
+    """Return the server of ranks: a process that has imported torch and these once, and from which ranks fork."""
     server = forkserver.ForkServer()
     server.set_forkserver_preload([*PRELOADED, *preload])
     return server
@@ -176,7 +176,7 @@ def _server(preload: tuple[str, ...]) -> forkserver.ForkServer:
 def run_ranks(
     world_size: int, case: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, preload: tuple[str, ...] = ()
 ) -> list[Any]:
-    """One case in ranks of its own, for cases that leave something behind."""
+    """Run one case in separate ranks, for cases that leave something behind."""
     with Ranks(world_size, preload=preload) as ranks:
         return ranks.run(case, *args, timeout=timeout)
 

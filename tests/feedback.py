@@ -1,4 +1,4 @@
-"""Error feedback by the reference: what the fused operators are held to, bit for bit."""
+"""Error feedback by the reference. The fused operators must equal it, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def sum_format(c: Format) -> Format:
 
 
 def composed(x: Tensor, residual: Tensor, momentum: float, c: Format, draw: Draw = NO_DRAW) -> tuple[Tensor, Tensor]:
-    """x [numel] -> the payload and the new residual, by the reference; residual stays as it is."""
+    """Encode x [numel] by the reference. Return the payload and the new residual; residual keeps its value."""
     payload, after = torch.empty(1, c.payload_bytes(len(x)), dtype=torch.uint8), residual.clone()
     reference.encode_feedback(x.view(1, -1), payload, after, momentum, c, draw)
     return payload[0], after
 
 
 def residual_like(lost: Tensor, c: Format, kind: torch.dtype) -> Tensor:
-    """lost [numel], as a residual of whole groups."""
+    """Return lost [numel] as a residual of whole groups."""
     filled = torch.zeros(c.groups(len(lost)), c.group_size)
     filled.view(-1)[: len(lost)] = lost
     if kind is torch.bfloat16:

@@ -1,4 +1,4 @@
-"""The codebook: compiled is reference, what it reaches on Gaussian values, and how far off an element may be."""
+"""The codebook: compiled is reference, its SQNR on Gaussian values, and the largest error of an element."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of(bits: int, group_size: int, **options: bool) -> Format:
 
 
 def with_a_zero(x: Tensor, group_size: int) -> Tensor:
-    """One in each group."""
+    """Put one zero in each group."""
     x = x.clone()
     x[..., group_size // 3 :: group_size] = 0.0
     return x
@@ -42,7 +42,7 @@ def with_a_zero(x: Tensor, group_size: int) -> Tensor:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_compiled_is_reference(options: dict[str, bool]) -> None:
-    """Every width and group size, lengths and hard values among them."""
+    """Check every width and group size, lengths and hard values among them."""
     hard = torch.stack(list(hard_values(2100).values()))
     for i, (bits, group_size) in enumerate(itertools.product(BITS, SIZES)):
         both, dtype = Both(of(bits, group_size, **options)), DTYPES[i % 3]
@@ -90,7 +90,7 @@ def test_any_bytes_decode_alike(options: dict[str, bool], bits: int, group_size:
 
 
 def largest_errors(codec: Format, x: Tensor) -> Tensor:
-    """What docs/trust/numerics.md allows to each element of x [numel], whole groups."""
+    """Return the error that docs/trust/numerics.md allows each element of x [numel], whole groups."""
     parts = x.double().abs().view(-1, 8, codec.group_size // 8).amax(-1)
     held = (x == 0).view(-1, codec.group_size).any(-1, keepdim=True)
     plain, with_zero, searched = LARGEST_ERROR[codec.bits]
@@ -118,7 +118,7 @@ values_ = st.one_of(
 def test_guarantee_6_the_error_is_at_most_a_share_of_the_largest_of_its_part(
     bits: int, group_size: int, mse: bool, values: list[float], seed: int
 ) -> None:
-    """Values repeated in another order, so that any of them meet in a part."""
+    """Repeat values in another order, so that any of them meet in a part."""
     codec = of(bits, group_size, mse=mse)
     order = torch.randint(len(values), (2 * group_size,), generator=torch.Generator().manual_seed(seed))
     x = torch.tensor(values)[order].view(1, -1)
@@ -131,7 +131,7 @@ def test_guarantee_6_the_error_is_at_most_a_share_of_the_largest_of_its_part(
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("mse", [False, True])
 def test_guarantee_6_holds_where_an_element_is_clipped(bits: int, mse: bool) -> None:
-    """Parts whose largest element sweeps an octave."""
+    """Sweep an octave with the largest element of a part."""
     codec, worst = of(bits, 128, mse=mse), 0.0
     for held in (False, True):
         x = gaussian(1, 128 * 2000, seed=3) * 0.5
@@ -163,7 +163,7 @@ def sqnr_db(exact: Tensor, result: Tensor) -> float:
 def test_sqnr_of_gaussian_values(
     bits: int, plain: float, searched: float, plain_zero: float, searched_zero: float
 ) -> None:
-    """The figures of docs/trust/numerics.md, in groups of 256: 1/4 bit an element more than the codes."""
+    """Check the figures of docs/trust/numerics.md, in groups of 256: 1/4 bit an element more than the codes."""
     x = gaussian(1, 1 << 18)
     assert Format(bits, 256, codebook=True).bits_per_element == bits + 0.25
     for values, floors in ((x, (plain, searched)), (with_a_zero(x, 256), (plain_zero, searched_zero))):
@@ -176,7 +176,7 @@ def test_sqnr_of_gaussian_values(
 
 
 def test_parts_do_not_share_a_step() -> None:
-    """A part of small elements beside one of large ones keeps its relative error, down to 1/220 of the largest."""
+    """Check that a part of small elements keeps its relative error next to large ones, down to 1/220 of the largest."""
     scales = torch.tensor([1.0, 0.5, 0.1, 0.03, 0.01, 1.0, 0.2, 0.007]).repeat_interleave(32)
     x = (gaussian(500, 256) * scales).view(1, -1)
     decoded = Both(of(4, 256)).round_trip(x)
@@ -204,7 +204,7 @@ def test_the_levels_of_a_width_are_in_order_and_hold_a_zero_where_they_say() -> 
 
 
 def rest_of(x: Tensor, codec: Format) -> Tensor:
-    """Groups [groups, group_size] without their spikes, worked out in double precision, one group at a time."""
+    """Return groups [groups, group_size] without their spikes, computed in double precision, group by group."""
     rest = x.double().clone()
     step = 2.0 ** (1 + codec.spike_mantissa)
     for group in rest:
@@ -240,7 +240,7 @@ def test_guarantee_6_with_spikes_the_error_is_a_share_of_the_largest_that_they_l
 
 @pytest.mark.parametrize(("bits", "gained"), [(2, 7.0), (4, 6.0), (6, 6.0), (8, 6.0)])
 def test_spikes_bring_heavy_tails_near_gaussian_values(bits: int, gained: float) -> None:
-    """One element in 60 is large: half a bit an element more brings what two more bits of a code would."""
+    """Make one element in 60 large: half a bit an element more gains as much as a code of two more bits."""
     x = gaussian(1, 1 << 16)
     x = torch.where(gaussian(1, 1 << 16, seed=9) > 2.2, 20 * x, x)
     small = x.abs() < 4
@@ -268,7 +268,7 @@ def test_the_largest_finite_values_survive() -> None:
 
 
 def test_sums_add_the_spikes_of_every_rank() -> None:
-    """At one place too, and in a rotated group, where codes are summed before they are turned back."""
+    """Put spikes in one place too, and in a rotated group, where codes are summed before the rotation is undone."""
     x = gaussian(5, 256)
     x[:, 17] += torch.tensor([300.0, -300.0, 1000.0, 0.25, 70.0])
     x[3, 200] = -5000.0

@@ -21,7 +21,7 @@ ORDER = ["default", "avx2", "avx512"]
 
 
 def digest_of_everything() -> str:
-    """Compares with the reference (Both) and returns one digest of all bytes made on the way."""
+    """Compare with the reference (Both) and return one digest of all bytes made on the way."""
     digest = hashlib.sha256()
     hard = torch.stack(list(hard_values(1100).values()))
     for bits in BITS:
@@ -35,7 +35,7 @@ def digest_of_everything() -> str:
                     both.decode_sum(payload[:3], rows.shape[1], dtype)
                     digest.update(bytes(payload.flatten().tolist()))
                     changed = rows[:1].float() * 1.01
-                    # Rounded: torch's random numbers differ in their last bits, and what is lost would show them.
+                    # Rounded: torch's random numbers differ in their last bits, and the lost values would show them.
                     rounded = ((rows[:1].float() * 1024).round() / 1024).to(dtype)
                     for residual in residuals(rows.shape[1], group_size):
                         for made in both.encode_feedback(rounded, residual):
@@ -54,7 +54,7 @@ def here() -> str:
 
 @pytest.mark.parametrize("capability", ORDER)
 def test_guarantee_4_every_instruction_set_writes_the_same_bytes(capability: str, here: str) -> None:
-    """A lower set than the machine has can always be chosen; a higher one is not there to be tested."""
+    """Choose every set up to the machine's own; a higher set cannot be tested here."""
     script = (
         "from flash_allreduce_plugin.codec import ops; "
         "from tests.codec.test_codec_machines import digest_of_everything; "

@@ -35,7 +35,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def groups(size: int) -> torch.Tensor:
-    """Rows of one group each: ordinary, offset, constant, tiny, huge, zeros of both signs, not finite."""
+    """Return rows of one group each: ordinary, offset, constant, tiny, huge, zeros of both signs, not finite."""
     ordinary = torch.randn(6, size, generator=torch.Generator().manual_seed(size))
     ordinary[1] = ordinary[1] * 0.1 + 100
     ordinary[2] = 3.7

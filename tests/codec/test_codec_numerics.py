@@ -19,7 +19,7 @@ FITTING = [(name, dtype) for name in FINITE for dtype in DTYPES if HARD[name].to
 
 
 def metadata(payload: Tensor, codec: Format) -> tuple[Tensor, Tensor]:
-    """scale, zero of every group, float64, read from the payload as docs/trust/wire_format.md draws it."""
+    """Return scale and zero of every group, float64, read from the payload as docs/trust/wire_format.md draws it."""
     words = payload.view(-1, codec.record_bytes)[:, : codec.metadata_bytes].contiguous().view(torch.bfloat16)
     if codec.compact:
         word = words[:, 0].view(torch.int16).int() & 0xFFFF
@@ -82,7 +82,7 @@ def test_guarantee_6_the_step_is_the_range_of_the_group_rounded_outwards(name: s
 
 @pytest.mark.parametrize("name", FINITE)
 def test_guarantee_6_a_compact_step_is_the_least_that_three_bits_of_mantissa_allow(name: str) -> None:
-    """Every end within 7/16 of a step of a code, at that scale or at the next; below it no offset could do that."""
+    """Check each end within 7/16 of a step of a code, at that scale or the next; no offset allows a lower scale."""
     groups = HARD[name][:2304].view(-1, 64).double()
     low, high = groups.amin(1), groups.amax(1)
     for bits in BITS:
@@ -162,10 +162,10 @@ assert torch.equal(plain_half, fap.decode(fap.encode(half, config), half.shape, 
 
 
 def normal_values() -> list[Tensor]:
-    """Values whose steps are normal numbers as well."""
+    """Return values whose steps are normal numbers too."""
     return [gaussian(3000), gaussian(3000) * 1e-30, gaussian(3000) * 1e30, 100 + 0.1 * gaussian(3000)]
 
 
 def test_flushing_subnormals_to_zero_does_not_touch_normal_values() -> None:
-    """torch.set_flush_denormal, which training scripts turn on; in a process of its own."""
+    """Turn on torch.set_flush_denormal, as training scripts do, in a separate process."""
     subprocess.run([sys.executable, "-c", FLUSHING], check=True, timeout=240)

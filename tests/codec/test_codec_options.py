@@ -1,4 +1,4 @@
-"""Spikes, rotation, searched range and stochastic rounding: compiled is reference, and each does what it says."""
+"""Spikes, rotation, searched range and stochastic rounding: compiled is reference, and each has its effect."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sqnr_db(exact: Tensor, result: Tensor) -> float:
 
 
 def outlier_channels(rows: int) -> Tensor:
-    """[rows * 1024]: 1 % of the channels 50 times the others."""
+    """Return [rows * 1024]: 1 % of the channels 50 times the others."""
     x = gaussian(rows, 1024)
     x[:, torch.randperm(1024, generator=torch.Generator().manual_seed(1))[:10]] *= 50
     return x.flatten()
@@ -46,7 +46,7 @@ def of(bits: int, group_size: int, **options: bool) -> Format:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_compiled_is_reference(options: dict[str, bool]) -> None:
-    """Every width and group size, lengths and hard values among them."""
+    """Check every width and group size, lengths and hard values among them."""
     hard = torch.stack(list(hard_values(1100).values()))
     for i, (bits, group_size) in enumerate(itertools.product(BITS, GROUP_SIZES)):
         both, dtype = Both(of(bits, group_size, **options)), DTYPES[i % 3]
@@ -85,7 +85,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
 )
 @settings(max_examples=80, deadline=None)
 def test_any_bytes_decode_alike(options: dict[str, bool], bits: int, group_size: int, data: bytes) -> None:
-    """Places of spikes included that lie outside of the group."""
+    """Decode places of spikes too that lie outside of the group."""
     codec = of(bits, group_size, **options)
     size = 3 * 2 * codec.record_bytes
     payloads = torch.frombuffer(bytearray((data * (size // len(data) + 1))[:size]), dtype=torch.uint8).view(3, -1)
@@ -122,8 +122,8 @@ def test_guarantee_3_the_payload_of_a_part_is_a_slice_of_the_payload_of_the_whol
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_guarantee_6_the_error_stays_below_half_a_step(options: dict[str, bool], bits: int) -> None:
-    """Half a step of the group's whole range, a step with stochastic rounding; of a rotated group its rotated range.
-    And the rounding of the metadata, of float32 and, for spikes, of bf16.
+    """Allow half a step of the group's whole range, a step with stochastic rounding; of a rotated group its own range.
+    Add the rounding of the metadata, of float32 and, for spikes, of bf16.
     """
     codec, g = of(bits, 64, **options), 64
     steps = (2 ** (bits - 1) - 1 if codec.symmetric else 2**bits - 1) * 1.0
@@ -170,7 +170,7 @@ def test_a_spike_that_bf16_cannot_hold_loses_its_group() -> None:
 
 
 def test_the_rotation_is_undone_exactly_where_nothing_is_rounded() -> None:
-    """Small whole numbers survive sums and differences; the inverse is the same matrix, halved log2(g) times."""
+    """Rotate whole numbers, which survive sums and differences; the inverse is the matrix, halved log2(g) times."""
     x = torch.randint(-50, 50, (3, 512), generator=torch.Generator().manual_seed(0)).float()
     rotated = reference._rotated(x * reference._signs(512, x.device))
     assert torch.equal(reference._turned_back(rotated, of(8, 512, hadamard=True)), x)
@@ -208,7 +208,7 @@ def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_searched_range_of_the_least_scales(layout: dict[str, bool]) -> None:
-    """256 / scale must stay finite: below 2^-110 nothing is searched for, and all agree where that begins."""
+    """Check the end of the search: 256 / scale must be finite, so below 2^-110 there is none, on every path."""
     x = torch.cat([gaussian(1, 512) * 2.0**exponent for exponent in range(-126, -96)], dim=1)
     for bits in BITS:
         whole, searched = (Both(of(bits, 32, **layout, mse=mse)).encode(x) for mse in (False, True))
@@ -217,7 +217,7 @@ def test_a_searched_range_of_the_least_scales(layout: dict[str, bool]) -> None:
 
 
 def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
-    """The mean over many draws comes as close to the value as their number lets it; nearest does not."""
+    """Check that the mean over many draws comes as near to the value as their number allows; nearest does not."""
     x, calls = gaussian(1, 256), 600
     codec = of(2, 128, stochastic=True)
     payload = torch.empty(1, codec.payload_bytes(256), dtype=torch.uint8)

@@ -1,7 +1,7 @@
 """The device codec, warp by warp on the host, against the codec: the same bytes, the same bits, aligned addresses.
 
 csrc/cuda/codec_warp.h is one text for the device and the host; tests/host/warp.cpp is its warp here. Every lane,
-shuffle and address of the kernels is run, without a GPU. What is not: the staging of a block's payload, and launches.
+shuffle and address of the kernels is run, without a GPU. Not run: the staging of a block's payload, and launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.feedback import KINDS, composed, residual_like, sum_format
 
 SOURCE = Path(__file__).parents[1] / "host" / "warp.cpp"
 DRAW = Draw(rows.draw_key(3, 5), first_group=7)
-GUARD = 64  # bytes around what is written
+GUARD = 64  # bytes around the written ones
 OPTIONS = [
     {**layout, "spikes": spikes, "hadamard": hadamard, **last}
     for layout, spikes, hadamard in itertools.product(LAYOUTS, (False, True), (False, True))
@@ -50,7 +50,7 @@ class Warps:
         return ctypes.c_long.in_dll(self._library, "misaligned").value
 
     def encode(self, row: Tensor, c: Format, draw: Draw = DRAW, fast: bool = True) -> Tensor:
-        """row [numel]; fast: 16 divides its address."""
+        """Encode row [numel]; fast: 16 divides its address."""
 
         def run(plain: int, payload: Tensor) -> None:
             self._library.warp_encode_row(
@@ -85,7 +85,7 @@ class Warps:
         return self._both(run, torch.empty(groups * gather.record_bytes, dtype=torch.uint8))
 
     def _both(self, run: Callable[[int, Tensor], None], like: Tensor) -> Tensor:
-        """What codec_warp.h writes, and, where plain_warp.h has a kernel of its own, that too."""
+        """Run codec_warp.h and, where plain_warp.h has a separate kernel, that kernel too. Return the result."""
         results = []
         for plain in (0, 1):
             buffer, written = _guarded(like)
@@ -97,7 +97,7 @@ class Warps:
     def encode_feedback(
         self, row: Tensor, residual: Tensor, momentum: float, c: Format, fast: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """row [numel] and a residual -> the payload and the new residual."""
+        """Encode row [numel] with a residual. Return the payload and the new residual."""
         buffer, payload = _guarded(torch.empty(c.payload_bytes(len(row)), dtype=torch.uint8))
         kept_buffer, kept = _guarded(residual)
         kept.copy_(residual.view(-1))
@@ -140,13 +140,13 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _guarded(like: Tensor) -> tuple[Tensor, Tensor]:
-    """A buffer, and in its middle a vector like the given tensor; torch's own buffers begin at multiples of 64."""
+    """Return a buffer and, in its middle, a vector like the given tensor; torch's buffers begin at multiples of 64."""
     buffer = torch.full((like.nbytes + 2 * GUARD,), 0xA5, dtype=torch.uint8)
     return buffer, buffer[GUARD : GUARD + like.nbytes].view(like.dtype)
 
 
 def _align(payloads: Tensor, c: Format) -> int:
-    """What divides the address of every record."""
+    """Return the number that divides the address of every record."""
     bits = payloads.data_ptr() | (payloads.stride(0) if len(payloads) > 1 else 0) | c.record_bytes
     return 4 if bits % 4 == 0 else 2 if bits % 2 == 0 else 1
 
@@ -163,7 +163,7 @@ def warps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warps]:
 
 
 def check(warps: Warps, x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
-    """x [ranks, numel] through all that the device does."""
+    """Run x [ranks, numel] through every function of the device."""
     numel = x.shape[1]
     payloads = torch.empty(len(x), c.payload_bytes(numel), dtype=torch.uint8)
     rows.encode(x, payloads, c, DRAW)
@@ -188,7 +188,7 @@ FLAGS = ("symmetric", "compact", "codebook", "spikes", "hadamard", "mse", "stoch
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_every_option_width_and_group_size(warps: Warps, options: dict[str, bool]) -> None:
-    """Lengths around a warp's 1024 elements; hard values, not finite ones among them."""
+    """Check lengths around a warp's 1024 elements, and hard values, not finite ones among them."""
     hard = torch.stack(list(hard_values(1100).values()))
     lengths = itertools.cycle((1, 33, 1000, 1023, 1024, 1025, 2048, 2100))
     sizes = [g for g in GROUP_SIZES if fits(g, options)]
@@ -233,7 +233,7 @@ def test_any_bit_pattern(
 def test_any_bytes_decode_alike(
     warps: Warps, options: dict[str, bool], bits: int, group_size: int, data: bytes
 ) -> None:
-    """Places of spikes included that lie outside of the group: nothing is read or written elsewhere."""
+    """Decode places of spikes too that lie outside of the group: nothing is read or written elsewhere."""
     group_size = group_size if fits(group_size, options) else 4 * group_size
     c = Format(bits, group_size, **options)
     size = 3 * 2 * c.record_bytes
@@ -264,7 +264,7 @@ def test_short_spikes_at_their_limits(warps: Warps, hadamard: bool) -> None:
 
 
 def test_addresses_of_any_alignment(warps: Warps) -> None:
-    """Rows that begin anywhere, and payloads at odd addresses."""
+    """Check rows that begin anywhere, and payloads at odd addresses."""
     for c, dtype in itertools.product(
         (
             Format(4, 128),
@@ -289,7 +289,7 @@ def test_addresses_of_any_alignment(warps: Warps) -> None:
 
 
 def test_a_misaligned_address_is_noticed(warps: Warps) -> None:
-    """That the check can fail."""
+    """Check that the check of addresses can fail."""
     library, c, x = warps._library, Format(4, 128), gaussian(2000)
     try:
         with pytest.raises(AssertionError):
@@ -304,7 +304,7 @@ def test_a_misaligned_address_is_noticed(warps: Warps) -> None:
 def check_feedback(
     warps: Warps, x: Tensor, residual: Tensor, c: Format, gather_bits: int, momentum: float = 0.8
 ) -> None:
-    """x [ranks, numel]: the first row with feedback, then the sum of all with feedback."""
+    """Run the first row of x [ranks, numel] with feedback, then the sum of all with feedback."""
     expected = composed(x[0], residual, momentum, c, DRAW)
     ours = warps.encode_feedback(x[0].clone(), residual, momentum, c)
     for mine, theirs in zip(ours, expected, strict=True):
@@ -322,7 +322,7 @@ def check_feedback(
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_feedback_with_every_option_width_and_group_size(warps: Warps, options: dict[str, bool]) -> None:
-    """Zeros among the numbers, then hard values: carried errors of all sizes meet them."""
+    """Check zeros among the numbers, then hard values: carried errors of all sizes meet them."""
     hard = torch.stack(list(hard_values(1100).values()))
     lengths = itertools.cycle((1, 33, 1000, 1023, 1024, 1025, 2048, 2100))
     for i, (bits, group_size) in enumerate(itertools.product(BITS, GROUP_SIZES)):
@@ -336,7 +336,7 @@ def test_feedback_with_every_option_width_and_group_size(warps: Warps, options: 
         check_feedback(warps, x, residual, c, 2 + i % 7, (0.0, 0.8, 0.5, 0.9)[i % 4])
         first = i % (len(hard) - 3)
         x = hard[first : first + 3].to(dtype)
-        x[:, 4 :: 8 + i % 3] = 0.0  # beside numbers that are not finite
+        x[:, 4 :: 8 + i % 3] = 0.0  # next to numbers that are not finite
         for kept in (hard[(first + 7) % len(hard)].nan_to_num(1.0), torch.zeros(1100)):
             check_feedback(warps, x, residual_like(kept, c, kind), c, 2 + (i + 3) % 7)
 
@@ -363,7 +363,7 @@ def test_feedback_of_any_bit_pattern_with_any_residual(
     kept: bytes,
     momentum: float,
 ) -> None:
-    """Residuals that no encoding made are among them: NaN, infinities, codes that do not exist."""
+    """Check residuals too that no encoding made: NaN, infinities, codes that do not exist."""
     whole = len(pattern) // dtype.itemsize * dtype.itemsize
     values = torch.frombuffer(bytearray(pattern[:whole]), dtype=torch.uint8).view(dtype)
     c = Format(bits, group_size if fits(group_size, options) else 4 * group_size, **options)

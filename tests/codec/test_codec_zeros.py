@@ -1,4 +1,4 @@
-"""Guarantee 8 in the codec: what is exactly zero comes back exactly zero; compiled is reference."""
+"""Guarantee 8 in the codec: an exact zero is decoded as an exact zero; compiled is reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["+".join(name for name, on in options.items() if on) or "asymmetric" fo
 
 
 def scattered(rows: int, numel: int, seed: int = 0) -> Tensor:
-    """Zeros of both signs among values of one sign, of both, of one large, tiny and subnormal, by turns of 128."""
+    """Return zeros of both signs among values of one sign, both, one large, tiny and subnormal, by turns of 128."""
     noise = gaussian(rows, numel, seed=seed)
     place = torch.arange(numel)
     kinds = (noise, noise.abs(), -noise.abs(), 1e-3 * noise + 5, noise * 1e-30, noise * 1e30, noise * 1e-40,
@@ -58,7 +58,7 @@ def test_guarantee_8_zeros_stay_zero_at_every_width_and_group_size(options: dict
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("ends", [(-15681487.0, 1.0), (-1.0, 15681487.0), (-1e30, 1e-30), (-1e-30, 1e30)])
 def test_guarantee_8_an_end_that_is_next_to_nothing_beside_the_other(ends: tuple[float, float], bits: int) -> None:
-    """Stochastic rounding has no slack: the code of 0 must leave one for the small end."""
+    """Check stochastic rounding, which has no slack: the code of 0 must leave one for the small end."""
     for layout in ({}, {"compact": True}):
         both = Both(Format(bits, 32, stochastic=True, **layout))
         x = torch.tensor([0.0, *ends] * 10 + [0.0, 0.0]).view(1, -1)
@@ -147,7 +147,7 @@ def test_only_a_group_that_holds_a_zero_says_that_its_zero_point_is_a_code(bits:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_guarantee_6_the_step_of_a_group_with_a_zero(options: dict[str, bool]) -> None:
-    """As the docs say: the whole k costs one step less of the range, of which the ends may lie 7/16 outside."""
+    """Check the docs' rule: the whole k costs one step less of the range, whose ends may lie 7/16 outside."""
     if options.get("symmetric") or options["spikes"] or options.get("codebook"):
         return
     for bits, skew in itertools.product(BITS, (-3, -1, -0.1, 0.0, 0.1, 0.5, 1, 3)):
@@ -168,7 +168,7 @@ def test_guarantee_6_the_step_of_a_group_with_a_zero(options: dict[str, bool]) -
     [(8, 44.4, 44.0), (6, 32.3, 31.9), (4, 20.0, 19.7), (3, 13.6, 13.3), (2, 6.2, 5.9)],
 )
 def test_what_a_zero_costs_on_average(bits: int, asymmetric: float, compact: float) -> None:
-    """Gaussian groups of 128 with one 0 each: the figures of docs/trust/numerics.md."""
+    """Check Gaussian groups of 128 with one 0 each: the figures of docs/trust/numerics.md."""
     x = gaussian(1, 1 << 18)
     x[0, ::128] = 0.0
     for options, floor in (({}, asymmetric), ({"compact": True}, compact)):

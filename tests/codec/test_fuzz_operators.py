@@ -37,13 +37,13 @@ BESIDE_CODEBOOK = ("symmetric", "stochastic", "compact")  # excluded
 
 
 def mostly(good: Any, *others: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """`good` four times out of five."""
+    """Draw `good` four times out of five."""
     return st.integers(0, 4).flatmap(lambda i: st.one_of(*others) if i == 0 else st.just(good))
 
 
 @dataclass(repr=False)
 class Made:
-    """A tensor, the memory it lies in, and what was done to it."""
+    """A tensor, its memory, and the change that was made to it."""
 
     tensor: Tensor
     memory: Tensor
@@ -54,7 +54,7 @@ class Made:
         return self._before
 
     def __repr__(self) -> str:
-        """Short, where hypothesis prints an example."""
+        """Return a short text, for hypothesis to print as an example."""
         t = self.tensor
         return f"{self.kind} {tuple(t.shape)} {t.stride()} {t.storage_offset()} {t.dtype}"
 
@@ -63,14 +63,14 @@ class Made:
 
 
 KINDS = ("meta", "resized", "negative", "grad")
-# No negative view, of which torch gives the operator a copy and then fails for want of a result to copy back from: what
-# else the operator has written stays.
+# No negative view: torch gives the operator a copy and then fails because there is no result to copy back from. The
+# other results that the operator has written stay.
 RESIDUALS = ("meta", "resized", "grad")
 
 
 @st.composite
 def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, kinds: tuple[str, ...] = KINDS) -> Made:
-    """A tensor of that shape and dtype, now and then of another, of other strides, or without its memory."""
+    """Draw a tensor of that shape and dtype, sometimes of another, of other strides, or without its memory."""
     dtype = draw(mostly(dtype, st.sampled_from((*DTYPES, torch.uint8, *OTHER_DTYPES))))
     shape = tuple(max(0, n + draw(mostly(0, st.sampled_from((-1, 1, -2, 33, -1000))))) for n in shape)
     if draw(mostly(False, st.booleans())):
@@ -120,7 +120,7 @@ def formats(draw: st.DrawFn) -> Format:
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, list[Any], Format, Format]:
-    """The name of an operator and its arguments; the codecs that the numbers among them say."""
+    """Draw the name of an operator, its arguments, and the codecs that the numbers among them mean."""
     codec = draw(formats())
     gather = replace(codec, bits=draw(st.integers(2, 8)))
     numbers = [draw(mostly(n, INT64)) for n in (codec.bits, codec.group_size, codec.options)]
@@ -179,7 +179,7 @@ def test_an_error_or_the_right_result(call: tuple[str, list[Any], Format, Format
 
 @st.composite
 def feedback_calls(draw: st.DrawFn) -> tuple[list[Any], Format]:
-    """The arguments of encode_feedback, and its codec."""
+    """Draw the arguments of encode_feedback, and its codec."""
     codec = draw(formats())
     numel, g = draw(st.integers(0, 200) | st.integers(0, 2500)), codec.group_size
     shape, dtype = draw(st.sampled_from([((g + 2), torch.uint8), (g, torch.bfloat16)]))
@@ -224,11 +224,11 @@ def test_feedback_is_an_error_or_the_right_result(call: tuple[list[Any], Format]
 
 
 def _expected(name: str, given: list[Any], made: list[Made], codec: Format, gather: Format) -> Tensor | None:
-    """The reference's result, None if the arguments are not as ops.py has them."""
+    """Return the reference's result, or None if ops.py does not allow the arguments."""
     if any(one.kind == "resized" and one.tensor.numel() for one in made):
         return None
     first, output = (one.tensor.detach() for one in made)
-    if any(one.kind == "resized" for one in made):  # nothing to read: take it for what it was
+    if any(one.kind == "resized" for one in made):  # its memory is gone: no result to compare
         return None
     first, result = (
         first.clone(memory_format=torch.contiguous_format),
@@ -271,7 +271,7 @@ def _expected(name: str, given: list[Any], made: list[Made], codec: Format, gath
 
 
 def _said(name: str, given: list[Any]) -> tuple[Format | None, Format | None]:
-    """The codecs of numbers that were changed, if they happen to be some."""
+    """Return the codecs that changed numbers mean, if they happen to mean any."""
     bits, gather_bits, group_size, options = (
         given[3:7]
         if name == "decode_sum_encode"
@@ -314,7 +314,7 @@ def test_the_size_of_a_payload(numel: int, bits: int, group_size: int, options: 
 @example(payload=b"", shape=[0, 3_036_988_439, 3_037_012_561], dtype=torch.float32, bits=2, wrong=0)
 @fuzz
 def test_decode_of_any_payload(payload: bytes, shape: list[int], dtype: torch.dtype, bits: int, wrong: int) -> None:
-    """Nothing is allocated for a shape that the payload does not fill."""
+    """Check that nothing is allocated for a shape that the payload does not fill."""
     given = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0, dtype=torch.uint8)
     given = given.to(torch.int32) if wrong == 1 else given.view(1, -1) if wrong == 2 else given
     config = fap.FlashConfig(bits=bits, group_size=32)
@@ -326,7 +326,7 @@ def test_decode_of_any_payload(payload: bytes, shape: list[int], dtype: torch.dt
 
 
 def test_rows_that_overlap_are_not_written() -> None:
-    """Threads would write them at the same time, and what is left there would be chance."""
+    """Check overlapping rows: threads would write them at the same time, and the result would depend on chance."""
     codec, x = Format(4, 64), torch.randn(3, 100)
     payload = torch.zeros(codec.payload_bytes(100), dtype=torch.uint8)
     with pytest.raises(
@@ -348,7 +348,7 @@ def test_rows_too_long_to_have_a_size() -> None:
 
 
 def test_rows_of_no_elements_with_any_stride() -> None:
-    """What their strides would reach is no int64: the sanitizer of `nox -s fuzz -- library` sees it computed."""
+    """Use strides whose reach is no int64: the sanitizer of `nox -s fuzz -- library` would see it computed."""
     payloads = torch.empty(0, dtype=torch.uint8).as_strided((9, 0), (1 << 61, 1))
     output = torch.empty(0)
     compiled.decode_sum(payloads, output, 1.0, 4, 64, 0)
@@ -356,7 +356,7 @@ def test_rows_of_no_elements_with_any_stride() -> None:
 
 
 def test_memory_that_was_taken_away_is_not_read() -> None:
-    """FSDP frees a parameter so; torch's own operators would read what is there no more."""
+    """Free the memory as FSDP frees a parameter; torch's own operators would read freed memory."""
     x = torch.randn(2, 100)
     payload = torch.zeros(2, 72, dtype=torch.uint8)
     x.untyped_storage().resize_(799)

@@ -24,7 +24,7 @@ def payload_for(rows: int, numel: int) -> Tensor:
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
-    """Good arguments of each operator."""
+    """Return good arguments of each operator."""
     x = gaussian(3, 100)
     payload = payload_for(3, 100)
     compiled.encode(x, payload, 4, 64, False)
@@ -36,8 +36,8 @@ def calls() -> dict[str, tuple[Any, ...]]:
     }
 
 
-# The operators only mutate: they return nothing and have no derivative. What opcheck can test of them is that
-# they mutate what the schema says and nothing else, that a fake run agrees (shapes known or symbolic), that
+# The operators only mutate: they return nothing and have no derivative. So opcheck can test that they mutate the
+# tensors that the schema names and nothing else, that a fake run agrees (shapes known or symbolic), that
 # autograd is left alone, and that AOTAutograd's functionalization gives the same result.
 OPCHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
 
@@ -142,7 +142,7 @@ def test_payload_bytes_checks_its_arguments(bits: int) -> None:
 
 
 def test_meta_tensors_pass_without_data_and_mixed_devices_do_not_write() -> None:
-    """A meta tensor is torch's own tracing device: the fake serves it, no memory is touched."""
+    """Call with a meta tensor, torch's own tracing device: the fake answers, no memory is touched."""
     for name, arguments in calls().items():
         meta = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
         assert getattr(compiled, name)(*meta) is None

@@ -50,7 +50,7 @@ def test_it_divides_as_on_a_gpu(options: dict[str, bool]) -> None:
 
 @pytest.fixture
 def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The choice between the codecs is made once a process; make it anew in this test, and after it."""
+    """Repeat the choice between the codecs, made once a process, in this test and after it."""
     monkeypatch.delenv("FLASH_ALLREDUCE_REFERENCE", raising=False)
     rows.use_reference.cache_clear()
     yield
@@ -157,7 +157,7 @@ def reduce_on_the_library(calls: list[Call]) -> list[str]:
 
 
 def reduce_on_either(calls: list[Call]) -> list[str]:
-    """Odd ranks without, even ranks with the compiled library: a group may be mixed."""
+    """Use the compiled library on even ranks alone: a group may be mixed."""
     import torch.distributed as dist
 
     return reduce_on_the_reference(calls) if dist.get_rank() % 2 else reduce_on_the_library(calls)

@@ -159,7 +159,7 @@ def test_feedback_of_hard_values() -> None:
 
 
 def test_feedback_reads_minus_zero_as_zero() -> None:
-    """What is lost of the smallest number is -0: with a residual of -0 that would stay."""
+    """Check the error of the smallest number, which is -0: with a residual of -0 it would stay."""
     c, x = Format(4, 64, symmetric=True), torch.full((1, 256), -(2.0**-149))
     x[:, ::64] = 1.0
     _, after = Both(c).encode_feedback(x, residual_like(torch.full((256,), -0.0), c, torch.bfloat16))
@@ -266,7 +266,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
 @given(codec=codecs, payload=st.binary(min_size=1, max_size=64), ranks=st.integers(1, 3), dtype=dtypes)
 @settings(max_examples=80, deadline=None)
 def test_any_bytes_decode_alike(codec: Format, payload: bytes, ranks: int, dtype: torch.dtype) -> None:
-    """What a broken or hostile peer may send: both codecs make the same of it."""
+    """Decode bytes that a broken or hostile peer may send: both codecs give the same result."""
     size = ranks * 2 * codec.record_bytes
     data = (payload * (size // len(payload) + 1))[:size]
     payloads = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(ranks, -1)
@@ -326,7 +326,7 @@ def test_zeros_come_back_as_zeros_and_their_signs_do_not_travel() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_golden_bytes(path: Path) -> None:
-    """Payloads written once by tests/golden/make.py: a change of the wire format shows here."""
+    """Compare with payloads that tests/golden/make.py wrote once: a change of the wire format shows here."""
     for case in json.loads(path.read_text()):
         codec = Format(case["bits"], case["group_size"], case["symmetric"], **case["options"])
         x = values_of(case["input"], getattr(torch, case["dtype"])).view(1, -1)
@@ -341,7 +341,7 @@ def test_there_are_golden_bytes() -> None:
 
 
 def _wire_format_example() -> tuple[Tensor, bytes]:
-    """The worked example of docs/trust/wire_format.md: its input and the bytes it prints."""
+    """Return the worked example of docs/trust/wire_format.md: its input and the bytes it prints."""
     text = (Path(__file__).parents[2] / "docs/trust/wire_format.md").read_text()
     block = re.split("<!-- worked example: checked by [^>]*-->", text)[1].split("```")[1]
     rows = [line.split("|") for line in block.strip().splitlines()[1:] if "|" in line]

@@ -66,7 +66,7 @@ class Call:
         return x.to(getattr(torch, self.dtype))
 
     def start(self, device: str | torch.device = "cpu") -> tuple[Tensor, Any]:
-        """The output and the handle, if there is one."""
+        """Start the exchange. Return the output and the handle, if there is one."""
         rank = dist.get_rank()
         received = [row[rank] for row in self.rows]
         output = torch.full((sum(received), self.width), 7.0, device=device).to(getattr(torch, self.dtype))
@@ -80,7 +80,7 @@ class Call:
         return output
 
     def simulate(self, rank: int) -> Tensor:
-        """The result of a rank, as the first call of its group."""
+        """Return the result of a rank, as the first call of its group."""
         arrived = [self.arrives(source, rank) for source in range(len(self.rows))]
         return torch.cat(arrived).view(-1, self.width)
 
@@ -111,7 +111,7 @@ def check(ranks: GetRanks, world: int, calls: list[Call], case: Callable[..., An
 
 
 def uneven(world: int, seed: int, most: int, empty: float = 0.3) -> tuple[tuple[int, ...], ...]:
-    """Numbers of rows [from][to]: some 0, and at every third seed a rank that sends none and one that gets none."""
+    """Return numbers of rows [from][to]: some 0, and for every third seed one rank sends none and one receives none."""
     chance = random.Random(1000 * world + seed)
     table = [[0 if chance.random() < empty else chance.randint(1, most) for _ in range(world)] for _ in range(world)]
     if seed % 3 == 2:
@@ -126,7 +126,7 @@ def uneven(world: int, seed: int, most: int, empty: float = 0.3) -> tuple[tuple[
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_run_is_a_tensor_of_its_own(ranks: GetRanks, world: int) -> None:
-    """Any lengths, none at all, whole groups or not, of all dtypes; results do not depend on who sends what beside."""
+    """Check any lengths, none, whole groups or not, all dtypes; a result does not depend on the other runs."""
     calls = []
     for seed in range(12):
         width = (1, 33, 64, 128)[seed % 4]
@@ -142,7 +142,7 @@ def test_nobody_sends_anything(ranks: GetRanks) -> None:
 
 @pytest.mark.parametrize("world", [2, 4, 5])
 def test_runs_of_many_pieces_have_the_bits_of_one(ranks: GetRanks, world: int) -> None:
-    """Chunks of 4096 bytes, so that the longest runs are cut, and short ones are not."""
+    """Use chunks of 4096 bytes, so that the longest runs are cut, and short ones are not."""
     calls = [
         Call(uneven(world, seed, 120_000 // width), width, DTYPES[seed], CONFIGS[config], async_op)
         for seed, (width, config, async_op) in enumerate(((1, 1, False), (128, 0, True), (96, 7, True)))
@@ -152,7 +152,7 @@ def test_runs_of_many_pieces_have_the_bits_of_one(ranks: GetRanks, world: int) -
 
 
 def evenly(dtype: torch.dtype) -> bool:
-    """Without sizes, with equal ones, with an empty list and with sizes as Megatron has them: numpy's, tensors."""
+    """Exchange without sizes, with equal ones, an empty list, and sizes as Megatron has them: numpy's, tensors."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = fap.FlashConfig(bits=4, min_bytes=0)
     x = gaussian(3 * world, 128, seed=rank).to(dtype)
@@ -191,11 +191,11 @@ def test_any_stride(ranks: GetRanks) -> None:
     assert ranks(2).run(strided) == [[True] * 4] * 2
 
 
-# ---- what is quantized: min_bytes ----
+# ---- min_bytes: which runs are quantized ----
 
 
 def test_a_run_below_min_bytes_arrives_as_it_is(ranks: GetRanks) -> None:
-    """1000 elements of 4 bytes x 3 ranks are 12000 bytes, and 999 fewer: its two ends agree about each run alone."""
+    """Compare a run of 1000 elements x 4 bytes x 3 ranks = 12000 bytes with one of 999: its two ends agree alone."""
     table = ((1000, 999, 0), (999, 999, 1), (5000, 1000, 998))
     calls = [
         Call(table, config={"bits": 2, "min_bytes": 12_000}),
@@ -245,7 +245,7 @@ def test_a_rank_that_sends_nothing_is_counted_as_that(ranks: GetRanks) -> None:
 
 
 def launches(call: Call, by_messages: bool) -> dict[str, int]:
-    """How often the codec and the wire are called, and in `same` the digest of the result."""
+    """Return how often the codec and the wire are called, and in `same` the digest of the result."""
     calls = {"encode": 0, "decode": 0, "exchange": 0}
     originals = (rows.encode, rows.decode, transport.all_to_all, transport.by_messages)
 
@@ -269,9 +269,9 @@ def launches(call: Call, by_messages: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("by_messages", [True, False], ids=["messages", "one collective"])
 def test_runs_of_whole_groups_are_one_launch(ranks: GetRanks, by_messages: bool) -> None:
-    """As many as there are peers if a run ends inside a group or off the 16 bytes.
+    """Count one launch, or one a peer if a run ends inside a group or not at a multiple of 16 bytes.
 
-    Over messages a rank's own run, which is not sent, is one of its own, between those before and after it. Over
+    Over messages a rank's own run, which is not sent, is a separate launch, between the runs before and after it. Over
     collectives there is one exchange in any case.
     """
     table = ((3, 4, 1, 2), (0, 0, 5, 6), (7, 8, 9, 1), (0, 2, 0, 0))
@@ -315,7 +315,7 @@ def through_collectives(calls: list[Call]) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_as_over_nccl_runs_and_exact_runs_share_one_collective(ranks: GetRanks, world: int) -> None:
-    """torch's all_to_all_single of uneven byte sizes, at any alignment."""
+    """Exchange over torch's all_to_all_single of uneven byte sizes, at any alignment."""
     calls = [
         Call(uneven(world, seed, 3000), 1, DTYPES[seed % 3], {**CONFIGS[seed % 8], "min_bytes": 4000 * (seed % 2)})
         for seed in range(8)
@@ -324,7 +324,7 @@ def test_as_over_nccl_runs_and_exact_runs_share_one_collective(ranks: GetRanks, 
 
 
 def buffers(call: Call) -> tuple[bool, int]:
-    """Whether 20 more calls are served by the buffers of the first, and how many there are."""
+    """Return True if 20 more calls use the buffers of the first, and the number of buffers."""
     group = dist.new_group()
     rank, config = dist.get_rank(), call.flash_config
     received, sent = [row[rank] for row in call.rows], list(call.rows[rank])
@@ -346,7 +346,7 @@ def test_buffers_are_used_again(ranks: GetRanks) -> None:
 
 
 def two_calls() -> list[Tensor]:
-    """The same elements to every rank, twice."""
+    """Send the same elements to every rank, twice."""
     config = fap.FlashConfig(bits=2, min_bytes=0, rounding="stochastic", group_size=32)
     x = gaussian(320, seed=1).repeat(dist.get_world_size())
     found = []
@@ -358,7 +358,7 @@ def two_calls() -> list[Tensor]:
 
 
 def test_every_run_and_every_call_has_random_numbers_of_its_own(ranks: GetRanks) -> None:
-    """The seed is what makes them the same again: see Call.simulate."""
+    """Check that calls have different random numbers, which the seed makes repeatable: see Call.simulate."""
     seen = ranks(2).run(two_calls)
     everything = [part for rank in seen for output in rank for part in output.split(320)]
     assert all(not torch.equal(a, b) for i, a in enumerate(everything) for b in everything[:i])
@@ -368,7 +368,7 @@ def test_every_run_and_every_call_has_random_numbers_of_its_own(ranks: GetRanks)
 
 
 def in_flight(calls: list[Call], seed: int) -> list[bool]:
-    """All of them on their way at once, waited for by each rank in an order of its own."""
+    """Start all calls, then wait for them in another order on each rank."""
     expected = [call.run() for call in calls]
     started = [call.start() for call in calls]
     order = list(range(len(calls)))
@@ -380,7 +380,7 @@ def in_flight(calls: list[Call], seed: int) -> list[bool]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_calls_in_flight_do_not_take_each_others_bytes(ranks: GetRanks, world: int) -> None:
-    """Same sizes, same site, other elements; longer and shorter ones between them."""
+    """Send the same sizes at one site with other elements; longer and shorter ones between them."""
     same = uneven(world, 1, 6000, 0)
     calls = [Call(same, async_op=True), Call(same, dtype="float32", config={"bits": 4}, async_op=True)]
     calls += [Call(uneven(world, seed, 20_000), async_op=True) for seed in range(3)]
@@ -390,7 +390,7 @@ def test_calls_in_flight_do_not_take_each_others_bytes(ranks: GetRanks, world: i
 
 
 def without_a_wait() -> tuple[bool, bool]:
-    """A call that nobody waits for, an all_reduce and a barrier behind it."""
+    """Make a call whose handle is dropped, then an all_reduce and a barrier."""
     world = dist.get_world_size()
     call = Call(((40_000,) * world,) * world, async_op=True)
     expected = call.run()
@@ -422,7 +422,7 @@ def measured(how: dict[str, Any], table: tuple[tuple[int, ...], ...], calls: int
 
 
 def sqnr_db(table: tuple[tuple[int, ...], ...], config: dict[str, Any]) -> float:
-    """From the simulation: of all runs that are quantized."""
+    """Return the simulated SQNR of all runs that are quantized."""
     call, signal, noise = Call(table, 64, config=config), 0.0, 0.0
     for source, row in enumerate(table):
         parts = call.input(source).view(-1).split([count * 64 for count in row])
@@ -435,7 +435,7 @@ def sqnr_db(table: tuple[tuple[int, ...], ...], config: dict[str, Any]) -> float
 
 @pytest.mark.parametrize("how", ["local", "exact"])
 def test_the_error_is_measured_over_all_ranks(ranks: GetRanks, how: str) -> None:
-    """A rank that sends nothing takes part in adding up; runs that are not quantized are left out."""
+    """Check that a rank that sends nothing takes part in adding up; runs that are not quantized are left out."""
     table = ((40, 90, 5), (0, 0, 0), (50, 3, 60))
     config = {"bits": 4, "min_bytes": 40 * 64 * 4 * 3, "group_size": 64}
     expected = sqnr_db(table, config)
@@ -444,7 +444,7 @@ def test_the_error_is_measured_over_all_ranks(ranks: GetRanks, how: str) -> None
 
 
 def test_the_guard_raises_the_width_of_all_ranks(ranks: GetRanks) -> None:
-    """Where runs differ, one rank has none, and one has runs that are not quantized only."""
+    """Check ranks with different runs, a rank with none, and a rank with unquantized runs only."""
     table = ((40, 90, 5), (0, 0, 0), (3, 3, 3))
     how = {"bits": 2, "min_sqnr_db": 30.0, "quality_interval": 1, "min_bytes": 20 * 64 * 4 * 3}
     seen = ranks(3).run(measured, how, table, 30)
@@ -454,7 +454,7 @@ def test_the_guard_raises_the_width_of_all_ranks(ranks: GetRanks) -> None:
 
 
 def test_the_guard_comes_back_from_full_precision(ranks: GetRanks) -> None:
-    """First 8 bits are not enough; later they would be, which is measured while rank 1 sends nothing."""
+    """Make 8 bits too few at first and enough later, which is measured while rank 1 sends nothing."""
     seen = ranks(2).run(guarded_by_values)
     assert seen == [seen[0]] * 2
     assert seen[0]["full_precision"]["below min_sqnr_db"] > 0 and seen[0]["guard"]["lowered"] == 1
@@ -490,7 +490,7 @@ TIMEOUT = timedelta(seconds=3)
 
 
 def other_sizes(here: int, there: int) -> tuple[str, float]:
-    """Rank 0 sends `here` elements to rank 1, which expects `there`."""
+    """Send `here` elements from rank 0 to rank 1, which expects `there`."""
     rank, config = dist.get_rank(), fap.FlashConfig(min_bytes=0, chunk_bytes=4096)
     fap.all_reduce(torch.ones(1000), config=config)  # agreed on
     x, output = torch.ones(here), torch.empty(there)
@@ -511,7 +511,7 @@ def other_sizes(here: int, there: int) -> tuple[str, float]:
         (1000, 1200, [0, 1]),
         pytest.param(1200, 1000, [0, 1], marks=pytest.mark.slow),
         (1000, 0, [0]),
-        pytest.param(1000, 2000, [1], marks=pytest.mark.slow),  # in two pieces, of which the sender has the first
+        pytest.param(1000, 2000, [1], marks=pytest.mark.slow),  # in two pieces; the sender has the first
     ],
 )
 def test_ranks_that_disagree_about_a_run_get_an_error(here: int, there: int, who: list[int]) -> None:
@@ -562,7 +562,7 @@ def test_guarantee_7_a_rank_that_is_killed() -> None:
 
 
 def sizes_that_do_not_meet() -> int:
-    """Of two messages with one number, the one of the expected size is taken."""
+    """Match, of two messages with one number, the one of the expected size."""
     group, rank = dist.group.WORLD, dist.get_rank()
     if rank == 0:
         label, other = Label("all_to_all", "a", group), Label("all_to_all", "a", group)

@@ -1,4 +1,4 @@
-"""What a broadcast puts on each link; its bits: tests/api/test_one_to_many.py."""
+"""The bytes of a broadcast on each link; its bits: tests/api/test_one_to_many.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_parts_are_the_payload(nbytes: int, world: int) -> None:
 
 
 def bytes_to(numel: int, root: int) -> Counter[int]:
-    """Bytes that this rank sends to each rank in one call."""
+    """Return the bytes that this rank sends to each rank in one call."""
     sent: Counter[int] = Counter()
     isend = dist.isend
 

@@ -74,7 +74,7 @@ def aligned_messages(queue: Queue) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 5, 8])
 @pytest.mark.parametrize("given", FORMATS, ids=str)
 def test_every_message_begins_at_16_bytes(world_size: int, given: dict[str, object]) -> None:
-    """Flat and in two levels, even and uneven, in one chunk and many; of random sizes, any number of elements."""
+    """Check flat and two-level, even and uneven calls, in one chunk and many; random sizes, any number of elements."""
     chance = random.Random(world_size)
     common = {"min_bytes": 0, "check_ranks": False, **given}
     with queued(world_size) as queue, pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def test_every_message_begins_at_16_bytes(world_size: int, given: dict[str, obje
 
 
 def test_a_large_call_is_a_few_launches_and_collectives() -> None:
-    """256 MiB of bf16 over 8 ranks: 8 chunks of three launches and two collectives, and nothing waits on the host."""
+    """Reduce 256 MiB of bf16 over 8 ranks: 8 chunks of three launches and two collectives, no wait on the host."""
     with queued(8) as queue:
         tensor = torch.empty(128 * MIB, dtype=torch.bfloat16)
         fap.all_reduce(tensor, config=fap.FlashConfig(bits=8, check_ranks=False))
@@ -121,7 +121,7 @@ def test_a_large_call_is_a_few_launches_and_collectives() -> None:
 
 @pytest.mark.parametrize("numel", [1 << 20, 100_003 * 8])
 def test_the_buffers_of_a_call_are_cut_once(numel: int) -> None:
-    """The next call of the same sizes has the same views, whatever was called in between."""
+    """Check that the next call of the same sizes has the same views, whatever was called in between."""
     config = fap.FlashConfig(bits=8, min_bytes=0, check_ranks=False)
     with queued(8):
         pool = state_of(dist.group.WORLD).pool(torch.device("cpu"), dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""Error feedback: what quantizing takes from a gradient comes back, and nothing else changes."""
+"""Error feedback: the quantization error of a gradient is added to the next one, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gradient(dtype: torch.dtype = torch.float32, numel: int = NUMEL) -> torch.Te
 
 
 def reduced(collective: str, x: torch.Tensor, config: fap.FlashConfig, slot: Any) -> torch.Tensor:
-    """The sum over the ranks, or this rank's part of it (uneven: parts of different sizes)."""
+    """Return the sum over the ranks, or this rank's part of it (uneven: parts of different sizes)."""
     if slot is None:
         config = config.model_copy(update={"error_feedback": False})  # else the call is counted, and a line printed
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -61,7 +61,7 @@ COLLECTIVES = ["all_reduce", "reduce_scatter", "uneven"]
 def errors_of_average(
     collective: str, fields: Case, steps: int, numel: int = NUMEL, momentum: float = 0.0
 ) -> tuple[float, float]:
-    """Relative error of the average over the steps of a constant gradient, without feedback and with."""
+    """Return the average's relative error over the steps of a constant gradient, without feedback and with."""
     config, owner = configuration(**fields), fap.Feedback(momentum=momentum)
     x = gradient(numel=numel)
     exact = reduced(collective, x, fap.FlashConfig(enabled=False), None)
@@ -73,7 +73,7 @@ def errors_of_average(
 
 
 def held_back(collective: str, fields: Case) -> dict[str, float]:
-    """A gradient of which two thirds are zero at every other step: what arrives there, and the error of the average."""
+    """Reduce a gradient with two thirds zero at every other step. Return the result there and the average's error."""
     config, owner = configuration(**fields), fap.Feedback(momentum=0.0)
     x, steps = gradient(), 24
     rests = torch.arange(NUMEL) // 40 % 3 != 0
@@ -103,7 +103,7 @@ def test_the_average_converges(ranks: Callable[[int], Ranks], world: int, bits: 
     steps = 32
     for collective in COLLECTIVES:
         for without, with_feedback in ranks(world).run(errors_of_average, collective, {"bits": bits}, steps):
-            # The sum of what was sent lacks one residual in all: 1 / steps of it a step.
+            # The sum of the sent values lacks one residual in all: 1 / steps of it a step.
             assert with_feedback < 1.5 / steps * without, (collective, without, with_feedback)
 
 
@@ -112,7 +112,7 @@ def test_the_average_converges_with_momentum(ranks: Callable[[int], Ranks], mome
     steps = 32
     for collective in COLLECTIVES:
         for without, with_feedback in ranks(2).run(errors_of_average, collective, {"bits": 3}, steps, NUMEL, momentum):
-            # One residual in all over 1 - momentum: what is added at a step is that share of what was lost.
+            # One residual in all over 1 - momentum: each step adds that share of the error.
             assert with_feedback < 1.5 / steps / (1 - momentum) * without, (collective, without, with_feedback)
 
 
@@ -130,7 +130,7 @@ def test_the_configurations_momentum_and_reset_interval(ranks: Callable[[int], R
 
 
 def configured() -> tuple[bool, bool]:
-    """Whether an owner from a configuration does as one with its momentum, and as one with the default."""
+    """Return True if an owner from a configuration equals one with its momentum, and one with the default."""
     config, x = configuration(bits=3, error_feedback_momentum=0.0), gradient()
     owners = [fap.Feedback.from_config(config), fap.Feedback(momentum=0.0), fap.Feedback()]
     results = [[reduced("all_reduce", x, config, owner.slot("x")) for _ in range(3)][-1] for owner in owners]
@@ -156,7 +156,7 @@ def test_the_average_converges_with_every_option(ranks: Callable[[int], Ranks], 
 
 
 def sums_of_what_was_lost(collective: str, momentum: float) -> tuple[list[float], list[float]]:
-    """A gradient with many zeros, rotated to 2 bits: the largest lost sum at zeros and elsewhere, every 50 steps."""
+    """Rotate a gradient with many zeros at 2 bits. Return the largest lost sum at zeros and elsewhere in 50 steps."""
     config, owner = configuration(bits=2, hadamard=True), fap.Feedback(momentum=momentum)
     x = gradient(numel=1000)  # 7 groups and a ragged one
     x[torch.arange(1000) % 3 != 0] = 0.0
@@ -179,7 +179,7 @@ def test_rotated_zeros_lose_no_more_than_other_elements(ranks: Callable[[int], R
 
 
 def first_calls(collective: str, dtype: torch.dtype, fields: Case) -> list[torch.Tensor]:
-    """Of the same gradient: without feedback, with nothing left behind, with what that call left."""
+    """Reduce one gradient without feedback, with an empty residual, and with the residual of that call."""
     config, owner = configuration(**fields), fap.Feedback()
     x = gradient(dtype)
     if dist.get_rank() == 0:
@@ -192,7 +192,7 @@ def first_calls(collective: str, dtype: torch.dtype, fields: Case) -> list[torch
 
 
 def forget_draws() -> None:
-    """The random numbers of stochastic rounding go by the call of the group: the same for each."""
+    """Reset the group's count of calls, so that stochastic rounding draws the same random numbers for each."""
     from flash_allreduce_plugin.runtime import groups
 
     assert dist.group.WORLD is not None
@@ -223,7 +223,7 @@ def test_replicas_and_chunk_sizes_agree(ranks: Callable[[int], Ranks]) -> None:
 
 
 def poisoned(collective: str, bad: float) -> tuple[bool, bool, float, dict[str, int]]:
-    """A step with a bad element at one rank, then many good ones; the error of their average."""
+    """Make a step with a bad element at one rank, then many good ones. Return also the error of their average."""
     fap.reset_stats()
     config, owner = configuration(bits=3), fap.Feedback(momentum=0.0)
     x = gradient()
@@ -289,7 +289,7 @@ def test_another_layout_drops_and_is_counted(ranks: Callable[[int], Ranks]) -> N
 
 
 def passes(interval: int) -> tuple[list[bool], dict[str, int]]:
-    """At which steps the result was as without feedback, two calls a step."""
+    """Return at which steps the result was as without feedback, two calls a step."""
     fap.reset_stats()
     config, owner = configuration(bits=3), fap.Feedback(interval)
     fresh = []
@@ -398,7 +398,7 @@ def test_a_bucket_that_ddp_rebuilt_from_parameters_as_large_begins_anew() -> Non
 
 
 def ddp_resumed(interval: int) -> dict[str, Any]:
-    """Six steps at a stretch; and three, saved to a file, then three in new objects, with the residuals and without."""
+    """Run six steps; then three, saved to a file, and three in new objects, with the residuals and without."""
     config = configuration(bits=3, error_feedback_reset_interval=interval)
     ddp, _, optimizer = ddp_model(config, False)
     ddp_steps(ddp, optimizer, range(6))
@@ -427,7 +427,7 @@ def test_ddp_resumes_bit_for_bit(ranks: Callable[[int], Ranks], interval: int) -
 
 
 def loaded_elsewhere() -> tuple[list[str], bool]:
-    """The residual that a group of two ranks left, in the group of three."""
+    """Load the residual that a group of two ranks left in the group of three."""
     config, owner = configuration(bits=3), fap.Feedback()
     x = gradient()
     pair = dist.new_group([0, 1])
@@ -449,12 +449,12 @@ def test_the_residuals_of_another_number_of_ranks_are_dropped_with_a_warning(ran
 
 
 def records(numbers: torch.Tensor) -> torch.Tensor:
-    """As a residual keeps them, one group of 128 a row."""
+    """Return numbers in the format of a residual, one group of 128 a row."""
     return fap.encode(numbers, fap.FlashConfig(symmetric=True)).view(len(numbers), -1)
 
 
 RECORDS = records(torch.ones(2, 128))
-DAMAGED: dict[str, tuple[tuple[str, ...], Any, str]] = {  # where it is put, what, and where it is found
+DAMAGED: dict[str, tuple[tuple[str, ...], Any, str]] = {  # its path, the damage, the path in the message
     "nothing in it": ((), {}, "state['step']"),
     "no state": ((), [], "state"),
     "a text for the step": (("step",), "3", "state['step']"),

@@ -24,7 +24,7 @@ WORLD = 2
 
 
 def other_call(what: str) -> list[tuple[str, Any]]:
-    """(collective, its arguments), one after the other, on this rank; one thing is another on rank 1."""
+    """Return consecutive (collective, its arguments) of this rank; rank 1 differs in one thing."""
     other = dist.get_rank() == 1
     site = fap.Site("layer 7")
     here = {"config": CONFIG, "site": site}
@@ -75,7 +75,7 @@ def other_call(what: str) -> list[tuple[str, Any]]:
 
 
 def disagreeing(what: str) -> list[tuple[str, float, bool]]:
-    """Of each call: the error, its seconds, whether all tensors are as before: no foreign bytes were decoded."""
+    """Return the error of each call, its seconds, and if all tensors are as before: no foreign bytes were decoded."""
     for config in (CONFIG, LEVELS):
         fap.all_reduce(torch.ones(1000), config=config)  # all is well, and the configurations are agreed on
     found = []
@@ -120,7 +120,7 @@ def one_call_more() -> list[str]:
         except fap.CollectiveError as error:
             found.append(str(error))
     if dist.get_rank() == 0:
-        time.sleep(TIMEOUT.total_seconds() + 1)  # a rank that ends is found out at once
+        time.sleep(TIMEOUT.total_seconds() + 1)  # a rank that ends is noticed immediately
     return found
 
 
@@ -133,7 +133,7 @@ def test_guarantee_7_a_rank_that_makes_one_call_more() -> None:
 
 
 def another_field() -> str:
-    """As a release that knows one more field of the configuration, and is otherwise alike."""
+    """Imitate a release whose configuration has one more field, and which is otherwise equal."""
     if dist.get_rank() == 1:
         to_dict, digest = FlashConfig.to_dict, FlashConfig.digest
         FlashConfig.to_dict = lambda self: {**to_dict(self), "new_field": 1}  # type: ignore[method-assign]
@@ -152,7 +152,7 @@ def test_guarantee_7_a_release_with_another_configuration() -> None:
 
 
 def after_an_error_in_the_handshake() -> list[str]:
-    """Of two ranks one calls, then the other: the message names what was being done."""
+    """Call on one rank, then on the other: the message names the phase of the handshake."""
     if dist.get_rank() == 0:
         time.sleep(TIMEOUT.total_seconds() + 1)
     found = []

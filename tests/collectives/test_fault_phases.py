@@ -35,8 +35,8 @@ SITE = fap.Site("layer 7")
 NUMEL = 30_000
 VICTIM = 1
 
-# phase -> the function in which the victim stops, at the call of that number; of an exchange, by what it does: after it
-# has posted its messages. Chunks and slabs are many, so that some are through and some are not.
+# phase -> the function in which the victim stops, at its call of that number. An exchange, named by its work, stops
+# after it has posted its messages. There are many chunks and slabs, so that some are complete and some are not.
 PHASES: dict[str, tuple[Any, str, str, int]] = {
     "encode": (rows, "encode", "", 2),
     "encode, later": (rows, "encode", "", 12),
@@ -93,7 +93,7 @@ CASES = [
 
 
 def stop_in(phase: str, how: int, calls: dict[str, int]) -> None:
-    """From here on the phase stops this rank by the signal `how`; calls: how many a whole collective makes of each."""
+    """Make the phase stop this rank by the signal `how`; calls: how many a whole collective makes of each."""
     module, name, doing, at = PHASES[phase]
     original: Callable[..., Any] = getattr(module, name)
     before = 0
@@ -101,11 +101,11 @@ def stop_in(phase: str, how: int, calls: dict[str, int]) -> None:
     def stopping(*arguments: Any) -> Any:
         nonlocal before
         result = original(*arguments)
-        # A label, and after it what is being done: arguments of the exchanges only.
+        # A label, and after it the name of the work: arguments of the exchanges only.
         if not doing or any(isinstance(a, str) and a.startswith(doing) for a in arguments):
             before += 1
             if before == (calls[phase] if at < 0 else min(at, calls[phase])):
-                # This thread goes no further. A signal to the process may stop another one first.
+                # This thread stops here. A signal to the process may stop another one first.
                 signal.pthread_kill(threading.get_ident(), how)
         return result
 
@@ -113,7 +113,7 @@ def stop_in(phase: str, how: int, calls: dict[str, int]) -> None:
 
 
 class Counting:
-    """How often each phase comes in a collective."""
+    """A count of how often each phase comes in a collective."""
 
     def __enter__(self) -> dict[str, int]:
         self.counts = dict.fromkeys(PHASES, 0)
@@ -139,7 +139,7 @@ class Counting:
 
 
 def tensors(collective: str) -> tuple[Tensor, ...]:
-    """What the call is given; the first is where the result goes. A shard lies in the whole, as frameworks have it."""
+    """Return the call's tensors, the result's first. A shard lies inside the whole tensor, as frameworks have it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     whole = torch.randn(NUMEL * world, generator=torch.Generator().manual_seed(rank))
     shard = whole[rank * NUMEL : (rank + 1) * NUMEL]
@@ -159,7 +159,7 @@ def call(collective: str, given: tuple[Tensor, ...], config: fap.FlashConfig) ->
 
 
 def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str, float, bool]:
-    """The error, its seconds, and whether the result is right."""
+    """Return the error, its seconds, and if the result is right."""
     config = LEVELS if levels == "levels" else FLAT
     torch.set_num_threads(1)
     fap.all_reduce(torch.ones(1000), config=config)  # agreed on
@@ -180,7 +180,7 @@ def interrupted(collective: str, levels: str, phase: str, how: int) -> tuple[str
 
 
 def check(collective: str, outcome: tuple[str, Any], rank: int, world: int) -> bool:
-    """Of a survivor. Whether it got an error."""
+    """Check a survivor's outcome. Return True if it got an error."""
     kind, value = outcome
     assert kind == "value", value
     message, seconds, right = value
@@ -199,12 +199,12 @@ def test_guarantee_7_a_rank_is_killed(collective: str, levels: str, phase: str) 
         outcomes = ranks.outcomes(interrupted, collective, levels, phase, signal.SIGKILL, timeout=90)
     assert outcomes[VICTIM] == ("died", -signal.SIGKILL)
     failed = [check(collective, outcomes[rank], rank, world) for rank in range(world) if rank != VICTIM]
-    if not phase.startswith(("last", "decode", "sum into")):  # what the victim has sent whole may have arrived
+    if not phase.startswith(("last", "decode", "sum into")):  # the victim's complete messages may have arrived
         assert any(failed)
 
 
 def continues(pid: int) -> None:
-    """A process that has stopped goes on when the others must long have given up."""
+    """Continue a stopped process when the others must long have given up."""
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "T" and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -223,7 +223,7 @@ def continues(pid: int) -> None:
     ],
 )
 def test_guarantee_7_a_rank_stops_answering(collective: str, levels: str, phase: str) -> None:
-    """SIGSTOP for longer than the timeout. The rank that goes on gets an error too: its peers have given up."""
+    """Send SIGSTOP for longer than the timeout. The rank that continues gets an error too: its peers have given up."""
     world = 4 if levels == "levels" else 3
     with Ranks(world, TIMEOUT) as ranks:
         pid = ranks.processes[VICTIM].pid

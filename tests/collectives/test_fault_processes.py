@@ -1,4 +1,4 @@
-"""Processes in trouble of their own: memory, Ctrl-C, fork, spawn, a hook that raises, a group made anew."""
+"""Trouble inside a process: memory, Ctrl-C, fork, spawn, a hook that raises, a group made a second time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUMEL = 80_000_000
 
 
 def error_of(call: Callable[[], Any]) -> tuple[str, float]:
-    """The error of a call, with its type, and its seconds."""
+    """Return the error of a call, with its type, and its seconds."""
     start = time.monotonic()
     try:
         call()
@@ -43,7 +43,7 @@ def error_of(call: Callable[[], Any]) -> tuple[str, float]:
 
 
 def out_of_memory(victim: int) -> tuple[str, float, bool, str]:
-    """The victim may not have a byte more: the workspace of its call cannot be allocated."""
+    """Allow the victim not a byte more: the workspace of its call cannot be allocated."""
     torch.set_num_threads(1)
     fap.all_reduce(torch.ones(1000), config=CONFIG)
     x = torch.full((NUMEL,), 1.0 + dist.get_rank())
@@ -54,13 +54,13 @@ def out_of_memory(victim: int) -> tuple[str, float, bool, str]:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), unlimited[1]))
     message, seconds = error_of(lambda: fap.all_reduce(x, config=LARGE))
     resource.setrlimit(resource.RLIMIT_AS, unlimited)
-    # One that goes on after its error cannot be taken for one that has made the call.
+    # A rank that continues after its error cannot be mistaken for a rank that has made the call.
     later, _ = error_of(lambda: fap.all_reduce(torch.ones(1000), config=CONFIG))
     return message, seconds, torch.equal(x[::1000], before), later
 
 
 def test_one_rank_has_no_memory_for_its_workspace() -> None:
-    # No arena of malloc's has as much: each reserves 64 MiB of addresses at once, which the limit does not see.
+    # No arena of malloc's has as much: each reserves 64 MiB of addresses in one piece, which the limit does not see.
     assert LARGE.format().payload_bytes(NUMEL) > 64 << 20
     with Ranks(2, TIMEOUT) as ranks:
         (_, first), (kind, second) = ranks.outcomes(out_of_memory, 0, timeout=60)
@@ -75,7 +75,7 @@ def test_one_rank_has_no_memory_for_its_workspace() -> None:
 
 
 def interrupted(answers: bool) -> list[tuple[str, float]] | None:
-    """Rank 1 gets SIGINT while it waits for rank 0, which comes late, or not before the timeout."""
+    """Send SIGINT to rank 1 while it waits for rank 0, which comes late, or not before the timeout."""
     torch.set_num_threads(1)
     fap.all_reduce(torch.ones(1000), config=CONFIG)
     if dist.get_rank() == 0:
@@ -94,7 +94,7 @@ def interrupted(answers: bool) -> list[tuple[str, float]] | None:
 
 @pytest.mark.parametrize("answers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_wait(answers: bool) -> None:
-    """Heard at once, and the call goes on: a later wait has its result, or its error."""
+    """Check that Ctrl-C is raised immediately and the call continues: a later wait has its result, or its error."""
     with Ranks(2, TIMEOUT) as ranks:
         _, (kind, value) = ranks.outcomes(interrupted, answers, timeout=90)
     assert kind == "value", value
@@ -110,7 +110,7 @@ def test_ctrl_c_in_a_wait(answers: bool) -> None:
 
 
 def in_a_child(case: Callable[[], str]) -> str:
-    """What a forked child says; "killed" if it says nothing for ten seconds."""
+    """Return the message of a forked child; "killed" if none comes for ten seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -140,7 +140,7 @@ def uses_the_groups_of_its_parent() -> str:
 
 
 def forks(used: bool) -> tuple[str, bool]:
-    """used: the parent has used its group with the package before it forks."""
+    """Fork after creating a group; used: the parent has used its group with the package before it forks."""
     plainly = CONFIG.model_copy(update={"enabled": False})
     if used:
         for config in (CONFIG, plainly):
@@ -162,7 +162,7 @@ def test_a_forked_child_is_told_that_the_groups_are_not_its(used: bool) -> None:
 
 
 def locked_when_forked() -> str:
-    """A thread holds the counters, as that of the log does, when the main thread forks."""
+    """Fork in the main thread while another thread holds the counters, as that of the log does."""
     held, stop = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -199,11 +199,11 @@ def test_spawned_ranks() -> None:
         assert ranks.run(correct) == [True, True]
 
 
-# ---- a group that is destroyed and made anew ----
+# ---- a group that is destroyed and made a second time ----
 
 
 def anew(store: str, victim: int) -> list[str]:
-    """One rank dies in a call; the others make a group of their own and go on, twice over."""
+    """Let one rank die in a call; the others make a new group and continue, twice over."""
     rank = dist.get_rank()
     x = torch.full((50_000,), 1.0 + rank)
     fap.all_reduce(torch.ones(1000), config=CONFIG)
@@ -217,7 +217,7 @@ def anew(store: str, victim: int) -> list[str]:
         file = dist.FileStore(f"{store}/{attempt}", len(survivors))
         dist.init_process_group("gloo", store=file, rank=survivors.index(rank), world_size=len(survivors))
         assert groups.known(dist.group.WORLD) is None
-        y = torch.full((50_000,), 1.0 + rank)  # what the failed call has left is undefined
+        y = torch.full((50_000,), 1.0 + rank)  # the contents after a failed call are undefined
         fap.all_reduce(y, config=CONFIG)
         found.append(str(round(float(y.mean()), 1)))
         dist.destroy_process_group()
@@ -240,7 +240,7 @@ def test_the_survivors_make_a_new_group(tmp_path: Path) -> None:
 
 
 def raises_in_backward(store: str) -> tuple[str, float, str]:
-    """A hook on a parameter raises on rank 1 when some buckets are on their way; then all go on in a new group."""
+    """Raise in a hook on a parameter on rank 1 while some buckets are in flight; then all continue in a new group."""
     torch.set_num_threads(1)
 
     def training() -> tuple[nn.Module, DistributedDataParallel]:
@@ -259,7 +259,7 @@ def raises_in_backward(store: str) -> tuple[str, float, str]:
     if dist.get_rank() == 1:
         model[2].weight.register_hook(raising)
     message, seconds = error_of(lambda: ddp(torch.ones(4, 128)).sum().backward())
-    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is found out at once
+    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is noticed immediately
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=int(os.environ["RANK"]), world_size=2)
     again, _ = error_of(training)

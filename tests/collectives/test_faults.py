@@ -21,7 +21,7 @@ SITE = fap.Site("layer 7")
 
 
 def message_of(collective: str) -> tuple[str, float]:
-    """The CollectiveError of a call, and its seconds; every later wait of the handle raises it too."""
+    """Return the CollectiveError of a call, and its seconds; every later wait of the handle raises it too."""
     world = dist.get_world_size()
     small, large = torch.ones(100_000), torch.ones(100_000 * world)
     start = time.monotonic()

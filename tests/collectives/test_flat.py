@@ -56,7 +56,7 @@ def without_messages(calls: list[Call]) -> list[str]:
 
 
 def test_over_gloos_own_collectives(ranks: GetRanks) -> None:
-    """gloo carries CUDA tensors by these, not by messages."""
+    """Use gloo's own collectives, which carry CUDA tensors, instead of messages."""
     calls = [
         Call(collective, numel, "bfloat16", INT4, async_op=async_op)
         for collective in ("all_reduce", "reduce_scatter", "all_gather")
@@ -69,7 +69,7 @@ def test_over_gloos_own_collectives(ranks: GetRanks) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_guarantee_5_any_world_length_and_dtype(ranks: GetRanks, world_size: int) -> None:
-    """Every call is equal to the simulation; the result is the same on all ranks (guarantee 1)."""
+    """Check that every call equals the simulation; the result is the same on all ranks (guarantee 1)."""
     calls = []
     for collective in ("all_reduce", "reduce_scatter", "all_gather"):
         for i, numel in enumerate(LENGTHS):
@@ -106,7 +106,7 @@ def test_guarantee_6_wide_ranges_constants_and_offsets(ranks: GetRanks, world_si
 
 @pytest.mark.parametrize("kind", ["gaussian", "tiny", "huge", "from 1e-30 to 1e30", "constant", "offset"])
 def test_guarantee_6_the_error_of_two_roundings(kind: str) -> None:
-    """In the simulation, which the ranks equal: half a step a rank, and half a step of the sum."""
+    """Check the simulation, which the ranks equal: half a step a rank, and half a step of the sum."""
     world = 4
     call = Call("all_reduce", 5003, kind=kind)
     inputs = [call.input(rank, world) for rank in range(world)]
@@ -131,7 +131,7 @@ def test_guarantee_6_the_error_of_two_roundings(kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetRanks, world_size: int) -> None:
-    """Every width and layout with every option but the rotation, in turn; some of them bit for bit as simulated."""
+    """Check every width and layout with each option but the rotation, some of them bit for bit as simulated."""
     options = [
         *({}, {"compact": True}, {"symmetric": True}),
         *({"range": "mse"}, {"compact": True, "range": "mse"}, {"rounding": "stochastic"}),
@@ -153,7 +153,7 @@ def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetR
 
 
 def equal_on_all_ranks(calls: list[Call]) -> bool:
-    """Compares through torch.distributed, not through our own expectation."""
+    """Compare the results through torch.distributed, not with our own expectation."""
     for call in calls:
         x = call.input(dist.get_rank(), dist.get_world_size())
         result = call.run(x).view(torch.uint8).clone()
@@ -217,7 +217,7 @@ def test_guarantee_2_in_the_other_collectives(ranks: GetRanks) -> None:
 
 
 def part_of_longer_tensors() -> list[str]:
-    """The same 2048 elements by themselves, and at a group's boundary in other tensors."""
+    """Reduce the same 2048 elements alone, and at a group's boundary in other tensors."""
     config = fap.FlashConfig(bits=5, min_bytes=0, chunk_bytes=4096)
     rank = dist.get_rank()
     mine = gaussian(2048, seed=rank)
@@ -277,7 +277,7 @@ def test_fp16_sums_above_65504_become_inf_as_in_a_plain_all_reduce(ranks: GetRan
 
 
 def strided() -> list[bool]:
-    """Transposed, sliced and flipped tensors against contiguous copies of them."""
+    """Compare transposed, sliced and flipped tensors with contiguous copies of them."""
     config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096)
     rank, world = dist.get_rank(), dist.get_world_size()
     same = []
@@ -311,7 +311,7 @@ def test_guarantee_5_any_stride(ranks: GetRanks, world_size: int) -> None:
 
 
 def measured_bytes(calls: list[Call]) -> list[tuple[int, int]]:
-    """(bytes in stats(), bytes handed to the process group for other ranks) of each call."""
+    """Return (bytes in stats(), bytes handed to the process group for other ranks) of each call."""
     world = dist.get_world_size()
     results_of(calls)  # the configurations are agreed on
     sent = 0
@@ -356,7 +356,7 @@ def test_the_bytes_that_are_counted_are_those_that_are_sent(ranks: GetRanks, wor
 
 
 def buffers(calls: list[Call]) -> list[tuple[int, int, bool]]:
-    """Bytes that a first call takes, that the pool holds after 20 more, and whether they are the same buffers."""
+    """Return the bytes of a first call, those in the pool after 20 more, and True if the buffers are the same."""
     held = []
     taken: list[int] = []
     take = transport.BufferPool._take
@@ -403,7 +403,7 @@ def test_buffers_do_not_grow_and_are_at_most_one_and_a_half_payloads(ranks: GetR
 
 
 def inference_then_training() -> list[bool]:
-    """Buffers that were made in inference mode serve outside it, and the other way round."""
+    """Use buffers made in inference mode outside of it, and the other way round."""
     config = fap.FlashConfig(min_bytes=0, chunk_bytes=4096)
     group = dist.new_group()  # with a pool of its own
     same = []
@@ -433,7 +433,7 @@ def test_buffers_outlive_inference_mode(ranks: GetRanks) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 def test_sent_bytes_grow_with_the_payload_and_not_faster(collective: str, world_size: int) -> None:
-    """For large tensors the padding of shards vanishes: 2 (N-1)/N payloads, or (N-1)/N."""
+    """Check that the padding of shards vanishes for large tensors: 2 (N-1)/N payloads, or (N-1)/N."""
     plan = Plan(Format(4, 128), Format(4, 128), 1 << 19)
     numel = world_size * 10_000_000
     ideal = plan.reduce.payload_bytes(numel) * (world_size - 1) / world_size * (1 + (collective == "all_reduce"))

@@ -1,6 +1,6 @@
 """Guarantee 5 above 2^31 elements: minutes and up to 13 GB of memory, so only `nox -s test-slow` runs it.
 
-The tensors repeat one block, so what comes out is known from the block alone and needs no second copy.
+The tensors repeat one block, so that the result is known from the block alone and needs no second copy.
 """
 
 from __future__ import annotations

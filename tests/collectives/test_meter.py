@@ -24,19 +24,19 @@ GetRanks = Callable[[int], Ranks]
 
 
 def correlated(numel: int, seed: int, rank: int) -> Tensor:
-    """As gradients of parts of a batch: the ranks' share a half."""
+    """Return values like gradients of parts of a batch: the ranks' share is a half."""
     return gaussian(numel, seed=1000 + seed) + gaussian(numel, seed=100 * seed + rank)
 
 
 def channels(numel: int, seed: int, rank: int) -> Tensor:
-    """As activations: of every 64 channels one has 20 times the others' size, and all have sizes of their own."""
+    """Return values like activations: one of 64 channels has 20 times the others' size, and all sizes differ."""
     sizes = torch.linspace(0.2, 2.0, 64)
     sizes[17] = 20.0
     return (gaussian(numel, seed=100 * seed + rank).view(-1, 64) * sizes).view(-1)
 
 
 def heavy(numel: int, seed: int, rank: int) -> Tensor:
-    """Laplace, of sizes that differ from group to group by 1e6."""
+    """Return Laplace values of sizes that differ from group to group by 1e6."""
     x = gaussian(numel, seed=100 * seed + rank) * gaussian(numel, seed=100 * seed + rank + 50)
     return (x.view(128, -1) * torch.logspace(-9, -3, 128).unsqueeze(1)).view(-1)
 
@@ -47,7 +47,7 @@ KINDS = {"gaussian": lambda numel, seed, rank: cancelling(numel, 0.0, seed, rank
 
 
 def both_measures(kind: str, changes: dict[str, Any], collective: str, floor_db: float | None) -> list[float]:
-    """SQNR of the same calls, measured exactly and locally; with a floor, of what full precision is spared."""
+    """Return the calls' SQNR, measured exactly and locally; with a floor, the SQNR that full precision avoids."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = []
     for measure in ("exact", "local"):
@@ -87,7 +87,7 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 def all_measures(
     kinds: list[str], changes: dict[str, Any], floor_db: float | None = None
 ) -> dict[tuple[str, str], list[float]]:
-    """both_measures of every kind and collective."""
+    """Return both_measures of every kind and collective."""
     return {
         (kind, collective): both_measures(kind, changes, collective, floor_db)
         for kind in kinds
@@ -121,7 +121,7 @@ def test_the_local_measure_agrees_with_the_exact_one(
 
 
 def dominated(numel: int, seed: int) -> Tensor:
-    """Tokens of 512 elements. The first has all the energy; the others have an element in each group that ruins it."""
+    """Return tokens of 512 elements. The first has all the energy; an outlier in each group ruins the others."""
     x = gaussian(numel // 512, 512, seed=seed)
     x[:, ::128] = 60.0
     x[0] = 1e4 * gaussian(512, seed=seed + 1)
@@ -129,7 +129,7 @@ def dominated(numel: int, seed: int) -> Tensor:
 
 
 def measured_of_dominated(collective: str, measure: str) -> tuple[float, float]:
-    """SQNR of such a tensor as it is measured, and of the whole result."""
+    """Return the measured SQNR of such a tensor, and the SQNR of the whole result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = fap.FlashConfig(bits=4, min_bytes=0, quality_interval=1, quality_measure=measure)
     inputs = [dominated(16384 * world, seed=10 * r) for r in range(world)]
@@ -160,7 +160,7 @@ def test_one_token_with_all_the_energy_hides_no_others(ranks: GetRanks, collecti
 
 
 def long_calls(measure: str) -> float:
-    """SQNR of Gaussian all-reduces of which a small part is measured locally."""
+    """Return the SQNR of Gaussian all-reduces; a small part of each is measured locally."""
     config = fap.FlashConfig(bits=4, min_bytes=0, quality_interval=1, quality_measure=measure)
 
     def run(group: dist.ProcessGroup) -> None:
@@ -172,7 +172,7 @@ def long_calls(measure: str) -> float:
 
 
 def test_a_long_gaussian_call_has_17_db_at_4_bits(ranks: GetRanks) -> None:
-    """As the whole tensor (docs/trust/numerics.md)."""
+    """Check that the SQNR is that of the whole tensor (docs/trust/numerics.md)."""
     for measure in ("local", "exact"):
         first, second = ranks(2).run(long_calls, measure)
         assert first == second == pytest.approx(17.1, abs=0.2)

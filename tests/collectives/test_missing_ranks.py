@@ -29,7 +29,7 @@ class Heard(logging.Handler):
 
 
 def without_it(absent: int, patience: float, subgroup: bool) -> tuple[str, float | None, list[str]]:
-    """The error, seconds until the notice (None: there was none), the notices."""
+    """Return the error, seconds until the notice (None: there was none), the notices."""
     missing_ranks.GRACE = patience
     heard = Heard()
     logging.getLogger("flash_allreduce_plugin").addHandler(heard)

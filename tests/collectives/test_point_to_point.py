@@ -51,7 +51,7 @@ def test_what_has_to_be_alike_is_in_the_digest_and_nothing_else() -> None:
         header(ends(shape=(1200,)))[:16] == header(ends(plan=Plan(Format(2, 32), PLAN.gather, 1 << 20)))[:16] == digest
     )
     reasons = {header(ends(plan=FullPrecision(reason)))[:16] for reason in ("warm-up", "in exclude")}
-    assert len(reasons) == 1  # why it travels as it is does not matter
+    assert len(reasons) == 1  # the reason for full precision does not matter
 
 
 def test_tags_of_a_header_and_of_pieces_of_other_messages_do_not_meet() -> None:
@@ -63,7 +63,7 @@ def test_tags_of_a_header_and_of_pieces_of_other_messages_do_not_meet() -> None:
 
 
 def hostile() -> str:
-    """A header of somebody's own, with a text that would clear the terminal."""
+    """Receive a foreign header, with a text that would clear the terminal."""
     if dist.get_rank() == 0:
         content = torch.frombuffer(
             bytearray((b"\0" * 16 + b"\x1b[2J\xff\n`").ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8
@@ -100,7 +100,7 @@ def test_what_a_rank_leaves_is_found_once(ranks: GetRanks) -> None:
 
 
 def nothing_left(calls: int) -> tuple[int, int]:
-    """Messages and buffers that are kept after so many sends and receives, beside those of the first."""
+    """Return messages and buffers kept after so many sends and receives, and those kept after the first."""
     from flash_allreduce_plugin.runtime import groups
 
     group, rank = dist.group.WORLD, dist.get_rank()
@@ -124,7 +124,7 @@ def test_a_finished_message_leaves_nothing_behind(ranks: GetRanks) -> None:
 
 
 def posted() -> list[str]:
-    """In which order a batch posts, whatever the order of its list."""
+    """Return the order in which a batch posts, whatever the order of its list."""
     rank, posts = dist.get_rank(), []
     post = transport.post
 
@@ -148,7 +148,7 @@ def test_a_batch_posts_every_receive_before_the_first_send(ranks: GetRanks) -> N
 
 
 def dropped() -> bool:
-    """A send whose handle nobody keeps arrives all the same."""
+    """Check that a send whose handle is dropped arrives too."""
     config = fap.FlashConfig(bits=8, min_bytes=0, chunk_bytes=4096)
     if dist.get_rank() == 0:
         fap.isend(torch.ones(50_000), 1, config=config)

@@ -1,4 +1,4 @@
-"""Ranges of what is copied, and reducing them exactly."""
+"""Ranges of copied parameters, and reducing them exactly."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOUR = fap.FlashConfig(bits=4, min_bytes=0)
 
 
 def reduced(form: str, op: Any, dtype: torch.dtype, asynchronous: bool) -> dict[str, Any]:
-    """Elements of one call that are to be exact, and the others, against a sum in full precision."""
+    """Compare elements of one call that are to be exact, and the others, with a sum in full precision."""
     world, rank = dist.get_world_size(), dist.get_rank()
     inputs = [torch.randn(600, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
     total = sum(one.double() for one in inputs)
@@ -117,10 +117,10 @@ PARAMETERS = [torch.nn.Parameter(torch.zeros(COPY)) for _ in range(2)]
 def reduced_among(
     place: tuple[int, int], form: str, options: dict[str, Any], marked: bool, steps: int, wrong: int = -1
 ) -> list[torch.Tensor]:
-    """Averages of two copies in one bucket, after each of some steps.
+    """Return averages of two copies in one bucket, after each of some steps.
 
-    place: elements of others before and behind them. marked: the call is told what is a copy. wrong: the step at which
-    the others of rank 0 are not finite.
+    place: other elements before and behind the copies. marked: the call has the copies' ranges. wrong: the step
+    at which rank 0's other elements are not finite.
     """
     group = dist.new_group(list(range(dist.get_world_size())))  # counts its calls alone
     world, rank = group.size(), group.rank()
@@ -143,7 +143,7 @@ def reduced_among(
         slot = None if feedback is None else feedback.slot(0)
         ranges = [(begin, end) for begin, end in copied] if marked else []
         segments = [(0, len(bucket))]
-        if form == "cut_alike":  # every rank's part has as much of a copy, and of what is between copies
+        if form == "cut_alike":  # every rank's part has an equal share of each copy and of the gaps between
             steps_of = [0, *(border for one in copied for border in one), len(bucket)]
             spans = [(a, b) for a, b in itertools.pairwise(steps_of)]
             of_rank = [
@@ -182,13 +182,13 @@ def reduced_among(
 
 
 def both_places(*how: Any) -> list[bool]:
-    """Of every step: True if the copies are the same bits in both places, and finite."""
+    """Return, for every step, True if the copies have the same bits in both places, and are finite."""
     pairs = zip(reduced_among(FIRST, *how), reduced_among(SECOND, *how), strict=True)
     return [bool(torch.equal(a, b) and a.isfinite().all()) for a, b in pairs]
 
 
 def errors(form: str) -> list[float]:
-    """Of every step: the relative error of the copies."""
+    """Return the relative error of the copies at every step."""
     found = reduced_among(SECOND, form, {}, True, 4)
     averages = reduced_among(SECOND, form, {"enabled": False}, True, 4)
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, averages, strict=True)]

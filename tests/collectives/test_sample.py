@@ -36,7 +36,7 @@ def test_gaussian_values_have_the_sqnr_of_the_whole_tensor(bits: int, group_size
 
 
 def dominated(tokens: int, seed: int = 0) -> Tensor:
-    """The first token has all the energy; the others have a large element in each group, which 4 bits ruin."""
+    """Return tokens: the first has all the energy; each group of the others has an outlier, which 4 bits ruin."""
     x = gaussian(tokens, RUN, seed=seed)
     x[:, ::128] = 60.0
     x[0] = 1e4 * gaussian(RUN, seed=seed + 1000)
@@ -97,7 +97,7 @@ def test_a_short_call_is_measured_at_all_its_groups() -> None:
 
 
 def test_pieces_of_a_call_find_the_groups_of_the_whole() -> None:
-    """As the rows of a reduce-scatter, of 5 shards in chunks of 700 groups."""
+    """Measure pieces like the rows of a reduce-scatter, of 5 shards in chunks of 700 groups."""
     shard, chosen = 2100, Sample(5 * 2100, 128, 3)
     found = []
     for first in range(0, shard, 700):

@@ -1,4 +1,4 @@
-"""The shapes of loaded states: what fits, and where one does not."""
+"""The shapes of loaded states: which fit, and the place of one that does not."""
 
 from __future__ import annotations
 

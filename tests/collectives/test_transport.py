@@ -1,4 +1,4 @@
-"""What passes below the collectives on gloo: point-to-point messages, every receive posted before the first send."""
+"""The transport below the collectives on gloo: messages, with every receive posted before the first send."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def order_of_posts() -> list[str]:
 
 
 def test_every_receive_is_posted_before_the_first_send(ranks: Callable[[int], Ranks]) -> None:
-    """What the link's two directions hang on (see transport._exchange); how much, the slow test above measures."""
+    """Check the order that both directions of a link need (transport._exchange); the slow test above measures it."""
     assert ranks(3).run(order_of_posts) == [2 * ["receive", "receive", "send", "send"]] * 3
 
 
 def exchanged(sizes: list[list[int]]) -> bool:
-    """sizes[i][j]: bytes from rank i to rank j."""
+    """Exchange messages; sizes[i][j]: bytes from rank i to rank j."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     world = dist.get_world_size()
@@ -107,7 +107,7 @@ def test_every_part_arrives_whatever_its_size(ranks: Callable[[int], Ranks], wor
 
 
 def beside_messages_of_others() -> bool:
-    """Our messages have tags of their own: somebody else's, posted before and with the same sizes, are not taken."""
+    """Check that our messages have separate tags: foreign ones, posted before with the same sizes, are not taken."""
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     label = Label("all_to_all", "test", group)
@@ -153,7 +153,7 @@ def halves(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def test_a_buffer_that_was_cut_is_not_cut_again() -> None:
-    """By the same function; and another size or function finds its own parts."""
+    """Cut a buffer twice with the same function; another size or function finds its own parts."""
     pool = transport.BufferPool(torch.device("cpu"))
     first = pool.take_cut(100, halves)
     assert [len(part) for part in first.parts] == [50, 50]
@@ -171,7 +171,7 @@ def test_a_buffer_that_was_cut_is_not_cut_again() -> None:
 
 
 def test_the_parts_of_a_buffer_go_with_it() -> None:
-    """One that is let go for a larger one, one that is lent without parts, one that never comes back."""
+    """Check a buffer that is freed for a larger one, one that is lent without parts, and one that is never returned."""
     pool = transport.BufferPool(torch.device("cpu"))
     small = pool.take_cut(100, halves)
     pool.give(small)

@@ -1,4 +1,4 @@
-"""Two levels on real ranks, bit for bit against a simulation of what the roundings are, and who sends how much.
+"""Two levels on real ranks, bit for bit against a simulation of the roundings, and the bytes that each rank sends.
 
 encode every rank's tensor -> sum each node in rank order -> encode -> sum the nodes in order -> encode -> decode
 """
@@ -49,7 +49,7 @@ def widths(ranks_per_node: int, intra_bits: int = 8, inter_bits: int = 4) -> dic
 
 @dataclass(frozen=True)
 class Call(simulation.Call):
-    """hosts: of every rank, for "auto"; a letter each."""
+    """A call in two levels. hosts: a letter for every rank, for "auto"."""
 
     hosts: str = ""
 
@@ -110,7 +110,7 @@ class Call(simulation.Call):
 def sums_of_nodes(
     inputs: list[Tensor], nodes: list[list[int]], inside: Format, reduce: Format, key: int, owner: int = 0
 ) -> Tensor:
-    """[nodes, bytes] under reduce."""
+    """Return the payloads [nodes, bytes] under reduce."""
     first = owner * inside.groups(inputs[0].numel())
     sums = torch.empty(len(nodes), reduce.payload_bytes(inputs[0].numel()), dtype=torch.uint8)
     for node, (row, ranks) in enumerate(zip(sums, nodes, strict=True)):
@@ -181,7 +181,7 @@ def test_many_slabs_asynchronous_or_not(ranks: GetRanks, world_size: int, ranks_
 def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(
     ranks: GetRanks, world_size: int, ranks_per_node: int
 ) -> None:
-    """Through three roundings, at widths of which each differs."""
+    """Check zeros through three roundings, each at a different width."""
     options: list[dict[str, Any]] = [
         *({}, {"compact": True}, {"symmetric": True}, {"range": "mse"}, {"compact": True, "range": "mse"}),
         *({"rounding": "stochastic"}, {"spike_reserving": True, "compact": True, "rounding": "stochastic"}),
@@ -209,7 +209,7 @@ def test_guarantee_3_neither_the_chunk_size_nor_async_matters(ranks: GetRanks, c
 
 
 def through_all_to_all(calls: list[Call]) -> list[str]:
-    """Over torch.distributed's all_to_all, as on other backends; gloo's own takes equal sizes only."""
+    """Exchange over torch.distributed's all_to_all, as on other backends; gloo's own takes equal sizes only."""
     by_messages, all_to_all = transport.by_messages, dist.all_to_all
 
     def stand_in(received: list[Tensor], sent: list[Tensor], group: Any, async_op: bool) -> Any:
@@ -230,7 +230,7 @@ def test_the_exchange_of_other_backends(ranks: GetRanks) -> None:
 
 
 def part_of_longer_tensors() -> set[str]:
-    """The same 2048 elements by themselves, and at a group's boundary in other tensors."""
+    """Reduce the same 2048 elements alone, and at a group's boundary in other tensors."""
     config = fap.FlashConfig(bits=5, min_bytes=0, chunk_bytes=4096, **widths(3, 6, 4))
     rank, digests = dist.get_rank(), set()
     for before, after in ((0, 0), (128, 0), (1280, 7777), (128 * 77, 3), (128 * 300, 20_000)):
@@ -251,7 +251,7 @@ simulation.VALUES["cancelling nodes"] = lambda noise, rank: simulation.VALUES["c
 def test_guarantee_3_sums_are_taken_in_rank_order_and_then_in_node_order(
     ranks: GetRanks, ranks_per_node: int, kind: str
 ) -> None:
-    """Values whose float32 sum depends on the order of the four ranks of a node, or of the four nodes."""
+    """Use values whose float32 sum depends on the order of the four ranks of a node, or of the four nodes."""
     calls = [Call(c, 5003, config=widths(ranks_per_node, 8, 8), kind=kind) for c in COLLECTIVES[:2]]
     inputs = [calls[0].input(rank, 8) for rank in range(8)]
     inside, reduce, _ = calls[0].codecs()
@@ -286,7 +286,7 @@ def test_guarantee_2_what_is_not_finite_takes_its_group_only(ranks: GetRanks, ki
 
 
 def step(x: Tensor, bits: int) -> Tensor:
-    """At most the quantization step of each element's group (docs/trust/numerics.md, guarantee 6)."""
+    """Return the largest step that each element's group may have (docs/trust/numerics.md, guarantee 6)."""
     padded = torch.nn.functional.pad(x.double().view(1, -1), (0, -x.numel() % 128), "replicate").view(-1, 128)
     low, high = padded.amin(1), padded.amax(1)
     steps = (high - low + low.abs() * 2.0**-7) / (2**bits - 1) * (1 + 2.0**-7)
@@ -295,7 +295,7 @@ def step(x: Tensor, bits: int) -> Tensor:
 
 @pytest.mark.parametrize(("intra_bits", "inter_bits"), [(8, 4), (6, 6), (4, 2)])
 def test_guarantee_6_the_error_of_three_roundings(intra_bits: int, inter_bits: int) -> None:
-    """In the simulation, which the ranks equal: half a step a rank, a node and once for the sum."""
+    """Check the simulation, which the ranks equal: half a step a rank, a node and once for the sum."""
     call = Call("all_reduce", 5003, config=widths(3, intra_bits, inter_bits))
     inputs = [call.input(rank, 5).double() for rank in range(5)]
     sums = [sum(inputs[:3]), sum(inputs[3:])]
@@ -332,7 +332,7 @@ def uneven_parts(sizes: tuple[int, ...]) -> None:
 
 
 def what_is_kept() -> tuple[bool, int]:
-    """Whether ten more calls use the same buffers; how often the ranks told each other their hosts."""
+    """Return True if ten more calls use the same buffers, and how often the ranks exchanged their hosts."""
     config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096, hierarchical="auto")
     gather, told, host = messages.gather, 0, topology.host
 
@@ -360,7 +360,7 @@ def test_buffers_and_hosts_are_kept_with_the_group(ranks: GetRanks) -> None:
 
 
 def measured_bytes(calls: list[Call]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(bytes, bytes between nodes) of each call: as stats() has them, and as they were handed to the group."""
+    """Return (bytes, bytes between nodes) of each call: from stats(), and as handed to the group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     results_of(calls)  # the configurations are agreed on
     sent = [0] * world
@@ -411,7 +411,7 @@ def test_the_bytes_that_are_counted_are_those_that_are_sent(
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), ((0, 3), (1,), (2, 4, 5))])
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_between_nodes_goes_one_payload_a_node(collective: str, nodes: Nodes) -> None:
-    """2 (N-1)/N of the tensor's, whatever the number of ranks in the node; flat, each of its ranks sends as much."""
+    """Check 2 (N-1)/N of the tensor's payload for any number of ranks in the node; flat, each rank sends as much."""
     plan = Plan(Format(4, 128), Format(4, 128), 1 << 20, Format(8, 128), nodes)
     world, numel = sum(map(len, nodes)), 6 * 10_000_000
     sizes = numel if collective == "all_reduce" else [numel // world] * world

@@ -1,7 +1,7 @@
 """The fused all-reduce, block by block on the host, against the codec; and which calls take it.
 
 csrc/cuda/two_shot.h is one text for the device and the host: in tests/host/two_shot.cpp every block of every rank is a
-thread, and nothing orders the ranks but the kernel's own protocol. What is not tested here: the device's memory model,
+thread, and nothing orders the ranks but the kernel's own protocol. Not tested here: the device's memory model,
 the launch, and torch's symmetric memory.
 """
 
@@ -75,7 +75,7 @@ class HostRun(ctypes.Structure):
 
 @dataclass
 class Call:
-    """inputs [ranks, numel], and what the codec makes of them."""
+    """One call: inputs [ranks, numel], and the codec's result for them."""
 
     inputs: Tensor
     reduce: Format
@@ -114,7 +114,7 @@ class Call:
 
 
 def make(world: int, numel: int, i: int, seed: int = 0) -> Call:
-    """The i-th of many kinds of calls."""
+    """Return the i-th of many kinds of calls."""
     options = OPTIONS[i % len(OPTIONS)]
     sizes = [g for g in GROUP_SIZES if fits(g, options)]
     group_size, dtype = sizes[i % len(sizes)], DTYPES[i % 3]
@@ -141,7 +141,7 @@ class Host:
         library.two_shot_half_bytes.restype = ctypes.c_int64
 
     def run(self, calls: Sequence[Call], order: Sequence[int] | None = None, **how: Any) -> tuple[int, HostRun]:
-        """How many results are wrong, -1: something was touched that should not be; and what is left of the run."""
+        """Return the number of wrong results (-1: memory outside of its place was touched) and the state of the run."""
         order = range(len(calls)) if order is None else order
         half = max(call.half_bytes for call in calls)
         fields = {
@@ -173,7 +173,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
 
 @pytest.mark.parametrize("world", range(2, RANKS + 1))
 def test_every_world_has_the_codecs_bits(host: Host, world: int) -> None:
-    """Lengths around a group, a piece of 1024 and a stripe; all options, widths and group sizes among the worlds."""
+    """Check lengths around a group, a piece of 1024 and a stripe; all options, widths and group sizes."""
     lengths = (0, 1, 33, 1023, 1024, 1025, 1024 * world, 1024 * world + 1, 9000)
     calls = [make(world, numel, 9 * world + i) for i, numel in enumerate(lengths)]
     for blocks, order in ((1, range(len(calls))), (3, [*range(len(calls))][::-1])):
@@ -191,7 +191,7 @@ def test_every_option(host: Host, world: int) -> None:
 
 
 def small_calls(world: int) -> list[Call]:
-    """Of one block and of several, in one shot and in two, one after the other."""
+    """Return calls of one block and of several, in one shot and in two, one after the other."""
     lengths = (1, 5000, 64, 0, 1024, 4100, 33, 2049, 0, 7000, 2000, 3, 3 * 1024 * world)
     return [
         Call(gaussian(world, n, seed=n), PLAIN, Format(8, 128), key=n, one_shot=i % 3 == 1, staged=i % 2 == 1)
@@ -201,7 +201,7 @@ def small_calls(world: int) -> list[Call]:
 
 @pytest.mark.parametrize(("world", "slow_rank", "count"), [(2, -1, 5000), (4, 1, 500), (8, -1, 1000)])
 def test_thousands_of_calls_of_changing_sizes(host: Host, world: int, slow_rank: int, count: int) -> None:
-    """The count of meetings wraps around on the way."""
+    """Run so many calls that the count of meetings wraps around."""
     calls = small_calls(world)
     order = random.Random(world).choices(range(len(calls)), k=count)
     start = (1 << 32) - count // 2 * 2
@@ -213,7 +213,7 @@ def test_thousands_of_calls_of_changing_sizes(host: Host, world: int, slow_rank:
     "broken", [1, 2, 4, 8, 16], ids=["first meeting", "second meeting", "one half", "no count", "a count each"]
 )
 def test_a_broken_protocol_is_noticed(host: Host, broken: int) -> None:
-    """That the tests above can fail."""
+    """Check that the tests above can fail."""
     calls = small_calls(3)
     order = random.Random(3).choices(range(len(calls)), k=200)
     assert host.run(calls, order, seed=1, slow_rank=1, broken=broken, timeout=10**9)[0] != 0
@@ -221,7 +221,7 @@ def test_a_broken_protocol_is_noticed(host: Host, broken: int) -> None:
 
 @pytest.mark.slow
 def test_no_access_is_unordered(tmp_path: Path) -> None:
-    """A race detector, which knows of no order but the protocol's; and finds one where the protocol is broken."""
+    """Run a race detector that knows no order but the protocol's; with a broken protocol it finds a race."""
     program = compile_host(tmp_path / "race", "-fsanitize=thread", "-g", "-DTWO_SHOT_MAIN")
     done = subprocess.run([str(program), "200"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[:3000]
@@ -238,7 +238,7 @@ def test_a_wrong_sum_is_noticed(host: Host) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_peer_that_does_not_come(host: Host, dtype: torch.dtype) -> None:
-    """The result is NaN throughout, the report names the peer, and later calls do not wait again."""
+    """Check that the result is NaN throughout, the report names the peer, and later calls do not wait again."""
     calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN, one_shot=n == 3000) for n in (5000, 3000, 1)]
     wrong, run = host.run(calls, [0, 1, 2] * 20, dead_rank=1, timeout=6 * 10**8)
     assert wrong == 120 and run.lost == 2 * 20 * 8001
@@ -291,7 +291,7 @@ def test_which_calls_take_it() -> None:
 
 
 def two_ranks(**second: Any) -> list[dict[str, Any]]:
-    """What two ranks say of themselves; second: in what the second differs."""
+    """Return the facts that two ranks report; second: the second rank's differences."""
     first = {
         "limits": [5, 7], "refuses": "", "processors": 99, "host": "a", "index": 0, "overlapping": False,
         "uuid": "x", "linked": ["y"], "blocked": [],
@@ -352,7 +352,7 @@ def test_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Group:
-    """A rank of a group of which nothing else is asked."""
+    """A rank of a group, with the methods that this test needs."""
 
     def rank(self) -> int:
         return 1
@@ -363,7 +363,7 @@ class Group:
 
 @pytest.fixture
 def workspace(monkeypatch: pytest.MonkeyPatch) -> two_shot.Workspace:
-    """One without a GPU, which `_workspace` finds."""
+    """Return a workspace without a GPU, which `_workspace` finds."""
     w = object.__new__(two_shot.Workspace)
     w.rank, w.device, w.nbytes, w.timeout_ms = 1, torch.device("cpu"), 4096, 1500
     w.addresses, w.report_address, w._word = [16, 32, 48, 64], 80, ctypes.c_uint32(0)
@@ -400,7 +400,7 @@ def test_what_the_operator_is_called_with(monkeypatch: pytest.MonkeyPatch, works
 def test_an_asynchronous_call_runs_on_the_stream_of_its_group(
     workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, connections: str
 ) -> None:
-    """Behind what the current stream had to do, with one hardware queue too; wait() holds up no more than a stream."""
+    """Run behind the current stream's work, with one hardware queue too; wait() holds up no more than a stream."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     config = fap.FlashConfig(bits=4, min_bytes=0, check_ranks=False)
     with queued(4, rank=1) as queue:
@@ -444,7 +444,7 @@ def test_calls_of_several_streams_are_ordered(workspace: two_shot.Workspace, mon
 
 
 def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]:
-    """What two calls find on this rank: rank 1 has another limit, fails at a step, or refuses."""
+    """Return the outcome of two calls on this rank: rank 1 has another limit, fails at a step, or refuses."""
     rank, made = dist.get_rank(), []
 
     class Workspace:
@@ -482,7 +482,7 @@ def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]
 
 
 def test_ranks_agree_about_the_workspace(ranks: Callable[[int], Ranks]) -> None:
-    """A rank that cannot allocate meets nobody: the others do not begin the rendezvous, in which they would wait."""
+    """Let a rank fail to allocate: the others do not begin the rendezvous, in which they would wait for it."""
     for case, expected in (
         ((5, "", ""), "workspace 0 of 1"),
         ((5, "allocate", ""), two_shot.NO_MEMORY),
@@ -514,7 +514,7 @@ def test_a_multicast_mapping_is_made_on_request(
     workspace: two_shot.Workspace, monkeypatch: pytest.MonkeyPatch, user: Any, nvls: str, capability: Any, during: Any,
     multicast: int,
 ) -> None:  # fmt: skip
-    """torch reads the variable when it meets: it is set there alone, and not against the user."""
+    """Check that the variable, which torch reads at the rendezvous, is set there alone, and not against the user."""
     symmetric_memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
     seen = []
 
@@ -536,7 +536,7 @@ def test_a_multicast_mapping_is_made_on_request(
 
 
 def only_on_gpus() -> bool:
-    """A CPU tensor's all-reduce, with the two-shot kernel's function out of order."""
+    """All-reduce a CPU tensor with the two-shot kernel's function broken."""
     x = gaussian(3000, seed=dist.get_rank())
     with mock.patch.object(two_shot, "all_reduce", side_effect=AssertionError):
         fap.all_reduce(x, config=fap.FlashConfig(min_bytes=0))

@@ -1,7 +1,7 @@
-"""reduce_scatter of one tensor a rank: the sums go straight to owners whose parts differ in size.
+"""reduce_scatter of one tensor a rank: the sums are sent to owners whose parts differ in size.
 
-The oracle is the even collective: what an element becomes depends on its group alone (guarantee 3), so each part,
-reduced by a call in which all parts are alike, must give the same bits.
+The oracle is the even collective. An element's result depends on its group alone (guarantee 3), so each part,
+reduced by a call in which all parts have equal sizes, must give the same bits.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ LEVELS = CONFIG.model_copy(update={"hierarchical": {"intra_bits": 8, "inter_bits
 
 
 def gathered(sizes: tuple[int, ...], dtype: torch.dtype, config: fap.FlashConfig, async_op: bool) -> None:
-    """Rows of 3 elements; against a gather of each rank's part in which all parts are alike."""
+    """Gather rows of 3 elements. Compare with a gather of each rank's part in which all parts have equal sizes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     parts = [torch.randn(size, 3, generator=torch.Generator().manual_seed(r)).to(dtype) for r, size in enumerate(sizes)]
     output = torch.full((sum(sizes), 3), 7.0, dtype=dtype)
@@ -113,7 +113,7 @@ def gathered(sizes: tuple[int, ...], dtype: torch.dtype, config: fap.FlashConfig
 def test_a_gather_of_uneven_parts_has_the_bits_of_the_even_one(
     ranks: Callable[[int], Ranks], world: int, levels: bool
 ) -> None:
-    """In chunks, flat and in two levels; some parts empty."""
+    """Gather in chunks, flat and in two levels; some parts are empty."""
     for number, sizes in enumerate(SIZES[world]):
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
         ranks(world).run(gathered, sizes, dtype, LEVELS if levels else CONFIG, bool(number % 2))
@@ -170,7 +170,7 @@ def averages(config: fap.FlashConfig) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_gloo_averages_and_multiplies_though_it_can_only_sum(ranks: Callable[[int], Ranks], enabled: bool) -> None:
-    """Quantized and, because a small message must not fail where a large one works, in full precision."""
+    """Reduce quantized, and in full precision too: a small message must not fail where a large one works."""
     ranks(2).run(averages, fap.FlashConfig(enabled=enabled, min_bytes=0, quality_interval=1))
 
 

@@ -22,7 +22,7 @@ STEP = 1e-3
 
 
 def masters(sizes: list[int], step: int) -> list[torch.Tensor]:
-    """The exact values of every rank's part after so many steps."""
+    """Return the exact values of every rank's part after so many steps."""
     parts = []
     for rank, size in enumerate(sizes):
         generator = torch.Generator().manual_seed(rank)
@@ -34,7 +34,7 @@ def masters(sizes: list[int], step: int) -> list[torch.Tensor]:
 
 
 def by_hand(held: torch.Tensor, parts: list[torch.Tensor], config: fap.FlashConfig) -> None:
-    """held [numel], in place."""
+    """Update held [numel] in place."""
     wire = config.model_copy(update={"bits": config.param_bits, "param_bits": "full"})
     for shard, master in zip(held.split([len(part) for part in parts]), parts, strict=True):
         difference = master.float() - shard.float()
@@ -58,7 +58,7 @@ def runs(sizes: list[int], dtype: torch.dtype, how: dict[str, Any], steps: int =
     for step in range(steps):
         parts = masters(sizes, step)
         gather(weights, parts[rank], held, **how)
-        if step == 0 or len(sizes) == 1:  # a rank by itself loses nothing
+        if step == 0 or len(sizes) == 1:  # a group of one rank loses nothing
             expected = torch.cat(parts).to(dtype)
         else:
             by_hand(expected, parts, CONFIG)
@@ -107,7 +107,7 @@ def by_config(config: fap.FlashConfig) -> None:
 
 
 def drift(bits: int) -> list[float]:
-    """Relative distances of the held weights from the masters, at every 100th of 400 steps; and of bf16 itself."""
+    """Return the held weights' relative distances from the masters at every 100th of 400 steps, and those of bf16."""
     rank, sizes = dist.get_rank(), [4096, 4096]
     config = CONFIG.model_copy(update={"param_bits": bits})
     parts, held, found = masters(sizes, 0), fap.HeldWeights(), []
@@ -188,7 +188,7 @@ def test_changed_weights_travel_whole_once(ranks: Callable[[int], Ranks], what: 
 
 
 def loses_a_group() -> tuple[list[bool], list[int], dict[str, int]]:
-    """A value that is not finite spoils its group for one step."""
+    """Check that a value that is not finite spoils its group for one step."""
     rank, sizes = dist.get_rank(), [3000, 3000]
     weights, held = torch.zeros(6000, dtype=torch.bfloat16), fap.HeldWeights()
     gather(weights, masters(sizes, 0)[rank], held)
@@ -267,7 +267,7 @@ def test_the_quality_is_that_of_the_weights(ranks: Callable[[int], Ranks], measu
 
 
 def test_the_guard_goes_by_it(ranks: Callable[[int], Ranks]) -> None:
-    """What bf16 itself cannot reach is not reached by more bits: full precision, and no way back."""
+    """Ask for more than bf16 itself reaches: more bits do not help, so the guard stays at full precision."""
     for stats in ranks(2).run(measured, "local", 50.0):
         assert LOW_SQNR not in stats["full_precision"] and stats["bits"] == 4
     for stats in ranks(2).run(measured, "local", 70.0):

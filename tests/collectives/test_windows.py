@@ -1,4 +1,4 @@
-"""Windows of NCCL, with a backend that notes what it is asked for: nothing here has run on a GPU."""
+"""Windows of NCCL, with a backend that records its calls: nothing here has run on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = fap.FlashConfig(bits=4, min_bytes=0, check_ranks=False)
 
 
 class Backend:
-    """Of a group: what the ranks have registered, in order."""
+    """The backend of a group, with the tensors that the ranks have registered, in order."""
 
     mem_allocator = "NCCL's"
 
@@ -38,7 +38,7 @@ class Backend:
 
 @contextmanager
 def on(backend: Any) -> Iterator[list[Any]]:
-    """The default group has this backend; yields what is asked of it and of torch."""
+    """Give the default group this backend. Yield the calls of the backend and of torch."""
     asked: list[Any] = backend.asked if isinstance(backend, Backend) else []
 
     @contextmanager
@@ -72,7 +72,7 @@ def test_a_backend_that_has_none_is_said() -> None:
 
 
 def test_windows_are_used_again_and_never_let_go() -> None:
-    """Which of them a call takes follows from the sizes of the calls before, which are the same on all ranks."""
+    """Check that the sizes of earlier calls, the same on all ranks, decide which windows a call takes."""
     made: list[int] = []
 
     def allocate(nbytes: int) -> Tensor:
@@ -84,12 +84,12 @@ def test_windows_are_used_again_and_never_let_go() -> None:
         buffers = pool.take(size), pool.take(size // 2)
         assert [b.numel() for b in buffers] == [size, size // 2]
         pool.give(*buffers)
-    assert made == [100, 50, 1000, 500, 5000, 2500]  # 500 and 250 fit into what is there
+    assert made == [100, 50, 1000, 500, 5000, 2500]  # 500 and 250 fit into existing windows
     assert len(pool._free) == len(made)
 
 
 def taken(call: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes that a call takes from windows, as the pool of a GPU would."""
+    """Return the sizes that a call takes from windows, as the pool of a GPU would."""
     sizes: list[int] = []
 
     def allocate(nbytes: int) -> Tensor:
@@ -104,7 +104,7 @@ def taken(call: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_all_ranks_allocate_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even and uneven parts; a call whose ranks' buffers differ takes none."""
+    """Check even and uneven parts; a call whose ranks' buffers have different sizes takes none."""
     sizes = [1000, 60_000, 0, 129]
     levels = CONFIG.model_copy(
         update={"hierarchical": fap.FlashConfig(hierarchical={"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2})

@@ -42,7 +42,7 @@ def reduced() -> list[Tensor]:
 
 
 def any_order(seed: int) -> list[bool]:
-    """All handles in flight at once, waited on by each rank in an order of its own."""
+    """Start all calls, then wait for their handles in another order on each rank."""
     tensors, expected = inputs(), reduced()
     works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
     order = list(range(len(works)))
@@ -61,7 +61,7 @@ def test_ranks_wait_in_different_orders(ranks: GetRanks, world_size: int) -> Non
 
 
 def without_a_wait() -> list[bool]:
-    """Calls that nobody waits for, a barrier, then a look: with more chunks than are in flight at once."""
+    """Make calls whose handles are dropped, with more chunks than are in flight together. Look after a barrier."""
     tensors, expected = inputs(), reduced()
     works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
     if dist.get_rank() == 0:  # a wait before the barrier here, and after it there
@@ -80,7 +80,7 @@ def test_calls_progress_without_a_wait(ranks: GetRanks, world_size: int) -> None
 
 
 def limited_wait() -> list[str]:
-    """A wait for a peer that comes late, with a limit of its own; the call goes on."""
+    """Wait for a late peer, with a limit for this wait alone; the call continues."""
     said = []
     if dist.get_rank() == 1:
         time.sleep(1.0)
@@ -104,7 +104,7 @@ def test_a_wait_may_have_a_limit(ranks: GetRanks) -> None:
 
 
 def futures() -> list[bool]:
-    """Of quantized calls and of others, asked for before and after the result is there."""
+    """Ask for the futures of quantized and other calls, before and after the result is there."""
     answers = []
     rank, world = dist.get_rank(), dist.get_world_size()
     for config in (CONFIG, fap.FlashConfig()):
@@ -128,7 +128,7 @@ def test_handles_have_futures(ranks: GetRanks, world_size: int) -> None:
 
 
 def measured_in_order() -> tuple[float, int]:
-    """What a call has measured is known from its wait on, whenever its result came: decisions do not hang on time."""
+    """Check that a measurement counts from the call's wait on, whenever its result came: timing decides nothing."""
     config = fap.FlashConfig(bits=4, min_bytes=0, quality_interval=1, quality_measure="exact")
     site = fap.Site(f"measured in order {dist.get_rank()}" if dist.get_world_size() == 1 else "measured in order")
     x = torch.randn(20_000)
@@ -187,7 +187,7 @@ def test_different_collectives_are_in_flight_together(ranks: GetRanks, world_siz
 
 
 def interleaved() -> list[bool]:
-    """The user's own collectives between issue and wait, synchronous and asynchronous."""
+    """Make the user's own collectives between issue and wait, synchronous and asynchronous."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tensors, expected = inputs(), reduced()
     works, plain, pending = [], [], []
@@ -236,7 +236,7 @@ def test_wait_serves_any_thread_and_may_be_called_again(ranks: GetRanks) -> None
 
 
 def dropped() -> list[bool]:
-    """Handles that nobody keeps: the calls are made all the same, and the group goes on."""
+    """Drop handles: the calls are made all the same, and the group continues."""
     tensors, expected = inputs(), reduced()
     for x in tensors:
         fap.all_reduce(x, config=CONFIG, async_op=True)
@@ -268,7 +268,7 @@ def test_calls_in_full_precision_have_handles_too(ranks: GetRanks, world_size: i
 
 
 def two_groups() -> list[bool]:
-    """Calls on overlapping groups in flight at once, each with its own buffers and agreement."""
+    """Make calls on overlapping groups in flight together, each with its own buffers and agreement."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
     mine = [g for g, members in zip(pairs, ((0, 1), (1, 2), (0, 2)), strict=True) if rank in members]
@@ -296,7 +296,7 @@ def test_groups_that_overlap(ranks: GetRanks) -> None:
 
 
 def aliased() -> list[bool]:
-    """output of reduce_scatter inside its input, input of all_gather inside its output, as frameworks have it."""
+    """Put the output of reduce_scatter inside its input, the input of all_gather inside its output, as frameworks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     same = []
     for numel in (129, 30_011):
@@ -357,7 +357,7 @@ elif sys.argv[3] == "in flight":
 
 @pytest.mark.parametrize("how", ["waited", "in flight", "raises"])
 def test_the_program_ends(how: str, tmp_path: Path) -> None:
-    """With nothing in flight, with calls that nobody waits for, and in an exception while a peer is silent."""
+    """End with nothing in flight, with calls whose handles are dropped, and in an exception while a peer is silent."""
     command = [sys.executable, "-c", ENDS]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], **pipes) for rank in (0, 1)]
@@ -377,7 +377,7 @@ QUEUED = fap.FlashConfig(bits=8, min_bytes=0, check_ranks=False)
 
 
 def issued(queue: Queue) -> list[tuple[str, str]]:
-    """(what, stream) of all but the memory's marks."""
+    """Return (operation, stream) of all but the memory's marks."""
     return [(one.what, one.on) for one in queue.issued if one.what != "record_stream"]
 
 
@@ -398,7 +398,7 @@ def test_an_asynchronous_call_is_issued_at_once_on_the_stream_of_its_group() -> 
 
 
 def test_groups_have_streams_of_their_own_of_high_priority() -> None:
-    """A call of one group does not stand behind one of another, in whatever order they are issued."""
+    """Check that a call of one group does not queue behind a call of another, in whatever order they are issued."""
     with queued(4) as queue:
         groups = [dist.new_group(list(range(4))) for _ in range(2)]
         streams = []
@@ -411,7 +411,7 @@ def test_groups_have_streams_of_their_own_of_high_priority() -> None:
 
 
 def test_with_one_hardware_queue_the_half_is_issued_by_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all that is launched after the call would stand behind its waits for the wire."""
+    """Issue the half in wait(), else all later launches would queue behind the call's waits for the wire."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with queued(4) as queue:
         work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
@@ -438,7 +438,7 @@ def test_on_blackwell_that_variable_changes_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_captured_call_has_buffers_of_its_own() -> None:
-    """Of the graph's pool: an eager call takes and lets go others, before and after the capture."""
+    """Take buffers of the graph's pool: an eager call takes and frees others, before and after the capture."""
     with queued(4) as queue:
         pool = state_of(dist.group.WORLD).pool(torch.device("cpu"))
 

@@ -1,4 +1,4 @@
-"""FlashConfig: what is accepted survives every round trip, what is not is named."""
+"""FlashConfig: accepted values survive every round trip, and errors name the refused ones."""
 
 from __future__ import annotations
 
@@ -134,14 +134,14 @@ configs = st.fixed_dictionaries({}, optional=AVAILABLE)
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A developer's own settings must not reach the tests."""
+    """Remove a developer's own settings, which must not reach the tests."""
     for variable in os.environ:
         if variable.startswith(environment.PREFIX):
             monkeypatch.delenv(variable)
 
 
 def problems(call: Any, *args: Any, **kwargs: Any) -> list[str]:
-    """The lines of the ConfigError that the call must raise."""
+    """Return the lines of the ConfigError that the call must raise."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
     return str(caught.value).splitlines()
@@ -211,7 +211,7 @@ def test_frozen() -> None:
 
 
 def test_the_text_of_a_configuration_says_what_differs_from_the_defaults() -> None:
-    """torch.compile keeps it in its graphs."""
+    """Check the text that torch.compile keeps in its graphs."""
     config = FlashConfig(bits=4, include=["a"])
     for same in (config, copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config and same.text == '{"bits": 4, "include": ["a"]}'

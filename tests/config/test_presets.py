@@ -1,4 +1,4 @@
-"""Presets: what they stand for, that given keys go before them from every source, and that only fields are compared."""
+"""Presets: the fields they stand for, that given keys override them from every source, and that fields are compared."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_given_keys_go_before_it_and_the_rest_stays() -> None:
 
 
 def test_from_every_source_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment below a file below flags; the last preset, below every key that any of them gives."""
+    """Check the order: environment, file, flags; the last preset is below every key that any of them gives."""
     monkeypatch.setenv("FLASH_ALLREDUCE_PRESET", "thin")
     monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "64")
     assert FlashConfig.from_env() == FlashConfig(preset="thin", group_size=64)
@@ -81,7 +81,7 @@ def test_what_a_given_key_excludes_is_left_out_of_the_preset(given: dict[str, An
     config = FlashConfig(preset="int4", **given)
     assert config == FlashConfig(**{**PRESETS["int4"], **left, **given})
     for key, value in left.items():
-        if key == "spike_reserving":  # bf16 spikes, without the codebook, go with any of these
+        if key == "spike_reserving":  # bf16 spikes, without the codebook, are allowed with any of these
             assert FlashConfig(preset="int4", **given, spike_reserving=True).spike_reserving
             continue
         with pytest.raises(fap.ConfigError, match=r"excludes|has no effect"):
@@ -90,7 +90,7 @@ def test_what_a_given_key_excludes_is_left_out_of_the_preset(given: dict[str, An
 
 
 def summed(name: str) -> list[torch.Tensor]:
-    """With the preset on one rank and its fields on the other, which are the same configuration."""
+    """Sum with the preset on one rank and its fields on the other, which are the same configuration."""
     rank = torch.distributed.get_rank()
     config = FlashConfig(preset=name) if rank else FlashConfig(**PRESETS[name])  # type: ignore[arg-type]
     x = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
@@ -129,7 +129,7 @@ def test_the_page_has_every_preset_with_its_fields() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_a_width_for_everything(name: str) -> None:
-    """Every role of a tensor is quantized, and every preset has the same fields for it."""
+    """Check that every role of a tensor is quantized, and that every preset has the same fields for it."""
     assert {**PRESETS["int4"], **PRESETS[name]}.keys() == PRESETS["int4"].keys()
     for config in (FlashConfig(preset=name), for_megatron(FlashConfig(preset=name))):
         assert all(isinstance(bits_of(role, config), int) for role in Role)

@@ -1,4 +1,4 @@
-"""Keys that an integration cannot honour. Each integration has a test of its own beside its other tests."""
+"""Keys that an integration cannot honour. Each integration has a separate test among its other tests."""
 
 from __future__ import annotations
 

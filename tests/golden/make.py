@@ -1,4 +1,4 @@
-"""Writes the golden payloads: python -m tests.golden.make
+"""Write the golden payloads: python -m tests.golden.make
 
 Run once for a wire version. A payload that changes without a new WIRE_VERSION breaks ranks that run two
 versions of the package, so do not run it to make a test pass.
@@ -41,7 +41,7 @@ EDGES = {
 
 
 def values_of(input: Any, dtype: torch.dtype) -> Tensor:
-    """The tensor that the "input" of a case describes."""
+    """Return the tensor that the "input" of a case describes."""
     if isinstance(input, dict):
         return ((torch.arange(input["count"]) + input["first"]) / input["divisor"]).to(dtype)
     return torch.tensor([float.fromhex(text) for text in input], dtype=torch.float64).to(dtype)
@@ -60,7 +60,7 @@ OPTIONS = [
     {"compact": True, "spikes": True, "mse": True},
     {"compact": True, "stochastic": True},
 ]
-# As many of the codebook's, whose groups are larger.
+# The same number of codebook cases, whose groups are larger.
 CODEBOOK = [
     {"codebook": True},
     {"codebook": True, "mse": True},

@@ -26,12 +26,12 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def here() -> torch.device:
-    """The device of this rank."""
+    """Return the device of this rank."""
     return torch.device("cpu") if device.ON_CPU else torch.device("cuda", torch.cuda.current_device())
 
 
 def digests_of(calls: list[Call]) -> list[str]:
-    """Digests of this rank's results, each of what is the group's first call for stochastic rounding."""
+    """Return digests of this rank's results. Each call draws random numbers as the group's first call."""
     digests = []
     for call in calls:
         groups.state_of(dist.group.WORLD).draws = 0

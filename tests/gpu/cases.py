@@ -1,4 +1,4 @@
-"""Codecs and inputs, and one comparison of everything the device does with what the CPU does."""
+"""Codecs and inputs, and one comparison of everything the device does with the CPU's result."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NAMES = ["+".join(name for name, on in options.items() if on) or "plain" for opt
 
 
 def encoded(x: Tensor, c: Format, draw: Draw = DRAW) -> Tensor:
-    """On the CPU."""
+    """Encode on the CPU."""
     payload = torch.empty(len(x), c.payload_bytes(x.shape[1]), dtype=torch.uint8)
     rows.encode(x, payload, c, draw)
     return payload
 
 
 def check(x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
-    """x [ranks, numel] on the CPU, through the operators on the device; dtype: of what is decoded."""
+    """Run x [ranks, numel] of the CPU through the operators on the device; dtype: of the decoded tensor."""
     numel, what = x.shape[1], f"{c}, {x.dtype} [{len(x)}, {x.shape[1]}] -> {dtype}"
     payloads = encoded(x, c)
     ours = device.encode(x.to(device.DEVICE), c, DRAW)
@@ -63,11 +63,11 @@ def check(x: Tensor, c: Format, dtype: torch.dtype, gather_bits: int) -> None:
 def check_feedback(
     x: Tensor, payloads: Tensor, c: Format, gather: Format, kind: torch.dtype, momentum: float = 0.8, offset: int = 0
 ) -> None:
-    """Error feedback of the first row, then of the sum of all. offset: bytes by which what is written misses 64."""
+    """Check feedback of the first row, then of the sum of all. offset: bytes by which outputs miss 64."""
     what = f"{c}, {x.dtype} [{len(x)}, {x.shape[1]}], a residual of {kind}, + {offset}"
     residual = residual_like(0.1 * gaussian(x.shape[1], seed=1), c, kind)
     row = x[:1].clone()
-    row[:, 3::8] = 0.0  # they keep what was lost before
+    row[:, 3::8] = 0.0  # these keep their earlier errors
     expected = composed(row[0], residual, momentum, c, DRAW)
     ours = device.encode_feedback(row.to(device.DEVICE), residual, momentum, c, DRAW, offset)
     for name, mine, theirs in zip(("payload", "residual"), ours, expected, strict=True):

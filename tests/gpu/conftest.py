@@ -1,4 +1,4 @@
-"""What all tests on a GPU share."""
+"""Fixtures shared by all tests on a GPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 @pytest.fixture(scope="session")
 def gpu_ranks() -> Iterator[Callable[..., Ranks]]:
-    """gpu_ranks(n, backend, two_shot, nvls): n running ranks, spawned: a forked process cannot always use CUDA.
+    """Yield gpu_ranks(n, backend, two_shot, nvls): n running ranks, spawned: a forked process cannot always use CUDA.
 
-    two_shot: bytes of the largest all-reduce that takes the two-shot kernel; 0: none does. nvls: by a multicast
+    two_shot: bytes of the largest all-reduce that takes the two-shot kernel; 0: none does. nvls: with a multicast
     address, which torch does not map where ranks may share a GPU.
     """
     started: dict[tuple[int, str, int, bool], Ranks] = {}

@@ -27,12 +27,12 @@ DEVICE = torch.device("cpu") if ON_CPU or ON_PTX else torch.device("cuda", 0)
 EVERY = int(os.environ.get("GPU_TESTS_EVERY", "5"))
 
 compiled: Any = ptx_operators if ON_PTX else torch.ops.flash_allreduce
-GUARD = 64  # bytes around what is written
+GUARD = 64  # bytes around the written ones
 _FILL = 0xA5
 
 
 def missing() -> str | None:
-    """Why the tests cannot run here."""
+    """Return the reason why the tests cannot run here, or None."""
     if ops.unavailable is not None or ON_CPU:
         return ops.unavailable
     if ON_PTX:
@@ -43,7 +43,7 @@ def missing() -> str | None:
 
 
 def need_device() -> None:
-    """At the head of a module: leaves it out where its tests cannot run."""
+    """Skip a module, at its head, where its tests cannot run."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason, allow_module_level=True)
@@ -54,7 +54,7 @@ needs_cuda = pytest.mark.skipif(ON_CPU or ON_PTX, reason="GPU_TESTS_ON=cpu or pt
 
 @dataclass
 class Written:
-    """Rows on the device that an operator is to fill, in a buffer of which it must touch nothing else.
+    """Rows on the device that an operator fills, in a buffer of which it must touch nothing else.
 
     offset: bytes by which the first row misses a multiple of 64; gap: elements between a row and the next.
     """
@@ -71,13 +71,13 @@ class Written:
 
     @classmethod
     def of(cls, values: Tensor, offset: int = 0) -> Written:
-        """Rows that are read and replaced."""
+        """Return rows that are read and replaced."""
         written = cls.make(len(values), values.shape[1], values.dtype, offset)
         written.rows.copy_(values)
         return written
 
     def take(self) -> Tensor:
-        """The rows on the CPU; fails if a byte beside them has changed."""
+        """Return the rows on the CPU. Fail if a byte around them has changed."""
         values = self.rows.to("cpu", copy=True)
         fill = torch.full((self.rows.element_size(),), _FILL, dtype=torch.uint8).view(self.rows.dtype)
         self.rows.copy_(fill.to(DEVICE).expand_as(self.rows))
@@ -87,7 +87,7 @@ class Written:
 
 
 def encode(rows: Tensor, c: Format, draw: Draw = NO_DRAW, offset: int = 0, gap: int = 0) -> Tensor:
-    """rows on the device -> payloads on the CPU."""
+    """Encode rows on the device. Return the payloads on the CPU."""
     out = Written.make(len(rows), c.payload_bytes(rows.shape[1]), torch.uint8, offset, gap)
     compiled.encode(
         rows, out.rows, c.bits, c.group_size, c.options, draw.key, draw.first_group, draw.groups_a_row
@@ -96,7 +96,7 @@ def encode(rows: Tensor, c: Format, draw: Draw = NO_DRAW, offset: int = 0, gap: 
 
 
 def decode(payload: Tensor, numel: int, dtype: torch.dtype, c: Format, offset: int = 0, gap: int = 0) -> Tensor:
-    """payload on the device -> rows on the CPU."""
+    """Decode a payload on the device. Return the rows on the CPU."""
     out = Written.make(len(payload), numel, dtype, offset, gap)
     compiled.decode(payload, out.rows, c.bits, c.group_size, c.options)
     return out.take()
@@ -123,7 +123,7 @@ def decode_sum_encode(
 def encode_feedback(
     row: Tensor, residual: Tensor, momentum: float, c: Format, draw: Draw = NO_DRAW, offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """row [1, numel] on the device, a residual on the CPU -> the payload and the new residual on the CPU."""
+    """Encode row [1, numel] on the device with a residual of the CPU. Return payload and residual on the CPU."""
     out, kept = Written.make(1, c.payload_bytes(row.shape[1]), torch.uint8, offset), Written.of(residual, 2 * offset)
     compiled.encode_feedback(
         row, out.rows, kept.rows, momentum, c.bits, c.group_size, c.options, draw.key, draw.first_group

@@ -1,4 +1,4 @@
-"""Every kernel a few times on small tensors, compared with the CPU: what compute-sanitizer runs.
+"""Every kernel a few times on small tensors, compared with the CPU: the program that compute-sanitizer runs.
 
     compute-sanitizer --tool memcheck python -m tests.gpu.small_cases
 
@@ -37,7 +37,7 @@ CODECS = (
 
 
 def run(c: Format, dtype: torch.dtype, numel: int) -> bool:
-    """Outputs of exactly their size, nothing beside them."""
+    """Run on outputs of exactly their size, with nothing around them."""
     inputs = gaussian(2, numel).to(dtype)
     payloads = encoded(inputs, c)
     x, there = inputs.to(device.DEVICE), payloads.to(device.DEVICE)

@@ -1,4 +1,4 @@
-"""Guarantee 4: what a GPU encodes and decodes is, bit for bit, what the CPU does, and what reference.py says."""
+"""Guarantee 4: a GPU encodes and decodes the bits of the CPU's codec and of reference.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ KNOWN = (
 
 @pytest.mark.parametrize("c", KNOWN, ids=str)
 def test_forms_that_the_compiler_knows(c: Format) -> None:
-    """Rows at addresses that 16 divides take them: whole groups, a ragged group and a ragged block."""
+    """Use rows at addresses that 16 divides: whole groups, a ragged group and a ragged block."""
     for dtype, numel in itertools.product(DTYPES, (1024, 8200, 20_008)):
         check(gaussian(3, numel, seed=numel).to(dtype), c, dtype, c.bits)
     hard = torch.stack(list(hard_values(1104).values()))
@@ -79,7 +79,7 @@ def test_the_reference_says_the_same(c: Format) -> None:
 
 @pytest.mark.parametrize("c", SOME, ids=str)
 def test_so_does_the_reference_on_the_device(c: Format) -> None:
-    """As with FLASH_ALLREDUCE_REFERENCE=1: torch's own CUDA arithmetic, in the same order."""
+    """Run with FLASH_ALLREDUCE_REFERENCE=1: torch's own CUDA arithmetic, in the same order."""
     x_rows = gaussian(3, 2311).bfloat16()
     payload = torch.empty(3, c.payload_bytes(2311), dtype=torch.uint8, device=DEVICE)
     reference.encode(x_rows.to(DEVICE), payload, c, DRAW)
@@ -92,7 +92,7 @@ def test_so_does_the_reference_on_the_device(c: Format) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_bit_pattern(seed: int) -> None:
-    """Every kind of NaN, infinities and subnormals among the inputs; then anything at all as a payload."""
+    """Encode every kind of NaN, infinities and subnormals; then decode any bytes as a payload."""
     generator = torch.Generator().manual_seed(seed)
     options, dtype = OPTIONS[seed * 3 % len(OPTIONS)], DTYPES[seed % 3]
     sizes = [g for g in GROUP_SIZES if fits(g, options)]
@@ -107,7 +107,7 @@ def test_any_bit_pattern(seed: int) -> None:
 
 @pytest.mark.parametrize("c", SOME, ids=str)
 def test_strides_and_addresses_of_any_alignment(c: Format) -> None:
-    """Rows with gaps between them that begin anywhere, and payloads at odd addresses."""
+    """Use rows with gaps between them that begin anywhere, and payloads at odd addresses."""
     for dtype, numel in itertools.product(DTYPES, (999, 8192)):
         wide = gaussian(3, numel + 40).to(dtype)
         for start, width in ((0, numel + 40), (1, numel + 1), (8, numel + 9), (3, numel + 8)):
@@ -165,7 +165,7 @@ def test_empty(shape: tuple[int, int]) -> None:
 
 
 def test_the_functions_of_the_codec_take_the_operators() -> None:
-    """What the collectives call, on tensors of the device: not the reference."""
+    """Check the functions that the collectives call on tensors of the device: not the reference."""
     assert rows._is_compiled(torch.empty(1, device=DEVICE))
     x, c = gaussian(1, 5003), Format(4, 128)
     payload = torch.empty(1, c.payload_bytes(5003), dtype=torch.uint8, device=DEVICE)
@@ -206,7 +206,7 @@ def test_arguments_that_are_refused() -> None:
 @pytest.mark.timeout(900)
 @device.needs_cuda
 def test_above_2_to_the_31_elements() -> None:
-    """20 GB of a GPU's memory. The tensor repeats one block, so that what comes out is known from the block alone."""
+    """Use 20 GB of a GPU's memory. The tensor repeats one block, so that the block alone gives the result."""
     block, count, c = gaussian(1 << 20).bfloat16(), (1 << 11) + 1, Format(2, 128)
     expected = encoded(block.view(1, -1), c, device.NO_DRAW)[0].to(DEVICE)
     x = block.to(DEVICE).repeat(count).view(1, -1)

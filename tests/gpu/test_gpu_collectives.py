@@ -45,7 +45,7 @@ def many_calls() -> list[Call]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_guarantees_1_4_and_5_any_world_length_and_dtype(gpu_ranks: GetRanks, world_size: int) -> None:
-    """As the CPU, bit for bit, on every rank."""
+    """Compare with the CPU, bit for bit, on every rank."""
     check(gpu_ranks(world_size, "gloo"), many_calls())
 
 
@@ -104,7 +104,7 @@ def test_guarantee_7_ranks_that_disagree(gpu_ranks: GetRanks) -> None:
 
 
 def strided() -> list[bool]:
-    """Views against contiguous copies of them; what lies between their elements stays."""
+    """Compare views with contiguous copies of them; the memory between their elements stays."""
     config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=4096)
     same = []
     for view in (lambda x: x.t(), lambda x: x[:, 3:50], lambda x: x[::3, ::2]):
@@ -125,7 +125,7 @@ def test_guarantee_5_any_stride(gpu_ranks: GetRanks) -> None:
 
 
 def uneven_shards() -> list[bool]:
-    """A list of parts of any sizes, against the same call on the CPU."""
+    """Gather a list of parts of any sizes. Compare with the same call on the CPU."""
     config = fap.FlashConfig(bits=4, min_bytes=0)
     sizes, rank = (1000, 0, 777)[: dist.get_world_size()], dist.get_rank()
     parts = [gaussian(size, seed=10 * rank + i) for i, size in enumerate(sizes)]
@@ -142,7 +142,7 @@ def test_uneven_parts_of_a_reduce_scatter(gpu_ranks: GetRanks) -> None:
 
 
 def test_the_error_is_measured(gpu_ranks: GetRanks) -> None:
-    """quality_interval: the exact sum beside the quantized one, on the device too; the result stays as it is."""
+    """Set quality_interval: the exact sum is computed too, on the device; the result does not change."""
     check(
         gpu_ranks(2, "gloo"),
         [Call("all_reduce", 5003, "bfloat16", {"bits": 4, "quality_interval": 1, "quality_measure": "exact"})],
@@ -163,7 +163,7 @@ def test_what_goes_in_full_precision(gpu_ranks: GetRanks) -> None:
 
 
 def repeated(count: int) -> int:
-    """Calls of changing shapes, two in flight at a time; how many different results each shape had."""
+    """Make calls of changing shapes, two in flight at a time. Return how many different results each shape had."""
     config = fap.FlashConfig(bits=4, min_bytes=0, chunk_bytes=1 << 14)
     seen: dict[int, set[str]] = {}
     works: list[tuple[int, Tensor, Any]] = []
@@ -185,7 +185,7 @@ def test_guarantee_4_the_same_bits_on_every_run(gpu_ranks: GetRanks) -> None:
 
 
 def one_rank() -> list[str]:
-    """The public function, which leaves a single rank's tensor alone, and the quantized exchange itself."""
+    """Run the public function, which leaves a single rank's tensor alone, and the quantized exchange itself."""
     x = gaussian(70_001).bfloat16().to(here())
     alone, exchanged = x.clone(), x.clone()
     fap.all_reduce(alone, config=fap.FlashConfig(bits=4, min_bytes=0))
@@ -204,8 +204,8 @@ def test_nccl_with_one_rank(gpu_ranks: GetRanks) -> None:
 
 
 def one_rank_in_the_background() -> tuple[bool, str]:
-    """The quantized exchange on the stream of asynchronous calls, while the current stream has yet to make its input:
-    whether the call returned before that, and the result."""
+    """Run the quantized exchange on the stream of asynchronous calls, before the current stream has made its input.
+    Return True if the call returned before that, and the result."""
     plan = Plan(Format(4, 128), Format(4, 128), 4096)
     label = Label("all_reduce", "test", dist.group.WORLD)
     values = gaussian(70_001).bfloat16().to(here())

@@ -24,7 +24,7 @@ def results_of(calls: list[Call]) -> list[str]:
 
 
 def calls_of(world: int) -> list[Call]:
-    """Whole groups, which are one launch, and others; runs that are quantized beside runs that are not."""
+    """Return calls of whole groups, which are one launch, and others; quantized and unquantized runs together."""
     calls = []
     for seed, width in enumerate((128, 256, 33, 1, 100, 512)):
         config = {**CONFIGS[seed], "min_bytes": 8000 * (seed % 2)}

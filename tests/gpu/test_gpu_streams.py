@@ -50,7 +50,7 @@ class Static:
         )
 
     def check(self, x: Tensor) -> None:
-        """That run() was about x, on the CPU."""
+        """Check that run() used x, on the CPU."""
         payloads = encoded(x, self.codec, NO_DRAW)
         assert torch.equal(self.payloads.cpu(), payloads)
         decoded, total = torch.empty_like(x), torch.empty_like(x[0])
@@ -75,7 +75,7 @@ def values(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
 def test_the_operators_on_tensors_that_stay(c: Format) -> None:
-    """What the tests below build on."""
+    """Check the operators that the tests below build on."""
     static = Static(c)
     for seed in (1, 2):
         static.x.copy_(values(seed))
@@ -85,7 +85,7 @@ def test_the_operators_on_tensors_that_stay(c: Format) -> None:
 
 @pytest.fixture
 def no_synchronization() -> Iterator[None]:
-    """torch's own synchronizations are errors; those of others are not seen by it."""
+    """Make torch's own synchronizations errors; those of others are not seen by it."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -123,7 +123,7 @@ def test_torch_sees_no_synchronization(no_synchronization: None) -> None:
 @needs_cuda
 @pytest.mark.parametrize("c", [C, OPTIONS], ids=str)
 def test_on_the_current_stream(c: Format) -> None:
-    """The stream sleeps before the input is there: a kernel on any other stream would read zeros."""
+    """Let the stream sleep before the input is there: a kernel on any other stream would read zeros."""
     static, x = Static(c), values(4).to(DEVICE)
     static.run()
     torch.cuda.synchronize()
@@ -200,7 +200,7 @@ def test_compiles_without_a_break_in_the_graph(backend: str) -> None:
 
 @needs_cuda
 def test_inductor_captures_what_it_compiled() -> None:
-    """mode="reduce-overhead": a CUDA graph of its own."""
+    """Compile with mode="reduce-overhead": a separate CUDA graph."""
     torch._dynamo.reset()
     function = torch.compile(round_trip, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

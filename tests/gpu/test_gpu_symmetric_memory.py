@@ -1,4 +1,4 @@
-"""What the two-shot kernel needs of torch, without it: ranks of one GPU that write to each other's memory.
+"""The parts of torch that the two-shot kernel needs: ranks of one GPU that write to each other's memory.
 
 If this fails, torch's symmetric memory does not work on this machine, and nothing that builds on it can.
 """
@@ -19,7 +19,7 @@ pytestmark = device.needs_cuda
 
 
 def write_to_the_next(numel: int) -> list[int]:
-    """Every rank writes its number to the rank after it; what the others then have."""
+    """Write this rank's number to the next rank. Return the numbers that the ranks then have."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -24,14 +24,14 @@ LIMIT = 4 << 20  # bytes
 
 
 def counted() -> dict[str, int]:
-    """Calls of this rank that took the two-shot kernel, and why the others did not."""
+    """Count this rank's calls that took the two-shot kernel, and the reasons of the others."""
     return dict(two_shot.counts)
 
 
 def fused_digests(
     calls: list[Call], fused: str | None = None, one_shot: str = two_shot.AUTO
 ) -> tuple[list[str], dict[str, int]]:
-    """Digests of this rank's results, and how its calls went, with these limits; fused: None for those of the ranks."""
+    """Return digests of this rank's results, and the paths of its calls, with these limits; None: the ranks' limit."""
     before, kept = counted(), os.environ[two_shot.LIMIT]
     os.environ.update({two_shot.LIMIT: kept if fused is None else fused, two_shot.ONE_SHOT: one_shot})
     try:
@@ -42,7 +42,7 @@ def fused_digests(
 
 
 def check(ranks: Ranks, calls: list[Call]) -> None:
-    """Every call took the two-shot kernel, in one shot and in two, and has the bits of the simulation."""
+    """Check that every call took the two-shot kernel, in one shot and in two, and has the bits of the simulation."""
     expected = expected_of(calls, ranks.world_size)
     for one_shot in (two_shot.AUTO, "0", str(LIMIT // 16)):
         for rank, (digests, counts) in enumerate(ranks.run(fused_digests, calls, None, one_shot)):
@@ -69,7 +69,7 @@ def address_of_all() -> int:
 
 @pytest.mark.parametrize("nvls", [False, True])
 def test_ranks_on_gpus_of_their_own(gpu_ranks: GetRanks, nvls: bool) -> None:
-    """Over NVLink or PCIe, on the streams of NCCL's groups; nvls: with multimem stores."""
+    """Run over NVLink or PCIe, on the streams of NCCL's groups; nvls: with multimem stores."""
     world_size = min(torch.cuda.device_count(), two_shot.MOST_RANKS)
     if world_size < 2 or (nvls and torch.cuda.get_device_capability(0) < (9, 0)):
         pytest.skip("this needs two GPUs" + ", of sm_90 or later" * nvls)
@@ -103,7 +103,7 @@ def test_the_other_path_has_the_same_bits(gpu_ranks: GetRanks) -> None:
 
 
 def many(count: int) -> tuple[bool, int]:
-    """Whether `count` calls of changing shapes, some too large for the kernel, were right; how many took it."""
+    """Return True if `count` calls of changing shapes, some too large for the kernel, were right; how many took it."""
     world, before = dist.get_world_size(), counted().get("two-shot", 0)
     configs = [fap.FlashConfig(bits=bits, min_bytes=0) for bits in (8, 4, 3)]
     right = torch.ones((), dtype=torch.bool, device=here())

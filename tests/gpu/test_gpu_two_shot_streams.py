@@ -1,6 +1,6 @@
 """The fused all-reduce on a GPU: its ranks are streams of one process, their workspaces ordinary tensors.
 
-The kernel gets addresses and does not know whose memory it writes. So the device's side of it, its memory model, graphs
+The kernel gets addresses and no owner of their memory. So the device's side of it, its memory model, graphs
 and time-outs included, is tested on one GPU without torch's symmetric memory, and a sanitizer can look on. All blocks
 of all ranks must be resident together, which bounds the number of ranks.
 """
@@ -43,7 +43,7 @@ class Streams:
         torch.cuda.synchronize()
 
     def tensors(self, call: Call) -> list[Tensor]:
-        """Of every rank, where the call wants them. Allocating may wait for the GPU: before the first launch."""
+        """Return tensors of every rank, where the call wants them. Allocating may wait for the GPU: do it first."""
         rows = [torch.empty(row.numel() + call.offset, dtype=row.dtype, device="cuda") for row in call.inputs]
         tensors = [row[call.offset :] for row in rows]
         for tensor, row in zip(tensors, call.inputs, strict=True):
@@ -85,7 +85,7 @@ def test_the_bits_of_the_codec(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_many_calls_of_changing_sizes(world: int) -> None:
-    """Fifty thousand, or ten: in flight together, a rank now and then far ahead of the others."""
+    """Run fifty thousand calls, or ten: in flight together, a rank now and then far ahead of the others."""
     calls = [call for call in small_calls(world) if call.inputs.numel()]
     group, draw = group_for(calls), random.Random(world)
     for _ in range(500 // device.EVERY):

@@ -1,4 +1,4 @@
-"""lab/benchmarks/accuracy.py: other projects' formats are what they say, the frontier is one, the check can fail."""
+"""lab/benchmarks/accuracy.py: formats of other projects match their description, the frontier is one, checks fail."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_minifloats_are_the_formats() -> None:
 
 
 def test_the_greatest_element_is_quickreduce_lowest_code() -> None:
-    """Both signs, and even and odd elements apart."""
+    """Check both signs, and even and odd elements apart."""
     x = torch.zeros(1, 64)
     x[0, 2], x[0, 3], x[0, 4], x[0, 5] = 8.0, -16.0, -7.0, 15.0
     decoded, _ = peer_codecs.quickreduce(x, bits=4)
@@ -136,7 +136,7 @@ def test_the_measured_all_reduce_is_two_roundings() -> None:
 
 
 def test_what_ranks_send_adds_up() -> None:
-    """Over 2 ranks as over 8, to what one rank computes."""
+    """Check that 2 ranks and 8 give the sum that one rank computes."""
     seen = accuracy_tensors._Seen(gaussian(4, 8, 32).double(), gaussian(24, 32).double(), gaussian(4, 8, 24).double())
     assert seen.input is not None and seen.weight is not None and seen.gradient is not None
     for ranks in (2, 8):
@@ -161,7 +161,7 @@ def test_samples_have_a_root_mean_square_near_one_by_a_power_of_two() -> None:
 def test_check_fails_when_a_peer_is_better(
     bits: int, is_better: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nearly exact at 2 bits is better; hardly anything right at 32 is not."""
+    """Let a peer be nearly exact at 2 bits, which is better, and hardly right at 32 bits, which is not."""
     peer = Peer("rival", lambda x: (x * (0.999 if is_better else 0.5), x.numel() * bits // 8))
     monkeypatch.setattr(accuracy, "PEERS", (peer,))
     monkeypatch.setattr(
@@ -176,7 +176,7 @@ def test_check_fails_when_a_peer_is_better(
 
 
 def test_tokens_weigh_the_same_in_a_pretrained_model() -> None:
-    """One token that is exact has all the energy: the others, a tenth off, make 20 dB."""
+    """Make one exact token hold all the energy: the others, a tenth off, still give 20 dB."""
     exact = torch.ones(10, 8)
     exact[3], exact[4] = 1e6, 0.0
     off = exact.clone()
@@ -187,7 +187,7 @@ def test_tokens_weigh_the_same_in_a_pretrained_model() -> None:
 
 
 def test_spikes_of_flash_communication_v2() -> None:
-    """The extremes arrive as bf16, and do not widen the range of the others."""
+    """Check that the extremes arrive as bf16, and do not widen the range of the others."""
     x = torch.linspace(-1, 1, 32).view(1, 32)
     x[0, 5], x[0, 9] = 1000.0, -3000.0
     decoded, _ = peer_codecs.flash_communication_v2(x, bits=4)
@@ -207,7 +207,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_samples_of_a_pretrained_model(tiny: Path) -> None:
-    """Three layers, two blocks, four kinds; the sums are those of one rank, and a step moves every weight."""
+    """Check three layers, two blocks, four kinds: sums are those of one rank, and a step moves every weight."""
     text = "".join(smollm2.texts().values())
     threads = torch.get_num_threads()
     samples = list(accuracy_tensors.of_pretrained(smollm2.load(tiny), text, steps=2))
@@ -289,7 +289,7 @@ def test_tables_have_the_least_and_mean_leads_and_every_loss() -> None:
 
 
 def test_end_to_end(tmp_path: Path) -> None:
-    """A short training is captured, the tables are printed, the figures and the plot are written."""
+    """Capture a short training, print the tables, write the figures and the plot."""
     pytest.importorskip("megatron.core", reason="the training needs megatron-core")
     pytest.importorskip("matplotlib", reason="the plot needs matplotlib")
     command = [sys.executable, "-W", "ignore", "-m", "lab.benchmarks.accuracy", "--numel", "2048", "--steps", "3"]

@@ -1,4 +1,4 @@
-"""lab.benchmarks.bf16_ring: what it simulates is what real ranks get, and INT8 overtakes the ring."""
+"""lab.benchmarks.bf16_ring: its simulation equals real ranks, and INT8 overtakes the ring."""
 
 from __future__ import annotations
 

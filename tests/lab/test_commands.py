@@ -21,7 +21,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """Each place that documents commands, and its text."""
+    """Yield each place that documents commands, and its text."""
     for file in (ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))):
         yield str(file.relative_to(ROOT)), file.read_text()
     for folder in ("lab", "scripts"):
@@ -30,7 +30,7 @@ def texts() -> Iterator[tuple[str, str]]:
 
 
 def documented() -> dict[str, list[tuple[str, str]]]:
-    """Each module's commands: the place and the options as they stand there."""
+    """Return each module's commands: the place and the options as they stand there."""
     found: dict[str, list[tuple[str, str]]] = {}
     for place, text in texts():
         for module, options in COMMAND.findall(re.sub(r"\\\\?\n\s*", "", text)):

@@ -1,4 +1,4 @@
-"""The cost estimate: its formulas by hand on small numbers, and what must hold of any estimate."""
+"""The cost estimate: its formulas by hand on small numbers, and properties that hold for any estimate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_a_share_each_kernel_has_that_of_the_model() -> None:
 
 
 def test_no_call_is_faster_than_the_host_starts_it() -> None:
-    """One chunk, and eight."""
+    """Check one chunk, and eight."""
     fast = replace(BOX, copy=1e15, link=1e15)
     call, chunk = presets.host()
     assert flat(NUMEL, INT4, fast, PERFECT).overlapped == pytest.approx(call)
@@ -56,14 +56,14 @@ def test_no_call_is_faster_than_the_host_starts_it() -> None:
 
 
 def test_a_flat_call_between_nodes_waits_for_the_slower_link() -> None:
-    """Of each half, a quarter stays, a quarter goes over the link, half over the wire."""
+    """Check each half: a quarter stays, a quarter is sent over the link, half over the wire."""
     assert flat(NUMEL, INT4, PAIR, PERFECT).link == pytest.approx(2 * 68_000 / 2 / 1e7)
     fast = replace(PAIR, wire=1e12)
     assert flat(NUMEL, INT4, fast, PERFECT).link == pytest.approx(2 * 68_000 / 4 / 1e8)
 
 
 def test_two_levels_send_what_hierarchical_md_says() -> None:
-    """Between: 2 (N-1)/N P(inter) / L; inside: (L-1)/L (P(intra) + P(inter)); both at once."""
+    """Check both shares, between: 2 (N-1)/N P(inter) / L, and inside: (L-1)/L (P(intra) + P(inter)), in one call."""
     assert two_levels(NUMEL, INT4, PAIR, PERFECT).link == pytest.approx(2 * 1 / 2 * 68_000 / 2 / 1e7)
     fast = replace(PAIR, wire=1e12)
     assert two_levels(NUMEL, INT4, fast, PERFECT).link == pytest.approx(1 / 2 * (132_000 + 68_000) / 1e8)
@@ -78,7 +78,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 def test_an_all_reduce_is_never_faster_than_its_bytes(machine: Machine) -> None:
-    """Over NCCL on the same link: at most the ratio of the bytes; with slower kernels, slower."""
+    """Check the speedup over NCCL on the same link: at most the ratio of the bytes; with slower kernels, less."""
     for bits in (8, 4):
         c = Format(bits, 128)
         e = flat(1 << 28, c, replace(machine, nodes=1, bus=machine.link), PERFECT)
@@ -107,7 +107,7 @@ def test_measured_kernels_are_interpolated_and_cost_a_launch_at_least() -> None:
 
 
 def test_the_bytes_of_the_kernels_are_those_that_are_timed() -> None:
-    """The estimate of a shard and the benchmark's row of it count alike."""
+    """Check that the estimate of a shard and its row of the benchmark count the same bytes."""
     n, c = 128 * 800, INT4
     whole = {k: cuda_codec.counted_bytes(k, n, 2, c) for k in ("encode", "decode")}
     of_shard = cuda_codec.counted_bytes("decode_sum_encode", n // 8, 2, c, ranks=8)

@@ -21,13 +21,13 @@ BOX = replace(BOXES[0], machine=MACHINE, processors=30, meeting=1.0)
 
 @pytest.mark.parametrize("box", BOXES, ids=lambda box: box.machine.name)
 def test_the_default_limits_are_those_of_the_estimate(box: Box) -> None:
-    """The command prints what the table of two_shot.py has."""
+    """Check that the command prints the limits of the table in two_shot.py."""
     table = two_shot.NVLINK if box.nvlink else two_shot.PCIE
     assert table == {ranks: limits(box, ranks) for ranks in range(2, two_shot.MOST_RANKS + 1)}
 
 
 def test_a_call_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 ranks, 40 pieces of 1024: 10 stripes in two shots, 40 in one; 10 blocks of 30 multiprocessors at most."""
+    """Compute by hand 4 ranks, 40 pieces of 1024: 10 stripes in two shots, 40 in one; 10 blocks of at most 30 SMs."""
     monkeypatch.setattr(fused_estimate, "GENERAL", SHARES)
     numel, tensor, payload = 40 * 1024, 80 * 1024, 40 * 544
     two = fused_seconds(numel, INT4, BOX, 4, one_shot=False)

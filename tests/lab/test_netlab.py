@@ -38,7 +38,7 @@ def processes_in(namespace: str) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Gone, or a zombie that whoever adopted it has yet to reap."""
+    """Return True if a process is gone, or a zombie that its new parent has yet to reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -72,7 +72,7 @@ def nothing_left(available: None) -> Iterator[None]:
 
 @pytest.fixture
 def sleeping_cli(nothing_left: None) -> Iterator[tuple[subprocess.Popen[str], list[str], list[int]]]:
-    """`netlab -- sleep 60` under way: the process, its namespaces, the pids of its two ranks."""
+    """Yield a running `netlab -- sleep 60`: the process, its namespaces, the pids of its two ranks."""
     with subprocess.Popen(
         [*COMMAND, "--hosts", "2", "--rate", "none", "--", "sleep", "60"],
         cwd=ROOT,

@@ -30,7 +30,7 @@ def test_every_measured_row_is_predicted_within_15_percent(measured):
 
 
 def test_three_steps_without_a_limit_are_the_only_inputs(measured):
-    """The inputs are no rows; the same rows come out of a file in which every other time is another."""
+    """Check that the inputs are no rows; a file with every other time changed gives the same rows."""
     assert not any("no limit, bf16" in row.what or "no limit, INT8" in row.what for row in measured)
     steps = json.loads((RESULTS / "step_time.json").read_text())
     before = plan_measured.calibrated(steps)
@@ -55,7 +55,7 @@ def test_bytes_are_those_that_the_runs_counted():
 
 
 def test_gradients_of_stages_1_to_3_are_half_of_stage_0s(measured):
-    """Quantized they go to their owners alone: 4.125 and 2.125 bits an element between two ranks."""
+    """Check that quantized gradients are sent to their owners alone: 4.125 and 2.125 bits an element for two ranks."""
     core = plan_measured.calibrated(json.loads((RESULTS / "step_time.json").read_text()))
     for bits, sent in (("INT8", 8.25), ("INT4", 4.25)):
         said = [row.communication[1] for row in measured if "DeepSpeed" in row.what and row.what.endswith(bits)]
@@ -64,7 +64,7 @@ def test_gradients_of_stages_1_to_3_are_half_of_stage_0s(measured):
 
 
 def test_parameters_quantized_too_are_rows_of_their_own(tmp_path):
-    """From the step of stage 0 without gradients; 4 bits of differences, 8 of values, one gather a step."""
+    """Use the step of stage 0 without gradients; 4 bits of differences, 8 of values, one gather a step."""
     for name in plan_measured.FILES:
         (tmp_path / name).write_text((RESULTS / name).read_text())
     file = tmp_path / "deepspeed_step.json"

@@ -1,4 +1,4 @@
-"""lab/benchmarks/prefill_engines.py: each engine computes what one process does, and quantizes if it is told to."""
+"""lab/benchmarks/prefill_engines.py: each engine equals one process, and quantizes on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def weights() -> Pretrained:
 
 
 def last_logits(name: str) -> dict[str, Any]:
-    """Of each variant: the logits of the last token, and the calls that were quantized."""
+    """Return the logits of the last token and the number of quantized calls of each variant."""
     if name == "autotp":
         start(name)  # the others need the process group alone, which is there
     ids = torch.arange(24).view(1, -1) * 5 % CONFIG.vocabulary

@@ -1,4 +1,4 @@
-"""lab.benchmarks.pretraining: every site quantized, and a run that was ended goes on bit for bit."""
+"""lab.benchmarks.pretraining: every site quantized, and an interrupted run continues bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_that_is_ended_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert expected[INT4]["quantized"].keys() == sites
     assert expected[pretraining.FULL_PRECISION]["quantized"] == {}
     assert len({tuple(run["losses"]) for run in expected.values()}) == len(expected)
-    assert not [path for path in whole.iterdir() if path.is_dir()]  # no checkpoint of what is done
+    assert not [path for path in whole.iterdir() if path.is_dir()]  # no checkpoint of a finished run
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

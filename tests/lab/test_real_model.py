@@ -111,7 +111,7 @@ def test_later_tokens_do_not_matter(tiny: llama.Llama) -> None:
 
 
 def test_positions_are_relative(tiny: llama.Llama) -> None:
-    """The dot product of two turned vectors depends on their distance alone."""
+    """Check that the dot product of two turned vectors depends on their distance alone."""
     x, y = torch.randn(2, 1, 1, 1, 32).unbind()
     angles = torch.outer(torch.arange(20.0), 100.0 ** (-torch.arange(16) / 16))
     turn = torch.stack([angles.cos(), angles.sin()])
@@ -121,7 +121,7 @@ def test_positions_are_relative(tiny: llama.Llama) -> None:
 
 @pytest.mark.parametrize(("world", "sums"), [(3, 4), (2, 2), (8, 2), (5, 0)])
 def test_the_ranks_outputs_add_up(tiny: llama.Llama, world: int, sums: int) -> None:
-    """Of 3 ranks after attention and MLP, of 2 and 8 after the MLP: 3 heads do not divide."""
+    """Compare 3 ranks after attention and MLP, 2 and 8 after the MLP: 3 heads cannot be shared by these."""
     seen: list[int] = []
 
     def sum_up(parts: list[Tensor]) -> Tensor:
@@ -193,7 +193,7 @@ def test_the_exact_sum_costs_nothing_and_fewer_bits_cost_more(tiny: llama.Llama)
 
 
 def test_one_token_with_all_the_energy_does_not_hide_the_others() -> None:
-    """It is exact, and the others are off by a tenth: 20 dB, where the whole tensor has more than 100."""
+    """Make it exact and the others a tenth off: 20 dB, where the whole tensor has more than 100."""
     score = real_model.Score()
     exact = torch.ones(1, 10, 8)
     exact[0, 3] = 1e6
@@ -223,7 +223,7 @@ def test_perplexity_end_to_end(
 
 
 def train(arguments: argparse.Namespace, section: dict[str, Any] | None) -> dict[str, Any]:
-    """In a rank: attached as FLASH_ALLREDUCE_ATTACH=ddp would."""
+    """Train in a rank, attached as FLASH_ALLREDUCE_ATTACH=ddp would."""
     if section is not None:
         fap.ddp.enable(fap.FlashConfig.from_dict(section))
     try:
@@ -254,7 +254,7 @@ def test_fine_tuning_in_ranks(ranks: Callable[[int], Ranks], file: Path) -> None
 
 
 def loss_in_megatron(config: smollm2.Config, ids: Tensor) -> float:
-    """In a rank: the model's loss where every rank has its part of it."""
+    """Return the model's loss in a rank, where every rank has its part of the model."""
     from megatron.core import parallel_state
 
     torch.manual_seed(3)
@@ -271,7 +271,7 @@ def loss_in_megatron(config: smollm2.Config, ids: Tensor) -> float:
 
 
 def test_megatron_has_the_same_model(ranks: Callable[[int], Ranks]) -> None:
-    """With two queries to a key and value, which Megatron keeps in one matrix."""
+    """Use two queries to a key and value, which Megatron keeps in one matrix."""
     config = smollm2.Config(layers=2, hidden=48, heads=6, kv_heads=3, mlp=96, vocabulary=258)
     for off in ranks(3).run(loss_in_megatron, config, tokens(40).view(2, 20)):
         assert off == pytest.approx(0, abs=1e-5)
@@ -291,7 +291,7 @@ def test_a_run_that_is_kept_is_not_run_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "megatron", pytest.param("zero2", marks=needs_deepspeed)])
 def test_fine_tuning_end_to_end(engine: str, file: Path, tmp_path: Path) -> None:
-    """Trained, quantized where asked for, kept, and not run again."""
+    """Train, quantize where asked for, keep the results, and do not run again."""
     output, folder = tmp_path / "result.json", tmp_path / "runs"
     sizes = ["--steps=4", "--sequence=16", "--validation=4", "--lr=1e-2", "--noise"]
     section = json.dumps({"bits": 8, "min_bytes": 0})
@@ -305,7 +305,7 @@ def test_fine_tuning_end_to_end(engine: str, file: Path, tmp_path: Path) -> None
     assert first.returncode == 0, first.stderr
     full, int8 = json.loads(output.read_text())
     assert full["quantized"] == 0 and int8["quantized"] >= 4
-    assert (full["before"] == int8["before"]) == (engine != "megatron")  # whose forward sums are quantized too
+    assert (full["before"] == int8["before"]) == (engine != "megatron")  # Megatron quantizes the forward sums too
     assert len(full["held-out"]) == 4 and full["held-out"] != full["before"] and int8["held-out"] != full["held-out"]
     assert int8["held-out"] == pytest.approx(full["held-out"], rel=2e-2)
     again = done()
@@ -314,7 +314,7 @@ def test_fine_tuning_end_to_end(engine: str, file: Path, tmp_path: Path) -> None
 
 
 def test_the_table_of_fine_tuning_is_paired() -> None:
-    """Differences to full precision of the same seed, with the standard error over the held-out sequences."""
+    """Check differences to full precision of the same seed, with the standard error over held-out sequences."""
 
     def one(variant: str, seed: int, losses: list[float], sent: float) -> dict[str, Any]:
         about = {"engine": "ddp", "variant": variant, "seed": seed, "seconds a step": 2.0}

@@ -1,4 +1,4 @@
-"""lab/benchmarks/ring.py: the ring is what it is compared as: its bits, its volume, its roundings, and their error."""
+"""lab/benchmarks/ring.py: the ring's bits, its volume, its roundings, and their error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def world() -> dist.ProcessGroup:
 
 
 def digests(cases: list[tuple[int, str, Format, int]]) -> list[str]:
-    """Of this rank's results, each of a ring's second call."""
+    """Return digests of this rank's results, each of a ring's second call."""
     found = []
     for numel, dtype, wire, chunk_bytes in cases:
         ring = RingAllReduce(numel, wire, chunk_bytes, world())
@@ -41,7 +41,7 @@ def digests(cases: list[tuple[int, str, Format, int]]) -> list[str]:
 
 
 def simulated(numel: int, dtype: str, wire: Format, world_size: int) -> Tensor:
-    """Hop after hop in one process, by the codec in plain PyTorch."""
+    """Return the sum, hop after hop in one process, by the codec in plain PyTorch."""
     inputs = Inputs("all_reduce", numel, getattr(torch, dtype), world_size)
     tensors = [inputs.tensor(rank) for rank in range(world_size)]
     size = -(-wire.groups(numel) // world_size) * wire.group_size
@@ -84,7 +84,7 @@ def counting_encoded_elements() -> Iterator[list[int]]:
 
 
 def measured(numel: int, wire: Format) -> dict[str, Any]:
-    """Of a ring and of two steps: the share of wrong elements, SQNR, and what a rank sends."""
+    """Return, for a ring and for two steps: the share of wrong elements, SQNR, and the bytes that a rank sends."""
     group = world()
     inputs = Inputs("all_reduce", numel, torch.float32, group.size())
     ring = RingAllReduce(numel, wire, 1 << 16, group)
@@ -135,7 +135,7 @@ def test_the_error_of_a_ring_grows_with_its_ranks_and_the_volume_is_the_same(ran
 
 
 def test_a_ring_that_leaves_its_error_bound_is_found() -> None:
-    """In one process: the bound of the simulation's result, and of the same with one element off."""
+    """Check the bound of the simulation's result, and of the same with one element off, in one process."""
     numel, world_size, wire = 5000, 3, Format(4, 64)
     inputs = Inputs("all_reduce", numel, torch.float32, world_size)
     rings = [_Shape(wire, -(-wire.groups(numel) // world_size), rank, world_size) for rank in range(world_size)]

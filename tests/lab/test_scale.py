@@ -1,4 +1,4 @@
-"""lab.planning.scale: what it says of a call is what the code does with one."""
+"""lab.planning.scale: its figures of a call are those of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lab/soak and lab/benchmarks/handshake.py, briefly; and that a soak finds what it looks for."""
+"""lab/soak and lab/benchmarks/handshake.py, briefly; and that a soak finds an error on purpose."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def lane(world: int, watchdog: Watchdog) -> Lane:
 
 
 def makes_calls(collective: str, spoil: str | None) -> list[int]:
-    """Calls; results of the function `spoil` are too large at one place, by more than any width explains."""
+    """Make calls; results of the function `spoil` are too large at one place, by more than any width explains."""
     real = getattr(fap, spoil or "all_reduce")
 
     def spoilt(tensor: torch.Tensor, *arguments: object, **options: object) -> object:

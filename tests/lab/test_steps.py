@@ -1,4 +1,4 @@
-"""Benchmarks of a step over links: every variant takes its steps, quantizes what it says, and sends fewer bytes."""
+"""Benchmarks of a step over links: every variant takes its steps, quantizes its sites, and sends fewer bytes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_ranks_that_fail_end_the_benchmark() -> None:
 
 
 def test_auto_takes_part_and_its_clock_is_its_own(available: None, tmp_path: Path) -> None:
-    """A gradient of 4 MB and a link of 100 Mbit/s: quantized, which is three times as fast."""
+    """Train a gradient of 4 MB over a link of 100 Mbit/s: quantized, which is three times as fast."""
     file = tmp_path / "auto.json"
     command = [sys.executable, "-m", "lab.benchmarks.auto_step", "--rates=100mbit", "--frameworks=ddp", "--steps=24"]
     sizes = ["--width=1024", "--layers=1", "--rows=4", f"--json={file}"]

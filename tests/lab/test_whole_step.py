@@ -11,13 +11,13 @@ import flash_allreduce_plugin as fap
 from lab.benchmarks import ranks, whole_step
 from tests.distributed import MEGATRON, run_ranks
 
-#: At most so much of a step's bytes, in %. FSDP1 has no hook for its gathers of parameters: half of what it sends.
+#: At most this share of a step's bytes, in %. FSDP1 has no hook for its gathers of parameters: half of its bytes.
 GOAL, ASKED = 1.5, {"FSDP1": 50.1}
 WIDEST = 8.5  # bits an element: parameters by their values
 
 
 def bytes_of(layout: str) -> dict[str, Any]:
-    """In a rank."""
+    """Return the step's bytes in a rank."""
     if layout.startswith("DeepSpeed"):
         ranks.start_deepspeed(attach=False)
     return whole_step.measured(layout, fap.FlashConfig(preset="int4", min_bytes=0))

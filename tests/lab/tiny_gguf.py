@@ -1,4 +1,4 @@
-"""A GGUF file of a tiny untrained Llama whose tokens are single bytes: smollm2.py reads it in seconds."""
+"""A GGUF file of a tiny untrained Llama with single-byte tokens: smollm2.py reads it in seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _value(value: Any) -> bytes:
 
 
 def _stored(weight: Tensor, kind: int) -> tuple[bytes, Tensor]:
-    """Return the bytes of a weight, and its value as these bytes have it: one element after the other, in Python."""
+    """Return the bytes of a weight, and its value as these bytes have it: one element after another, in Python."""
     if kind == F32:
         return weight.contiguous().view(torch.uint8).numpy().tobytes(), weight
     data, values = b"", []
@@ -55,7 +55,7 @@ def _stored(weight: Tensor, kind: int) -> tuple[bytes, Tensor]:
 
 
 def _half(value: float) -> float:
-    """Round to fp16."""
+    """Return the value rounded to fp16."""
     (rounded,) = struct.unpack("<e", struct.pack("<e", value))
     return float(rounded)
 

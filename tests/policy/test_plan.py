@@ -1,4 +1,4 @@
-"""make_plan: the order of its checks, the width of each role, and what a codec gets."""
+"""make_plan: the order of its checks, the width of each role, and the resulting codecs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_call_of_these_tests_is_quantized() -> None:
 
 @pytest.mark.parametrize(("world_size", "times"), [(2, 1), (128, 1), (1024, 8), (16_384, 128)])
 def test_chunks_grow_with_large_groups(world_size: int, times: int) -> None:
-    """A chunk is cut among all ranks: what it sends each of them stays 8 KiB."""
+    """Cut a chunk among all ranks: its part for each rank stays at 8 KiB."""
     planned = plan(world_size=world_size)
     assert isinstance(planned, Plan) and planned.chunk_bytes == times * FlashConfig().chunk_bytes
 
@@ -50,7 +50,7 @@ def test_the_widest_codec_is_the_inner_one_where_nodes_are_alike() -> None:
     assert isinstance(both, Plan) and both.widest == both.gather
 
 
-# Every obstacle by itself, in the order of the checks.  `config` holds changes of the configuration.
+# Every obstacle alone, in the order of the checks.  `config` holds changes of the configuration.
 OBSTACLES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("disabled by configuration", {}, {"enabled": False}),
     ("site not in enabled", {}, {"enabled": ["another"]}),
@@ -308,7 +308,7 @@ def test_a_plan_says_what_the_configuration_says(
 
 
 def test_an_exchange_is_decided_without_its_sizes() -> None:
-    """The ranks have different ones. Not in two levels either; as an all_gather in all else."""
+    """Decide without sizes, which differ between ranks. Never in two levels; in all else as an all_gather."""
     config = FlashConfig(
         reduce_bits=3, gather_bits=5, hierarchical={"intra_bits": 8, "inter_bits": 2, "ranks_per_node": 2}
     )

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and who holds which groups: pure functions."""
+"""The ranks that share a node, and the owner of each group: pure functions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_node_owns_as_much() -> None:
 
 
 def test_the_layout_of_thousands_of_ranks_is_made_in_no_time() -> None:
-    """What every slab of every node keeps of every rank is 33 million parts at 16 384 ranks: minutes, and gigabytes."""
+    """Build the layout for 16 384 ranks. Keeping every rank's part of every slab would be 33 million parts: minutes."""
     nodes = topology.neighbours(16_384, 8)
     tracemalloc.start()
     slabs = topology.slabs_of_tensor(1 << 20, 1 << 17, nodes, 4)
