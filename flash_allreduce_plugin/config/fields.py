@@ -20,6 +20,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -101,6 +102,7 @@ class FlashConfig(_Frozen):
     """
 
     from_env_was_called: ClassVar[bool] = False  # True after a call in this process (autoload.py)
+    _of_integration: frozenset[str] = PrivateAttr(frozenset())
 
     # Width: bits of each tensor.
     preset: Literal["int8", "int4", "thin"] | None = _width(
@@ -371,7 +373,19 @@ class FlashConfig(_Frozen):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> FlashConfig:
         """Return a copy with `update` applied and validated (pydantic's own copy would not validate it)."""
-        return type(self).from_dict({**self.given(), **(update or {})})
+        copy = type(self).from_dict({**self.given(), **(update or {})})
+        BaseModel.__setattr__(copy, "_of_integration", self._of_integration.difference(update or ()))
+        return copy
+
+    def for_integration(self, update: Mapping[str, Any]) -> FlashConfig:
+        """Return a copy with `update`: an integration's values for its preset, which the user did not give."""
+        copy = self.model_copy(update=update)
+        BaseModel.__setattr__(copy, "_of_integration", copy._of_integration.union(update))
+        return copy
+
+    def by_hand(self) -> dict[str, Any]:
+        """Return the keys and values that the user gave."""
+        return {key: value for key, value in self.given().items() if key not in self._of_integration}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FlashConfig:

@@ -87,20 +87,15 @@ def for_differences(config: FlashConfig) -> FlashConfig:
 
 
 def by_hand(config: FlashConfig, *keys: str) -> list[str]:
-    """Return the `keys` that the user gave and that quantize. A key that only the preset sets is no mistake.
-
-    A value that `_instead` may have taken from the preset counts as the preset's.
-    """
-    filled = [table.get(config.preset or "", {}) for table in (presets.OF_DIFFERENCES, presets.IN_MEGATRON)]
-    given = {key: value for key, value in config.given().items() if key in keys and value not in (None, "full")}
-    return [key for key, value in given.items() if all(one.get(key) != value for one in filled)]
+    """Return the `keys` that the user gave and that quantize. A key that only the preset sets is no mistake."""
+    return [key for key, value in config.by_hand().items() if key in keys and value not in (None, "full")]
 
 
 def _instead(config: FlashConfig, other_presets: Mapping[str, Mapping[str, Any]]) -> FlashConfig:
     given = config.given()
     filled = presets.compatible(other_presets.get(config.preset or "", {}), given)
     other = {key: value for key, value in filled.items() if key not in given}
-    return config.model_copy(update=other) if other else config
+    return config.for_integration(other) if other else config
 
 
 def without(config: FlashConfig, keys: Iterable[str]) -> FlashConfig:

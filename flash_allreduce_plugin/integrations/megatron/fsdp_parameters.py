@@ -103,14 +103,16 @@ def configure(config: FlashConfig | None) -> None:
     _known.clear()
 
 
-@functools.lru_cache(maxsize=8)
 def _of_values(config: FlashConfig) -> FlashConfig:
     """Return the configuration for gathers by values, which need more bits than a preset has for differences."""
-    preset = config.preset or ""
-    width = presets.OF_DIFFERENCES.get(preset, {}).get("param_bits")
-    if config.param_bits != width:
+    if config.preset is None or "param_bits" in config.by_hand():
         return config
-    return config.model_copy(update={"param_bits": presets.PRESETS[preset]["param_bits"]})
+    return _with_param_bits(config, presets.PRESETS[config.preset]["param_bits"])
+
+
+@functools.lru_cache(maxsize=8)
+def _with_param_bits(config: FlashConfig, bits: int) -> FlashConfig:
+    return config if config.param_bits == bits else config.model_copy(update={"param_bits": bits})
 
 
 def _off(config: FlashConfig) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import os
 import sys
 import sysconfig
@@ -119,6 +120,7 @@ def stub_torch() -> None:
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Inert()
     cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
     stub_meshes()
+    stub_sends()
     CudaIsCpu().__enter__()
 
 
@@ -129,6 +131,18 @@ def stub_meshes() -> None:
     DeviceMesh.from_group = staticmethod(  # type: ignore[method-assign, assignment]
         lambda groups, device_type, *args, **kwargs: own(groups, "cpu", *args, **kwargs)
     )
+
+
+def stub_sends() -> None:
+    """Keep the memory of a tensor that is sent: Megatron frees it before gloo has, which CUDA's allocator permits."""
+    import torch.distributed as dist
+
+    own = dist.isend
+
+    def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(tensor.detach(), *args, **kwargs)
+
+    dist.isend = dist.distributed_c10d.isend = isend  # P2POp compares the one with the other
 
 
 def stub_datasets() -> None:
@@ -158,6 +172,55 @@ def stub_rng() -> None:
     random.CudaRNGStatesTracker.fork = fork
 
 
+def stub_norms() -> None:
+    """torch's layer norm with the mark of sequence parallelism, which apex's has and Megatron's wrapper refuses."""
+    norms: Any = sys.modules["megatron.core.transformer.torch_norm"]
+    own = norms.WrappedTorchNorm
+
+    class MarkedTorchNorm(own):  # type: ignore[misc]
+        def __new__(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+            unmarked = copy.copy(config)
+            unmarked.sequence_parallel = False
+            norm = own(unmarked, *args, **kwargs)
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = config.sequence_parallel
+            return norm
+
+    norms.WrappedTorchNorm = MarkedTorchNorm
+
+
+def stub_attention() -> None:
+    """Attention with the head sizes of latent attention, which only Transformer Engine's has an argument for."""
+    attention: Any = sys.modules["megatron.core.transformer.dot_product_attention"]
+    own = attention.DotProductAttention
+
+    class WithHeadSizes(own):  # type: ignore[misc]
+        def __init__(
+            self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+        ) -> None:
+            super().__init__(*args, **kwargs)
+            if v_channels is not None:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    attention.DotProductAttention = WithHeadSizes
+
+
+def stub_latent_attention() -> None:
+    """Without Transformer Engine core_v0.16.1 ends at isinstance(linear_proj, None)."""
+    sys.modules["megatron.core.transformer.multi_latent_attention"].HAVE_TE = False  # type: ignore[attr-defined]
+
+
+def stub_experts() -> None:
+    """Without Transformer Engine core_v0.16.1 lacks a name. Without CUDA it leaves the split sizes as tensors."""
+    moe: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    moe.te_general_gemm = None
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe.maybe_move_tensor_to_cpu = on_host
+
+
 if "RANK" in os.environ:  # a rank, not torchrun itself
     stub_torch()
     for module, stub in {
@@ -165,5 +228,9 @@ if "RANK" in os.environ:  # a rank, not torchrun itself
         "megatron.core.datasets.utils": stub_compile,
         "megatron.legacy.fused_kernels": stub_fused_kernels,
         "megatron.core.tensor_parallel.random": stub_rng,
+        "megatron.core.transformer.torch_norm": stub_norms,
+        "megatron.core.transformer.dot_product_attention": stub_attention,
+        "megatron.core.transformer.multi_latent_attention": stub_latent_attention,
+        "megatron.core.transformer.moe.moe_utils": stub_experts,
     }.items():
         AfterImport([module], stub).install()

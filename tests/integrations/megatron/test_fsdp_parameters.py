@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 from fsdp_training import SERVED, Training, same_everywhere, start, trained
 
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.config.refusals import for_megatron
 from flash_allreduce_plugin.integrations.megatron import fsdp, fsdp_parameters
 from flash_allreduce_plugin.telemetry import counters
 
@@ -112,7 +113,9 @@ def test_copies_on_tensor_parallel_ranks_stay_equal(split: list[dict[str, Any]],
 
 
 def test_gathers_of_values_have_the_bits_that_a_preset_has_for_values() -> None:
-    preset = FlashConfig(preset="int4")
-    assert fsdp_parameters._of_values(preset.model_copy(update={"param_bits": 4})).param_bits == 8
-    given = FlashConfig(param_bits=6)
-    assert fsdp_parameters._of_values(given) is given
+    preset = for_megatron(FlashConfig(preset="int4"))
+    assert preset.param_bits == 4 and fsdp_parameters._of_values(preset).param_bits == 8
+    for given in (FlashConfig(param_bits=6), for_megatron(FlashConfig(preset="int4", param_bits=4))):
+        assert fsdp_parameters._of_values(given) is given
+    # The same after the copies that a training makes of its configuration.
+    assert fsdp_parameters._of_values(preset.model_copy(update={"min_bytes": 0})).param_bits == 8
