@@ -227,6 +227,13 @@ def check_ptx(session: nox.Session) -> None:
 
 
 @here
+def check_arm(session: nox.Session) -> None:
+    """Build the CPU library for aarch64; the bytes of its kernels under qemu-aarch64 are this machine's: 3 minutes."""
+    ready(session)
+    python(session, "-m", "scripts.check_arm", *session.posargs)
+
+
+@here
 def fuzz(session: nox.Session) -> None:
     """Fuzz the codec, the library and the readers of text; -- codec --seconds 3600: python -m scripts.fuzz --help."""
     ready(session)

@@ -1,4 +1,5 @@
 // The CPU codec for any machine: only what the compiler's default target has.
+// Four lanes are a register of SSE2 or NEON: with 8, GCC 12 makes 3 to 6 times the instructions for aarch64.
 #define FLASH_LANES 4
 #include "codec_kernels.h"
 #include "option_kernels.h"

@@ -173,6 +173,7 @@ FLASH_INLINE V across(const V* v) {
 
 // ---- conversions: kLanes elements of a tensor to and from float -------------------------------------------
 
+#include "widened.h"
 template <DType>
 struct Element;
 
@@ -189,9 +190,7 @@ struct Element<DType::kFloat32> {
 template <>
 struct Element<DType::kBFloat16> {
   static constexpr int kBytes = 2;
-  FLASH_INLINE VecF read(const uint8_t* p) {
-    return cast<VecF>(__builtin_convertvector(load<VecU16>(p), VecU) << 16);
-  }
+  FLASH_INLINE VecF read(const uint8_t* p) { return cast<VecF>(widened(p) << 16); }
   FLASH_INLINE void write(uint8_t* p, VecF v) {  // nearest even
     const VecU bits = cast<VecU>(v);
     const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -206,7 +205,7 @@ template <>
 struct Element<DType::kFloat16> {
   static constexpr int kBytes = 2;
   FLASH_INLINE VecF read(const uint8_t* p) {
-    const VecU h = __builtin_convertvector(load<VecU16>(p), VecU);
+    const VecU h = widened(p);
     const VecU exponent = (h & 0x7c00u) << 13;
     const VecU normal = ((h & 0x7fffu) << 13) + (112u << 23);
     const VecF subnormal = cast<VecF>(normal + (1u << 23)) - cast<VecF>(VecU{} + (113u << 23));

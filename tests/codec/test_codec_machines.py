@@ -94,3 +94,38 @@ def test_guarantee_4_any_number_of_threads_gives_the_same_bytes() -> None:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+THREADS = """
+import os, threading, torch
+from flash_allreduce_plugin.codec.format import Format
+
+x = torch.randn(1, 1 << 20)  # 32 pieces that a thread may take
+payload = torch.empty(1, Format(8, 128).payload_bytes(1 << 20), dtype=torch.uint8)
+
+def started_by_encode(threads):
+    torch.set_num_threads(threads)  # starts a pool of its own
+    before = len(os.listdir("/proc/self/task"))
+    torch.ops.flash_allreduce.encode(x, payload, 8, 128, 0, 0, 0, 0)
+    print(len(os.listdir("/proc/self/task")) - before)
+
+started_by_encode(1)
+started_by_encode(3)
+helper = threading.Thread(target=started_by_encode, args=(1,))
+helper.start()
+helper.join()
+"""
+
+
+@pytest.mark.thorough
+def test_the_codec_starts_no_more_threads_than_torch_may_have() -> None:
+    """One of torch's threads is the caller, which may be the thread of a group."""
+    run = subprocess.run(
+        [sys.executable, "-c", THREADS],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == ["0", "2", "0"]

@@ -34,6 +34,7 @@ void encode(int set, const Case& c, const Codec& codec, const Exact& x, Exact& p
   const auto kernel = encoder(kernels(set, c.group_size), codec, c.type);
   kernel(x.data, c.numel, codec, payload.data, 0, c.cut);
   kernel(x.data, c.numel, codec, payload.data, c.cut, c.groups());
+  on_output(payload);
 }
 
 void decode_sum(int set, const Case& c, const Codec& codec, const Exact& payloads, int ranks, int type,
@@ -42,6 +43,7 @@ void decode_sum(int set, const Case& c, const Codec& codec, const Exact& payload
   const Payloads from{payloads.data, ranks, c.stride(), codec};
   kernel(from, c.factor, y.data, c.numel, 0, c.cut);
   kernel(from, c.factor, y.data, c.numel, c.cut, c.groups());
+  on_output(y);
   ++decoded.count;
 }
 
@@ -57,6 +59,24 @@ void round_trip(const Input& in, const Case& c) {
   decode_sum(c.set, c, codec, payload, 1, c.type, y);
 }
 
+// As decode_add: a sum in float, added to the elements of y.
+void add(int set, const Case& c, const Exact& sums, Exact& y) {
+  kernels(set, c.group_size).add[c.type](reinterpret_cast<const float*>(sums.data), y.data, c.numel);
+  on_output(y);
+}
+
+// As encode_difference: sums - y, encoded.
+void encode_difference(int set, const Case& c, const Codec& codec, const Exact& sums, const Exact& y,
+                       Exact& payload) {
+  Exact differences(sums.size, 0);
+  kernels(set, c.group_size)
+      .subtract[c.type](reinterpret_cast<const float*>(sums.data), y.data, c.numel,
+                        reinterpret_cast<float*>(differences.data));
+  Case of_floats = c;
+  of_floats.type = 0;
+  encode(set, of_floats, codec, differences, payload);
+}
+
 // Any bytes as the payloads of several ranks.
 void sum(const Input& in, const Case& c) {
   const Codec codec = codec_of(c, c.bits, c.options);
@@ -65,6 +85,15 @@ void sum(const Input& in, const Case& c) {
   decode_sum(c.set, c, codec, payloads, c.ranks, c.type, y);
   decode_sum(0, c, codec, payloads, c.ranks, c.type, again);
   if (!(y == again)) found("two instruction sets decode differently");
+  Exact sums(static_cast<size_t>(4 * c.numel), 0);
+  Exact payload(static_cast<size_t>(c.row_bytes()), 0), payload_again(payload.size, 0);
+  decode_sum(0, c, codec, payloads, c.ranks, 0, sums);
+  add(c.set, c, sums, y);
+  add(0, c, sums, again);
+  if (!(y == again)) found("two instruction sets add differently");
+  encode_difference(c.set, c, codec, sums, y, payload);
+  encode_difference(0, c, codec, sums, y, payload_again);
+  if (!(payload == payload_again)) found("two instruction sets encode a difference differently");
 }
 
 // The same, the sum encoded again, as decode_sum_encode does it: whole groups of float, not rotated back.
@@ -89,6 +118,8 @@ void encode_feedback(int set, const Case& c, const Codec& codec, const Exact& x,
   if (c.cut < c.groups()) {
     feedback.encode(x.data + cut * item, c.type, c.numel - cut, c.cut, c.groups(), payload.data);
   }
+  on_output(payload);
+  on_output(residual);
 }
 
 void keep_what_is_lost(const Input& in, const Case& c, const Codec& codec, const Exact& x) {
