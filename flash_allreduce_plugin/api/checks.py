@@ -198,7 +198,7 @@ def check_named(site: Any, step: Any, feedback: Any) -> None:
     if step is not None and not isinstance(step, int):
         raise TypeError(f"step is {type(step).__name__}; expected a whole number or None.")
     if feedback is not None and not isinstance(feedback, Slot):
-        raise TypeError(f"feedback is {type(feedback).__name__}; expected what Feedback.slot() gives, or None.")
+        raise TypeError(f"feedback is {type(feedback).__name__}; expected the result of Feedback.slot(), or None.")
 
 
 def check_config(config: Any) -> None:

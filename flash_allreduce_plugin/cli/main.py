@@ -68,7 +68,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("demo-output"),
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", dir_okay=False, help="Where the JSON goes instead of OUTPUT/demo.json."),
+        typer.Option("--json", dir_okay=False, help="File for the JSON, in place of OUTPUT/demo.json."),
     ] = None,
     noise_control: Annotated[
         bool,
@@ -238,7 +238,7 @@ def tune(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What to run: torchrun train.py ...")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command: torchrun train.py ...")],
     bits: Annotated[str | None, typer.Option(help="Width of the codes, 2 to 8.")] = None,
     preset: Annotated[str | None, typer.Option(help="int8, int4, thin: a configuration with a name.")] = None,
     config: Annotated[
@@ -290,7 +290,7 @@ def _one_sentence(command: str) -> Iterator[None]:
 def report(
     logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files that FLASH_ALLREDUCE_LOG=FILE wrote.")],
     html_file: Annotated[
-        Path | None, typer.Option("--html", dir_okay=False, help="Where one HTML page with plots goes.")
+        Path | None, typer.Option("--html", dir_okay=False, help="File for an HTML page with plots.")
     ] = None,
     json_file: Json = None,
 ) -> None:

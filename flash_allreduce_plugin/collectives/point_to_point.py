@@ -63,7 +63,7 @@ class Ends:
         if isinstance(self.plan, Plan):
             how = f"in {_described(self.plan.gather)}, chunks of {self.plan.chunk_bytes} bytes, wire {WIRE_VERSION}"
         else:
-            how = f"as it is ({self.plan.reason})"
+            how = f"in full precision ({self.plan.reason})"
         shape = str(list(self.shape)) if len(self.shape) <= 8 else f"{self.numel} elements"
         return f"{str(self.dtype).removeprefix('torch.')} {shape} {how}"[: HEADER_BYTES - _DIGEST_BYTES]
 

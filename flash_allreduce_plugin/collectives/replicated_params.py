@@ -76,7 +76,7 @@ def number_of(parameter: Any) -> int:
 
 
 ADAPTIVE = (
-    "target_sqnr_db and min_sqnr_db do not go together with parameters that tensor-parallel ranks have copies of "
+    "target_sqnr_db and min_sqnr_db exclude parameters with copies on tensor-parallel ranks "
     "(DTensors): each data-parallel group chooses its widths by what it measures, and the copies would drift apart."
 )
 

@@ -325,7 +325,7 @@ def common_refusal(ranks: Sequence[dict[str, Any]]) -> str | None:
     limits = [rank["limits"] for rank in ranks]
     if any(one != limits[0] for one in limits):
         raise MismatchError(
-            f"the ranks of a group have different {ONE_SHOT}, {LIMIT}: {limits} (-1: {AUTO}); set alike."
+            f"the ranks of a group have different {ONE_SHOT}, {LIMIT}: {limits} (-1: {AUTO}); set equal ones."
         )
     for rank in ranks:
         if rank["refuses"]:

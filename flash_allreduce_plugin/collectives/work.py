@@ -85,7 +85,9 @@ class Work:
                 self._delegate()
         progressed = self._progressed
         if progressed is not None and not progressed.wait(timeout.total_seconds() or None):
-            raise CollectiveError(f"{self._label} is not done after {timeout}; it goes on, and may be waited for again")
+            raise CollectiveError(
+                f"{self._label} is not done after {timeout}; it continues, and wait() may be called again"
+            )
         with self._lock:
             self._finish()
         return True

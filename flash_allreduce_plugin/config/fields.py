@@ -136,7 +136,7 @@ class FlashConfig(_Frozen):
         "full", _OR_FULL, "width for the hidden states that move between experts"
     )
     attention_bits: Width | Literal["full"] = _width(
-        "full", _OR_FULL, "width for what attention exchanges: context parallelism, Ulysses"
+        "full", _OR_FULL, "width for the exchanges of attention: context parallelism, Ulysses"
     )
     pipeline_bits: Width | Literal["full"] = _width(
         "full", _OR_FULL, "width for activations that are sent to the next pipeline stage"
@@ -163,7 +163,7 @@ class FlashConfig(_Frozen):
     # Quality: measured errors, and decisions by them.
     quality_interval: Count = _quality(0, _COUNT, "measure the error at every n-th call of a site; 0: never")
     target_sqnr_db: float | None = _quality(
-        None, "a finite number of dB or none", "every site at the fewest bits whose measured SQNR reaches it"
+        None, "a finite number of dB or none", "every site at the fewest bits with at least this measured SQNR"
     )
     min_sqnr_db: float | None = _quality(
         None, "a finite number of dB or none", "the guard: below it, more bits, then full precision"
@@ -195,28 +195,28 @@ class FlashConfig(_Frozen):
     backward_rounding: Literal["nearest", "stochastic"] | None = _advanced(
         None,
         '"nearest", "stochastic" or none',
-        "the same for what backward_bits quantizes, stochastic in plain groups; none: rounding",
+        "the same for tensors of backward_bits, stochastic in plain groups; none: rounding",
     )
     seed: Count = _advanced(0, _COUNT, "of the random numbers of stochastic rounding")
     spike_reserving: bool = _advanced(
         False,
         _BOOL,
-        "with codebook: the two greatest elements of a group travel as floats too; without: its extremes, as bf16",
+        "with codebook: the two greatest elements of a group are sent as floats too; without: its extremes, as bf16",
     )
     hadamard: bool = _advanced(False, _BOOL, "rotate each group before quantizing")
     error_feedback_momentum: Annotated[float, Field(ge=0, lt=1)] = _advanced(
         0.8,
         "a number, 0 or more and below 1",
-        "share of what was carried over that stays; 0: all is made up for at once",
+        "share of the residual that stays at a step; 0: none, all of it is added",
     )
     error_feedback_bits: Literal[8, 16] = _advanced(8, "8 or 16", "of an element that is carried over; 16: bf16")
     error_feedback_reset_interval: Count = _advanced(
-        0, _COUNT, "drop what error feedback has carried over every so many steps; 0: never"
+        0, _COUNT, "drop the residuals of error feedback every n steps; 0: never"
     )
     quality_measure: Literal["local", "exact"] = _advanced(
         "local",
         '"local" or "exact"',
-        "local: from what every rank has lost; exact: against the same call in full precision",
+        "local: from every rank's errors; exact: against the same call in full precision",
     )
     chunk_bytes: Annotated[int, Field(ge=4096)] = _advanced(
         1 << 20, "a whole number of bytes, 4096 or more", "payload bytes of one chunk in flight"
@@ -293,7 +293,7 @@ class FlashConfig(_Frozen):
         if value and info.data.get("group_size", MIN_CODEBOOK_GROUP_SIZE) < MIN_CODEBOOK_GROUP_SIZE:
             raise PydanticCustomError(
                 "combination",
-                f"excludes group_size={info.data['group_size']}, whose eighths are too small; "
+                f"excludes group_size={info.data['group_size']}, too small for eight parts; "
                 f"expected {MIN_CODEBOOK_GROUP_SIZE} or more",
             )
         return value
@@ -303,7 +303,7 @@ class FlashConfig(_Frozen):
     def _refuse_beside_codebook(cls, value: Any, info: ValidationInfo) -> Any:
         if value in (True, "stochastic") and info.data.get("codebook"):
             raise PydanticCustomError(
-                "combination", "excludes codebook=True, whose scales and levels are its own; drop one of the two"
+                "combination", "excludes codebook=True, which has other scales and levels; drop one of the two"
             )
         return value
 

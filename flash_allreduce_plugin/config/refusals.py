@@ -11,7 +11,7 @@ from flash_allreduce_plugin.config.wording import shown, variable
 from flash_allreduce_plugin.errors import ConfigError
 
 #: The reason if an integration has no other.
-AT_BITS = "where everything travels at `bits`"
+AT_BITS = "where everything is sent at `bits`"
 # Fields of collectives that only Megatron has.
 OF_MEGATRON = (
     "backward_bits",

@@ -53,7 +53,7 @@ class _Saver:
             for old in sorted(ours, key=lambda file: file.stat().st_mtime_ns)[:-KEPT]:
                 os.unlink(old)
         except OSError as error:
-            warnings.warn(f"flash_allreduce: {AUTOSAVE}: {path}: {error.strerror}; training goes on.", stacklevel=2)
+            warnings.warn(f"flash_allreduce: {AUTOSAVE}: {path}: {error.strerror}; training continues.", stacklevel=2)
 
     def resume(self) -> None:
         """Go on from the state of these weights; collective, once."""
@@ -67,10 +67,10 @@ class _Saver:
         known = [count for count in found if count is not None]
         if not known:
             if self.mine().exists():
-                notices.say(f"{AUTOSAVE}: no state in {self.folder} is of these weights; residuals begin anew")
+                notices.say(f"{AUTOSAVE}: no state in {self.folder} is of these weights; residuals start again")
         elif checkpoint.load_file(path, checkpoint.registered(), str(self.folder), step=max(known)):
             optimizer_steps.finished = max(known)
-            notices.say(f"{AUTOSAVE}: goes on from the state of step {max(known)} in {self.folder}")
+            notices.say(f"{AUTOSAVE}: resumes from the state of step {max(known)} in {self.folder}")
 
     def mine(self) -> Path:
         return self.folder / f"rank_{dist.get_rank():05d}"

@@ -105,7 +105,7 @@ def seams() -> list[Seam]:
     def seam(name: str, path: str, signature: tuple[Any, ...], replacement: Function, covers: str) -> Seam:
         return Seam(f"context_parallel.{name}", _MODULE, path, signature, replacement, covers)
 
-    sends, waits = ("self", "curr_buffer"), "waits for what was sent"
+    sends, waits = ("self", "curr_buffer"), "waits for the sends"
     return [
         seam("hop", "_AllToAllRotater.exchange_buffers", sends, _hops, "keys, values or gradients to the next rank"),
         seam("hop.end", "_AllToAllRotater.next_buffer", ("self",), _waits, waits),

@@ -85,7 +85,7 @@ class SiteGuard(SiteBits):
         if log:
             _log.log(
                 logging.WARNING if raised else logging.INFO,
-                "%s goes from %s to %s at call %d: %.1f dB %s, the floor is %.1f dB",
+                "%s changes from %s to %s at call %d: %.1f dB %s, the floor is %.1f dB",
                 *(self._name, _shown(before.bits), _shown(self.bits), call, sqnr_db),
                 "expected of 8 bits" if before.bits == FULL else "measured",
                 self._threshold_db,

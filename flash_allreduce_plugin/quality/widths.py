@@ -63,6 +63,6 @@ class SiteWidth(SiteBits):
             )
         elif self.bits != before.bits:
             _log.info(
-                "%s goes from %d to %d bits at call %d: %.1f dB measured, the target is %.1f dB",
+                "%s changes from %d to %d bits at call %d: %.1f dB measured, the target is %.1f dB",
                 *(self._name, before.bits, self.bits, call, sqnr_db, self._threshold_db),
             )

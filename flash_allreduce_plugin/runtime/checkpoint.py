@@ -176,7 +176,7 @@ def resume(
             owner.set_numbers({} if count is None else {STEP: count})
         if rank == 0:
             why = "; ".join(f"{reason} ({shown(who)})" for reason, who in reasons.items())
-            _warn(f"{source}: {why}. Residuals, widths, random numbers and counters begin anew, on all ranks.")
+            _warn(f"{source}: {why}. Residuals, widths, random numbers and counters start again, on all ranks.")
         return False
     assert state is not None
     groups.load_state_dict(state["groups"])

@@ -257,6 +257,6 @@ def _differences(ranks: list[dict[str, Any]]) -> str:
             lines.append(f"{field} is {who}")
     return (
         "the ranks of a group have different configurations of flash_allreduce: "
-        + (", and ".join(lines) or "what they sent cannot be read")
+        + (", and ".join(lines) or "the sent configurations cannot be read")
         + ". Give every rank the same flags, file and environment."
     )

@@ -265,7 +265,7 @@ def record_full_precision(
         tally = _tally(site)
         often = tally is not None and tally.record(site, reason, message)
     if first:
-        _log.info("%s goes in full precision: %s", site.name, reason)
+        _log.info("%s runs in full precision: %s", site.name, reason)
     if tally is not None and often:
         tally.often()
 

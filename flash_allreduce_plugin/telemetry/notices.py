@@ -81,7 +81,7 @@ def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] 
     """
     if not config.enabled or environment.is_on(environment.DISABLE):
         why = "enabled is false" if not config.enabled else f"{environment.DISABLE} is set"
-        return f"attached to {to}, but switched off ({why}): every call goes in full precision"
+        return f"attached to {to}, but switched off ({why}): every call runs in full precision"
     name = preset(config, (*OF_MEGATRON, "param_bits"))  # what `gives` says of parameters
     line = f"attached to {to}: {name}{gives}, "
     line += f"groups of {config.group_size}, buckets from {config.min_bytes} bytes"

@@ -154,7 +154,7 @@ class RunLog:
         except OSError as error:
             if not self._warned:
                 _log.warning(
-                    "%s: cannot be written (%s); the training goes on, and so do the attempts",
+                    "%s: cannot be written (%s); the training continues, and so do the attempts",
                     self._path,
                     error.strerror,
                 )

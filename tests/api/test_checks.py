@@ -126,7 +126,7 @@ SENTENCES = {
     "group": "TypeError: group is str; expected a ProcessGroup or None.",
     "mesh": "TypeError: group is DeviceMesh; expected a ProcessGroup (its get_group()) or None.",
     "step": "TypeError: step is str; expected a whole number or None.",
-    "feedback": "TypeError: feedback is Feedback; expected what Feedback.slot() gives, or None.",
+    "feedback": "TypeError: feedback is Feedback; expected the result of Feedback.slot(), or None.",
     "no input": "TypeError: input is NoneType; expected a dense tensor, or a list of one for each rank.",
     "scatter config": "TypeError: config is dict; expected FlashConfig or None.",
     "gather config": "TypeError: config is dict; expected FlashConfig or None.",

@@ -456,20 +456,23 @@ KINDS: dict[str, tuple[tuple[Tensor, fap.FlashConfig], tuple[Tensor, fap.FlashCo
     "small ones": ((torch.ones(100), CONFIG), (torch.ones(101), CONFIG)),
     "none": ((torch.ones(0), CONFIG), (torch.ones(1), CONFIG)),
     "dtype": ((torch.ones(20_000).bfloat16(), CONFIG), (torch.ones(20_000).half(), CONFIG)),
-    "dtype, as it is": ((torch.ones(10).int(), CONFIG), (torch.ones(10), CONFIG)),
+    "dtype, full": ((torch.ones(10).int(), CONFIG), (torch.ones(10), CONFIG)),
     "bits": ((torch.ones(20_000), CONFIG), (torch.ones(20_000), CONFIG.model_copy(update={"bits": 5}))),
     "rounding": ((torch.ones(20_000), CONFIG), (torch.ones(20_000), CONFIG.model_copy(update={"hadamard": True}))),
     "off": ((torch.ones(20_000), CONFIG), (torch.ones(20_000), CONFIG.model_copy(update={"enabled": False}))),
 }
 SAYS = {
     "more elements": ("float32 [3, 10000] in 4 bits, groups of 128, chunks", "float32 [29000] in 4 bits"),
-    "quantized or not": ("float32 [20000] in 4 bits", "float32 [200] as it is (message below min_bytes)"),
-    "none": ("float32 [0] as it is (empty message)", "float32 [1] as it is"),
+    "quantized or not": ("float32 [20000] in 4 bits", "float32 [200] in full precision (message below min_bytes)"),
+    "none": ("float32 [0] in full precision (empty message)", "float32 [1] in full precision"),
     "dtype": ("bfloat16 [20000] in", "float16 [20000] in"),
-    "dtype, as it is": ("int32 [10] as it is (dtype int32)", "float32 [10] as it is (message below min_bytes)"),
+    "dtype, full": (
+        "int32 [10] in full precision (dtype int32)",
+        "float32 [10] in full precision (message below min_bytes)",
+    ),
     "bits": ("in 4 bits, groups of 128, chunks of 4096 bytes", "in 5 bits"),
     "rounding": ("in 4 bits, groups of 128, chunks", "in 4 bits, groups of 128, hadamard, chunks"),
-    "off": ("in 4 bits", "as it is (disabled by configuration)"),
+    "off": ("in 4 bits", "in full precision (disabled by configuration)"),
 }
 
 
@@ -490,7 +493,7 @@ def disagreeing(what: str) -> tuple[str, str, float]:
     return "no error", "", 0.0
 
 
-QUICK = ("more elements", "quantized or not", "dtype, as it is", "rounding")
+QUICK = ("more elements", "quantized or not", "dtype, full", "rounding")
 
 
 @pytest.mark.parametrize("what", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS])

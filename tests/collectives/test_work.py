@@ -99,7 +99,7 @@ def test_a_wait_may_have_a_limit(ranks: GetRanks) -> None:
     first, second = ranks(2).run(limited_wait)
     assert second == []
     assert first == [
-        "all_reduce at site 'late' is not done after 0:00:00.200000; it goes on, and may be waited for again"
+        "all_reduce at site 'late' is not done after 0:00:00.200000; it continues, and wait() may be called again"
     ]
 
 

@@ -18,7 +18,7 @@ def test_every_problem_is_a_line() -> None:
     with pytest.raises(ConfigError) as caught:
         serve(config, "this", LACKS)
     assert str(caught.value).splitlines() == [
-        "grad_bits=4 has no effect in this, where everything travels at `bits`; leave it out.",
+        "grad_bits=4 has no effect in this, where everything is sent at `bits`; leave it out.",
         "warmup_steps=3 has no effect in this, which knows no steps; leave it out.",
         "exclude=['a'] has no effect in this, which knows no names; leave it out.",
     ]
@@ -35,7 +35,7 @@ def test_keys_of_megatron_are_tolerated_in_the_environment_alone(monkeypatch: py
     values = {key: value}
     if key == "backward_rounding":
         values = {"backward_bits": 8, key: "stochastic"}
-    with pytest.raises(ConfigError, match=f"(?m)^{key}=.* has no effect in this, where everything travels at `bits`"):
+    with pytest.raises(ConfigError, match=f"(?m)^{key}=.* has no effect in this, where everything is sent at `bits`"):
         serve(FlashConfig(**values), "this", LACKS)
     for name, given in values.items():
         monkeypatch.setenv(f"FLASH_ALLREDUCE_{name.upper()}", str(given))

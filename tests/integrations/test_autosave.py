@@ -84,7 +84,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind: str, world: int, tmp_path: Path
         assert steps == counted == STEPS
     assert [said for _, said, _ in whole] == [[]] * world
     assert [len(said) for _, said, _ in resumed] == [1] + [0] * (world - 1)
-    assert f"goes on from the state of step {SAVED}" in resumed[0][1][0]
+    assert f"resumes from the state of step {SAVED}" in resumed[0][1][0]
     files = sorted(path.name.partition("-")[0] for path in (tmp_path / "flash" / "rank_00000").iterdir())
     assert files == ["4", "6"], "the last two are kept, under the names of their steps"
 
@@ -185,4 +185,4 @@ def unwritable(folder: Path) -> list[str]:
 
 def test_a_full_disk_does_not_end_the_training(tmp_path: Path) -> None:
     for said in run_ranks(2, unwritable, tmp_path):
-        assert len(said) == 3 and all("training goes on" in line for line in said)
+        assert len(said) == 3 and all("training continues" in line for line in said)

@@ -152,6 +152,6 @@ def test_an_example_with_a_hook_of_its_own(tmp_path: Path) -> None:
     [line] = run.lines
     assert line == (
         "flash all-reduce: DistributedDataParallel (BertForSequenceClassification): the program's own hook "
-        "fp16_compress_hook goes before ours"
+        "fp16_compress_hook replaces ours"
     )
     assert run.sites == {}

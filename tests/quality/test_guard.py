@@ -275,10 +275,10 @@ def test_more_bits_then_full_precision_then_back(ranks: GetRanks, world: int, ah
     assert [level for level, _ in first["logged"]] == ["WARNING"] * 5 + ["INFO"] * 5
     at = widths.index(5)
     said = first["logged"][0][1]
-    assert said.startswith(f"guarded goes from 4 bits to 5 bits at call {at}: "), said
+    assert said.startswith(f"guarded changes from 4 bits to 5 bits at call {at}: "), said
     assert said.endswith(" dB measured, the floor is 14.0 dB")
-    assert "goes from 8 bits to full precision at call" in first["logged"][4][1]
-    assert "goes from full precision to 8 bits at call" in first["logged"][5][1]
+    assert "changes from 8 bits to full precision at call" in first["logged"][4][1]
+    assert "changes from full precision to 8 bits at call" in first["logged"][5][1]
     assert "dB expected of 8 bits, the floor is" in first["logged"][5][1]
 
 

@@ -192,7 +192,7 @@ def test_ranks_with_different_shards_change_width_at_the_same_call(ranks: GetRan
     for other in others:
         assert other == (widths, [])
     assert len(logged) == 1
-    assert logged[0].startswith(f"adaptive goes from 2 to {widths[-1]} bits at call 2: ")
+    assert logged[0].startswith(f"adaptive changes from 2 to {widths[-1]} bits at call 2: ")
     assert logged[0].endswith(" dB measured, the target is 18.0 dB")
     assert ranks(world).run(scatter_of_two_kinds, 2, 12)[0] == first  # the same run, the same decisions
 
@@ -305,7 +305,7 @@ def test_a_target_out_of_reach_ends_at_eight_bits_and_is_logged_once(ranks: GetR
     (widths, logged), _ = ranks(2).run(with_config, {"target_sqnr_db": 60.0}, "all_reduce")
     assert widths == [2] + [8] * 7
     assert [message.partition(":")[0] for message in logged] == [
-        "adaptive goes from 2 to 8 bits at call 1",
+        "adaptive changes from 2 to 8 bits at call 1",
         "adaptive misses the target of 60.0 dB at 8 bits",
     ]
 

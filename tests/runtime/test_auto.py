@@ -61,7 +61,7 @@ def slow_codec(seconds: float = SLOW) -> Any:
 
 
 def slow_wire() -> Any:
-    """For what goes in full precision."""
+    """For what runs in full precision."""
     return slowly(transport, "all_reduce")
 
 

@@ -203,7 +203,7 @@ def test_a_damaged_file_of_one_rank_is_one_sentence_and_all_begin_anew(
         for (damage, why), (went_on, told, anew) in zip(DAMAGES.items(), seen, strict=True):
             assert went_on == (damage == "none") == (not anew), damage
             assert len(told) == (rank == 0 and damage != "none"), (damage, told)
-            assert all(why in message and "begin anew, on all ranks." in message for message in told), told
+            assert all(why in message and "start again, on all ranks." in message for message in told), told
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

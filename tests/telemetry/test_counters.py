@@ -173,9 +173,9 @@ def test_a_reason_is_logged_once_per_site(caplog: pytest.LogCaptureFixture) -> N
         reset_stats()
         record_full_precision(A, "warm-up", 1)
     assert [record.getMessage() for record in caplog.records] == [
-        "a goes in full precision: warm-up",
-        "a goes in full precision: dtype int64",
-        "b goes in full precision: warm-up",
+        "a runs in full precision: warm-up",
+        "a runs in full precision: dtype int64",
+        "b runs in full precision: warm-up",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 

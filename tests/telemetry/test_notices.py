@@ -135,7 +135,7 @@ def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: s
 def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
     first, _ = run_ranks(2, ddp, fap.FlashConfig(enabled=False))
     assert first == [
-        "flash all-reduce: attached to DistributedDataParallel, but switched off (enabled is false): every call goes "
+        "flash all-reduce: attached to DistributedDataParallel, but switched off (enabled is false): every call runs "
         "in full precision"
     ]
 

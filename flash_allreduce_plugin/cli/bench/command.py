@@ -76,7 +76,7 @@ def run_bench(
     wrong = sum(row["wrong"] or 0 for row in rows)
     if check:
         output.results.print(f"# wrong elements: {wrong}")
-    output.results.print('# a training measures by itself which is faster, with enabled="auto"')
+    output.results.print('# with enabled="auto" a training measures which is faster')
     output.write_json({"about": {**about, "link": link}, "settings": settings, "rows": rows})
     return wrong == 0
 

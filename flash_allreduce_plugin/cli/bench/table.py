@@ -66,10 +66,10 @@ def heading(about: Mapping[str, Any], settings: Mapping[str, Any], link: str) ->
     return (
         f"# {about['machine']}, {about['cores']} cores, codec {about['instruction_set']}{gpus}; "
         f"torch {about['torch']}; {wire}\n"
-        f"# {calls}, {settings['rounds']} rounds in turn; medians of the slowest rank; speed-up over full precision "
-        "of the same run (codec: over copy_, add_)\n"
+        f"# {calls}, {settings['rounds']} rounds, alternating; medians of the slowest rank; speed-up over full "
+        "precision of the same run (codec: over copy_, add_)\n"
         "# SQNR against the exact sum; rival: that of full precision, which adds in its own dtype at every hop\n"
-        "# * goes in full precision, as its configuration says"
+        "# * runs in full precision, as its configuration says"
     )
 
 

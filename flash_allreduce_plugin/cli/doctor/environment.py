@@ -229,7 +229,7 @@ def variables(report: Findings) -> None:
             report.problem(variable, wrong[0], f"correct it, or unset {variable}, on every rank")
             lines = [line for line in lines if line not in wrong]
         elif variable == environment.DISABLE and variable in on:
-            report.note(variable, f"{os.environ[variable]!r}: every call goes in full precision", f"unset {variable}")
+            report.note(variable, f"{os.environ[variable]!r}: every call runs in full precision", f"unset {variable}")
         else:
             report.ok(variable, repr(os.environ[variable]))
     for line in lines:  # about two variables each

@@ -41,7 +41,7 @@ def own(report: Findings) -> None:
     else:
         report.problem(
             PACKAGE,
-            f"{version} is what is imported, from {where}; installed is {installed}",
+            f"{version} is imported, from {where}; installed is {installed}",
             "take one of the two off the path (PYTHONPATH, or the folder the program is started in)",
         )
 

@@ -26,7 +26,7 @@ def plan(
         str | None, typer.Option(help="A preset (--list), or with its size: h100-8x16 is 16 nodes of 8.")
     ] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks. Default: 1.")] = None,
-    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks. Default: what is left.")] = None,
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks. Default: the other ranks.")] = None,
     pp: Annotated[int | None, typer.Option(min=1, help="Pipeline stages. Default: 1.")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Ranks that share a sequence. Default: 1.")] = None,
     ep: Annotated[int | None, typer.Option(min=1, help="Ranks that share out the experts. Default: 1.")] = None,
@@ -48,7 +48,7 @@ def plan(
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, text to stderr.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Where a PNG goes.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="File for a PNG.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Print the presets with their sources.")] = False,
     layout_example: Annotated[bool, typer.Option("--layout-example", help="Print a file for --layout.")] = False,
 ) -> None:

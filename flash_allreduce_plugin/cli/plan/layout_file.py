@@ -69,7 +69,7 @@ KEYS: dict[str, dict[str, tuple[_Kind, Any, str]]] = {
         "dp": (_WHOLE, 64, "data-parallel ranks"),
         "pp": (_WHOLE, 1, "pipeline stages"),
         "cp": (_WHOLE, 1, "ranks that share a sequence: context parallelism, Ulysses"),
-        "cp_comm_type": (_one_of("a2a", "p2p"), "a2a", "what their attention exchanges: heads, or keys and values"),
+        "cp_comm_type": (_one_of("a2a", "p2p"), "a2a", "the exchanges of their attention: heads, or keys and values"),
         "ep": (_WHOLE, 1, "ranks that share out the experts"),
         "sequence_parallel": (_BOOL, False, "Megatron's sequence parallelism"),
         "zero": (_one_of(0, 1, 2, 3), 3, "ZeRO stage"),

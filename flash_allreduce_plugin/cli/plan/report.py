@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _WIDE = 150  # columns that the table of traffic needs for bytes and times of three widths
 LEFT_OUT = (
-    "An estimate. Left out: contention inside switches and between sockets, what the codec and the transfers take from "
-    "the GEMMs beside them, stragglers, messages too small to fill a link, trees and reductions inside the network, "
+    "An estimate. Left out: contention inside switches and between sockets, the slowdown of GEMMs by the "
+    "codec and the transfers, stragglers, messages too small to fill a link, trees and reductions inside the network, "
     "what the framework takes of the host, the optimizer's time, accuracy. Never quantized here: the embedding."
 )
 
@@ -193,20 +193,24 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
     if any("(g)" in part.kind or "(f)" in part.kind for part in plan.full.parts):
         words["g, f"] = "Megatron's names of the all-reduces of a layer's forward and backward pass"
     words["setting"] = "the field of the configuration that quantizes it; never: it stays in full precision"
-    words["sent, ms"] = "what a rank sends in a step, and how long that takes"
-    words["exposed"] = "the ms of it that nothing is computed beside: the step waits for them"
+    words["sent, ms"] = "the bytes that a rank sends in a step, and the time of the sends"
+    words["exposed"] = "the ms without computation at the same time: the step waits for them"
     if not both:
         words["INT8 and such"] = "exposed ms at that width"
     if plan.layout.zero == 3 and any(part.field == PARAMETERS for part in plan.full.parts):
-        words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with what arrives"
+        words[PARAMETERS] = (
+            f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with the rounded ones"
+        )
     if plan.layout.cp > 1 and plan.layout.cp_comm_type == "p2p":
         words["CP ring"] = 'Transformer Engine\'s own sends, which are not served; with "cp_comm_type": "a2a" they are'
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
-    words["host"] = "the ms that quantized calls take of the host, which has the framework's work to start beside them"
+    words["host"] = "the host's ms of quantized calls, besides the framework's own work"
     words["speed-up"] = "with the settings below; everything quantized: with every setting; at most: if it cost nothing"
     if ratios(plan):
-        words["t_comm / t_compute"] = "time of a transfer over that of the computing beside it; above 1 the step waits"
+        words["t_comm / t_compute"] = (
+            "time of a transfer over that of the computation that hides it; above 1 the step waits"
+        )
     return words
 
 
@@ -280,13 +284,13 @@ def _advice(plan: Forecast) -> str:
         if idle:
             names = ", ".join(setting(plan.layout, field) for field in idle)
             lines.append(f"      does not pay here: {names}")
-    return "\n".join(["What to set:", *lines])
+    return "\n".join(["Settings:", *lines])
 
 
 def show_scale(rows: Sequence[tuple[int, Forecast | str]], console: Console) -> None:
     """Print the plans for several numbers of ranks, or why there is none."""
     bits = next((list(plan.steps) for _, plan in rows if not isinstance(plan, str)), [])
-    columns = ["ranks", "DP", "GPU memory", "full precision ms", *(f"INT{b}" for b in bits), "what pays"]
+    columns = ["ranks", "DP", "GPU memory", "full precision ms", *(f"INT{b}" for b in bits), "fields that pay"]
     table = grid("By number of ranks", columns, 1)
     for ranks, plan in rows:
         if isinstance(plan, str):

@@ -17,7 +17,7 @@ def grid(title: str, columns: Sequence[str], left: int = 1) -> Table:
 
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        text = number < left or column in ("source", "note", "what pays")
+        text = number < left or column in ("source", "note", "fields that pay")
         table.add_column(column, justify="left" if text else "right", overflow="fold")
     return table
 

@@ -72,7 +72,7 @@ def page(logs: Sequence[Log]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>Flash all-reduce: {escape(', '.join(log.path.name for log in logs))}</title>"
-        f"<style>{_STYLE}</style></head><body><h1>What the collectives did</h1>"
+        f"<style>{_STYLE}</style></head><body><h1>The collectives of a run</h1>"
         f"<p>Made by flash-allreduce report on {made:%Y-%m-%d %H:%M} UTC</p>"
         f"{body}</body></html>\n"
     )

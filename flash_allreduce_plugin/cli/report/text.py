@@ -89,7 +89,7 @@ def notes(log: Log) -> list[str]:
     if log.cut_off:
         lines.append(f"{log.cut_off} line{'s were' * (log.cut_off > 1) or ' was'} cut off and left out.")
     if not log.starts[-1].ended:
-        lines.append("The last line is missing: the run goes on, or was killed; up to a minute of it is not in here.")
+        lines.append("The last line is missing: the run continues, or was killed; up to a minute of it is missing.")
     lines += [f"{line[0].upper()}{line[1:]}." for start in log.starts for line in start.decisions if line]
     if not log.sites:
         lines.append("No call was counted.")

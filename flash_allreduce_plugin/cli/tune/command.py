@@ -113,7 +113,7 @@ def _configs(bits: str, config: str | None) -> dict[str, FlashConfig]:
     _, fields = bench.fields_of(config)
     for key in ("min_bytes", "chunk_bytes", "enabled"):
         if key in fields:
-            raise ValueError(f"--config: {key} is what tune finds; leave it out")
+            raise ValueError(f"--config: {key} is a result of tune; leave it out")
     found = bench.configs(bits, config)
     return {name: each.model_copy(update={"min_bytes": 0}) for name, each in found.items()}
 

@@ -133,7 +133,7 @@ def _gives_way(model: DistributedDataParallel, state: Any, hook: Any, name: str)
     model._comm_hooks[:] = [(hook, state)]
     assert model.logger is not None
     model.logger._set_comm_hook_name(name)
-    line = f"DistributedDataParallel ({type(model.module).__name__}): the program's own hook {name} goes before ours"
+    line = f"DistributedDataParallel ({type(model.module).__name__}): the program's own hook {name} replaces ours"
     integration.note(line)
     return True
 

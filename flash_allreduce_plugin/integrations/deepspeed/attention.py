@@ -73,11 +73,17 @@ def of_process() -> list[Seam]:
 
     layer = ("self", "query", "key", "value", "batch_dim_idx", "rotary_pos_emb", "args", "kwargs")
     attention = ("self", "module", "query", "key", "value", "attention_mask", "args", "kwargs")
-    kept = "keeps for the backward whose attention runs"
+    kept = "keeps the running attention for the backward"
     return [
-        seam("layer", "DistributedAttention.forward", layer, _attends(0), "tells whose attention runs"),
+        seam("layer", "DistributedAttention.forward", layer, _attends(0), "names the running attention"),
         seam("forward", "_SeqAllToAll.forward", ("ctx", ...), _remembers, kept),
-        seam("backward", "_SeqAllToAll.backward", ("ctx", "grad_output"), _recalls, "tells whose gradients travel"),
+        seam(
+            "backward",
+            "_SeqAllToAll.backward",
+            ("ctx", "grad_output"),
+            _recalls,
+            "names the attention of the gradients",
+        ),
         # With num_kv_heads in 0.19.8, not yet in 0.19.4.
         seam("exchange", "single_all_to_all", (one, (*one, "num_kv_heads")), _exchanged, "all-to-all of even runs"),
         seam(
@@ -87,7 +93,7 @@ def of_process() -> list[Seam]:
             _exchanged,
             "all-to-all where ranks have different numbers of heads",
         ),
-        seam("transformers", f"{hugging_face}.forward", attention, _attends(1), "tells whose attention runs"),
+        seam("transformers", f"{hugging_face}.forward", attention, _attends(1), "names the running attention"),
         seam(
             "transformers.inputs",
             f"{hugging_face}._combine_local_sequences",

@@ -109,7 +109,7 @@ def _of_stages_1_and_2(reduction: Reduction | None) -> list[Seam]:
             lambda original: _bucket(
                 original, rebound(rebound(original, "dist.all_reduce", all_reduce), "dist.reduce", reduce), reduction
             ),
-            "reduction of a bucket at stages 1 and 2, to everybody or to one owner",
+            "reduction of a bucket at stages 1 and 2, to all ranks or to one owner",
         ),
         Seam(
             "deepspeed.zero.owners",
@@ -117,7 +117,7 @@ def _of_stages_1_and_2(reduction: Reduction | None) -> list[Seam]:
             "DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks",
             ((*ranks, "output_bucket"), ranks),  # with the last one from 0.19.8 on
             _to_owners,
-            "tells whose the slices of a bucket are",
+            "names the owners of a bucket's slices",
         ),
         Seam(
             "deepspeed.zero.whole",
@@ -206,7 +206,7 @@ def _of_the_run(reduction: Reduction | None) -> list[Seam]:
             "DeepSpeedEngine.save_checkpoint",
             ("self", "save_dir", "tag", "client_state", "save_latest", "exclude_frozen_parameters"),
             lambda original: _saves(original, reduction),
-            "writes what a resumed run goes on from into a checkpoint's folder",
+            "writes the state of a resumed run into a checkpoint's folder",
         ),
         Seam(
             "deepspeed.engine.load",
@@ -217,7 +217,7 @@ def _of_the_run(reduction: Reduction | None) -> list[Seam]:
                 *("load_lr_scheduler_states", "load_module_only", "custom_load_fn"),
             ),
             lambda original: _loads(original, reduction),
-            "reads what a resumed run goes on from in a checkpoint's folder",
+            "reads the state of a resumed run in a checkpoint's folder",
         ),
         Seam(
             "deepspeed.monitor",

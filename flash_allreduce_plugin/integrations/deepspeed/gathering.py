@@ -286,7 +286,7 @@ def of_process() -> list[Seam]:
             "Init._all_gather",
             (("args", "kwargs"), ("self", "param_list", "async_op", "hierarchy")),
             _gathered_exactly,
-            "gives everybody but the two passes exact parameters, and counts them",
+            "gives all but the two passes exact parameters, and counts them",
         ),
     ]
 

@@ -253,7 +253,7 @@ def _noticing(original: Function) -> Function:
     def set_custom(self: Any, comm: Any) -> None:
         original(self, comm)
         if not isinstance(comm, _Served):
-            line = f"FSDP2 ({type(self).__name__}): the program's own {type(comm).__name__} goes before ours"
+            line = f"FSDP2 ({type(self).__name__}): the program's own {type(comm).__name__} replaces ours"
             integration.note(line)
 
     return set_custom
@@ -324,7 +324,7 @@ def _why_not(root: FullyShardedDataParallel, config: FlashConfig) -> str | None:
     if any(one.sharding_strategy in HYBRID_SHARDING_STRATEGIES for one in states):
         return "torch takes no hook for the hybrid strategies"
     if any(getattr(one, "_fsdp_extension", None) is not None for one in states):
-        return "beside tensor parallelism FSDP1 does not say which parameters are copies; take FSDP2"
+        return "with tensor parallelism FSDP1 does not identify copies of parameters; take FSDP2"
     if config.given().get("error_feedback"):
         return f"error_feedback has no effect there: {fsdp1.LACKS['error_feedback']}"
     return None
@@ -337,7 +337,7 @@ def _giving_way(original: Function) -> Function:
         if self in _roots and self._comm_hook is not None:
             _take_hook(self)
             name = getattr(hook, "__qualname__", "hook")
-            line = f"FullyShardedDataParallel: the program's own hook {name} goes before ours"
+            line = f"FullyShardedDataParallel: the program's own hook {name} replaces ours"
             integration.note(line)
         original(self, state, hook)
 

@@ -171,7 +171,7 @@ def config_from(args: Any) -> FlashConfig | None:
         lost = sorted({word.partition("=")[0] for word in sys.argv[1:] if word.startswith(SWITCH)})
         if lost and getattr(args, "yaml_cfg", None) is not None:
             raise ConfigError(
-                f"{', '.join(lost)}: --yaml-cfg replaces what the command line says; write the settings into the "
+                f"{', '.join(lost)}: --yaml-cfg replaces the command line; write the settings into the "
                 f"YAML file, at its top level, as {_destination(SWITCH)}: true and {_destination(flag('bits'))}: 8."
             )
     if not getattr(args, _destination(SWITCH), False) and "megatron" not in autoload.attached():
@@ -265,7 +265,7 @@ def in_place() -> int:
 def settings(config: FlashConfig) -> str:
     """The widths, and every other setting that is not at its default."""
     if not config.enabled or environment.is_on(environment.DISABLE):
-        return "but switched off: every call goes in full precision"
+        return "but switched off: every call runs in full precision"
     said = ("bits", "backward_bits", "group_size", "min_bytes")
     return (
         f"{notices.preset(config)}forward {_bits(config.bits)}, backward {_bits(config.backward_bits)}, "

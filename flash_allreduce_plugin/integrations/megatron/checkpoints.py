@@ -66,13 +66,13 @@ def seams() -> list[Seam]:
                 "save_checkpoint",
                 ("iteration", "model", "optimizer", "opt_param_scheduler", ...),
                 _saves,
-                "writes what a resumed run goes on from into a checkpoint's folder",
+                "writes the state of a resumed run into a checkpoint's folder",
             ),
             (
                 "load_checkpoint",
                 ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg", ...),
                 _loads,
-                "reads what a resumed run goes on from in a checkpoint's folder",
+                "reads the state of a resumed run in a checkpoint's folder",
             ),
         ):
             function = vars(sys.modules.get(module, theirs)).get(name)

@@ -40,7 +40,7 @@ from flash_allreduce_plugin.telemetry import counters
 from flash_allreduce_plugin.telemetry.other_traffic import counted_at
 
 PARAMETERS = Site("megatron.data_parallel.parameters", Role.PARAMETER_DIFFERENCE)
-NO_MASTERS = "parameters without exact values beside them"
+NO_MASTERS = "parameters without exact values"
 """The reason of buckets in float32: the optimizer steps on the parameters themselves."""
 NOTHING_NEW = "all ranks hold the parameters already"
 """The reason of gathers that are left out; they send nothing."""

@@ -155,7 +155,7 @@ def set_step(number: int) -> None:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Every collective of Megatron's that starts inside goes in full precision, in all threads of this process.
+    """Every collective of Megatron's that starts inside runs in full precision, in all threads of this process.
 
     For evaluation, on every rank alike. It does not change the configuration. A backward pass follows the
     forward pass that it belongs to, inside or outside.

@@ -207,7 +207,7 @@ def test_a_hook_of_the_programs_wins(ranks: Callable[[int], Ranks], own: str) ->
         assert torch.equal(weights, expected)
         assert counted == 0
         assert hooks == ["fp16_compress_hook"]
-        assert "goes before ours" in models[-1]
+        assert "replaces ours" in models[-1]
 
 
 def twice() -> str:

@@ -61,7 +61,7 @@ def test_two_configurations_in_one_process(engines: Callable[[int], Ranks]) -> N
 
 
 def different() -> str:
-    """One rank goes in full precision, which never reaches the plugin's collectives."""
+    """One rank runs in full precision, which never reaches the plugin's collectives."""
     # 7 bits: what a group has agreed on it does not compare again.
     built = engine({}, {**EIGHT, "bits": 7, "enabled": dist.get_rank() == 0})
     with pytest.raises(fap.MismatchError) as refused:

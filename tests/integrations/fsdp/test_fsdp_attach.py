@@ -258,7 +258,7 @@ def by_the_program() -> tuple[bool, tuple[str, ...]]:
 def test_what_the_program_sets_wins(ranks: Callable[[int], Ranks]) -> None:
     for same, lines in ranks(2).run(by_the_program):
         assert same
-        assert any("the program's own Theirs goes before ours" in line for line in lines)
+        assert any("the program's own Theirs replaces ours" in line for line in lines)
 
 
 def with_torchs_buffers() -> tuple[list[str], tuple[str, ...]]:

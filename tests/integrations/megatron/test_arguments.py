@@ -342,7 +342,7 @@ def test_switched_off_is_not_said_to_be_in_8_bits(
 ) -> None:
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-enabled", "false", rank=0, transformer_impl="local"))
     start = capsys.readouterr().out.splitlines()[0]
-    assert start.endswith("seams attached, but switched off: every call goes in full precision")
+    assert start.endswith("seams attached, but switched off: every call runs in full precision")
     assert "bits" not in start
 
 

@@ -256,7 +256,7 @@ def test_megatron_lm_resumes_bit_for_bit(tmp_path: Path, kind: str, precision: s
         done = run(tmp_path, *TORCHRUN, script, *ARGUMENTS, *flags, *words, timeout=400, **environment)
         assert done.returncode == 0, done.stdout[-8000:]
         losses.append(re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", done.stdout))
-        found = [line for line in done.stdout.splitlines() if "begin anew" in line]
+        found = [line for line in done.stdout.splitlines() if "start again" in line]
         assert not found, found
     print(losses)
     straight, resumed = ([float(loss) for _, loss in found] for found in losses)

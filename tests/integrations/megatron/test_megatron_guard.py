@@ -59,7 +59,9 @@ def test_tensor_parallel_reductions_go_to_full_precision() -> None:
             assert quantized == 2 * (9 - at_first) and full[LOW_SQNR] >= 16, (site, quantized, full)
             line = f"{site}: {quantized + full[LOW_SQNR]} calls, {quantized} quantized, in full precision: "
             assert f"{line}{full[LOW_SQNR]} {LOW_SQNR}" in seen["report"]
-            said = [message for message in outcome["logged"] if message.startswith(f"{site} goes from 8 bits to full")]
+            said = [
+                message for message in outcome["logged"] if message.startswith(f"{site} changes from 8 bits to full")
+            ]
             assert len(said) == (rank == 0)
 
 
