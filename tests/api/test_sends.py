@@ -169,7 +169,7 @@ def test_ranks_that_draw_as_one_round_alike(ranks: GetRanks) -> None:
 
 
 def batch_of_sites() -> list[Any]:
-    """Run a batch whose messages have different sites, and a batch that its caller wants in full precision."""
+    """Run a batch with messages of different sites, and a batch that its caller wants in full precision."""
     rank, y = dist.get_rank(), torch.zeros(3000)
     fap.reset_stats()
     config = fap.FlashConfig(bits=4, pipeline_bits=8, min_bytes=0)

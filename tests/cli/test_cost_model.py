@@ -182,7 +182,7 @@ def test_a_device_that_sends_by_itself_is_busy_with_it():
 
 
 def test_gloo():
-    """Check gloo, whose reduce-scatter is an all-reduce."""
+    """Check gloo: its reduce-scatter is an all-reduce."""
     gloo = replace(BOX, backend="gloo")
     assert cost(call("reduce_scatter"), gloo).bytes_sent == cost(call(), gloo).bytes_sent == 2 * 3 / 4 * 256_000
     assert cost(call("reduce_scatter"), gloo, INT4).bytes_sent == 3 / 4 * 68_000

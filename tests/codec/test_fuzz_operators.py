@@ -228,7 +228,7 @@ def _expected(name: str, given: list[Any], made: list[Made], codec: Format, gath
     if any(one.kind == "resized" and one.tensor.numel() for one in made):
         return None
     first, output = (one.tensor.detach() for one in made)
-    if any(one.kind == "resized" for one in made):  # its memory is gone: no result to compare
+    if any(one.kind == "resized" for one in made):  # its memory was taken away: no result to compare
         return None
     first, result = (
         first.clone(memory_format=torch.contiguous_format),
@@ -348,7 +348,7 @@ def test_rows_too_long_to_have_a_size() -> None:
 
 
 def test_rows_of_no_elements_with_any_stride() -> None:
-    """Use strides whose reach is no int64: the sanitizer of `nox -s fuzz -- library` would see it computed."""
+    """Use strides that reach beyond int64: the sanitizer of `nox -s fuzz -- library` would see the overflow."""
     payloads = torch.empty(0, dtype=torch.uint8).as_strided((9, 0), (1 << 61, 1))
     output = torch.empty(0)
     compiled.decode_sum(payloads, output, 1.0, 4, 64, 0)

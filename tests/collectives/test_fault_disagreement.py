@@ -133,7 +133,7 @@ def test_guarantee_7_a_rank_that_makes_one_call_more() -> None:
 
 
 def another_field() -> str:
-    """Imitate a release whose configuration has one more field, and which is otherwise equal."""
+    """Imitate a release with one more field of the configuration, and otherwise equal."""
     if dist.get_rank() == 1:
         to_dict, digest = FlashConfig.to_dict, FlashConfig.digest
         FlashConfig.to_dict = lambda self: {**to_dict(self), "new_field": 1}  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ def test_ranks_wait_in_different_orders(ranks: GetRanks, world_size: int) -> Non
 
 
 def without_a_wait() -> list[bool]:
-    """Make calls whose handles are dropped, with more chunks than are in flight together. Look after a barrier."""
+    """Make calls and drop their handles, with more chunks than are in flight together. Look after a barrier."""
     tensors, expected = inputs(), reduced()
     works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
     if dist.get_rank() == 0:  # a wait before the barrier here, and after it there
@@ -357,7 +357,7 @@ elif sys.argv[3] == "in flight":
 
 @pytest.mark.parametrize("how", ["waited", "in flight", "raises"])
 def test_the_program_ends(how: str, tmp_path: Path) -> None:
-    """End with nothing in flight, with calls whose handles are dropped, and in an exception while a peer is silent."""
+    """End with nothing in flight, with calls of dropped handles, and in an exception while a peer is silent."""
     command = [sys.executable, "-c", ENDS]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], **pipes) for rank in (0, 1)]

@@ -54,7 +54,7 @@ needs_cuda = pytest.mark.skipif(ON_CPU or ON_PTX, reason="GPU_TESTS_ON=cpu or pt
 
 @dataclass
 class Written:
-    """Rows on the device that an operator fills, in a buffer of which it must touch nothing else.
+    """Rows on the device that an operator fills. It must touch nothing else in their buffer.
 
     offset: bytes by which the first row misses a multiple of 64; gap: elements between a row and the next.
     """

@@ -1,4 +1,4 @@
-"""What a TensorBoard writer is given: per site, each time what came to pass since the last time."""
+"""The scalars of a TensorBoard writer: per site, each time the change since the last time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Writer:
         self.given.setdefault(tag, []).append((step, value))
 
     def of(self, site: Site) -> dict[str, list[tuple[int, float]]]:
-        """Other tests have sites of their own, in the same process."""
+        """Return the scalars of one site. Other tests have other sites in the same process."""
         start = f"flash_allreduce/{site.name}/"
         return {tag.removeprefix(start): values for tag, values in self.given.items() if tag.startswith(start)}
 
