@@ -2,7 +2,7 @@
 
     encode every rank's tensor -> sum in rank order -> encode -> decode
 
-Nothing here knows of chunks, shards or buffers: the real collectives must be equal to it bit for bit.
+There are no chunks, shards or buffers here: the real collectives must equal the simulation bit for bit.
 """
 
 from __future__ import annotations

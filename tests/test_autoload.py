@@ -1,4 +1,4 @@
-"""The entry point: cheap, silent, off when told, and an import hook that leaves importlib as it was."""
+"""The entry point: cheap, silent, off on request, and an import hook that leaves importlib unchanged."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from flash_allreduce_plugin.integrations.megatron import arguments
 from flash_allreduce_plugin.runtime import groups
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
-# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
+# The suite runs the same examples each time. `nox -s fuzz`, which sets their number, draws others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -158,7 +158,7 @@ def test_any_section_of_deepspeed(raw: Any) -> None:
 @example(ranks=[GOOD, DEEP])
 @fuzz
 def test_any_configuration_of_a_peer(ranks: list[bytes]) -> None:
-    """Compare configurations of another version, or cut off: the sentence of a mismatch all the same."""
+    """Compare configurations of another version, or cut off: the error is always the sentence of a mismatch."""
     assert "different configurations" in str(groups.mismatch(ranks))
 
 

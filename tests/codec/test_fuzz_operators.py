@@ -22,7 +22,7 @@ from tests.codecs import DTYPES, as_bytes, compiled, fits, same_bits
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
-# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
+# The suite runs the same examples each time. `nox -s fuzz`, which sets their number, draws others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -78,7 +78,7 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, kinds: 
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
-        # Gaps, overlaps and expansion; where no element is reached by it, any stride at all.
+        # Gaps, overlaps and expansion; where no element is reached by a stride, any stride at all.
         gaps = (st.integers(0, 5), st.just(-n * step), st.just(-1))
         stride = max(0, step + draw(mostly(0, *gaps)))
         strides.insert(0, draw(mostly(stride, st.just(1 << 61))) if n == 1 or 0 in shape else stride)

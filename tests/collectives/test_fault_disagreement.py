@@ -66,7 +66,7 @@ def other_call(what: str) -> list[tuple[str, Any]]:
     if what == "configuration, not compared":
         config = CONFIG.model_copy(update={"check_ranks": False, "bits": 5 if other else 4})
         return [("all_reduce", ((whole(30_000),), {**here, "config": config}))]
-    if what == "configuration, later":  # a rank that compares it, with peers that see no reason to
+    if what == "configuration, later":  # a rank that compares configurations, with peers that see no reason to
         config = CONFIG.model_copy(update={"bits": 5}) if other else CONFIG
         return [("all_reduce", ((whole(30_000),), {**here, "config": config}))]
     assert what == "quantized or not"

@@ -236,7 +236,7 @@ def test_wait_serves_any_thread_and_may_be_called_again(ranks: GetRanks) -> None
 
 
 def dropped() -> list[bool]:
-    """Drop handles: the calls are made all the same, and the group continues."""
+    """Drop handles: the calls are made anyway, and the group continues."""
     tensors, expected = inputs(), reduced()
     for x in tensors:
         fap.all_reduce(x, config=CONFIG, async_op=True)
@@ -425,7 +425,7 @@ def test_with_one_hardware_queue_the_half_is_issued_by_wait(monkeypatch: pytest.
         work.wait()
         assert issued(queue) == [("wait_event", "current")]
         work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
-        assert work.is_completed()  # who polls brings it on
+        assert work.is_completed()  # polling advances the call
         assert queue.count("record_event") == 1
 
 

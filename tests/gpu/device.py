@@ -23,7 +23,7 @@ from tests.ptx.operators import operators as ptx_operators
 ON_PTX = os.environ.get("GPU_TESTS_ON") == "ptx"
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU or ON_PTX else torch.device("cuda", 0)
-#: Of widths, group sizes and dtypes, crossed, every which one is tested; 1: all. Not a multiple of 2, 3 or 7.
+#: Test every n-th combination of widths, group sizes and dtypes; 1: all. Not a multiple of 2, 3 or 7.
 EVERY = int(os.environ.get("GPU_TESTS_EVERY", "5"))
 
 compiled: Any = ptx_operators if ON_PTX else torch.ops.flash_allreduce

@@ -5,8 +5,8 @@
 //   slot 1     [                                                    ]
 //   place      [ which instruction each lane is at                  ]
 //
-// An instruction runs for all lanes that are at the same place, in one loop. Where lanes part at a branch, the
-// lanes behind run first, until they have caught up; so lanes that part meet again. A lane that
+// An instruction runs for all lanes that are at the same place, in one loop. Where lanes part at a branch,
+// the lanes behind run first, until they have caught up; so lanes that part meet again. A lane that
 // shuffles waits for the lanes of its mask, a thread at a barrier for its block.
 //
 // Behaviour undefined on a real GPU is a Fault here, which ends the launch: an address out of bounds or

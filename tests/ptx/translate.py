@@ -5,7 +5,7 @@
 PTX has thousands of registers, each written in few places. Most live in one run of instructions between two branches,
 and share slots there; the others have one each. So the registers of a warp stay in the caches of a CPU.
 
-An opcode that opcodes.cpp does not know is an UnknownInstruction, which names it: nothing is skipped in silence.
+An opcode missing in opcodes.cpp is an UnknownInstruction, which names it: nothing is skipped in silence.
 """
 
 from __future__ import annotations

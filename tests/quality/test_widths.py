@@ -24,7 +24,7 @@ from tests.distributed import Ranks
 
 GetRanks = Callable[[int], Ranks]
 
-# Of gaussian() the 18 dB take 4 bits where it is rounded once and 5 where it is rounded twice (docs/trust/numerics.md).
+# gaussian() needs 4 bits for 18 dB where it is rounded once, 5 where it is rounded twice (docs/trust/numerics.md).
 CONFIG = fap.FlashConfig(min_bytes=1024, quality_interval=2, target_sqnr_db=18.0)
 SITE = fap.Site("adaptive")
 

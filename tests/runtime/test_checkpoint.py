@@ -23,7 +23,7 @@ from tests.distributed import Ranks, run_ranks
 
 WIDTH = 64
 SAVED, LAST = 4, 9
-# Each carries something of its own from step to step; the last one everything.
+# Each configuration carries different state from step to step; the last one all of it.
 CONFIGS = {
     "feedback": fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True),
     "stochastic": fap.FlashConfig(bits=3, min_bytes=0, rounding="stochastic"),
@@ -43,7 +43,7 @@ CONFIGS = {
 
 
 class Training:
-    """A model in DistributedDataParallel, over a process group of its own."""
+    """A model in DistributedDataParallel, over a separate process group."""
 
     def __init__(self, config: fap.FlashConfig) -> None:
         torch.manual_seed(7)

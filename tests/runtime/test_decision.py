@@ -95,7 +95,7 @@ def mismatch(changes: list[dict[str, Any]], environment: list[str]) -> tuple[str
     finally:
         del os.environ["FLASH_ALLREDUCE_DISABLE"]
     untouched = torch.equal(x, before)
-    fap.all_reduce(x, group=group, config=QUANTIZED)  # the group itself has taken no harm
+    fap.all_reduce(x, group=group, config=QUANTIZED)  # the group itself still works
     dist.destroy_process_group(group)
     return message, untouched
 

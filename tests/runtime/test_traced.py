@@ -100,7 +100,7 @@ def encoded(x: Tensor) -> Tensor:
 
 
 def unused(x: Tensor) -> Tensor:
-    """Drop the results of calls; the peers wait for them all the same."""
+    """Drop the results of calls. The peers wait for these calls anyway."""
     fap.all_reduce(x * 3, config=QUANTIZED, site=fap.Site("first"))
     part = torch.empty(x.numel() // 2)
     fap.reduce_scatter(part, x * 5, config=QUANTIZED, site=fap.Site("second"))

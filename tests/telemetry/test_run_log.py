@@ -90,7 +90,7 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     record_quantized(site, 50, 400, 20, bits=4)
     record_sqnr(site, 100.0, 1.0)
     record_residual_dropped(site, "loss scale changed")
-    fap.reset_stats()  # takes nothing away from the log
+    fap.reset_stats()  # leaves the log's counts unchanged
     record_quantized(site, 60, 400, bits=5)
     write_now()
     write_now()  # nothing new: no line

@@ -36,7 +36,7 @@ def test_each_interval_by_itself(site: Site) -> None:
     fap.log_to(writer, 10)
     record_quantized(site, 50, 400, bits=4)
     record_sqnr(site, 100.0, 1.0)
-    fap.reset_stats()  # the writer is told all the same
+    fap.reset_stats()  # the writer gets the values anyway
     record_quantized(site, 150, 400, bits=6)
     record_full_precision(site, "warm-up", 200)
     fap.log_to(writer, 20)
