@@ -1,4 +1,4 @@
-"""A program that trains with torch's data parallelism and does not know of the package: ddp, fsdp1 or fsdp2.
+"""A program that trains with torch's data parallelism and does not use the package: ddp, fsdp1 or fsdp2.
 
 by_hand, after that: with the package's hook or reduce-scatter.
 """

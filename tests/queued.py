@@ -1,6 +1,6 @@
-"""What a rank issues over a backend that queues: launches, collectives, streams and events, in their order. No GPU.
+"""Record a rank's operations over a backend that queues: launches, collectives, streams and events. No GPU.
 
-The group is torch's fake one, of any size, whose collectives move nothing here; the codec's operators compute nothing.
+The group is torch's fake one, of any size: its collectives move nothing here; the codec's operators compute nothing.
 CPU tensors stand for those of a GPU.
 """
 
@@ -24,9 +24,9 @@ LAUNCHES = ("encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedb
 
 @dataclass(frozen=True)
 class Issued:
-    """What: launch, collective, wait_stream, record_event or wait_event; on: the stream; of: the tensors in memory.
+    """One operation: launch, collective, wait_stream, record_event or wait_event; on: the stream; of: its tensors.
 
-    messages: of a collective, each piece of memory that goes to or comes from one rank.
+    messages: of a collective, each piece of memory that is sent to or received from one rank.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Issued:
 
 @dataclass(eq=False)
 class Stream:
-    """A stream that notes what is asked of it."""
+    """A stream that records its operations."""
 
     name: str
     queue: Queue
@@ -118,7 +118,7 @@ def _pieces(tensor: Tensor, sizes: Sequence[int] | None) -> Sequence[Tensor]:
 
 @contextmanager
 def queued(world_size: int, rank: int = 0) -> Iterator[Queue]:
-    """The default group is a fake one of so many ranks, over a backend that queues."""
+    """Make the default group a fake one of so many ranks, over a backend that queues."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     queue = Queue()

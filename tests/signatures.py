@@ -1,4 +1,4 @@
-"""What tells the messages of a call apart from those of other calls."""
+"""Signatures, which separate the messages of a call from those of other calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_allreduce_plugin.collectives.transport import Label
 
 @contextmanager
 def signatures(site: str) -> Iterator[list[int]]:
-    """The signatures of the quantized calls at a site, in their order: messages of two different ones do not meet."""
+    """Yield the signatures of the quantized calls at a site, in order. Messages of two different ones never meet."""
     sign, found = Label.sign, list[int]()
 
     def signed(self: Label, *alike: object) -> None:

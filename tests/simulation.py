@@ -2,7 +2,7 @@
 
     encode every rank's tensor -> sum in rank order -> encode -> decode
 
-Nothing here knows of chunks, shards or buffers: the real collectives must be equal to it bit for bit.
+There are no chunks, shards or buffers here: the real collectives must equal the simulation bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call:
         return values.to(getattr(torch, self.dtype))
 
     def run(self, x: Tensor) -> Tensor:
-        """The result on this rank; x is used up."""
+        """Return the result on this rank; x is used up."""
         world, op = dist.get_world_size(), getattr(dist.ReduceOp, self.op)
         if self.collective == "all_reduce":
             result = x
@@ -67,7 +67,7 @@ class Call:
         return result
 
     def simulate(self, world_size: int) -> list[Tensor]:
-        """The result of every rank."""
+        """Return the result of every rank."""
         inputs = [self.input(rank, world_size) for rank in range(world_size)]
         config = self.flash_config
         reduce, gather = (config.format(bits or config.bits) for bits in (config.reduce_bits, config.gather_bits))
@@ -122,14 +122,14 @@ def _mixed_magnitudes(noise: Tensor, rank: int) -> Tensor:
 
 
 def _cancelling(noise: Tensor, rank: int) -> Tensor:
-    """The same pattern on all ranks, of sizes and signs that make the sum depend on its order."""
+    """Return the same pattern on all ranks, of sizes and signs that make the sum depend on its order."""
     size = (1e8, 3.0, -1e8, 1e-3, -7.0, 2e5, 1e8, -3e4)[rank]
     return size * torch.sin(torch.arange(noise.numel()) * 0.37)
 
 
 def _with(value: float) -> Any:
     def values(noise: Tensor, rank: int) -> Tensor:
-        """`value` on rank 1 alone, at every 1000th element from the fifth."""
+        """Put `value` on rank 1 alone, at every 1000th element from the fifth."""
         if rank == 1:
             noise[5::1000] = value
         return noise
@@ -138,7 +138,7 @@ def _with(value: float) -> Any:
 
 
 def _embedding(noise: Tensor, rank: int) -> Tensor:
-    """Two rows of three untouched on all ranks, what is left with zeros of both signs that are this rank's alone."""
+    """Zero two rows of three on all ranks; the rest has zeros of both signs that are this rank's alone."""
     place = torch.arange(noise.numel())
     return torch.where((place // 48 % 3 != 0) | ((place + rank) % 5 == 0), 0.0 * noise, noise)
 
@@ -162,7 +162,7 @@ VALUES: dict[str, Any] = {
 
 
 def lost_zeros(calls: list[Call]) -> list[str]:
-    """The calls of which an element that is exactly zero on all ranks is not in this rank's result."""
+    """Return the calls that lose a zero: an element exactly zero on all ranks that is not zero in the result."""
     found, world, rank = [], dist.get_world_size(), dist.get_rank()
     for call in calls:
         x = call.input(rank, world)
@@ -184,7 +184,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def result_of(call: Call) -> str:
-    """The digest of this rank's result, of what is the group's first call for stochastic rounding."""
+    """Return the digest of this rank's result, drawn as the group's first call for stochastic rounding."""
     groups.state_of(dist.group.WORLD).draws = 0
     return digest(call.run(call.input(dist.get_rank(), dist.get_world_size())))
 
@@ -194,6 +194,6 @@ def results_of(calls: list[Call]) -> list[str]:
 
 
 def expected_of(calls: list[Call], world_size: int) -> list[list[str]]:
-    """What results_of gives on every rank."""
+    """Return the expected output of results_of on every rank."""
     per_call = [[digest(t) for t in call.simulate(world_size)] for call in calls]
     return [list(rank) for rank in zip(*per_call, strict=True)]

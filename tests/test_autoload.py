@@ -1,4 +1,4 @@
-"""The entry point: cheap, silent, off when told, and an import hook that leaves importlib as it was."""
+"""The entry point: cheap, silent, off on request, and an import hook that leaves importlib unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = ("stub_room.first", "stub_room.second")
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package of two modules on sys.path; sys.modules and sys.meta_path are put back afterwards."""
+    """Yield a package of two modules on sys.path; sys.modules and sys.meta_path are put back afterwards."""
     package = tmp_path / "stub_room"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -76,7 +76,7 @@ def test_it_imports_nothing_of_the_package_but_itself() -> None:
 
 
 def test_it_costs_under_five_milliseconds() -> None:
-    """Processor time, best of five fresh processes that have imported what torch has by then."""
+    """Measure processor time: best of five fresh processes, after the imports that torch has made by then."""
     script = (
         "import importlib, logging, time, typing; start = time.process_time(); "
         "from flash_allreduce_plugin import autoload; autoload.load(); print(time.process_time() - start)"
@@ -185,7 +185,7 @@ def test_modules_imported_before(room: Path) -> None:
 
 
 def test_a_module_being_imported_while_the_hook_comes(room: Path) -> None:
-    """Such as Megatron-LM's arguments.py, when it is the one that imports torch."""
+    """Import a module like Megatron-LM's arguments.py, when it is the one that imports torch."""
     (room / "first.py").write_text(
         "import sys\nfrom tests import test_autoload\ntest_autoload.install_for_test()\nvalue = 1\n"
     )
@@ -204,11 +204,11 @@ def install_for_test() -> None:
 
 
 def test_leaving_the_list_hides_no_finder(room: Path) -> None:
-    """The hook may leave sys.meta_path while importlib walks over it; the finder behind it is still asked."""
+    """Let the hook leave sys.meta_path while importlib walks over it; the finder behind it is still asked."""
     (room / "third.py").write_text("")
     finder = AfterImport(["stub_room.first"], lambda: None)
     finder.install()
-    sys.modules["stub_room.first"] = type(sys)("stub_room.first")  # executed by somebody else's loader
+    sys.modules["stub_room.first"] = type(sys)("stub_room.first")  # executed by a foreign loader
 
     class Behind:
         asked: list[str] = []  # noqa: RUF012

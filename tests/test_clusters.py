@@ -20,7 +20,7 @@ BITS = {bits: bits + 0.25 for bits in (4, 8)}  # of an element, with its part of
 
 
 def block(heading: str, containing: str) -> str:
-    """The code block of a section that has this text."""
+    """Return the code block of a section that has this text."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     [found] = [text for text in re.findall(r"```\w*\n(.*?)```", section, flags=re.DOTALL) if containing in text]
     return found
@@ -44,7 +44,7 @@ def lab() -> Iterator[netlab.Lab]:
 
 
 def on_each_host(lab: netlab.Lab, folder: Path, script: str, timeout: float = 150, **variables: str) -> list[str]:
-    """What each host, called node0 and node1, prints when it runs the script in a shell of its own."""
+    """Return the output of each host, called node0 and node1, that runs the script in a separate shell."""
     addresses = "".join(f"{lab.address(rank)} node{rank}\n" for rank in range(lab.count))
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
     (folder / "script").write_text(script)
@@ -102,7 +102,7 @@ def test_slurm_script_expands(tmp_path: Path) -> None:
     assert done.stdout.split() == [*expected.split(), "examples/ddp/train.py", "--bits", "4"]
 
 
-# What ssh and pdsh do, on the hosts of the lab: the command in an empty environment, with %n the number of the host.
+# ssh and pdsh on the hosts of the lab: they run the command in an empty environment, with %n the number of the host.
 SSH = """#!/bin/bash
 [[ $* == *"hostname -I"* ]] && echo {address} || echo node0
 """
@@ -133,7 +133,7 @@ def test_deepspeeds_launcher_as_written(lab: netlab.Lab, tmp_path: Path, ssh: bo
     variables = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "DS_ENV_FILE": str(tmp_path / "settings"), "PATH": path}
     script = block("DeepSpeed's launcher", "--no_ssh" if not ssh else "hostfile examples").rstrip()
     script = script.replace("--hostfile hostfile", f"--hostfile {tmp_path}/hostfile") + " --steps 10\n"
-    if ssh:  # one launcher, which starts the ranks of both hosts; what it is told here stays behind
+    if ssh:  # one launcher, which starts the ranks of both hosts; its own variables are not passed on
         script = f'[ "$NODE_RANK" = 0 ] || exit 0\nexport FLASH_ALLREDUCE_CHUNK_BYTES=8192\n{script}'
     first = on_each_host(lab, tmp_path, script, timeout=500, **variables)[0]
     assert re.search(r"deepspeed.stage2.gradients: 10 of 10 calls quantized", first), first

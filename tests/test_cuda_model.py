@@ -1,4 +1,4 @@
-"""scripts/cuda_model.py on code as nvdisasm prints it; the kernels' own goes through it in `nox -s check-cuda`."""
+"""scripts/cuda_model.py on code as nvdisasm prints it; `nox -s check-cuda` runs it on the kernels' own code."""
 
 from __future__ import annotations
 

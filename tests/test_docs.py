@@ -1,4 +1,4 @@
-"""What the documents and messages say, where the code can be asked whether it is true."""
+"""Statements of the documents and messages, checked against the code where possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = ("flash_allreduce_plugin", "docs", "examples", "scripts", "lab")
 
 
 def texts() -> dict[str, str]:
-    """Everything that a user reads or that speaks to one, by its name."""
+    """Return every text that a user reads, by its name."""
     files = [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.suffix in (".py", ".md", ".sh")]
     others = ("README.md", "SECURITY.md", "CHANGELOG.md", "Makefile", "noxfile.py", "setup.py")
     files += [ROOT / name for name in others]
@@ -29,7 +29,7 @@ def texts() -> dict[str, str]:
 
 
 def test_nobody_is_told_to_install_the_package_by_its_name() -> None:
-    """No index has it, and a stranger could register the name."""
+    """Check the texts: no index has the package, and a stranger could register its name."""
     found = [
         f"{name}: {line.strip()}"
         for name, text in texts().items()
@@ -57,7 +57,7 @@ def test_megatrons_start_line_has_the_number_of_seams() -> None:
 
 
 def test_deepspeeds_start_lines_have_the_default_of_min_bytes() -> None:
-    """In their sections there is none."""
+    """Check the start lines; their sections set no min_bytes."""
     said = [
         (name, int(number))
         for name, text in texts().items()
@@ -105,7 +105,7 @@ def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:
 
 
 def test_targets_and_sessions_that_are_named_exist() -> None:
-    """`make X` in the Makefile, `nox -s X` in noxfile.py."""
+    """Check `make X` against the Makefile, `nox -s X` against noxfile.py."""
     made = set(re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     targets = {name for names in made for name in names.split()}
     noxfile = (ROOT / "noxfile.py").read_text()

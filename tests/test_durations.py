@@ -15,7 +15,7 @@ RECORDED = json.loads((ROOT / "tests" / "durations.json").read_text(encoding="ut
 
 
 def test_long_tests_are_thorough() -> None:
-    """Durations are recorded by pytest --record-durations. A long test leaves tests/selection.py or gets faster."""
+    """Check recorded durations (pytest --record-durations). A long test leaves tests/selection.py or gets faster."""
     recorded = RECORDED["long tests"].items()
     long = {test: s for test, s in recorded if selection.is_product(test) and not test.startswith(selection.LONG)}
     assert not long, f"above {selection.MOST_SECONDS} s: {long}"
@@ -41,7 +41,7 @@ def test_recorded_modules_exist() -> None:
 
 @pytest.mark.parametrize("name", [*selection.EXCEPT, *selection.LONG])
 def test_an_exception_is_of_a_test_that_exists(name: str) -> None:
-    """A test that was renamed would leave or join `make test` unseen."""
+    """Check the names: a renamed test would leave or join `make test` unseen."""
     file, separator, test = name.partition("::")
     if not separator:
         assert "[" in file or list(ROOT.glob(f"{file}*"))

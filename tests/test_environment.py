@@ -1,4 +1,4 @@
-"""Switches mean what they say; anything else is refused."""
+"""Switches: each documented value has its effect; any other is refused."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_anything_else_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_autoload_writes_the_same_names_again() -> None:
-    """It imports nothing of the package: `import torch` works where half of it is missing."""
+    """Check that it imports nothing of the package: `import torch` works where half of it is missing."""
     assert (autoload.PREFIX, autoload.SWITCH) == (environment.PREFIX, environment.AUTOLOAD)

@@ -31,7 +31,7 @@ def printed(command: str, *more: str) -> str:
 
 
 def loss_and_report(command: str) -> tuple[float, str]:
-    """The loss of the last step, and what else was printed."""
+    """Return the loss of the last step, and the other output."""
     report = printed(command, "--steps", str(STEPS))
     [loss] = re.findall(rf"^step {STEPS}: loss (\S+)", report, flags=re.MULTILINE)
     return float(loss), report

@@ -28,7 +28,7 @@ from flash_allreduce_plugin.integrations.megatron import arguments
 from flash_allreduce_plugin.runtime import groups
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
-# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
+# The suite runs the same examples each time. `nox -s fuzz`, which sets their number, draws others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def damaged(draw: st.DrawFn, good: bytes) -> bytes:
-    """Good bytes with some of them replaced, out, or twice."""
+    """Return good bytes with some of them replaced, removed, or repeated."""
     for _ in range(draw(st.integers(1, 4))):
         begin, end = sorted((draw(st.integers(0, len(good))), draw(st.integers(0, len(good)))))
         end = min(end, begin + 12)
@@ -127,7 +127,7 @@ def test_any_flag(words: dict[str, str]) -> None:
         assert "--flash-allreduce-" in str(error)
 
 
-# What a YAML file has besides: --yaml-cfg hands on what it reads.
+# Other types of a YAML file: --yaml-cfg passes them on as read.
 YAML = JSON | st.dates() | st.datetimes() | st.binary(max_size=3) | st.sets(st.integers(), max_size=2)
 
 
@@ -158,7 +158,7 @@ def test_any_section_of_deepspeed(raw: Any) -> None:
 @example(ranks=[GOOD, DEEP])
 @fuzz
 def test_any_configuration_of_a_peer(ranks: list[bytes]) -> None:
-    """Of another version, or cut off: the sentence of a mismatch all the same."""
+    """Compare configurations of another version, or cut off: the error is always the sentence of a mismatch."""
     assert "different configurations" in str(groups.mismatch(ranks))
 
 
@@ -197,7 +197,7 @@ LINES = [
 
 @st.composite
 def replaced(draw: st.DrawFn, value: Any) -> Any:
-    """A JSON value of which one part, at any depth, is another, or is gone."""
+    """Draw a JSON value with one part, at any depth, replaced or removed."""
     if not isinstance(value, dict) or not value or draw(st.integers(0, 5)) == 0:
         return draw(JSON)
     key = draw(st.sampled_from(sorted(value)))
@@ -237,7 +237,7 @@ def test_any_log(content: bytes, folder: Path) -> None:
 def test_a_log_cannot_speak_to_the_terminal_nor_break_the_page(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Codes that a terminal obeys, and half a character: os.environ has those where a variable is no UTF-8."""
+    """Use codes that a terminal obeys, and half a character: os.environ has those where a variable is no UTF-8."""
     pytest.importorskip("rich")
     from flash_allreduce_plugin.cli.report.command import run_report
 
@@ -338,7 +338,7 @@ def mostly_one_of(good: list[str], others: st.SearchStrategy[str]) -> st.SearchS
 @example(words=["--layout", "{layout}"], shape={}, layout={"inter": "1e-300b"})
 @settings(fuzz, max_examples=EXAMPLES // 5)
 def test_any_command_line_of_plan(words: list[str], shape: Any, layout: Any, folder: Path) -> None:
-    """A good plan, or the usage and a sentence; never a traceback."""
+    """Draw any command line: a good plan, or the usage and a sentence; never a traceback."""
     pytest.importorskip("typer")
     from typer.testing import CliRunner
 

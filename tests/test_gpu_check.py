@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py without a GPU: what it makes of steps that pass, fail, hang or cannot run."""
+"""scripts/gpu_check.py without a GPU: its report of steps that pass, fail, hang or cannot run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_budget_that_is_spent_stops_the_rest(tmp_path: Path) -> None:
 
 
 def test_the_counts_of_pytest(tmp_path: Path) -> None:
-    """A file in which everything is skipped is not a file that passed."""
+    """Check that a file in which everything is skipped is not counted as passed."""
     passing, skipping = tmp_path / "test_a.py", tmp_path / "test_b.py"
     passing.write_text("import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('why')\n")
     skipping.write_text("import pytest\npytest.skip('no device', allow_module_level=True)\n")
@@ -111,7 +111,7 @@ def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
 
 @pytest.mark.parametrize("name", ["train ddp, 8 bits", pytest.param("train megatron, 8 bits", marks=pytest.mark.slow)])
 def test_a_training_step_trains(tmp_path: Path, name: str) -> None:
-    """On CPUs, with gloo: the same commands, shortened."""
+    """Train on CPUs, with gloo: the same commands, shortened."""
     found = {step.name: step for step in gpu_check.training_steps(2, tmp_path)}
     environment = environment_of(None)
     if "megatron" in name:
@@ -133,7 +133,7 @@ def test_a_training_that_fails_is_seen() -> None:
 
 
 def test_the_page_that_is_sent(tmp_path: Path) -> None:
-    """On two CPU ranks; the bench of two GPUs writes the same file."""
+    """Write the page on two CPU ranks; the bench of two GPUs writes the same file."""
     results = tmp_path / "bench.json"
     command = [sys.executable, "-m", "flash_allreduce_plugin", "bench", "--ranks", "2", "-d", "bfloat16", "-b", "64K"]
     command += ["-e", "64K", "--rounds", "2", "-n", "1", "--json", str(results)]
@@ -148,7 +148,7 @@ def test_the_page_that_is_sent(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_kernels_of_64_mib(tmp_path: Path) -> None:
-    """It reads the results that an H100 wrote."""
+    """Read the results that an H100 wrote."""
     (results,) = (ROOT / "lab" / "results").glob("*/gpu_kernels-1.json")
     figures, wrong = gpu_check.read_codec(results)
     check = Check(tmp_path, budget=10)
@@ -173,7 +173,7 @@ def test_an_outcome_that_is_left_out_is_no_failure() -> None:
 
 
 def test_the_tests_of_the_gpu_run_with_the_cpu_in_its_place(tmp_path: Path) -> None:
-    """Some of each: that they have not fallen behind the package. All of them: GPU_TESTS_ON=cpu pytest tests/gpu."""
+    """Run some tests of each kind, so that they keep up with the package. All: GPU_TESTS_ON=cpu pytest tests/gpu."""
     report = tmp_path / "report.xml"
     environment = {**environment_of(None), "GPU_TESTS_ON": "cpu", "GPU_TESTS_EVERY": "25"}
     chosen = "plain or spikes-and or alignment or empty or refused or stay or aot_eager or guarantee_7 or uneven"

@@ -95,7 +95,7 @@ NOT_OURS = {
 
 @cache
 def tracked() -> tuple[str, ...]:
-    """Return the paths of the repository's files, those that are not committed yet too."""
+    """Return the paths of the repository's files, including uncommitted ones."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return tuple(sorted(name for name in set(listed.splitlines()) if (ROOT / name).is_file()))

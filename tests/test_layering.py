@@ -1,4 +1,4 @@
-"""The house stays livable: imports go one way, heavy ones stay in their rooms, and importing does nothing."""
+"""The layers of the package: imports have one direction, heavy ones stay in their rooms, importing has no effect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STOREYS = (
 )
 STOREY = {module: number for number, module in enumerate(STOREYS)}
 
-# Package -> the rooms whose modules may import it when they are imported.
+# Package -> the rooms that may import it when their modules are imported.
 HEAVY = {
     "megatron": (),  # not even its own room: megatron-core is imported when it is patched
     "deepspeed": (),  # the same
@@ -53,10 +53,10 @@ def sources() -> list[Path]:
     return sorted(path for path in ROOT.rglob("*.py"))
 
 
-#: Pairs of folders of which one imports from the other, imports for the type checker included. Goal: 60 or fewer.
+#: Pairs of folders where one imports from the other, imports for the type checker included. Goal: 60 or fewer.
 #: It only falls.
 EDGES = 43
-#: An import for the type checker that goes up: Site has a field for the tally of an engine.
+#: An import for the type checker from a lower to a higher storey: Site has a field for the tally of an engine.
 UP_FOR_TYPES = {("policy", "telemetry")}
 
 # The table of the integrations imports nothing: every folder may read it.
@@ -69,7 +69,7 @@ def room(path: Path) -> str:
 
 
 def imports(path: Path, *, when_imported: bool, for_types: bool = False) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of what a file imports: all of it, or what happens when the file is imported.
+    """Yield (line, dotted name) of a file's imports: all of them, or those that run when the file is imported.
 
     Imports under `if TYPE_CHECKING:` never happen. They count if for_types is true.
     """
@@ -102,7 +102,7 @@ def own_modules(path: Path, *, for_types: bool = False) -> Iterator[tuple[int, s
 
 
 def test_every_module_has_its_storey() -> None:
-    """A new module needs a place in the table above."""
+    """Check that a new module has a place in the table above."""
     assert {room(path) for path in sources()} - {"__init__"} == set(STOREY)
 
 
@@ -155,17 +155,17 @@ TESTED_IN = {
     "integrations/megatron/attention": "integrations/megatron/test_context_parallel",
     "integrations/megatron/tensor_parallel": "integrations/megatron/test_seams",  # one model has the seams of both
     "integrations/megatron/sequence_parallel": "integrations/megatron/test_seams",
-    "integrations/megatron/refusals": "integrations/megatron/test_arguments",  # which refuses what it lists
+    "integrations/megatron/refusals": "integrations/megatron/test_arguments",  # which refuses the listed ones
     "integrations/megatron/attach": "integrations/megatron/test_megatron_attach",
     "cli/output": "cli/test_bench",  # and every other command, piped
     "config/wording": "config/test_fields",  # the sentences of its mistakes
-    "cli/machine": "cli/test_bench",  # whose results say what they were measured with
+    "cli/machine": "cli/test_bench",  # its results name the machine of the measurement
 }
 SMALL = 40  # lines: such a module is tested with its users
 
 
 def test_tests_mirror_the_package() -> None:
-    """A module has a test file of its name; the modules of a command share that of the command."""
+    """Check that a module has a test file of its name; the modules of a command share that of the command."""
     tests = Path(__file__).parent
     names = {path.stem for path in tests.rglob("test_*.py")}
     without = []

@@ -1,4 +1,4 @@
-"""scripts/make_benchmarks.py: the documents' tables are what their results give, and can be made again."""
+"""scripts/make_benchmarks.py: the documents' tables equal their results, and can be made again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_changed_figure_is_noticed(name: str, row: str) -> None:
 
 
 def test_every_result_makes_a_table() -> None:
-    """Of these documents, or of docs/decide/planning.md (`plan --check`); docs/trust/cuda.md tells of gpu-check's."""
+    """Check these documents' tables. docs/decide/planning.md has `plan --check`, docs/trust/cuda.md gpu-check's."""
     used = {file for entry in INDEX_OF_RESULTS.values() for file in entry["files"]}
     left = {str(file.relative_to(RESULTS)) for file in RESULTS.glob("*/*")} - used
     assert {Path(name).name for name in left} <= {*plan_measured.FILES, "gpu_check-1.json"}
@@ -149,7 +149,7 @@ def test_a_variant_that_does_not_run_has_no_row() -> None:
 
 
 def test_a_step_has_the_loss_of_its_training() -> None:
-    """Each training has names of its own for what a step calls INT4 or preset int4."""
+    """Check the names: each training has another name for a step's INT4 or preset int4."""
     row = {"step, seconds": 1.0, "x base": 1.0, "wire, bytes": 3e6}
     names = ("bf16", "INT8", "INT4", "preset int4")
     tables = [{"rate": "none", "share": 0.1, "variants": dict.fromkeys(names, row)}]
@@ -225,7 +225,7 @@ def test_made_again_with_small_sizes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     index = json.loads((results / INDEX).read_text())
     assert sorted(index) == ["codec", "scale", *links]
-    assert all(0 < entry["seconds"] < 120 for entry in index.values())  # what `make bench` takes, in all
+    assert all(0 < entry["seconds"] < 120 for entry in index.values())  # the duration of all of `make bench`
     text = (documents / "benchmarks.md").read_text()
     assert text == rewrite("benchmarks.md", text, index, results) != (DOCUMENTS / "benchmarks.md").read_text()
     assert f"{default_codec()}:" in text
@@ -252,7 +252,7 @@ def test_a_table_of_communication_hooks_made_again_has_every_variant_that_runs(t
 
 @pytest.mark.slow
 def test_tables_of_one_command_are_measured_once(tmp_path: Path) -> None:
-    """All of docs/decide/accuracy.md, with its picture."""
+    """Check all of docs/decide/accuracy.md, with its picture."""
     if need := missing(next(table for table in TABLES if table.name == "accuracy")):
         pytest.skip(f"it needs {need}")
     for name in NAMES:

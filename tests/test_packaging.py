@@ -1,4 +1,4 @@
-"""What is published: versions, metadata, contents of sdist and wheel, licences, the tables of docs/trust/releases.md.
+"""The published package: versions, metadata, sdist, wheel, licences, the tables of docs/trust/releases.md.
 
 `nox -s package` makes, installs and tests the real wheel. Here its checks meet archives with planted faults.
 """
@@ -56,7 +56,7 @@ def test_the_matrix_runs_tests_that_exist() -> None:
 
 
 def test_the_matrix_has_the_ends_of_every_window() -> None:
-    """The oldest torch is the one that the binary targets."""
+    """Check that the oldest torch is the one that the binary targets."""
     (torch,) = [text for text in PYPROJECT["dependencies"] if text.startswith("torch")]
     major, minor, _ = support_matrix.TORCHES[0].split(".")
     assert torch == f"torch>={major}.{minor}"
@@ -72,9 +72,9 @@ def test_the_matrix_has_the_ends_of_every_window() -> None:
 
 
 def built(tmp_path: Path, release: str, knows: str, torch_cuda: str | None, torch_knows: str = "") -> tuple[int, str]:
-    """Exit status and output of build_cuda with an nvcc of a release and a torch of a CUDA, which are stood in for.
+    """Return exit status and output of build_cuda with an nvcc of a release and a torch of a CUDA, both imitations.
 
-    The nvcc prints what it is asked to compile. scripts/check_cuda.py runs the real one.
+    The imitated nvcc prints its arguments. scripts/check_cuda.py runs the real one.
     """
     nvcc = tmp_path / "nvcc"
     nvcc.write_text(
@@ -120,7 +120,7 @@ def test_the_gpus_are_those_that_nvcc_and_torch_know(
 
 
 def test_the_operators_that_the_cuda_wheel_has_to_register_are_those_of_its_sources() -> None:
-    """nox -s package-cuda asks for them; not for those that csrc/cuda gives CPU tensors."""
+    """Compare with nox -s package-cuda, which asks for them; not for those that csrc/cuda gives CPU tensors."""
     codec = {"encode", "decode", "decode_sum", "decode_sum_encode", "encode_feedback", "decode_sum_encode_feedback"}
     assert set(package_cuda.operators()) == {*codec, "two_shot_all_reduce", "load_two_shot"}
 
@@ -147,12 +147,12 @@ def test_every_dependency_has_its_licence() -> None:
         assert name in named, f"{name} is not in the table of licences: nox -s licences"
 
 
-# What is in the sdist.
+# The contents of the sdist.
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout with what is packaged, and with what is not to be."""
+    """Return a checkout with files to package, and with files to leave out."""
     folder = tmp_path / "checkout"
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md"):
         (folder / name).parent.mkdir(exist_ok=True)
@@ -189,12 +189,12 @@ def test_an_sdist_with_more_or_less_is_refused(checkout: Path) -> None:
     assert f"{top}/csrc/wire_format.h is missing" in text
 
 
-# What is in the libraries of the wheel.
+# The contents of the wheel's libraries.
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """compiled(source, flags): a shared library."""
+    """Yield compiled(source, flags): a shared library."""
     folder = tmp_path_factory.mktemp("libraries")
 
     def make(source: str, *flags: str) -> Path:
@@ -232,7 +232,7 @@ def test_a_library_with_a_fault_is_refused(
     assert any(problem in text for text in problems), problems
 
 
-# What `nox -s package` and `nox -s matrix` make of doctor's report, and the table.
+# The output of `nox -s package` and `nox -s matrix` from doctor's report, and the table.
 
 
 def _report(**levels: str) -> dict[str, object]:

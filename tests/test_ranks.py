@@ -1,4 +1,4 @@
-"""The ranks that tests keep: what a test leaves behind in them is not found by the next one's luck."""
+"""The ranks that tests keep: leftovers of a test are reported, not found by the next test by chance."""
 
 from __future__ import annotations
 

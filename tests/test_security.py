@@ -1,7 +1,7 @@
-"""What the package may do to the machine it runs on: every use of a dangerous name is on a list, with its reason.
+"""The package's use of the machine: every use of a dangerous name is on a list, with its reason.
 
 The syntax trees of the package are walked for modules and calls that run code, start processes, open connections,
-unpickle or write files. What is found must be what `ALLOWED` has, no less: an entry that is not used fails too.
+unpickle or write files. The uses must equal `ALLOWED`: an entry that is not used fails too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BANNED = re.compile(
     r"|huggingface_hub|pip|setuptools|torch\.hub|torch\.package|torch\.jit|torch\.distributed\.rpc)(\..*)?"
 )
 BANNED_BUILTINS = ("eval", "exec", "compile", "__import__", "breakpoint")
-# Collectives of objects: they unpickle what another rank says.
+# Collectives of objects: they unpickle the bytes of another rank.
 PICKLING = re.compile(r"\w+_object(_list)?|allow_pickle|\w*_pickled?")
 # To be used where ALLOWED says so; torch.load is looked at where it is called.
 WATCHED = re.compile(
@@ -131,7 +131,7 @@ ALLOWED: dict[str, dict[str, str]] = {
 
 
 def uses(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of everything in a source that is dangerous or watched."""
+    """Yield (line, name) of everything in a source that is dangerous or watched."""
     tree = ast.parse(source)
     names = dict(_imported(tree))
     for node in ast.walk(tree):
@@ -159,7 +159,7 @@ def uses(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """What the names of a file stand for: "sp" for subprocess, "run" for subprocess.run."""
+    """Yield the meaning of a file's names: "sp" for subprocess, "run" for subprocess.run."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -277,7 +277,7 @@ def test_the_walk_lets_pass(source: str) -> None:
 
 
 def test_the_compiled_code_asks_the_system_for_nothing() -> None:
-    """No file, process or connection in csrc: what it includes is torch's stable ABI and the language's own library."""
+    """Check csrc for files, processes and connections: it includes torch's stable ABI and the language's library."""
     headers = set()
     for path in sorted((REPOSITORY / "csrc").rglob("*.*")):
         headers |= set(re.findall(r"#include <([^>]+)>", path.read_text(encoding="utf-8")))
@@ -291,7 +291,7 @@ def test_the_compiled_code_asks_the_system_for_nothing() -> None:
 
 
 def _partly_installed(folder: Path, files: list[str]) -> str:
-    """A folder with the entry point, these files of the package, and a Megatron-LM and a DeepSpeed of stubs."""
+    """Make a folder with the entry point, these files of the package, and stubs of Megatron-LM and DeepSpeed."""
     for file in files:
         target = folder / ROOT.name / file
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -303,7 +303,7 @@ def _partly_installed(folder: Path, files: list[str]) -> str:
     for module in ("megatron/training/arguments", "megatron/training/global_vars", "deepspeed/runtime/engine"):
         (folder / f"{module}.py").parent.mkdir(parents=True, exist_ok=True)
         (folder / f"{module}.py").write_text("imported = True\n")
-    for package in ("deepspeed", "deepspeed/runtime"):  # else an installed DeepSpeed goes before a folder without it
+    for package in ("deepspeed", "deepspeed/runtime"):  # else an installed DeepSpeed hides a folder without it
         (folder / package / "__init__.py").touch()
     return str(folder)
 
@@ -315,17 +315,17 @@ def _partly_installed(folder: Path, files: list[str]) -> str:
             ["__init__.py", "aliases.py", "autoload.py", "integrations/__init__.py", "integrations/registry.py"],
             [],
             3,
-        ),  # the rest of the package is gone, torch.ops' operators among it
-        (list(SOURCES), ["pydantic"], 2),  # a requirement is gone
+        ),  # the rest of the package is missing, torch.ops' operators included
+        (list(SOURCES), ["pydantic"], 2),  # a requirement is missing
     ],
     ids=["half the package", "no pydantic"],
 )
 def test_the_entry_point_is_harmless_when_anything_is_missing(
     files: list[str], hidden: list[str], count: int, tmp_path: Path
 ) -> None:
-    """torch is imported, the frameworks are, and a line of the log names each part that is not attached."""
+    """Check that torch and the frameworks import, and that a line of the log names each part that is not attached."""
     script = (
-        # An editable installation would fill in what is missing here.
+        # An editable installation would provide the missing parts here.
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
         f"for name in {hidden}: sys.modules[name] = None\n"
         "import torch, megatron.training.arguments as a, megatron.training.global_vars, deepspeed.runtime.engine as e\n"

@@ -65,7 +65,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh["shard"])
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A small model for a demonstration: quantize whatever the size.
+            # A small model for a demonstration: quantize at any size.
             if arguments.bits:
                 module.set_custom_reduce_scatter(
                     fap.FlashReduceScatter(fap.FlashConfig(bits=arguments.bits, min_bytes=0))

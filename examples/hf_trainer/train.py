@@ -42,7 +42,7 @@ def main() -> None:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),  # else, without a GPU, every rank takes itself for the only one
+        use_cpu=not torch.cuda.is_available(),  # else, without a GPU, every rank runs as a single process
         seed=1,
     )
     torch.set_num_threads(1)

@@ -66,7 +66,7 @@ def main() -> None:
     model = Stage(rank, world).to(device)
     schedule = Schedule1F1B(PipelineStage(model, rank, world, device), MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    batches = torch.Generator().manual_seed(0)  # all stages draw the same
+    batches = torch.Generator().manual_seed(0)  # the same batches on all stages
     for step in range(1, arguments.steps + 1):
         starts = torch.randint(len(text) - SEQUENCE, (MICRO_BATCHES * BATCH,), generator=batches)
         pieces = torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).to(device)

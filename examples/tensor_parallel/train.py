@@ -72,7 +72,7 @@ def main() -> None:
     for layer in model.layers:
         parallelize_module(layer, mesh, PLAN)
     if arguments.preset:
-        # A small model for a demonstration: quantize whatever the size.
+        # A small model for a demonstration: quantize at any size.
         fap.tensor_parallel.enable(fap.FlashConfig(preset=arguments.preset, min_bytes=0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), foreach=False)
     batches = torch.Generator().manual_seed(1)  # the same batch on all ranks

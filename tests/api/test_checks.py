@@ -171,7 +171,7 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks: GetRanks, world_siz
     sentence = SENTENCES[name].format(world=world_size, more=world_size + 1, x=60 * world_size, z=60 * world_size + 1)
     if name == "swapped" and world_size == 1:
         pytest.skip("one rank: nothing to swap")
-    # On one rank only: had anything been sent, the other rank's next collective would meet it.
+    # On one rank only: if anything were sent, the other rank's next collective would receive it.
     for on in ([0], list(range(world_size))):
         for rank, (message, *good) in enumerate(ranks(world_size).run(bad_input, name, on)):
             assert message.startswith(sentence) if rank in on else message == ""

@@ -169,7 +169,7 @@ def test_ranks_that_draw_as_one_round_alike(ranks: GetRanks) -> None:
 
 
 def batch_of_sites() -> list[Any]:
-    """Run a batch whose messages have different sites, and a batch that its caller wants in full precision."""
+    """Run a batch with messages of different sites, and a batch that its caller wants in full precision."""
     rank, y = dist.get_rank(), torch.zeros(3000)
     fap.reset_stats()
     config = fap.FlashConfig(bits=4, pipeline_bits=8, min_bytes=0)
@@ -200,7 +200,7 @@ def test_the_senders_tensor_stays_as_it_is(ranks: GetRanks) -> None:
     assert ranks(2).run(untouched) == [True, True]
 
 
-# ---- as they are ----
+# ---- in full precision ----
 
 
 def as_they_are(dtype: torch.dtype) -> tuple[bool, dict[str, int]]:
@@ -236,7 +236,7 @@ def test_as_in_torch_the_shape_may_be_another(ranks: GetRanks) -> None:
     assert ranks(2).run(other_shape) == [True, True]
 
 
-# ---- who gets which ----
+# ---- matching ----
 
 
 def from_anybody() -> list[tuple[int, float]]:

@@ -209,7 +209,7 @@ def break_something(settings: dict[str, Any], say: ranks.Say) -> Any:
 
     def decode_on_rank_1(payload: torch.Tensor, output: torch.Tensor, *rest: Any) -> None:
         decode(payload, output, *rest)
-        output[0, 3] *= 1 + 2e-3 * dist.get_rank()  # far less than a step: only the other rank's bits tell
+        output[0, 3] *= 1 + 2e-3 * dist.get_rank()  # far less than a step: only the other rank's bits show it
 
     def encode_too_much(input: torch.Tensor, payload: torch.Tensor, wire: Any, *rest: Any) -> None:
         encode(input * 1.5 if wire.bits == 4 else input, payload, wire, *rest)
@@ -310,7 +310,7 @@ def test_interrupted_it_leaves_nothing(link: str) -> None:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         started: set[int] = set()
-        for line in process.stdout:  # the first row: it measures the next
+        for line in process.stdout:  # the row before is printed while the next is measured
             if not line.startswith("#"):
                 started.update(descendants(process.pid))
                 break

@@ -88,7 +88,7 @@ def test_the_codec_keeps_within_and_little_more_is_wrong(collective: Collective,
     worst = float((found[0].float() - exact_of(inputs, 0)).abs().max())
     if plan.reduce.hadamard:  # at worst the errors of a whole rotated group meet in one element
         worst *= plan.reduce.group_size**0.5
-    each = collective in ("reduce_scatter", "all_to_all")  # rank has something else
+    each = collective in ("reduce_scatter", "all_to_all")  # ranks have different results
     for result in {id(result): result for result in found}.values():
         result[places] += 4 * worst + 0.01 * float(result.float().abs().max())
     assert wrong(inputs, found, plan) == len(places) * (WORLD if each else 1)
@@ -170,7 +170,7 @@ def differ() -> list[int]:
             found.append(bench_check.differing(x))
     x = torch.zeros(10)
     if dist.get_rank() == 1:
-        x.neg_()  # equal, in other bits
+        x.neg_()  # equal values in other bits
     return [*found, bench_check.differing(x)]
 
 

@@ -82,7 +82,7 @@ def test_a_call_between_nodes_of_one_rank():
 def test_a_call_between_nodes_of_several_ranks():
     """Check that a ring uses the links of all ranks of a node, and that two levels send an L-th between nodes."""
     t = call(ranks=8)
-    slow = replace(BOX, inter=1e6)  # nothing else counts
+    slow = replace(BOX, inter=1e6)  # only this link matters
     assert cost(t, slow).seconds == pytest.approx(2 * 7 / 8 * 256_000 / 4e6)
     narrow = cost(t, slow, INT4)
     assert narrow.way == "two levels"
@@ -182,11 +182,11 @@ def test_a_device_that_sends_by_itself_is_busy_with_it():
 
 
 def test_gloo():
-    """Check gloo, whose reduce-scatter is an all-reduce."""
+    """Check gloo: its reduce-scatter is an all-reduce."""
     gloo = replace(BOX, backend="gloo")
     assert cost(call("reduce_scatter"), gloo).bytes_sent == cost(call(), gloo).bytes_sent == 2 * 3 / 4 * 256_000
     assert cost(call("reduce_scatter"), gloo, INT4).bytes_sent == 3 / 4 * 68_000
-    for collective in ("all_reduce", "reduce_scatter"):  # both progress by themselves
+    for collective in ("all_reduce", "reduce_scatter"):  # gloo advances both without a wait
         alone = cost(call(collective), gloo, INT4)
         assert cost(call(collective, hide=1.0), gloo, INT4).hidden == pytest.approx(max(0.0, alone.link - alone.busy))
 

@@ -325,7 +325,7 @@ def test_words_and_units_are_explained():
     assert re.search(r"SP forward, scatter .* 75.2 GB ", out), out
 
 
-# Where it says it ----------------------------------------------------------------------------------------------------
+# Where the output is written -----------------------------------------------------------------------------------------
 
 
 def test_piped_stdout_has_the_result_alone(layout):

@@ -469,7 +469,7 @@ def test_a_browser_shows_the_page(log: Log, tmp_path: Path) -> None:
     """Check that curves are drawn, that nothing overflows the window in both widths, and that no log runs a script."""
     page([log()], tmp_path)
     text = (tmp_path / "page.html").read_text()
-    # Told by a script of the test's own, which the page has none of.
+    # The test's own script reports the result; the page has no script.
     measure = """<script>document.title = JSON.stringify({
         overflow: document.documentElement.scrollWidth - innerWidth,
         curves: [...document.querySelectorAll("svg .line")].map(line => line.getBoundingClientRect().width),

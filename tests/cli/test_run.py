@@ -24,7 +24,7 @@ from flash_allreduce_plugin.cli.run.command import Option, options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = (sys.executable, "-m", "flash_allreduce_plugin", "run")
-# A training that knows nothing of the plugin.
+# A training that does not use the plugin's API.
 TRAIN = """
 import gc
 import hashlib
@@ -224,7 +224,7 @@ def test_a_problem_of_the_installation_is_found_first(site: Path) -> None:
     assert (site / "started").exists()
 
 
-# Says how often it was interrupted; ends at SIGTERM.
+# Prints how often it was interrupted; ends at SIGTERM.
 LISTENS = """
 import os, signal, sys, time
 counts = {}

@@ -142,7 +142,7 @@ def test_guarantee_6_holds_where_an_element_is_clipped(bits: int, mse: bool) -> 
         allowed = largest_errors(codec, x[0])
         assert (error <= allowed * (1 + 1e-4)).all()
         worst = max(worst, (error / allowed).max().item())
-    assert worst > 0.3 or mse  # which hardly ever chooses that
+    assert worst > 0.3 or mse  # a search hardly ever chooses that code
 
 
 def sqnr_db(exact: Tensor, result: Tensor) -> float:
@@ -232,7 +232,7 @@ def test_guarantee_6_with_spikes_the_error_is_a_share_of_the_largest_that_they_l
     decoded = Both(codec).round_trip(x.view(1, -1)).view(x.shape).double()
     allowed = largest_errors(codec, rest_of(x, codec).float().view(-1)).view(x.shape)
     held = (x == 0).any(-1, keepdim=True)
-    allowed *= torch.where(held, LARGEST_ERROR[bits][1] / LARGEST_ERROR[bits][0], 1.0)  # whether it is left a 0 or not
+    allowed *= torch.where(held, LARGEST_ERROR[bits][1] / LARGEST_ERROR[bits][0], 1.0)  # a 0 may be left in it or not
     allowed[3] += 1e30 * 2.0 ** -(bits + 11)  # the scale that the exponent of a spike needs
     assert ((decoded - x.double()).abs() <= allowed * 1.001 + x.double().abs() * 2.0**-24).all()
     assert (decoded[x == 0] == 0).all()

@@ -48,7 +48,7 @@ def test_guarantee_6_the_error_is_at_most_half_a_step_of_the_group(name: str, dt
             payload = fap.encode(x, config_of(codec))
             decoded = fap.decode(payload, x.shape, torch.float32, config_of(codec)).double()
             scale, zero = (v.repeat_interleave(64)[: x.numel()] for v in metadata(payload, codec))
-            # Groups whose range float32 or bf16 cannot hold are NaN, on purpose (docs/trust/numerics.md).
+            # Groups with a range too large for float32 or bf16 are NaN, on purpose (docs/trust/numerics.md).
             served = scale.isfinite()
             assert (decoded.isnan() == ~served).all()
             if name != "near the end of float32":
@@ -162,7 +162,7 @@ assert torch.equal(plain_half, fap.decode(fap.encode(half, config), half.shape, 
 
 
 def normal_values() -> list[Tensor]:
-    """Return values whose steps are normal numbers too."""
+    """Return values with steps that are normal numbers too."""
     return [gaussian(3000), gaussian(3000) * 1e-30, gaussian(3000) * 1e30, 100 + 0.1 * gaussian(3000)]
 
 

@@ -198,7 +198,7 @@ def test_no_group_is_worse_with_a_searched_range(layout: dict[str, bool], spikes
                 for mse in (False, True)
             ]
             before, after = (error.square().sum(1) for error in errors)
-            # Errors are counted in 1/128 of a step, which tells where all elements but one have the same small error;
+            # Errors are counted in 1/128 of a step, which shows where all elements but one have the same small error;
             # and those of an element that stands in for spikes three times.
             assert (after <= before * 1.1 + 1e-12).all(), (bits, values)
             better += int((after < 0.98 * before).sum())

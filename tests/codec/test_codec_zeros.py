@@ -147,7 +147,7 @@ def test_only_a_group_that_holds_a_zero_says_that_its_zero_point_is_a_code(bits:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
 def test_guarantee_6_the_step_of_a_group_with_a_zero(options: dict[str, bool]) -> None:
-    """Check the docs' rule: the whole k costs one step less of the range, whose ends may lie 7/16 outside."""
+    """Check the docs' rule: the whole k costs one step less of the range, and the ends may lie 7/16 outside."""
     if options.get("symmetric") or options["spikes"] or options.get("codebook"):
         return
     for bits, skew in itertools.product(BITS, (-3, -1, -0.1, 0.0, 0.1, 0.5, 1, 3)):

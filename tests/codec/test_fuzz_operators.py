@@ -22,7 +22,7 @@ from tests.codecs import DTYPES, as_bytes, compiled, fits, same_bits
 
 pytestmark = pytest.mark.skipif(ops.unavailable is not None, reason=str(ops.unavailable))
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "250"))
-# The same ones at every run of the suite; `nox -s fuzz`, which says how many, looks for others each time.
+# The suite runs the same examples each time. `nox -s fuzz`, which sets their number, draws others each time.
 fuzz = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -78,7 +78,7 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype, kinds: 
     strides: list[int] = []
     step = 1
     for n in reversed(shape):
-        # Gaps, overlaps and expansion; where no element is reached by it, any stride at all.
+        # Gaps, overlaps and expansion; where no element is reached by a stride, any stride at all.
         gaps = (st.integers(0, 5), st.just(-n * step), st.just(-1))
         stride = max(0, step + draw(mostly(0, *gaps)))
         strides.insert(0, draw(mostly(stride, st.just(1 << 61))) if n == 1 or 0 in shape else stride)
@@ -228,7 +228,7 @@ def _expected(name: str, given: list[Any], made: list[Made], codec: Format, gath
     if any(one.kind == "resized" and one.tensor.numel() for one in made):
         return None
     first, output = (one.tensor.detach() for one in made)
-    if any(one.kind == "resized" for one in made):  # its memory is gone: no result to compare
+    if any(one.kind == "resized" for one in made):  # its memory was taken away: no result to compare
         return None
     first, result = (
         first.clone(memory_format=torch.contiguous_format),
@@ -348,7 +348,7 @@ def test_rows_too_long_to_have_a_size() -> None:
 
 
 def test_rows_of_no_elements_with_any_stride() -> None:
-    """Use strides whose reach is no int64: the sanitizer of `nox -s fuzz -- library` would see it computed."""
+    """Use strides that reach beyond int64: the sanitizer of `nox -s fuzz -- library` would see the overflow."""
     payloads = torch.empty(0, dtype=torch.uint8).as_strided((9, 0), (1 << 61, 1))
     output = torch.empty(0)
     compiled.decode_sum(payloads, output, 1.0, 4, 64, 0)

@@ -1,4 +1,4 @@
-"""The fallback: the package without its compiled library, or told not to use it."""
+"""The fallback: the package without its compiled library, or with the fallback chosen by a variable."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
 ) -> None:
     whole = len(pattern) // dtype.itemsize * dtype.itemsize
     values = torch.frombuffer(bytearray(pattern[:whole] or b"\0\0\0\0"), dtype=torch.uint8).view(dtype)
-    # Twice over: once as it is, where one NaN loses most groups, and once with it and every Inf taken out.
+    # Check twice: unchanged, where one NaN loses most groups, and without every NaN and Inf.
     Both(codec).round_trip(values.view(1, -1), output)
     Both(codec).round_trip(values.nan_to_num(1.0).view(1, -1), output)
 

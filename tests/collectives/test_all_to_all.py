@@ -390,7 +390,7 @@ def test_calls_in_flight_do_not_take_each_others_bytes(ranks: GetRanks, world: i
 
 
 def without_a_wait() -> tuple[bool, bool]:
-    """Make a call whose handle is dropped, then an all_reduce and a barrier."""
+    """Make a call and drop its handle, then an all_reduce and a barrier."""
     world = dist.get_world_size()
     call = Call(((40_000,) * world,) * world, async_op=True)
     expected = call.run()

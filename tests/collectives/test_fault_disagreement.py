@@ -66,7 +66,7 @@ def other_call(what: str) -> list[tuple[str, Any]]:
     if what == "configuration, not compared":
         config = CONFIG.model_copy(update={"check_ranks": False, "bits": 5 if other else 4})
         return [("all_reduce", ((whole(30_000),), {**here, "config": config}))]
-    if what == "configuration, later":  # a rank that compares it, with peers that see no reason to
+    if what == "configuration, later":  # a rank that compares configurations, with peers that see no reason to
         config = CONFIG.model_copy(update={"bits": 5}) if other else CONFIG
         return [("all_reduce", ((whole(30_000),), {**here, "config": config}))]
     assert what == "quantized or not"
@@ -133,7 +133,7 @@ def test_guarantee_7_a_rank_that_makes_one_call_more() -> None:
 
 
 def another_field() -> str:
-    """Imitate a release whose configuration has one more field, and which is otherwise equal."""
+    """Imitate a release with one more field of the configuration, and otherwise equal."""
     if dist.get_rank() == 1:
         to_dict, digest = FlashConfig.to_dict, FlashConfig.digest
         FlashConfig.to_dict = lambda self: {**to_dict(self), "new_field": 1}  # type: ignore[method-assign]

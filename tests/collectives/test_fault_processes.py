@@ -147,7 +147,7 @@ def forks(used: bool) -> tuple[str, bool]:
             fap.all_reduce(torch.ones(1000), config=config)
     refused = in_a_child(uses_the_groups_of_its_parent)
     x = torch.full((50_000,), 1.0 + dist.get_rank())
-    fap.all_reduce(x, config=CONFIG)  # the parents' group has taken no harm
+    fap.all_reduce(x, config=CONFIG)  # the parents' group still works
     return refused, bool((x - sum(range(1, dist.get_world_size() + 1))).abs().max() < 0.1)
 
 
@@ -193,7 +193,7 @@ def correct() -> bool:
     return bool((x - sum(range(1, dist.get_world_size() + 1))).abs().max() < 0.1)
 
 
-@pytest.mark.slow  # they import torch one after the other
+@pytest.mark.slow  # they import torch one after another
 def test_spawned_ranks() -> None:
     with Ranks(2, TIMEOUT, method="spawn") as ranks:
         assert ranks.run(correct) == [True, True]

@@ -183,7 +183,7 @@ def test_guarantee_3_sums_are_taken_in_rank_order(ranks: GetRanks, world_size: i
     for call in calls:
         inputs = [call.input(rank, world_size)[:5003] for rank in range(world_size)]
         both_ways = [simulation.reduce_shard(order, 1.0, Format(8, 128)) for order in (inputs, inputs[::-1])]
-        assert not torch.equal(*both_ways)  # the order does matter for these
+        assert not torch.equal(*both_ways)  # the order changes these sums
 
 
 def values_of(call: Call) -> torch.Tensor:

@@ -114,7 +114,7 @@ def test_the_local_measure_agrees_with_the_exact_one(
         off = {
             call: (exact, local)
             for call, (exact, local) in outcome.items()
-            # Of a reduce-scatter a rank that measures exactly sees its own part. Below 0 dB all is lost.
+            # In a reduce-scatter a rank that measures exactly sees its own part. Below 0 dB the signal is lost.
             if abs(max(exact, 0.0) - max(local, 0.0)) > tolerance + 0.2 * (call[1] == "reduce_scatter")
         }
         assert not off

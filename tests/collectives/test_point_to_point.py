@@ -148,7 +148,7 @@ def test_a_batch_posts_every_receive_before_the_first_send(ranks: GetRanks) -> N
 
 
 def dropped() -> bool:
-    """Check that a send whose handle is dropped arrives too."""
+    """Check that a send arrives although its handle is dropped."""
     config = fap.FlashConfig(bits=8, min_bytes=0, chunk_bytes=4096)
     if dist.get_rank() == 0:
         fap.isend(torch.ones(50_000), 1, config=config)

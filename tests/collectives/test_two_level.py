@@ -251,7 +251,7 @@ simulation.VALUES["cancelling nodes"] = lambda noise, rank: simulation.VALUES["c
 def test_guarantee_3_sums_are_taken_in_rank_order_and_then_in_node_order(
     ranks: GetRanks, ranks_per_node: int, kind: str
 ) -> None:
-    """Use values whose float32 sum depends on the order of the four ranks of a node, or of the four nodes."""
+    """Use values with a float32 sum that depends on the order of a node's four ranks, or of the four nodes."""
     calls = [Call(c, 5003, config=widths(ranks_per_node, 8, 8), kind=kind) for c in COLLECTIVES[:2]]
     inputs = [calls[0].input(rank, 8) for rank in range(8)]
     inside, reduce, _ = calls[0].codecs()

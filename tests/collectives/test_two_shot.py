@@ -331,7 +331,7 @@ def test_the_schedule_and_the_limits_follow_the_links(monkeypatch: pytest.Monkey
     assert pcie.staged and pcie.auto == two_shot.PCIE[2] and pcie.blocks == 33
     assert nvlink.nbytes == two_shot.workspace_bytes(two_shot.NVLINK[2], 2) > pcie.nbytes
     assert not workspace(uuid="x", linked=[]).staged  # two ranks of one GPU
-    assert two_shot._links(0) == []  # torch cannot tell here
+    assert two_shot._links(0) == []  # torch has no links to report here
 
 
 def test_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, limit in (("0", 0), (" 65536 ", 65536), ("", 0), ("auto", 4)):
         monkeypatch.setenv(two_shot.LIMIT, text)
         assert two_shot.limits_of_environment(auto) == (3, limit)
-        assert fap.FlashConfig.from_env() == fap.FlashConfig()  # it is no field, and known
+        assert fap.FlashConfig.from_env() == fap.FlashConfig()  # a known variable without a field
     monkeypatch.setenv(two_shot.ONE_SHOT, "12")
     assert two_shot.limits_of_environment(auto) == (12, 4)
     for variable, text in itertools.product((two_shot.ONE_SHOT, two_shot.LIMIT), ("64k", "-1", str((1 << 30) + 1))):
@@ -419,7 +419,7 @@ def test_an_asynchronous_call_runs_on_the_stream_of_its_group(
         assert queue.issued[-1].what == "wait_event" and queue.issued[-1].on == "current"
         assert queue.count("synchronize") == 0
         queue.clear()
-        fap.all_reduce(torch.empty(100), config=config)  # the next call, on another stream, stands behind it
+        fap.all_reduce(torch.empty(100), config=config)  # the next call, on another stream, queues behind it
         assert [(one.what, one.name, one.on) for one in queue.issued] == [
             ("wait_stream", own, "current"), ("launch", "two_shot", "current")
         ]  # fmt: skip
@@ -456,7 +456,7 @@ def set_up_without_a_gpu(limit_of_1: int, fails: str, refuses: str) -> list[str]
                 raise torch.OutOfMemoryError("no memory " + "x" * 5000)
 
         def rendezvous(self, group: dist.ProcessGroup) -> None:
-            dist.barrier(group)  # as torch's: whoever comes waits for all
+            dist.barrier(group)  # like torch's rendezvous: each rank waits for all
             if fails == "rendezvous" and rank == 1:
                 raise RuntimeError("no handle")
 

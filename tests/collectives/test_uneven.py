@@ -1,4 +1,4 @@
-"""reduce_scatter of one tensor a rank: the sums are sent to owners whose parts differ in size.
+"""reduce_scatter of one tensor a rank: the owners of the sums have parts of different sizes.
 
 The oracle is the even collective. An element's result depends on its group alone (guarantee 3), so each part,
 reduced by a call in which all parts have equal sizes, must give the same bits.

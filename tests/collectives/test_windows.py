@@ -104,7 +104,7 @@ def taken(call: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_all_ranks_allocate_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check even and uneven parts; a call whose ranks' buffers have different sizes takes none."""
+    """Check even and uneven parts; a call takes none if its ranks' buffers have different sizes."""
     sizes = [1000, 60_000, 0, 129]
     levels = CONFIG.model_copy(
         update={"hierarchical": fap.FlashConfig(hierarchical={"intra_bits": 8, "inter_bits": 4, "ranks_per_node": 2})

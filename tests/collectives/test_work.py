@@ -61,7 +61,7 @@ def test_ranks_wait_in_different_orders(ranks: GetRanks, world_size: int) -> Non
 
 
 def without_a_wait() -> list[bool]:
-    """Make calls whose handles are dropped, with more chunks than are in flight together. Look after a barrier."""
+    """Make calls and drop their handles, with more chunks than are in flight together. Look after a barrier."""
     tensors, expected = inputs(), reduced()
     works = [fap.all_reduce(x, config=CONFIG, async_op=True) for x in tensors]
     if dist.get_rank() == 0:  # a wait before the barrier here, and after it there
@@ -236,7 +236,7 @@ def test_wait_serves_any_thread_and_may_be_called_again(ranks: GetRanks) -> None
 
 
 def dropped() -> list[bool]:
-    """Drop handles: the calls are made all the same, and the group continues."""
+    """Drop handles: the calls are made anyway, and the group continues."""
     tensors, expected = inputs(), reduced()
     for x in tensors:
         fap.all_reduce(x, config=CONFIG, async_op=True)
@@ -357,7 +357,7 @@ elif sys.argv[3] == "in flight":
 
 @pytest.mark.parametrize("how", ["waited", "in flight", "raises"])
 def test_the_program_ends(how: str, tmp_path: Path) -> None:
-    """End with nothing in flight, with calls whose handles are dropped, and in an exception while a peer is silent."""
+    """End with nothing in flight, with calls of dropped handles, and in an exception while a peer is silent."""
     command = [sys.executable, "-c", ENDS]
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), how], **pipes) for rank in (0, 1)]
@@ -425,7 +425,7 @@ def test_with_one_hardware_queue_the_half_is_issued_by_wait(monkeypatch: pytest.
         work.wait()
         assert issued(queue) == [("wait_event", "current")]
         work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
-        assert work.is_completed()  # who polls brings it on
+        assert work.is_completed()  # polling advances the call
         assert queue.count("record_event") == 1
 
 

@@ -60,7 +60,7 @@ OPTIONS = [
     {"compact": True, "spikes": True, "mse": True},
     {"compact": True, "stochastic": True},
 ]
-# The same number of codebook cases, whose groups are larger.
+# Options of the codebook. Its groups are larger.
 CODEBOOK = [
     {"codebook": True},
     {"codebook": True, "mse": True},

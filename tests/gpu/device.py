@@ -23,7 +23,7 @@ from tests.ptx.operators import operators as ptx_operators
 ON_PTX = os.environ.get("GPU_TESTS_ON") == "ptx"
 ON_CPU = os.environ.get("GPU_TESTS_ON") == "cpu"
 DEVICE = torch.device("cpu") if ON_CPU or ON_PTX else torch.device("cuda", 0)
-#: Of widths, group sizes and dtypes, crossed, every which one is tested; 1: all. Not a multiple of 2, 3 or 7.
+#: Test every n-th combination of widths, group sizes and dtypes; 1: all. Not a multiple of 2, 3 or 7.
 EVERY = int(os.environ.get("GPU_TESTS_EVERY", "5"))
 
 compiled: Any = ptx_operators if ON_PTX else torch.ops.flash_allreduce
@@ -54,7 +54,7 @@ needs_cuda = pytest.mark.skipif(ON_CPU or ON_PTX, reason="GPU_TESTS_ON=cpu or pt
 
 @dataclass
 class Written:
-    """Rows on the device that an operator fills, in a buffer of which it must touch nothing else.
+    """Rows on the device that an operator fills. It must touch nothing else in their buffer.
 
     offset: bytes by which the first row misses a multiple of 64; gap: elements between a row and the next.
     """

@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool memcheck python -m tests.gpu.small_cases
 
-With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, so that memcheck sees the first byte
+With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is a separate allocation, so that memcheck sees the first byte
 beyond it.
 """
 

@@ -47,7 +47,7 @@ def test_every_option_width_and_group_size(options: dict[str, bool]) -> None:
         check(hard[first : first + 3].to(dtype), c, other, 2 + (i + 3) % 7)
 
 
-# Those of csrc/cuda/codec.cu: of the presets, and widths in groups of 128.
+# The kernels of csrc/cuda/codec.cu: of the presets, and widths in groups of 128.
 KNOWN = (
     Format(8, 256, codebook=True, spikes=True),
     *(Format(bits, 128, codebook=True, spikes=True) for bits in (6, 4, 2)),

@@ -1,6 +1,6 @@
 // One group encoded and decoded element by element with the functions of csrc/codec_math.h and the offsets of
-// csrc/wire_format.h: what a device kernel will do, on the host. tests/codec/test_codec_math.py compares it
-// with the codec.
+// csrc/wire_format.h: the arithmetic of a device kernel, on the host. tests/codec/test_codec_math.py compares
+// it with the codec.
 #include "../../csrc/codec_math.h"
 
 using namespace flash_allreduce;
@@ -47,7 +47,7 @@ float largest(const float* x, int count) {  // a NaN is larger than Inf
   return bits_float(most);
 }
 
-// x, rotated if it is to be, to its record.
+// Encodes x to its record, rotated if the options say so.
 void encode_codebook(const float* x, int bits, int group_size, int options, uint8_t* record) {
   const Book book = book_of(bits);
   const int part = group_size / kParts;

@@ -1,5 +1,5 @@
-// The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes everybody's value
-// before anybody goes on.
+// The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes every lane's value
+// before any lane continues.
 #pragma once
 
 #include "../../csrc/cuda/codec_warp.h"

@@ -17,7 +17,7 @@
 #include <type_traits>
 #include <vector>
 
-// Accesses that a device would fault on.
+// Accesses on which a device would fault.
 static std::atomic<long> misaligned{0};
 #define FLASH_ALIGNED(p, bytes) \
   (reinterpret_cast<uintptr_t>(p) % (bytes) != 0 ? static_cast<void>(++misaligned) : static_cast<void>(0))
@@ -47,9 +47,9 @@ struct HostRun {
   uint32_t seed;      // of the delays; 0: none
   int32_t slow_rank;  // waits in each call; -1: none
   int32_t dead_rank;  // makes no call; -1: none
-  int32_t broken;  // 1, 2: nobody waits at the first, the second meeting; 4: one half for all calls; 8: the
+  int32_t broken;  // 1, 2: no block waits at the first, the second meeting; 4: one half for all calls; 8: the
                    // count starts again with each call; 16: blocks count for themselves alone
-  int32_t multicast;  // there is an address of all workspaces at once
+  int32_t multicast;  // there is one address of all workspaces
   uint64_t timeout;   // ns
   uint32_t reports[kMostRanks];
   int64_t lost;  // elements of results that are NaN
@@ -189,8 +189,8 @@ struct Area {
 
 }  // namespace
 
-// The calls in the given order. Returns how many results, of a call on a rank, are not what is expected, or
-// -1 if something was written outside of its place or read or written where a device would fault.
+// Runs the calls in the given order. Returns how many results, of a call on a rank, are not the expected
+// ones, or -1 if something was written outside of its place or read or written where a device would fault.
 extern "C" int64_t two_shot_run(HostRun* run, const HostCall* calls, const int32_t* order, int64_t count) {
   size_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -286,7 +286,7 @@ extern "C" int two_shot_most_blocks() { return kMostBlocks; }
 #if defined(TWO_SHOT_MAIN)
 #include <cstdio>
 
-// Random calls, whose results are those of the same calls without delays and with one block.
+// Random calls. Their results equal those of the same calls without delays and with one block.
 int main(int argc, char** argv) {
   const int count = argc > 1 ? atoi(argv[1]) : 200, broken = argc > 2 ? atoi(argv[2]) : 0;
   for (int world = 2; world <= kMostRanks; world += 3) {

@@ -1,12 +1,12 @@
-// The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes everybody's value
-// before anybody goes on. tests/codec/test_codec_warp.py compares what it does with the codec.
+// The warp of csrc/cuda/codec_warp.h on the host: 32 lanes run in turn, a shuffle takes every lane's value
+// before any lane continues. tests/codec/test_codec_warp.py compares the results with the codec.
 //
-// plain: what plain_warp.h serves goes there, as codec.cu has it; the rest, and without it all, to
+// plain: calls that plain_warp.h supports use it, as in codec.cu; all other calls, and all without plain, use
 // codec_warp.h.
 #include <cstdint>
 #include <type_traits>
 
-// Accesses that a device would fault on, since the library was loaded.
+// Accesses on which a device would fault, since the library was loaded.
 extern "C" {
 long misaligned = 0;
 }
@@ -19,7 +19,7 @@ using namespace flash_allreduce;
 
 namespace {
 
-// f(the type, as a value), f being generic.
+// f(the type, as a value); f is generic.
 template <class F>
 void with_type(int type, F f) {
   if (type == 0) f(std::integral_constant<DType, DType::kFloat32>());
@@ -32,7 +32,7 @@ void for_warps(int64_t groups, const Form& form, F f) {
   for (int64_t group = 0; group < groups; group += kWarpElements / form.group_size) f(group);
 }
 
-// Of the warp whose first group is `group`. momentum: as the operators take it.
+// Returns the residual of the warp that starts at group `group`. momentum: as the operators take it.
 Residual residual_of(uint8_t* residual, int wide, double momentum, const Form& form, int64_t group) {
   const int bytes = wide ? 2 * form.group_size : residual_form(form).record;
   return {residual + group * bytes, wide != 0, static_cast<float>(momentum),

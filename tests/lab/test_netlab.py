@@ -38,7 +38,7 @@ def processes_in(namespace: str) -> list[int]:
 
 
 def ended(pid: int) -> bool:
-    """Return True if a process is gone, or a zombie that its new parent has yet to reap."""
+    """Return True if a process has ended, or is a zombie that its new parent has yet to reap."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

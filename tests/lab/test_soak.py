@@ -109,7 +109,7 @@ def compares_replicas() -> list[bool]:
     x, group = torch.zeros(8, dtype=torch.bfloat16), dist.group.WORLD
     assert group is not None
     same = training._same([x, x], group)
-    x[3] = -0.0 if dist.get_rank() else 0.0  # equal, of other bits
+    x[3] = -0.0 if dist.get_rank() else 0.0  # equal values in other bits
     return [same, training._same([x, x], group)]
 
 

@@ -32,7 +32,7 @@ def test_every_node_has_every_group_of_a_slab_once(nodes: Nodes, numel: int) -> 
                 for node in range(len(nodes)):  # every node has the whole piece, by parts
                     parts = [p.part for p in slab.holders(rank) if p.node == node and p.peer in nodes[node]]
                     assert sum(b - a for a, b in parts) == last - first
-                for owner in range(world):  # both ends of a message know it
+                for owner in range(world):  # both ends of a message have the same part
                     ours = [p.part for p in slab.owners(rank) if p.peer == owner]
                     assert ours == [p.part for p in slab.holders(owner) if p.peer == rank]
         assert sorted(owned) == list(range(len(owned)))  # every group of the call has one owner

@@ -6,7 +6,7 @@
     tests/ptx/*.cpp         c++  -> the machine
                                     -> library.so, which torch loads
 
-Objects are kept in build/ptx under the hash of what they are made of, so that only what has changed is made again.
+Objects are kept in build/ptx under the hash of their sources and command, so that only changed ones are made again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 FOLDER = ROOT / "build" / "ptx"
 CUDA = ("codec", "two_shot")
 MACHINE = ("machine", "opcodes", "runtime")
-#: The generation whose PTX is run. The library has binaries of several, each compiled from PTX of its own.
+#: The machine runs the PTX of this generation. The library has binaries of several, each compiled from its own.
 ARCHITECTURE = os.environ.get("PTX_ARCHITECTURE", "90")
 DEFINES = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000"]  # as setup.py
 
@@ -35,7 +35,7 @@ def compilers() -> tuple[str | None, str | None]:
 
 
 def missing() -> str | None:
-    """Why nothing can be built here."""
+    """Return the reason why nothing can be built here, or None."""
     nvcc, cxx = compilers()
     if nvcc is None:
         return "no nvcc: put it on PATH, or name it in NVCC; `nox -s check-ptx` installs one"
@@ -53,7 +53,7 @@ def _text_of(paths: list[Path]) -> bytes:
 
 
 def _made(name: str, command: list[str], sources: list[Path]) -> Path:
-    """A folder with what the command makes there of these sources; it is run where there is none yet."""
+    """Return a folder with the output of the command for these sources. Run the command if there is none yet."""
     digest = hashlib.sha256(_text_of(sources) + repr(command).encode()).hexdigest()[:16]
     folder = FOLDER / f"{name}-{digest}"
     if not folder.exists():
@@ -69,7 +69,7 @@ def _made(name: str, command: list[str], sources: list[Path]) -> Path:
 
 
 def ptx_of(source: Path, *flags: str) -> Path:
-    """The object file of a .cu and its PTX, in the same folder."""
+    """Return the object file of a .cu and its PTX, in the same folder."""
     from torch.utils.cpp_extension import include_paths
 
     nvcc, _ = compilers()

@@ -1,4 +1,4 @@
-"""A group of ranks whose fused kernels run together on the machine: each rank a stream, their warps interleaved.
+"""A group of ranks that run their fused kernels together on the machine: each rank a stream, warps interleaved.
 
     stream of rank 0 | call 0    | call 1   | ...        calls of a stream follow each other; a rank may be in its next
     stream of rank 1 |    call 0     | call 1   | ...    call while others are still in this one
@@ -26,7 +26,7 @@ MULTICAST = 1 << 59  # no memory of the machine lies there
 
 class Group:
     def __init__(self, world: int, half: int, count: int = 0, multicast: bool = False) -> None:
-        """half: bytes of half a workspace; count: meetings before the first call; multicast: one address for all."""
+        """Create a group. half: bytes of half a workspace; count: earlier meetings; multicast: one address for all."""
         columns = two_shot.HEADER_BYTES + 2 * half
         self.workspaces = [Written.make(1, columns, torch.uint8, offset=(-64 * rank) % 48) for rank in range(world)]
         for workspace in self.workspaces:
@@ -40,7 +40,7 @@ class Group:
     def run(
         self, calls: Sequence[Call], seed: int, late: int | None = None, dead: int | None = None, timeout: int = FOREVER
     ) -> list[list[Tensor]]:
-        """Results of each call of each rank. late: begins after the others wait; dead: makes no call. timeout: ms."""
+        """Return the results of each rank's calls. late: starts after the others wait; dead: no call. timeout: ms."""
         run, world, held = machine(), len(self.workspaces), ExitStack()
         addresses = [workspace.rows.data_ptr() for workspace in self.workspaces]
         results = []

@@ -1,15 +1,15 @@
-// A GPU's part that runs a kernel: warps of 32 lanes, blocks of warps, and what each may touch.
+// A GPU's part that runs a kernel: warps of 32 lanes, blocks of warps, and the memory that each may touch.
 //
 //   lane         0    1    2   ...  31
 //   slot 0     [  one register: a value a lane, 32 or 64 bits each  ]
 //   slot 1     [                                                    ]
 //   place      [ which instruction each lane is at                  ]
 //
-// An instruction is done for all lanes that are at the same place, in one loop. Where lanes part at a branch,
-// those that are behind go first, until they have caught up; so lanes that part meet again. A lane that
+// An instruction runs for all lanes that are at the same place, in one loop. Where lanes part at a branch,
+// the lanes behind run first, until they have caught up; so lanes that part meet again. A lane that
 // shuffles waits for the lanes of its mask, a thread at a barrier for its block.
 //
-// What a real GPU would leave undefined is a Fault here, which ends the launch: an address out of bounds or
+// Behaviour undefined on a real GPU is a Fault here, which ends the launch: an address out of bounds or
 // misaligned, a shuffle that a lane of its mask does not reach, threads at different barriers, words of
 // shared memory that one thread writes and another touches with no barrier between.
 #pragma once
@@ -40,7 +40,7 @@ struct Fault : std::runtime_error {
 struct Warp;
 struct Block;
 
-// What an instruction does beside computing: whether its lanes go on at another place, or wait.
+// The effect of an instruction on its lanes, apart from values: they jump to another place, or wait.
 enum class Kind { kPlain, kBranch, kReturn, kShuffle, kWarpBarrier, kBarrier };
 
 struct Instruction;
@@ -49,7 +49,7 @@ using Handler = void (*)(Warp&, const Instruction&, uint32_t lanes);
 struct Opcode {
   Kind kind;
   Handler run;
-  // Bytes of the result and of what it is made of, a digit each: "844" is 64 bits of two times 32; 0 is a
+  // Bytes of the result and of its operands, a digit each: "844" is 64 bits from two operands of 32; 0 is a
   // predicate.
   std::string widths;
 };
@@ -80,7 +80,7 @@ struct Dim {
 // Which bytes kernels may touch.
 class Memory {
  public:
-  // A multicast address, and the memory of each rank that a store there goes to.
+  // A multicast address, and the memory of each rank that receives a store there.
   uint64_t multicast = 0, multicast_bytes = 0;
   std::vector<uint64_t> copies;
 
@@ -127,11 +127,11 @@ struct Warp {
   uint32_t barriers = 0, warp_barriers = 0;           // so far
 
   const Kernel& kernel() const;
-  // T of 32 lanes. Predicates and what has 16 bits or fewer has 32.
+  // T of 32 lanes. Predicates and values with 16 bits or fewer have 32.
   template <class T>
   T* slot(int32_t number);
 
-  // Runs up to `most` instructions, while a lane can. How many it ran.
+  // Runs up to `most` instructions, while a lane can. Returns how many it ran.
   uint64_t run(uint64_t most);
   bool ended() const { return (running | meeting | at_barrier) == 0; }
 
@@ -147,7 +147,7 @@ struct Block {
   Shared shared;
   std::vector<Warp> warps;
   explicit Block(Launch* of, uint32_t number);
-  // Lets all threads go on that wait for each other at a barrier; whether they do.
+  // Releases all threads that wait for each other at a barrier. Returns true if it released any.
   bool pass_barrier();
   bool ended() const;
 };
@@ -159,7 +159,7 @@ struct Launch {
   uint64_t stream;
 };
 
-// The machine: its memory, its time, and what waits in its streams.
+// The machine: its memory, its time, and the launches that wait in its streams.
 class Machine {
  public:
   Memory memory;
@@ -169,7 +169,7 @@ class Machine {
 
   // Runs it, block after block; or puts it at the end of its stream, where the machine queues.
   void launch(Launch launch);
-  // Runs what waits: the first launch of every stream at the same time, their warps interleaved at random. A
+  // Runs the waiting launches: the first of every stream at the same time, warps interleaved at random. A
   // stream that is held begins that much later.
   void run_streams();
   void clear();

@@ -1,5 +1,5 @@
 // Read before csrc/cuda/*.cu and csrc/ops.cpp, which are compiled as they are: their operators are registered
-// for CPU tensors, in a library of another name, beside those of the CPU codec.
+// for CPU tensors, in a library of another name, next to those of the CPU codec.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,5 +13,5 @@
 #define STABLE_TORCH_LIBRARY_IMPL(name, key, m) \
   _STABLE_TORCH_LIBRARY_IMPL(flash_allreduce_ptx, CPU, m, C10_UID)
 
-// Of a tensor: here CPU tensors are those of the device.
+// The device of a tensor: here CPU tensors are those of the device.
 #define is_cuda is_cpu

@@ -1,10 +1,9 @@
-// What every instruction does to a lane. A name that is not here is unknown to the machine.
+// The effect of every instruction on a lane. A name that is not here is unknown to the machine.
 //
-// Names are PTX's, less what does not matter to one machine that does one thing after the other
-// (translate.py). A register holds bits: a float is looked at as one by the instructions that are about
-// floats, so that a NaN that is only moved stays the NaN that it was. There is no fma: a kernel that has one
-// was compiled so that its results depend on the compiler. mad, the same, is what the source asks for by
-// name.
+// Names are PTX's, without the parts that do not matter to one machine that runs one thing after another
+// (translate.py). A register holds bits: only the instructions for floats read it as a float, so that a NaN
+// that is only moved keeps its bits. There is no fma: a kernel that has one was compiled so that its results
+// depend on the compiler. mad, the same operation, is in a kernel only if the source names it.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -132,7 +131,7 @@ void access(Warp& warp, const Instruction& i, uint32_t lanes) {
   }
 }
 
-// As a store, to the memory of every rank behind a multicast address.
+// Like a store, to the memory of every rank behind a multicast address.
 void store_to_all(Warp& warp, const Instruction& i, uint32_t lanes) {
   const Memory& memory = machine().memory;
   for (; lanes != 0; lanes &= lanes - 1) {
@@ -222,7 +221,7 @@ uint32_t looked_up(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
   return result;
 }
 
-// Towards zero; what no int holds is the nearest that does, a NaN 0.
+// Rounds towards zero. Out of range: the nearest int; a NaN: 0.
 template <class T, class Round>
 T to_int(float x, const Round& round) {
   if (x != x) return 0;
@@ -261,8 +260,8 @@ float f16_value(uint32_t bits) {
   return bits & 0x8000u ? -size : size;
 }
 
-// To the nearest, of two the even one. digits: of the mantissa, the first one too; least: the exponent of the
-// smallest number; most: the largest number. Exact in double.
+// Rounds to the nearest, a tie to even. digits: of the mantissa, with the first one; least: the exponent of
+// the smallest number; most: the largest number. Exact in double.
 uint32_t rounded(float x, int digits, int least, double most, int mantissa_bits) {
   const uint32_t sign = bits_as<uint32_t>(x) >> 31 << 15,
                  infinite = 0x7fffu >> mantissa_bits << mantissa_bits;
@@ -283,7 +282,7 @@ uint32_t bf16_bits(float x) {
 }
 uint32_t f16_bits(float x) { return rounded(x, 11, -24, 65504.0, 10); }
 
-// Of two numbers; a NaN if one of them is. -0 is less than 0.
+// The lesser and the greater of two numbers; a NaN if one of them is a NaN. -0 is less than 0.
 float least_of(float a, float b) {
   return a != a ? a : b != b ? b : a == b ? (std::signbit(a) ? a : b) : std::min(a, b);
 }
@@ -299,7 +298,7 @@ uint32_t of_pairs(uint32_t a, uint32_t b) {
 
 using Table = std::unordered_map<std::string, Opcode>;
 
-// Of magnitudes, with the sign of a product.
+// The lesser of two magnitudes, with the sign of the product.
 float least_magnitude(float a, float b) {
   return std::copysign(least_of(std::fabs(a), std::fabs(b)),
                        std::signbit(a) != std::signbit(b) ? -1.0f : 1.0f);
@@ -344,7 +343,7 @@ void add_space(Table& t, const std::string& name) {
   add_accesses<space, true, uint32_t>(t, "st" + name, "f32");
 }
 
-// Of bits, whatever they are.
+// Instructions on bits, whatever these mean.
 template <class T>
 void add_moves(Table& t, const std::string& type) {
   t["mov." + type] = op([](T a) { return a; });
@@ -426,7 +425,7 @@ void add_bits(Table& t, const std::string& type) {
 template <class To, class From>
 void add_conversion(Table& t, const std::string& to, const std::string& from) {
   t["cvt." + to + "." + from] = op([](From a) { return static_cast<To>(a); });
-  // Of the lower part of a register of 64 bits.
+  // From the lower part of a register of 64 bits.
   t["cvt." + to + "." + from + ".wide"] =
       op([](uint64_t a) { return static_cast<To>(static_cast<From>(a)); });
 }
@@ -450,7 +449,7 @@ void add_type(Table& t, const std::string& type) {
   if constexpr (sizeof(T) > 1) add_integers<T>(t, type);
 }
 
-// Of the place of a thread, the same in 32 lanes or not.
+// A register of a thread's place, equal in 32 lanes or not.
 template <class F>
 Opcode special(F) {
   return {Kind::kPlain,
@@ -478,7 +477,7 @@ Table make_table() {
                              shuffle<[](uint32_t lane, uint32_t mask) { return lane ^ mask; }>, "44444"};
   t["shfl.sync.idx.b32"] = {Kind::kShuffle, shuffle<[](uint32_t, uint32_t which) { return which & 31u; }>,
                             "44444"};
-  // One thing is done after the other: there is nothing to order.
+  // Instructions run one after another: there is nothing to order.
   t["membar.sys"] = t["membar.gl"] = t["membar.cta"] = t["fence.proxy.alias"] = nothing();
   t["tid.x"] = special([](const Warp& w, int lane) { return w.first_thread + static_cast<uint32_t>(lane); });
   t["ctaid.x"] = special([](const Warp& w, int) { return w.block->index; });
@@ -506,7 +505,7 @@ Table make_table() {
   add_bitwise<bool>(t, "pred");
   t["not.pred"] = op([](bool a) { return !a; });
 
-  // Halves and wholes, the lower half first.
+  // Join two halves, or return one of them; the lower half first.
   t["pack.b32"] = op([](uint16_t low, uint16_t high) { return low | static_cast<uint32_t>(high) << 16; });
   t["low.b32"] = op([](uint32_t a) { return static_cast<uint16_t>(a); });
   t["high.b32"] = op([](uint32_t a) { return static_cast<uint16_t>(a >> 16); });
@@ -524,7 +523,7 @@ Table make_table() {
   t["sqrt.rn.f32"] = op([](float a) { return std::sqrt(a); });
   t["neg.f32"] = op([](uint32_t a) { return a ^ 0x80000000u; });
   t["abs.f32"] = op([](uint32_t a) { return a & 0x7fffffffu; });
-  // Of a number and a NaN the number; -0 is less than 0.
+  // With one NaN the other number; -0 is less than 0.
   t["min.f32"] = op([](float a, float b) {
     return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? a : b) : a < b ? a : b;
   });

@@ -1,8 +1,8 @@
-"""The operators of csrc/cuda on CPU tensors: their own host code, whose kernels the machine runs.
+"""The operators of csrc/cuda on CPU tensors: their own host code, with kernels that the machine runs.
 
-    operators.encode(x, payload, 4, 128, 0)     as torch.ops.flash_allreduce.encode of CUDA tensors
+    operators.encode(x, payload, 4, 128, 0)     like torch.ops.flash_allreduce.encode of CUDA tensors
 
-A kernel may touch the tensors of its call and nothing else, and write what the operator's schema says it writes.
+A kernel may touch the tensors of its call and nothing else, and write only the tensors that the schema lists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFINE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 
 
 def ranges_of(t: Tensor) -> Iterator[tuple[int, int]]:
-    """Address and bytes of what a tensor holds: its rows, without the gaps between them."""
+    """Yield address and bytes of a tensor's data: its rows, without the gaps between them."""
     if t.is_contiguous():
         yield t.data_ptr(), t.nbytes
     elif t.numel():
@@ -96,7 +96,7 @@ class Machine:
 
     @contextmanager
     def mutated(self, mutate: Callable[[str, str], str]) -> Iterator[None]:
-        """Kernels of another text, inside."""
+        """Run with kernels of another text inside the block."""
         self.mutate = mutate
         self.library.ptx_forget_kernels()
         try:
@@ -107,7 +107,7 @@ class Machine:
 
     @contextmanager
     def may_touch(self, tensors: list[tuple[Tensor, bool]]) -> Iterator[None]:
-        """tensors, and whether each may be written."""
+        """Let kernels touch these tensors inside the block; the second value: True if it may be written."""
         ranges = [(at, size, writable) for t, writable in tensors for at, size in ranges_of(t)]
         for at, size, writable in ranges:
             self.library.ptx_allow(ctypes.c_uint64(at), ctypes.c_uint64(size), int(writable))
@@ -119,7 +119,7 @@ class Machine:
 
     @contextmanager
     def multicast(self, address: int, copies: list[Tensor]) -> Iterator[None]:
-        """What multimem instructions store at the address goes to the copies, which have one size. Nothing else may."""
+        """Store multimem instructions at the address to the copies, which have one size. Nothing else may touch it."""
         addresses = (ctypes.c_uint64 * len(copies))(*(copy.data_ptr() for copy in copies))
         self.library.ptx_multicast(ctypes.c_uint64(address), ctypes.c_uint64(copies[0].nbytes), addresses, len(copies))
         try:
@@ -129,7 +129,7 @@ class Machine:
 
     @contextmanager
     def queued(self, seed: int) -> Iterator[None]:
-        """Launches inside wait in the stream of their rank, for run_streams()."""
+        """Let launches inside the block wait in the stream of their rank, for run_streams()."""
         self.library.ptx_seed(seed + 1)
         self.library.ptx_queue(1)
         try:
@@ -142,7 +142,7 @@ class Machine:
         self.library.ptx_set_stream(ctypes.c_uint64(stream))
 
     def hold(self, stream: int, ns: int) -> None:
-        """What is in the stream begins that much later. An instruction of a warp takes a nanosecond."""
+        """Begin the stream's launches that much later. An instruction of a warp takes a nanosecond."""
         self.library.ptx_hold(ctypes.c_uint64(stream), ctypes.c_uint64(ns))
 
     def run_streams(self) -> None:
@@ -151,7 +151,7 @@ class Machine:
             raise RuntimeError(failed.decode())
 
     def check(self) -> None:
-        """Raises what made a kernel's definition fail, which torch cannot tell."""
+        """Raise the error of a kernel's definition, which torch cannot report."""
         failed, self.failed = self.failed, None
         if failed is not None:
             raise failed
@@ -163,7 +163,7 @@ def machine() -> Machine:
 
 
 class Operators:
-    """As torch.ops.flash_allreduce."""
+    """The operators by name, like torch.ops.flash_allreduce."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         run = machine()

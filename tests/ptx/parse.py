@@ -1,14 +1,14 @@
 """PTX as text -> its kernels, each a list of instructions.
 
-    .visible .entry name( .param .u64 name_param_0, ... )   what a launch passes
+    .visible .entry name( .param .u64 name_param_0, ... )   the parameters of a launch
     { .reg .b32 %r<2424>;                                   registers, by the first letters of their names
       .shared .align 16 .b8 image[10752];
       @%p1 bra $L__BB0_2;                                   guard, opcode, operands
       ...
     }
 
-PTX is what nvcc makes of a kernel before it is fitted to a GPU: inlined, unrolled, with every address and shuffle.
-Nothing is looked up here: what an opcode does is translate.py's and opcodes.cpp's.
+PTX is nvcc's output for a kernel before it is fitted to a GPU: inlined, unrolled, with every address and shuffle.
+Nothing is looked up here: translate.py and opcodes.cpp define the effect of an opcode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-#: Bits of the types; predicates and what has fewer than 32 take a word each in the machine.
+#: Bytes of the types. Predicates and types with fewer than 32 bits take a word each in the machine.
 SIZES = {"pred": 1, "b8": 8, "b16": 16, "f16": 16, "b32": 32, "b64": 64, "f32": 32}
 SIZES |= {f"{sign}{bits}": bits for sign in "us" for bits in (8, 16, 32, 64)}
 
@@ -30,7 +30,7 @@ _TABLE = re.compile(r"^\.(?:global|const) \.align \d+ \.b8 (\w+)\[\d+\] = \{([\d
 
 
 class UnknownText(Exception):
-    """A line that is neither an instruction nor a declaration that is known here."""
+    """A line is neither an instruction nor a declaration that is known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Kernel:
 
 
 def operands_of(text: str) -> tuple[str, ...]:
-    """Parts between commas, those in brackets whole."""
+    """Return the parts between commas, those in brackets whole."""
     return tuple(part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[]+)+", text))
 
 
@@ -89,7 +89,7 @@ def _add_line(kernel: Kernel, text: str, line: int, scopes: list[dict[str, str]]
         if text[0] == "{":  # nvcc writes some instructions as several, with registers of their own
             scopes.append({**scoped})
             text = text[1:]
-        elif text[0] == "}":  # the names outside of it mean what they meant before
+        elif text[0] == "}":  # the names outside of it have their earlier meaning again
             scopes.pop()
             text = text[1:]
         elif match := _REGISTERS.match(text):

@@ -1,13 +1,13 @@
-// The part of the CUDA runtime that the operators of csrc/cuda call, whose launches the machine runs.
+// The part of the CUDA runtime that the operators of csrc/cuda call. The machine runs their launches.
 //
-// nvcc compiles csrc/cuda/*.cu as always, device code and host code. What the host code is linked with is
-// this, in the place of libcudart: the operators choose kernels, grids and parameters as on a GPU, and a
-// launch comes here.
+// nvcc compiles csrc/cuda/*.cu as always, device code and host code. The host code is linked with this file
+// instead of libcudart: the operators choose kernels, grids and parameters as on a GPU, and a launch comes
+// here.
 //
 //   operator (codec.cu) -> stub by nvcc -> __cudaLaunchKernel -> Machine::launch
 //
 // Python defines the kernels (define), each when it is launched for the first time, and says which memory a
-// launch may touch. What a kernel does wrong is the operator's own error: torch asks for the text of a failed
+// launch may touch. A kernel's fault is the operator's own error: torch asks for the text of a failed
 // launch.
 #include <cstdlib>
 #include <utility>
@@ -24,7 +24,7 @@ struct Configuration {
   void* stream;
 };
 
-std::map<const void*, std::string>& stubs() {  // of the host, and what they launch
+std::map<const void*, std::string>& stubs() {  // of the host, and the kernels they launch
   static std::map<const void*, std::string> all;
   return all;
 }
@@ -46,7 +46,7 @@ const Kernel& kernel_of(const std::string& name) {
   return kernels.at(name);
 }
 
-// What a call of the runtime returns, whose text torch will ask for.
+// The result of a call of the runtime. torch will ask for its text.
 template <class F>
 int guarded(const F& f) {
   try {
@@ -62,7 +62,7 @@ int guarded(const F& f) {
 
 extern "C" {
 
-// ---- what nvcc's host code calls ------------------------------------------------------------------------
+// ---- functions that nvcc's host code calls --------------------------------------------------------------
 
 struct dim3 {
   uint32_t x, y, z;
@@ -124,7 +124,7 @@ int __cudaLaunchKernel(const void* kernel, dim3 grid, dim3 block, void** argumen
   return cudaLaunchKernel(kernel, grid, block, arguments, bytes, stream);
 }
 
-// As the driver, which loads the kernel. What it says of it nobody looks at.
+// Loads the kernel, like the driver. Its result is not used.
 int cudaFuncGetAttributes(void*, const void* stub) {
   return guarded([&] { kernel_of(stubs().at(stub)); });
 }
@@ -136,7 +136,7 @@ int cudaHostGetDevicePointer(void** device, void* host, unsigned) {
   return 0;
 }
 
-// ---- what torch_cuda has --------------------------------------------------------------------------------
+// ---- functions of torch_cuda ----------------------------------------------------------------------------
 
 int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
   *stream = current_stream;
@@ -157,9 +157,9 @@ void torch_c10_cuda_check_msg(int32_t error, const char*, const char*, uint32_t,
 
 void torch_c10_cuda_free_error_msg(char* message) { free(message); }
 
-// ---- what Python calls ----------------------------------------------------------------------------------
+// ---- functions that Python calls ------------------------------------------------------------------------
 
-// Bytes of the operands of an instruction, a digit each; null: there is none of this name.
+// Bytes of the operands of an instruction, a digit each; null: no instruction has this name.
 const char* ptx_widths(const char* name) {
   const Opcode* found = opcode(name);
   return found == nullptr ? nullptr : found->widths.c_str();
@@ -202,12 +202,12 @@ void ptx_multicast(uint64_t first, uint64_t bytes, const uint64_t* copies, int32
 }
 void ptx_seed(uint32_t seed) { machine().random.seed(seed); }
 
-// From now on launches wait in the stream that is current, each rank's its own.
+// From now on launches wait in the current stream. Each rank has its own.
 void ptx_queue(int on) { machine().queues = on != 0; }
 void ptx_set_stream(uint64_t stream) { current_stream = reinterpret_cast<void*>(stream); }
 void ptx_hold(uint64_t stream, uint64_t ns) { machine().held[stream] = ns; }
 
-// Runs what waits. The text of what went wrong; null: nothing.
+// Runs the waiting launches. Returns the text of an error; null: none.
 const char* ptx_run_streams() {
   static std::string text;
   const int error = guarded([] { machine().run_streams(); });

@@ -1,5 +1,5 @@
-"""What is left of the codec's kernels beside tests/gpu/test_gpu_codec.py, which runs on the machine too
-(`nox -s check-ptx`): that mistakes are seen, and that every kernel was looked at."""
+"""Tests of the codec's kernels that tests/gpu/test_gpu_codec.py, which runs on the machine too (`nox -s check-ptx`),
+does not have: mistakes are noticed, and every kernel was looked at."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN = Format(4, 128)
 
 
 def run_all() -> None:
-    """Every kernel of a plain codec, on one block and on several."""
+    """Run every kernel of a plain codec, on one block and on several."""
     for columns in (1025, 9001):
         x = ROWS[:, :columns].contiguous()
         check(x, PLAIN, torch.float16, 8)
@@ -34,7 +34,7 @@ def run_all() -> None:
 
 
 def without(pattern: str, replacement: str = "", number: int = 0) -> Callable[[str, str], str]:
-    """The text of a kernel with one match replaced: the number-th, or the last (-1)."""
+    """Return the text of a kernel with one match replaced: the number-th, or the last (-1)."""
 
     def mutate(_: str, text: str) -> str:
         found = list(re.finditer(pattern, text))
@@ -82,7 +82,7 @@ def test_a_mistake_in_a_kernel_is_seen(mutate: Callable[[str, str], str], seen: 
 
 
 def test_a_contracted_multiplication_is_an_unknown_opcode() -> None:
-    """-fmad=true: the results would depend on where the compiler fuses."""
+    """Compile with -fmad=true: the results would depend on where the compiler fuses."""
     contract = without(r"mul\.rn\.f32\s+(%f\d+), (%f\d+), (%f\d+);", r"fma.rn.f32 \1, \2, \3, \1;")
     with machine().mutated(contract), pytest.raises(UnknownInstruction, match=r"no opcode fma\.rn\.f32"):
         run_all()
@@ -96,7 +96,7 @@ def test_fmad_is_seen() -> None:
 
 
 def test_an_access_beside_the_tensors_is_seen() -> None:
-    """The operator has tensors of which the machine has not been told, or that they are written."""
+    """Pass tensors that the machine has not registered, or has registered as read-only."""
     x = ROWS[:1, :1024].contiguous()
     payload = torch.empty(1, PLAIN.payload_bytes(1024), dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"a load of .* out of bounds"), machine().may_touch([(payload, True)]):
@@ -106,7 +106,7 @@ def test_an_access_beside_the_tensors_is_seen() -> None:
 
 
 def test_every_kernel_is_of_known_opcodes() -> None:
-    """Those that no test launches too."""
+    """Check all kernels, those that no test launches too."""
     run = machine()
     for module in run.modules:
         for name in module.entries:

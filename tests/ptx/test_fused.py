@@ -36,7 +36,7 @@ def check(calls: list[Call], seed: int, late: int | None = None, count: int = 0,
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_every_world_has_the_codecs_bits(world: int) -> None:
-    """Lengths around a group, a piece and a stripe; kinds, widths, dtypes and misaligned tensors among them."""
+    """Check lengths around a group, a piece and a stripe; kinds, widths, dtypes and misaligned tensors among them."""
     lengths = (1, 33, 1023, 1025, 1024 * world + 1, 0, 9000)[: 7 if world < 8 else 5]
     calls = [make(world, numel, 11 * world + i) for i, numel in enumerate(lengths)]
     check(calls, seed=world)
@@ -54,7 +54,7 @@ needs_multicast = pytest.mark.skipif(build.ARCHITECTURE < "90", reason="GPUs bef
 @needs_multicast
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_a_store_to_a_multicast_address_goes_to_all(world: int) -> None:
-    """Of the sums; in one shot, of what every rank encodes. No rank's own address is written for it."""
+    """Store the sums to it; in one shot, the encoded tensors of every rank. No rank's own address is written."""
     calls = [make(world, numel, i) for i, numel in enumerate((1025, 33, 9000, 2048, 700))]
     assert {call.one_shot for call in calls} == {False, True}
     check(calls, seed=world, multicast=True)
@@ -82,7 +82,7 @@ def test_a_late_rank_is_waited_for(world: int, late: int) -> None:
 
 @pytest.mark.parametrize("count", [12, pytest.param(400, marks=pytest.mark.slow)])
 def test_calls_of_changing_sizes_while_the_count_of_meetings_wraps_around(count: int) -> None:
-    """A rank begins its next call while others are in this one: two halves are enough."""
+    """Check that a rank may begin its next call while others are in this one: two halves are enough."""
     small = [
         Call(gaussian(3, n, seed=n), PLAIN, Format(8, 128), key=n, one_shot=i % 3 == 1, staged=i % 2 == 0)
         for i, n in enumerate((1, 5000, 64, 0, 1024, 4100))
@@ -93,7 +93,7 @@ def test_calls_of_changing_sizes_while_the_count_of_meetings_wraps_around(count:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_rank_that_does_not_come_is_reported_and_leaves_nan(dtype: torch.dtype) -> None:
-    """The result is NaN throughout, the report names the peer, and later calls do not wait again."""
+    """Check that the result is NaN throughout, the report names the peer, and later calls do not wait again."""
     calls = [Call(gaussian(3, n).to(dtype), PLAIN, PLAIN, one_shot=n == 3000) for n in (5000, 3000, 1)]
     group = Group(3, max(call.half_bytes for call in calls))
     for call, results in zip(calls, group.run(calls, seed=7, dead=1, timeout=1), strict=True):
@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_come_is_reported_and_leaves_nan(dtype: torch.dtype
 def test_a_later_rank_than_the_timeout_is_a_dead_one() -> None:
     calls = [Call(gaussian(2, 3000), PLAIN, PLAIN)]
     group = Group(2, calls[0].half_bytes)
-    # It is held for 0.3 ms, the other waits for 0: nobody's result may be half of one.
+    # The late rank is held for 0.3 ms, the other waits for 0 ms: no result may be half of one.
     for ours in group.run(calls, seed=1, late=1, timeout=0)[0]:
         assert ours.isnan().all() or same_bits(ours, calls[0].expected[0])
     assert group.reports[0] != 0

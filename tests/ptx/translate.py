@@ -5,7 +5,7 @@
 PTX has thousands of registers, each written in few places. Most live in one run of instructions between two branches,
 and share slots there; the others have one each. So the registers of a warp stay in the caches of a CPU.
 
-An opcode that opcodes.cpp does not know is an UnknownInstruction, which names it: nothing is skipped in silence.
+An opcode missing in opcodes.cpp is an UnknownInstruction, which names it: nothing is skipped in silence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Widths = Callable[[str], str | None]
 
 
 class UnknownInstruction(Exception):
-    """A kernel has something that the machine cannot do."""
+    """A kernel has an instruction that the machine cannot run."""
 
 
 @dataclass
@@ -49,14 +49,14 @@ def _registers(i: Instruction) -> Iterator[str]:
 
 
 def _sets(i: Instruction) -> set[str]:
-    """Registers that hold another value after it, whatever they held before."""
+    """Return registers that hold another value after the instruction, whatever they held before."""
     if i.guard is not None or i.opcode.split(".")[0] in ("st", "multimem", *_JUMPS):
         return set()
     return set(_names(i.operands[:1])) - set(_names(i.operands[1:]))
 
 
 def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
-    """For each instruction, the slots of its registers; and how many slots there are."""
+    """Return the slots of each instruction's registers, and the number of slots."""
     starts = set(kernel.labels.values())
     run, last, runs, alone = 0, dict[str, int](), dict[str, int](), dict[str, int]()
     for number, i in enumerate(kernel.instructions):
@@ -65,7 +65,7 @@ def _slots(kernel: Kernel) -> tuple[list[dict[str, int]], int]:
         for name in _registers(i):
             if name not in last:
                 kernel.type_of(name)  # it is declared
-            # What a run reads before it sets it comes from elsewhere, or from the time before in a loop.
+            # A value that a run reads before setting it comes from elsewhere, or from the earlier pass of a loop.
             if runs.setdefault(name, run) != run or (name not in last and name not in _sets(i)):
                 alone.setdefault(name, len(alone))
             last[name] = number
@@ -93,7 +93,7 @@ class _Translator:
     def __init__(self, kernel: Kernel, widths: Widths, addresses: dict[str, int]) -> None:
         self._kernel = kernel
         self._widths = widths
-        #: What a symbol stands for: parameters and shared memory by their offsets, constant tables by address.
+        #: The value of a symbol: parameters and shared memory by their offsets, constant tables by address.
         self._symbols = {name: at for name, (at, _) in kernel.parameters.items()} | kernel.shared | addresses
         self._numbers: dict[str, int] = {}
         self._constants: dict[tuple[int, bool], int] = {}
@@ -130,7 +130,7 @@ class _Translator:
         self.program.rows.append((number, guard, int(i.negated), i.line, *at))
 
     def _rows(self, i: Instruction) -> Iterator[tuple[str, list[int]]]:
-        """(name, operands) of what an instruction is to the machine: one, or one for each half."""
+        """Yield (name, operands) of an instruction in the machine's form: one, or one for each half."""
         name, at = i.opcode, i.operands
         kind, *parts = name.split(".")
         if kind == "bra":
@@ -179,7 +179,7 @@ class _Translator:
         return ".".join([kind, *kept]), [base, wide, offset, *(self._value(value, digit) for value in values)]
 
     def _address(self, text: str) -> tuple[int, int, int]:
-        """Slot of the base, whether it has 64 bits, offset."""
+        """Return the slot of the base, True if it has 64 bits, and the offset."""
         found = re.fullmatch(r"\[([%\w$]+)(?:\+(-?\d+))?\]", text)
         if found is None:
             raise UnknownInstruction(f"an address {text}")
@@ -193,7 +193,7 @@ class _Translator:
         return [self._value(operand, width) for operand, width in zip(operands, widths, strict=True)]
 
     def _value(self, operand: str, width: str) -> int:
-        """A slot, or ~number of a constant. width: bytes; 0: a predicate; 1 and ?: 32 bits or fewer."""
+        """Return a slot, or ~number of a constant. width: bytes; 0: a predicate; 1 and ?: 32 bits or fewer."""
         if operand.startswith("%"):
             bits = SIZES[self._kernel.type_of(operand)]
             fits = {"0": bits == 1, "1": bits in (16, 32), "?": bits < 64}.get(width, str(bits // 8) == width)
@@ -216,12 +216,12 @@ def _halves(text: str) -> list[str]:
 
 
 def translate(kernel: Kernel, widths: Widths, addresses: dict[str, int] | None = None) -> Program:
-    """addresses: of the constant tables that the kernel reads."""
+    """Translate a kernel. addresses: of the constant tables that it reads."""
     return _Translator(kernel, widths, addresses or {}).run()
 
 
 def packed(program: Program) -> tuple[bytes, bytes, bytes]:
-    """rows, constants, and which of these have 64 bits, as ptx_define takes them."""
+    """Return rows, constants, and which constants have 64 bits, as ptx_define takes them."""
     rows = b"".join(struct.pack("<12i", *row) for row in program.rows)
     constants = struct.pack(f"<{len(program.constants)}Q", *(value for value, _ in program.constants))
     return rows, constants, bytes(wide for _, wide in program.constants)

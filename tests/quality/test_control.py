@@ -1,4 +1,4 @@
-"""Which calls are measured, and what the ranks make of the measurements."""
+"""The calls that are measured, and the ranks' common decision from the measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_interval_decides_when(ranks: GetRanks) -> None:
     ("world", "changes", "tolerance"),
     [
         (2, {}, 0.3),
-        # Sums of a node are not there: they are taken to lose what their terms do.
+        # Sums of a node are not available: assume the error of their terms.
         (3, {"hierarchical": {"intra_bits": 8, "inter_bits": 8, "ranks_per_node": 2}}, 1.2),
     ],
     ids=["flat", "two levels"],

@@ -1,4 +1,4 @@
-"""The guard: the decision by itself, and ranks that must all take it at the same call."""
+"""The guard: its decision alone, and ranks that must all take it at the same call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SITE = fap.Site("guarded")
 
 
 def course(series: Iterable[float], start: int = 4) -> list[int]:
-    """The bits after each measurement of a series, which does not ask at how many bits it was made."""
+    """Return the bits after each measurement of a series. The series does not depend on the bits."""
     stand, bits = Stand(start), []
     for sqnr_db in series:
         stand = decide(stand, sqnr_db, FLOOR, start)
@@ -93,14 +93,14 @@ def test_one_step_at_most_and_never_below_the_configured_width(
 
 @given(st.lists(st.floats(-100, 100), max_size=200), st.floats(-100, 13.9))
 def test_spikes_change_nothing(rest: list[float], spike: float) -> None:
-    """Measurements below the floor, none of which follows another."""
+    """Measure below the floor, never twice in a row."""
     series = [sqnr_db for one in rest for sqnr_db in (spike, max(one, FLOOR))]
     assert set(course(series)) <= {4}
 
 
 @given(st.integers(2, 8), st.floats(-40, 60), st.lists(st.floats(-1, 1), min_size=300, max_size=300))
 def test_it_settles_and_does_not_flap(start: int, at_eight: float, noise: list[float]) -> None:
-    """A codec of at_eight dB at 8 bits, measured with up to 1 dB of noise: half of the margin."""
+    """Simulate a codec of at_eight dB at 8 bits, measured with up to 1 dB of noise: half of the margin."""
 
     def sqnr_db(bits: int) -> float:
         return at_eight - gain_db(min(bits, 8), 8, False)
@@ -159,13 +159,13 @@ def test_what_was_measured_at_another_width_is_left_out() -> None:
 
 
 def cancelling(numel: int, times: float, seed: int, rank: int) -> Tensor:
-    """Gaussian, and on two ranks something so many times as large that is none in the sum: SQNR falls by as much."""
+    """Return Gaussian values; two ranks add `times` larger ones that cancel in the sum, so SQNR falls as much."""
     x = gaussian(numel, seed=100 * seed + rank)
     return x + (0.0, times, -times)[rank + 1 if rank < 2 else 0] * gaussian(numel, seed=100 * seed + 99)
 
 
 class Logged(logging.Handler):
-    """What the plugin's logger says of the guard."""
+    """The messages that the plugin's logger has about the guard."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -177,7 +177,7 @@ class Logged(logging.Handler):
 
 
 def in_group(run: Callable[[dist.ProcessGroup], Any]) -> dict[str, Any]:
-    """run() in a group of its own, which nothing is known of: its result, what was logged, and the site's counters."""
+    """Run run() in a new group. Return its result, the log, and the site's counters."""
     handler, logger, group = Logged(), logging.getLogger("flash_allreduce_plugin"), dist.new_group()
     level = logger.level
     logger.addHandler(handler)
@@ -194,7 +194,7 @@ def in_group(run: Callable[[dist.ProcessGroup], Any]) -> dict[str, Any]:
 
 
 def bits_of(call: Callable[[], Any]) -> tuple[int, Any]:
-    """The width of one call of the site, FULL in full precision; what it returned."""
+    """Return the width of one call of the site (FULL in full precision) and the value that it returned."""
     before = fap.stats()["sites"].get(SITE.name, {"full_precision": {}})["full_precision"]
     returned = call()
     after = fap.stats()["sites"][SITE.name]
@@ -207,7 +207,7 @@ def bits_of(call: Callable[[], Any]) -> tuple[int, Any]:
 def reduces(
     phases: list[tuple[int, float]], changes: dict[str, Any], collective: str = "all_reduce", ahead: int = 0
 ) -> dict[str, Any]:
-    """Widths of the calls of phases (calls, how much cancels; nan: a NaN on the last rank), `ahead` in flight."""
+    """Return widths of the calls of phases (calls, cancelled size; nan: a NaN on the last rank), `ahead` in flight."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = CONFIG.model_copy(update=changes)
     feedback = fap.Feedback() if config.error_feedback else None
@@ -314,7 +314,7 @@ def test_what_is_guarded(
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_two_levels(ranks: GetRanks, collective: str) -> None:
-    """All widths are raised to the guard's, inside the node and between; the way back leads to where they began."""
+    """Raise all widths to the guard's, inside the node and between; the way back leads to where they began."""
     nodes = {"intra_bits": 5, "inter_bits": 4, "ranks_per_node": 2}
     phases = [(3, 0.0), (14, 300.0), (40, 0.0)]
     outcomes = ranks(3).run(reduces, phases, {"hierarchical": nodes, "min_sqnr_db": 12.0}, collective)
@@ -348,7 +348,7 @@ def test_ranks_with_different_floors_are_told(ranks: GetRanks) -> None:
         assert "min_sqnr_db is 14.0 on rank 0; 15.0 on rank 1" in message
 
 
-# ---- what is seen of it ----
+# ---- its counters and messages ----
 
 
 class Writer:

@@ -1,4 +1,4 @@
-"""What a site keeps of its measurements, whichever control it has."""
+"""The measurements that a site keeps, whichever control it has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: list[Callable[[], SiteBits]] = [
 
 
 def measured(error: float) -> Tensor:
-    """One run of this error."""
+    """Return one run with this error."""
     return sample.alone(torch.ones(1, dtype=torch.float64), torch.tensor([error], dtype=torch.float64))
 
 
@@ -39,7 +39,7 @@ def test_one_measurement_that_is_not_finite_cancels_the_whole_decision(
     make: Callable[[], SiteBits], bad: float
 ) -> None:
     site, before = make(), make().state_dict()
-    site.record(4, measured(1.0))  # 0 dB: more bits, by itself
+    site.record(4, measured(1.0))  # 0 dB: more bits, from this measurement alone
     site.record(4, measured(bad))
     site.update(*sample.fold(site.take()), call=1, log=False)
     assert site.state_dict() == before

@@ -16,7 +16,7 @@ from tests.codecs import gaussian
 
 
 def site_of(name: str) -> tuple[Site, counters.Tally]:
-    """A site with one quantized call, and the tally of its attachment."""
+    """Return a site with one quantized call, and the tally of its attachment."""
     tally = counters.Tally(lambda: None)
     site = Site(name, tally=tally)
     counters.record_quantized(site, 1, 2)
@@ -29,7 +29,7 @@ def better(tally: counters.Tally) -> list[str]:
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_gaussian_values_are_not_poor(bits: int) -> None:
-    """And a tensor with an outlier in each group is."""
+    """Check that a tensor with an outlier in each group is poor."""
     site, tally = site_of("t40.gaussian")
     x = gaussian(1 << 16)
     trial.try_codebook(site, Format(bits, 128), x)

@@ -1,4 +1,4 @@
-"""Adaptive bits: the decision by itself, and ranks that must all take it at the same call."""
+"""Adaptive bits: the decision alone, and ranks that must all take it at the same call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed import Ranks
 
 GetRanks = Callable[[int], Ranks]
 
-# Of gaussian() the 18 dB take 4 bits where it is rounded once and 5 where it is rounded twice (docs/trust/numerics.md).
+# gaussian() needs 4 bits for 18 dB where it is rounded once, 5 where it is rounded twice (docs/trust/numerics.md).
 CONFIG = fap.FlashConfig(min_bytes=1024, quality_interval=2, target_sqnr_db=18.0)
 SITE = fap.Site("adaptive")
 
@@ -37,7 +37,7 @@ SITE = fap.Site("adaptive")
     [
         (4, 18.0, False, (4, False)),
         (4, 20.0, True, (4, False)),  # a bit less would be 13.4
-        (4, 17.9, True, (5, False)),  # up at once
+        (4, 17.9, True, (5, False)),  # up immediately
         (4, 12.0, False, (5, False)),
         (4, 11.6, False, (6, False)),  # 5 bits bring 6.3 dB
         (2, -5.0, False, (6, False)),
@@ -88,7 +88,7 @@ def steps_alone(bits: int) -> float:
 def test_it_settles_at_the_least_width_and_does_not_flap(
     loss: Callable[[int], float], at_eight: float, start: int, noise: list[float]
 ) -> None:
-    """A codec whose SQNR at a width is at_eight + loss, measured with up to half a dB of noise."""
+    """Simulate a codec with an SQNR of at_eight + loss at a width, measured with up to half a dB of noise."""
     widths, spare = [start], False
     for one in noise:
         bits, spare = decide(widths[-1], at_eight + loss(widths[-1]) + one, 18.0, spare)
@@ -126,7 +126,7 @@ def test_what_was_measured_at_another_width_is_left_out() -> None:
 
 
 def outliers(numel: int, seed: int) -> Tensor:
-    """Gaussian, one element of every group 20 times as large: one bit or two more for the same SQNR."""
+    """Return Gaussian values, one element of a group 20 times as large: one or two more bits for equal SQNR."""
     x = gaussian(numel, seed=seed)
     x[::128] *= 20
     return x
@@ -148,7 +148,7 @@ class Logged(logging.Handler):
 
 
 def in_group(run: Callable[[dist.ProcessGroup], Any]) -> tuple[Any, list[str]]:
-    """run() in a group of its own, which nothing is known of; its result, and what was logged about widths."""
+    """Run run() in a new group. Return its result and the log about widths."""
     handler, logger, group = Logged(), logging.getLogger("flash_allreduce_plugin"), dist.new_group()
     level = logger.level
     logger.addHandler(handler)
@@ -165,7 +165,7 @@ def in_group(run: Callable[[dist.ProcessGroup], Any]) -> tuple[Any, list[str]]:
 
 
 def scatter_of_two_kinds(start: int, calls: int) -> tuple[list[int], list[str]]:
-    """Widths of the calls of a site of which rank 0 has an easy shard and the last rank a hard one."""
+    """Return widths of a site's calls: rank 0 has an easy shard and the last rank a hard one."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = CONFIG.model_copy(update={"bits": start})
 
@@ -186,7 +186,7 @@ def scatter_of_two_kinds(start: int, calls: int) -> tuple[list[int], list[str]]:
 def test_ranks_with_different_shards_change_width_at_the_same_call(ranks: GetRanks, world: int) -> None:
     first, *others = ranks(world).run(scatter_of_two_kinds, 2, 12)
     widths, logged = first
-    # By itself rank 0 would go to 4 bits, and its peers to 6.
+    # Alone rank 0 would choose 4 bits, and its peers 6.
     assert widths[:2] == [2, 2] and widths[2] > 4
     assert sorted(set(widths)) == [2, widths[-1]] and widths[-1] in (5, 6)
     for other in others:
@@ -198,7 +198,7 @@ def test_ranks_with_different_shards_change_width_at_the_same_call(ranks: GetRan
 
 
 def two_sites(asynchronous: bool) -> tuple[dict[str, list[int]], list[str]]:
-    """Widths of three sites: easy, hard, and one without a target; small calls and others between them."""
+    """Return widths of three sites: easy, hard, and one without a target; small calls and others between them."""
     rank, world = dist.get_rank(), dist.get_world_size()
     fixed = CONFIG.model_copy(update={"target_sqnr_db": None, "bits": 3})
 
@@ -234,7 +234,7 @@ def test_sites_have_widths_of_their_own(ranks: GetRanks, asynchronous: bool) -> 
 
 
 def with_nan() -> tuple[list[int], list[str]]:
-    """Widths of calls of which the first four have a NaN in the last rank's part."""
+    """Return widths of calls; the first four have a NaN in the last rank's part."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = CONFIG.model_copy(update={"bits": 2, "quality_interval": 1})
 
@@ -257,7 +257,7 @@ def test_a_measurement_that_is_not_finite_decides_nothing(ranks: GetRanks) -> No
 
 
 def with_config(changes: dict[str, Any], collective: str) -> tuple[list[int], list[str]]:
-    """Widths of 8 calls."""
+    """Return widths of 8 calls."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = CONFIG.model_copy(update={"bits": 2, "quality_interval": 1, **changes})
     feedback = fap.Feedback() if config.error_feedback else None

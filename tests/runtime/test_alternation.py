@@ -1,4 +1,4 @@
-"""The order of the steps, and what their times tell."""
+"""The order of the steps, and the meaning of their times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flash_allreduce_plugin.runtime.alternation import (
 
 
 def measured(pair: int) -> dict[bool, list[int]]:
-    """The measured steps of a pair: the other way, and the base."""
+    """Return the measured steps of a pair: with the other way, and with the base."""
     steps = [step for step in range(end_of(pair - 1) if pair else 0, end_of(pair)) if is_measured(step)]
     return {way: [step for step in steps if is_other(step) is way] for way in (False, True)}
 
@@ -41,7 +41,7 @@ def test_both_ways_have_as_many_steps_in_every_pair(pair: int) -> None:
 
 @given(st.integers(0, 20))
 def test_a_machine_that_grows_slower_speaks_for_neither_way(turn: int) -> None:
-    """Of two pairs in turn the steps have the same mean number: what grows by the step cancels out."""
+    """Check that steps of two alternating pairs have the same mean number: growth by the step cancels out."""
     pairs = [measured(2 * turn + 1), measured(2 * turn + 2)]
     assert mean(pairs[0][True] + pairs[1][True]) == mean(pairs[0][False] + pairs[1][False])
 
@@ -51,7 +51,7 @@ def times(seconds: float, spread: float, count: int, random: random.Random) -> l
 
 
 def judged(ratio: float, spread: float, seed: int) -> tuple[bool, int]:
-    """Whether the other way, at `ratio` of the base's time, is judged faster, and after how many pairs."""
+    """Return True if the other way, at `ratio` of the base's time, is judged faster, and after how many pairs."""
     draws = random.Random(seed)
     base: list[float] = []
     other: list[float] = []
@@ -65,7 +65,7 @@ def judged(ratio: float, spread: float, seed: int) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("ratio", [2.0, 1.5, 0.66, 0.5])
 def test_a_great_difference_is_seen_after_one_pair_or_two(ratio: float) -> None:
-    """A way that takes twice the time must not be taken often: 300 steps with a trial cost 1.02 x those without."""
+    """Bound the cost of a way that takes twice the time: 300 steps with a trial cost 1.02 x those without."""
     found = [judged(ratio, 0.01, seed) for seed in range(200)]
     assert all(answer is (ratio < 1) for answer, _ in found)
     assert max(pairs for _, pairs in found) <= 2
@@ -74,7 +74,7 @@ def test_a_great_difference_is_seen_after_one_pair_or_two(ratio: float) -> None:
 @pytest.mark.parametrize("spread", [0.005, 0.02, 0.05])
 @pytest.mark.parametrize("ratio", [0.90, 0.95, 1.05, 1.10])
 def test_a_difference_of_five_percent_is_seen(ratio: float, spread: float) -> None:
-    """In 90 of 100 trainings where steps vary by 5 %, and in 99 where they vary less."""
+    """Check 90 of 100 trainings where steps vary by 5 %, and 99 where they vary less."""
     right = mean(judged(ratio, spread, seed)[0] is (ratio < 1) for seed in range(300))
     assert right >= (0.9 if spread > 0.02 else 0.99)
 

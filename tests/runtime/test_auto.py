@@ -1,4 +1,4 @@
-"""enabled "auto" on ranks: what is faster stays, on all ranks alike; nothing hangs, and what was decided is kept."""
+"""enabled "auto" on ranks: the faster way stays, the same on all ranks; nothing hangs, and decisions are kept."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NUMEL = 4000
 def slowly(
     module: Any, name: str, seconds: float = SLOW, when: Callable[..., bool] = lambda *_: True
 ) -> Iterator[None]:
-    """A function takes so much longer."""
+    """Make a function take so much longer."""
     original = getattr(module, name)
 
     def later(*arguments: Any, **named: Any) -> Any:
@@ -61,12 +61,12 @@ def slow_codec(seconds: float = SLOW) -> Any:
 
 
 def slow_wire() -> Any:
-    """For what runs in full precision."""
+    """Slow down calls in full precision."""
     return slowly(transport, "all_reduce")
 
 
 def fresh() -> None:
-    """No trial, no decision, no counts."""
+    """Reset: no trial, no decision, no counts."""
     auto.load_state_dict({})
     fap.reset_stats()
 
@@ -77,7 +77,7 @@ def tensor(step: int, site: fap.Site = FIRST) -> Tensor:
 
 
 def train(steps: range, config: fap.FlashConfig = AUTO, sites: tuple[fap.Site, ...] = (FIRST,)) -> list[Tensor]:
-    """One all-reduce of each site a step; the results."""
+    """Run one all-reduce of each site a step. Return the results."""
     feedback = fap.Feedback.from_config(config)
     results = []
     for step in steps:
@@ -89,7 +89,7 @@ def train(steps: range, config: fap.FlashConfig = AUTO, sites: tuple[fap.Site, .
 
 
 def decided(slow: Callable[[], Any], sites: tuple[fap.Site, ...] = (FIRST,), steps: int = STEPS) -> dict[str, Any]:
-    """The decision of a training in which something is slow, and what was counted."""
+    """Return the decision of a training in which something is slow, and the counters."""
     fresh()
     with slow():
         train(range(steps), sites=sites)
@@ -113,7 +113,7 @@ def test_what_is_faster_stays_on_every_rank(ranks: Callable[[int], Ranks], world
 
 
 def first_is_slow_to_encode_second_to_send() -> Any:
-    """So that only the second pays."""
+    """Slow them down so that only the second pays."""
     stack = ExitStack()
     site: list[str] = []
     decide = fap.api.reductions.decide
@@ -136,7 +136,7 @@ def test_each_site_is_switched_by_itself(ranks: Callable[[int], Ranks]) -> None:
 
 
 def small_site(steps: int) -> list[str]:
-    """Of two sites one sends next to nothing: it is not tried alone, and goes with the other."""
+    """Decide for two sites. One sends next to nothing: it is not tried alone, and joins the other."""
     fresh()
     lines: list[str] = []
     config = AUTO.model_copy(update={"error_feedback": False})  # no line of calls without a slot
@@ -156,7 +156,7 @@ def test_the_line_names_the_times_and_the_setting_that_pins_it(ranks: Callable[[
 
 
 def two_nodes(levels_are_slow: bool) -> tuple[bool, bool, int]:
-    """Two nodes of two ranks. Whether calls are quantized, and in two levels, and the bytes of the next one between."""
+    """Run two nodes of two ranks. Return if calls are quantized, if in two levels, and one call's bytes between."""
     fresh()
     config = AUTO.model_copy(update={"error_feedback": False, "hierarchical": "auto"})
     groups.state_of(dist.group.WORLD).hosts = None
@@ -187,15 +187,15 @@ PARAMETERS = fap.Site("parameters", fap.Role.PARAMETER_DIFFERENCE)
 
 
 def switched_off(site: str) -> int:
-    """Calls that "auto" kept in full precision. After each switch the differences' first call sends whole values."""
+    """Count calls that "auto" kept in full precision. A switch makes the differences' first call send whole values."""
     reasons = fap.stats()["sites"].get(site, {"full_precision": {}})["full_precision"]
     return sum(count for reason, count in reasons.items() if reason in (policy.TRIAL, policy.SLOWER))
 
 
 def trace(config: fap.FlashConfig, forced: dict[str, list[bool]] | None) -> tuple[list[Tensor], dict[str, list[bool]]]:
-    """Gradients with error feedback and parameters by differences, 60 steps; at which of them a site was quantized.
+    """Reduce gradients with error feedback, gather parameters by differences, 60 steps. Return also the steps' ways.
 
-    forced: what a site does at each step, in place of the trial.
+    forced: True if a site is quantized, at each step, in place of the trial.
     """
     fresh()
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -231,7 +231,7 @@ def replayed() -> dict[str, list[bool]]:
 
 
 def test_feedback_and_differences_cross_the_switches(ranks: Callable[[int], Ranks]) -> None:
-    """Bit for bit as a run that is told at each step which sites to quantize."""
+    """Compare bit for bit with a run that has a list of the sites to quantize at each step."""
     found = ranks(3).run(replayed)
     assert found == [found[0]] * 3
     switches = [sum(one != next for one, next in itertools.pairwise(on)) for on in found[0].values()]
@@ -275,7 +275,7 @@ def test_calls_without_a_step_are_quantized(ranks: Callable[[int], Ranks]) -> No
 
 
 def twice(interval: int) -> list[bool | None]:
-    """The wire is slow in the first 30 steps, the codec after them. The decision at the ends of both."""
+    """Slow the wire in the first 30 steps, then the codec. Return the decision at the ends of both."""
     fresh()
     config = AUTO.model_copy(update={"auto_interval": interval})
     found = []
@@ -292,7 +292,7 @@ def test_it_measures_again(ranks: Callable[[int], Ranks]) -> None:
 
 
 def resumed() -> list[dict[str, int]]:
-    """Decide, save, and train on with and without what was saved: the reasons of eight more steps."""
+    """Decide, save, and continue with and without the saved state. Return the reasons of eight more steps."""
     fresh()
     with slow_codec():
         train(range(STEPS))
@@ -316,7 +316,7 @@ def test_a_resumed_run_does_not_measure_again(ranks: Callable[[int], Ranks]) -> 
 
 
 def one_has_no_decision() -> bool | None:
-    """Rank 1 had made no such call when it was saved."""
+    """Resume when rank 1 had made no such call before saving."""
     fresh()
     state = checkpoint.state_of({})
     if dist.get_rank() == 0:
@@ -341,11 +341,11 @@ def test_all_ranks_go_on_from_one_decision(ranks: Callable[[int], Ranks]) -> Non
     assert not resumed and "the ranks' states are not of one checkpoint" in line and others == (False, [])
 
 
-# ---- ranks that come late, go, or die ----
+# ---- ranks that come late, leave, or die ----
 
 
 def late(rank_of_late: int) -> bool:
-    """Pairs of ranks reduce alone; one pair begins six steps late. The decision."""
+    """Reduce in pairs of ranks; one pair begins six steps late. Return the decision."""
     fresh()
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -366,7 +366,7 @@ def test_a_rank_that_comes_late_goes_with_the_others(ranks: Callable[[int], Rank
 
 
 def gone() -> bool:
-    """Ranks 2 and 3 make no calls after the third step. Whether there is a decision."""
+    """Stop ranks 2 and 3 after the third step. Return True if there is a decision."""
     fresh()
     rank = dist.get_rank()
     group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -404,7 +404,7 @@ def test_guarantee_7_a_rank_dies_in_the_trial() -> None:
 
 
 def renewed(folder: str) -> list[Any]:
-    """The default group is made again: a new trial. Then a rank that was never in the first."""
+    """Make the default group again, for a new trial; then with a rank that was never in the first."""
     found = []
     for turn, slow in enumerate((slow_codec, slow_wire)):
         fap.reset_stats()

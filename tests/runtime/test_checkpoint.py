@@ -1,4 +1,4 @@
-"""What a resumed run goes on from: bit for bit in new processes, or anew on all ranks, and rank 0 says why."""
+"""Resumed runs: bit for bit in new processes, or reset on all ranks, and rank 0 says why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.distributed import Ranks, run_ranks
 
 WIDTH = 64
 SAVED, LAST = 4, 9
-# Each carries something of its own from step to step; the last one everything.
+# Each configuration carries different state from step to step; the last one all of it.
 CONFIGS = {
     "feedback": fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True),
     "stochastic": fap.FlashConfig(bits=3, min_bytes=0, rounding="stochastic"),
@@ -43,13 +43,13 @@ CONFIGS = {
 
 
 class Training:
-    """A model in DistributedDataParallel, over a process group of its own."""
+    """A model in DistributedDataParallel, over a separate process group."""
 
     def __init__(self, config: fap.FlashConfig) -> None:
         torch.manual_seed(7)
         layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         self.model, self.group = nn.Sequential(*layers), dist.new_group()
-        # find_unused_parameters: DDP keeps its buckets. Else a new process begins with others than it goes on with.
+        # find_unused_parameters: DDP keeps its buckets. Else a new process starts with buckets that change later.
         self.ddp = DistributedDataParallel(
             self.model, process_group=self.group, bucket_cap_mb=0.03, find_unused_parameters=True
         )
@@ -85,7 +85,7 @@ def straight(folder: str) -> dict[str, torch.Tensor]:
 
 
 def resumed(folder: str, ours: str) -> dict[str, Any]:
-    """Go on from the checkpoint. ours: "state", "folder", "none": with which state of the plugin's."""
+    """Continue from the checkpoint. ours: "state", "folder", "none": with which state of the plugin's."""
     trainings = {name: Training(config) for name, config in CONFIGS.items()}
     state = torch.load(f"{folder}/{dist.get_rank() % 2}.pt", weights_only=True)
     for name, training in trainings.items():
@@ -147,7 +147,7 @@ def test_more_ranks_carry_over_the_steps_alone(saved: tuple[Path, list[dict[str,
 
 
 def spoilt(folder: str, damages: list[str]) -> list[tuple[bool, list[str], bool]]:
-    """Of each damage to rank 1's state: whether the ranks go on, what is told, and whether they are as new."""
+    """Return, for each damage to rank 1's state: True if the ranks continue, the messages, True if reset."""
     training, seen = Training(CONFIGS["all"]), []
     whole = torch.load(f"{folder}/flash_allreduce/rank_{dist.get_rank():05d}.pt", weights_only=True)
     name = next(name for name, kept in whole["groups"].items() if kept["sites"] and kept["draws"])
@@ -171,7 +171,7 @@ def spoilt(folder: str, damages: list[str]) -> list[tuple[bool, list[str], bool]
         torch.save(state, own)
         if dist.get_rank() == 1 and damage == "cut off":
             os.truncate(own, os.path.getsize(own) // 2)
-        if dist.get_rank() == 1 and damage == "code":  # what weights_only=True does not load
+        if dist.get_rank() == 1 and damage == "code":  # a type that weights_only=True refuses
             torch.save({"flash_allreduce": 1, "run": os.system}, own)
         dist.barrier()
         with warnings.catch_warnings(record=True) as caught:
@@ -207,7 +207,7 @@ def test_a_damaged_file_of_one_rank_is_one_sentence_and_all_begin_anew(
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of everything in a state, the state itself included."""
+    """Yield the paths of everything in a state, the state itself included."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
@@ -240,7 +240,7 @@ def test_whatever_else_stands_in_a_state_is_found(saved: tuple[Path, list[dict[s
 
 
 def narrowed() -> tuple[bool, dict[str, int]]:
-    """A residual whose tensors are shorter than its layout says is dropped, not read beyond its end."""
+    """Check that a residual with tensors shorter than its layout is dropped, not read beyond its end."""
     config, x = fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True), torch.ones(4096)
     owner, fresh = fap.Feedback(), x.clone()
     fap.all_reduce(x.clone(), config=config, feedback=owner.slot("x"))
@@ -259,7 +259,7 @@ def test_a_residual_of_other_sizes_is_dropped(ranks: Callable[[int], Ranks]) -> 
 
 
 def not_finite() -> list[dict[str, int]]:
-    """What is dropped when the backward pass after the checkpoint begins, in the old process and in a new one."""
+    """Count residuals dropped when the backward pass after the checkpoint begins, in the old process and a new one."""
     config, seen = fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True), []
     first, second = fap.Feedback(), fap.Feedback()
     first.begin(0)
@@ -326,7 +326,7 @@ def test_one_process_without_a_group() -> None:
 
 
 def moved_on() -> dict[str, int]:
-    """Loading in the middle of a run: what the counters and residuals have come to since is gone."""
+    """Load in the middle of a run: newer counters and residuals are dropped."""
     config = fap.FlashConfig(bits=3, min_bytes=0, rounding="stochastic", quality_interval=7)
     before = groups.state_dict()
     group = dist.new_group()

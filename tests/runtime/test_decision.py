@@ -1,4 +1,4 @@
-"""One decision: what the ranks agree on, which calls are quantized, what is counted."""
+"""One decision: the ranks' agreement, which calls are quantized, and the counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GetRanks = Callable[[int], Ranks]
 
 
 def reasons() -> dict[str, dict[str, Any]]:
-    """Why each call went in full precision, counted at a site of its own."""
+    """Return why each call was in full precision, counted at a separate site."""
     config, site = fap.FlashConfig, fap.Site
     backward = site("backward", fap.Role.BACKWARD)
 
@@ -80,7 +80,7 @@ def test_quality_interval_measures_the_error(ranks: GetRanks) -> None:
 
 
 def mismatch(changes: list[dict[str, Any]], environment: list[str]) -> tuple[str, bool]:
-    """Rank r has changes[r] and environment[r] in a new group; (message, tensor untouched)."""
+    """Run with rank r at changes[r] and environment[r] in a new group. Return (message, tensor untouched)."""
     rank = dist.get_rank()
     group = dist.new_group()
     config = fap.FlashConfig(**{"min_bytes": 0, **changes[rank]})
@@ -95,7 +95,7 @@ def mismatch(changes: list[dict[str, Any]], environment: list[str]) -> tuple[str
     finally:
         del os.environ["FLASH_ALLREDUCE_DISABLE"]
     untouched = torch.equal(x, before)
-    fap.all_reduce(x, group=group, config=QUANTIZED)  # the group itself has taken no harm
+    fap.all_reduce(x, group=group, config=QUANTIZED)  # the group itself still works
     dist.destroy_process_group(group)
     return message, untouched
 
@@ -159,7 +159,7 @@ def test_switched_off_everywhere_all_goes_in_full_precision(ranks: GetRanks) -> 
 
 
 def agreements() -> list[int]:
-    """Collectives of a first, a second and an unchecked first call, beside those of the call itself."""
+    """Count collectives of a first, a second and an unchecked first call, without those of the call itself."""
     group = dist.new_group()
     gathers = 0
     agree = messages.gather
@@ -193,7 +193,7 @@ def test_the_ring_has_two_halves_for_an_all_reduce() -> None:
 
 
 def decided() -> list[tuple[Any, ...]]:
-    """What decide answers and counts, of the same facts under changing circumstances; no tensor is there."""
+    """Return decide's answers and counts for the same facts under changing conditions; there is no tensor."""
     found: list[tuple[Any, ...]] = []
 
     def once(**facts: Any) -> None:

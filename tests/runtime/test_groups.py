@@ -1,4 +1,4 @@
-"""What is remembered of a process group: by which name, which nodes it has, and for how long."""
+"""The state of a process group: its name, its nodes, and its lifetime."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_remembered_of_a_group_dies_with_it(ranks: GetRanks) -> None:
 
 
 def names() -> list[str]:
-    """Of two groups of the same ranks, and of one of fewer; used in an order of their own."""
+    """Return names of two groups of the same ranks, and of one of fewer; ranks use them in another order."""
     first, second, fewer = dist.new_group(), dist.new_group(), dist.new_group([0])
     made = [second, first, *([fewer] if dist.get_rank() == 0 else [])]
     found = [groups.state_of(group).name for group in made]

@@ -29,7 +29,7 @@ REASONS = {
 
 
 def their_own(async_op: bool) -> list[Any]:
-    """Each collective twice, by one that is told apart from torch's: it leaves 7 where the result belongs."""
+    """Call each collective twice with another function, distinct from torch's: it leaves 7 in place of the result."""
     x, part, whole = gaussian(6000), torch.zeros(3000), torch.zeros(6000)
 
     def once(name: str, how: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, int], bool, int]:
@@ -84,7 +84,7 @@ def test_a_frameworks_own_collective_that_fails_is_named(ranks: GetRanks) -> Non
 
 
 def parts_in_pieces() -> list[bool]:
-    """A part, and the output, may be tensors one after another: the bits of the joined ones."""
+    """Return True if a part, and the output, may be consecutive tensors: the bits of the joined ones."""
     rank, same = dist.get_rank(), []
     x = gaussian(9000, seed=rank)
     for config in (QUANTIZED, fap.FlashConfig(enabled=False), fap.FlashConfig(min_bytes=0, quality_interval=1)):
@@ -103,7 +103,7 @@ def test_parts_in_pieces_are_parts(ranks: GetRanks) -> None:
 
 
 def kept_by_the_guard() -> list[tuple[str, int, bool]]:
-    """Each collective until the guard keeps it in full precision, where it learns from the framework's own result."""
+    """Run each collective until the guard keeps it in full precision, where it measures the framework's own result."""
     config = fap.FlashConfig(bits=8, min_bytes=0, quality_interval=1, min_sqnr_db=200.0)
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
     for name in ("all_reduce", "reduce_scatter", "all_gather"):

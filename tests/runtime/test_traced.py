@@ -27,7 +27,7 @@ BACKENDS = ("eager", "aot_eager", "inductor")
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    """Ranks of their own: Dynamo, once imported, stays in a process."""
+    """Yield separate ranks: Dynamo, once imported, stays in a process."""
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         ranks.run(prepare, folder)
         yield ranks
@@ -51,7 +51,7 @@ def calls(function: Callable[..., Any], *arguments: Any) -> tuple[Any, dict[str,
     return result, fap.stats()["sites"]
 
 
-# ---- what a graph holds ----
+# ---- the contents of a graph ----
 
 
 def sum_of(x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def encoded(x: Tensor) -> Tensor:
 
 
 def unused(x: Tensor) -> Tensor:
-    """Nobody reads what comes of these, and their peers wait for them all the same."""
+    """Drop the results of calls. The peers wait for these calls anyway."""
     fap.all_reduce(x * 3, config=QUANTIZED, site=fap.Site("first"))
     part = torch.empty(x.numel() // 2)
     fap.reduce_scatter(part, x * 5, config=QUANTIZED, site=fap.Site("second"))
@@ -112,12 +112,12 @@ GRAPHS = (sum_of, average_at_a_site, in_place, of_a_view, by_the_environment, sc
 
 
 def graphs_of(backend: str) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """Inductor, which takes seconds for each, does not tell the others apart."""
+    """Return the cases of a backend. Inductor takes seconds for each and treats the others the same."""
     return (sum_of, in_place, scattered, gathered, encoded, unused) if backend == "inductor" else GRAPHS
 
 
 def as_without(backend: str) -> list[tuple[str, bool, bool]]:
-    """Of every case: whether a graph gives the bits, and counts what the call counts without one."""
+    """Return, for every case: True if a graph gives the same bits, True if it counts as the call without one."""
     found = []
     for case in graphs_of(backend):
         x = gaussian(4000, seed=dist.get_rank())
@@ -185,7 +185,7 @@ def test_a_graph_is_made_anew_for_another_configuration_site_operator_or_step(ra
 
 
 class Reduced(torch.autograd.Function):
-    """Megatron's pair in one: a sum forward, and one backward."""
+    """Megatron's pair in one autograd function: a sum forward, and one backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def test_forward_and_backward(ranks: Ranks, backend: str) -> None:
     assert ranks.run(layer, backend) == [[True] * 8] * 2
 
 
-# ---- what breaks a graph ----
+# ---- causes of a graph break ----
 
 
 def asynchronous(x: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_mistakes_are_answered_as_without_a_graph(ranks: Ranks, backend: str) ->
 
 
 def data_parallel(backend: str, optimize: Any) -> tuple[bool, int, int]:
-    """Gradients as without a graph, bit by bit between the ranks; calls with and without."""
+    """Compare gradients with those without a graph, and between ranks bit by bit. Count calls with and without."""
 
     def model() -> nn.Module:
         torch.manual_seed(3)
@@ -403,6 +403,6 @@ os._exit(0)
 
 
 def test_without_torch_compile_dynamo_is_not_imported() -> None:
-    """In a process of its own: ranks of the tests have it imported beforehand."""
+    """Run in a separate process: ranks of the tests have Dynamo imported beforehand."""
     said = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=240)
     assert said.stdout == "False\n", said.stderr

@@ -1,4 +1,4 @@
-"""The verdicts of a trial, from posts that are made up."""
+"""The verdicts of a trial, from invented posts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flash_allreduce_plugin.runtime.verdict import FULL_PRECISION, LEVELS, QUANT
 
 
 def posts(base: float, other: float, sent: dict[str, int], ranks: int = 2, levels: bool = False) -> list[verdict.Post]:
-    """Of one pair; the last rank is the slowest."""
+    """Return the posts of one pair; the last rank is the slowest."""
     steps = [False] * alternation.BLOCK + [True] * alternation.BLOCK
     slower = [0.001 * rank for rank in range(ranks)]
     return [
@@ -22,9 +22,9 @@ def posts(base: float, other: float, sent: dict[str, int], ranks: int = 2, level
 def trial(
     seconds: dict[frozenset[str], float], sent: dict[str, int], notes: Notes | None = None, levels: bool = False
 ) -> dict[str, Any]:
-    """The last verdict of a training whose step takes so long with these sites quantized. "trials": their number.
+    """Return the last verdict of a training with these step times for each set of quantized sites, and its "trials".
 
-    What one verdict notes, the next one reads as JSON, as ranks do.
+    The next verdict reads the notes of the one before as JSON, as ranks do.
     """
     base, other, pairs, trials = FULL_PRECISION, QUANTIZED, 0, 1
     notes = notes or {}

@@ -1,4 +1,4 @@
-"""The counters: what is added where, from many threads, and what a reset forgets."""
+"""The counters: which call adds to which counter, from many threads, and the effect of a reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rank 0 prints: what is attached, and which site has quantized nothing, in real training of every kind."""
+"""Rank 0's notices: the attachments, and a site that has quantized nothing, in real training of every kind."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
 
 
 def two_ddp_models() -> list[str]:
-    """Interleaved: the first quantizes, the buckets of the second are too small."""
+    """Interleave two models: the first quantizes, the buckets of the second are too small."""
     models = [DistributedDataParallel(nn.Linear(64, 128, bias=False)) for _ in range(2)]
     for model, min_bytes in zip(models, (0, 1 << 20), strict=True):
         model.register_comm_hook(None, fap.ddp_hook(fap.FlashConfig(min_bytes=min_bytes)))
@@ -168,7 +168,7 @@ def two_fsdp1_models() -> list[str]:
 
 
 def two_apex_reducers() -> list[str]:
-    """One configuration: the second model is too small for it."""
+    """Use one configuration: the second model is too small for it."""
     sys.path.insert(0, str(ROOT / "tests" / "integrations" / "apex_stub"))
     from apex.parallel import Reducer
 
@@ -216,7 +216,7 @@ def test_the_warm_up_is_waited_for() -> None:
 
 
 def tally_of(*calls: tuple[str, Role, str | None]) -> counters.Tally:
-    """Of calls (site, role, reason for full precision or None)."""
+    """Return the tally of calls (site, role, reason for full precision or None)."""
     tally = counters.Tally(lambda: None)
     for name, role, reason in calls:
         site = Site(name, role, tally=tally)
@@ -252,7 +252,7 @@ def test_every_reason_has_a_way_out_of_it() -> None:
 
 
 def test_every_field_that_keeps_a_call_is_named() -> None:
-    """Default fields: a gradient of an exchange needs two; a small message of a role in full precision too."""
+    """Use default fields: a gradient of an exchange needs two; a small message of a role in full precision too."""
     tally = tally_of(
         ("t39.0", Role.SEQUENCE_PARALLEL_GRADIENT, policy.is_full("backward_bits")),
         ("t39.1", Role.EXPERT_COMBINE_GRADIENT, policy.is_full("backward_bits")),
@@ -275,7 +275,7 @@ def test_every_field_that_keeps_a_call_is_named() -> None:
 
 
 def with_trial(own: float, better: float, bits: int = 4, name: str = "t40.gradients") -> counters.Tally:
-    """Of a site with these dB, as its configuration has and with codebook and spikes."""
+    """Return the tally of a site with these dB, for its configuration and for codebook with spikes."""
     tally = tally_of((name, Role.ANY, None))
     counters.record_trial(
         Site(name, tally=tally), bits, (10.0, 10 * 10 ** (-own / 10)), (10.0, 10 * 10 ** (-better / 10))
@@ -307,7 +307,7 @@ def test_a_site_that_is_not_poor_or_would_gain_little_is_left_in_peace() -> None
 
 
 def spoilt(config: fap.FlashConfig) -> list[str]:
-    """Gradients with one large element in each group."""
+    """Reduce gradients with one large element in each group."""
     model = DistributedDataParallel(nn.Linear(128, 512, bias=False))
     model.register_comm_hook(None, fap.ddp_hook(config))
     text, x = io.StringIO(), gaussian(1, 128)
@@ -330,7 +330,7 @@ def test_a_training_at_4_bits_by_hand_is_told_once_without_any_measurement_switc
 
 
 def test_two_attachments_do_not_hear_of_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    """Interleaved calls at one site: the first quantizes, the second does not."""
+    """Interleave calls at one site: the first quantizes, the second does not."""
     loud, silent = (notices.FirstSteps(fap.FlashConfig()) for _ in range(2))
     site = Site("t39.gradients")
     for step in range(STEPS):
@@ -359,7 +359,7 @@ def test_without_steps_many_calls_are_looked_at_and_a_reason_is_named_once(capsy
 
 
 def without_a_slot() -> tuple[list[str], dict[str, int]]:
-    """What is printed, and counted, in calls with and without a slot, of activations, and in full precision."""
+    """Return the output and the counters of calls with and without a slot, of activations, and in full precision."""
     config = fap.FlashConfig(bits=4, grad_bits=4, error_feedback=True, min_bytes=4096)
     owner, x = fap.Feedback.from_config(config), torch.ones(1024)
     result, text = x.new_empty(1024), io.StringIO()
@@ -389,7 +389,7 @@ def test_sizes(count: int, said: str) -> None:
     assert notices.size(count) == said
 
 
-# Variables that nobody reads
+# Variables that have no effect
 
 INIT = """
 import torch

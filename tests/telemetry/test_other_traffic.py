@@ -1,5 +1,5 @@
-"""What torch.distributed sends beside us: known calls give known bytes, ours are not among them, and the methods of
-ProcessGroup are what they were as soon as nothing is attached.
+"""torch.distributed's other traffic: known calls give known bytes, ours are not among them, and the methods of
+ProcessGroup are the originals as soon as nothing is attached.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report of what an integration has attached: its entries, and how it prints."""
+"""The report of an integration's attachments: its entries, and how it prints."""
 
 from __future__ import annotations
 

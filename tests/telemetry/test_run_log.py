@@ -1,4 +1,4 @@
-"""FLASH_ALLREDUCE_LOG: what is written, by whom, when, and what becomes of it when something goes wrong."""
+"""FLASH_ALLREDUCE_LOG: its content, its writer, its timing, and its behaviour after an error."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ CONFIG = fap.FlashConfig(bits=4, quality_interval=2)
 
 @pytest.fixture
 def site() -> Site:
-    """One that no other test counts for, in this process."""
+    """Return a site that no other test counts for, in this process."""
     return Site(uuid.uuid4().hex)
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The log of this process, which is rank 0 of 4."""
+    """Yield the log of this process, which is rank 0 of 4."""
     file = tmp_path / "run.jsonl"
     monkeypatch.setenv("FLASH_ALLREDUCE_LOG", str(file))
     monkeypatch.setenv("RANK", "0")
@@ -60,12 +60,12 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def of(site: Site, file: Path) -> list[dict[str, Any]]:
-    """What the lines say of one site."""
+    """Return the lines' entries for one site."""
     return [line["sites"][site.name] for line in lines(file) if site.name in line.get("sites", {})]
 
 
 def write_now() -> None:
-    """What the thread does now and then."""
+    """Write a line as the thread does periodically."""
     assert run_log._running is not None
     run_log._running._counts("interval")
 
@@ -90,7 +90,7 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     record_quantized(site, 50, 400, 20, bits=4)
     record_sqnr(site, 100.0, 1.0)
     record_residual_dropped(site, "loss scale changed")
-    fap.reset_stats()  # takes nothing away from the log
+    fap.reset_stats()  # leaves the log's counts unchanged
     record_quantized(site, 60, 400, bits=5)
     write_now()
     write_now()  # nothing new: no line
@@ -113,7 +113,7 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     ]
     _, *rest = lines(path)
     assert [line["kind"] for line in rest] == ["interval", "interval", "end"]
-    assert [line["step"] for line in rest] == [7, 8, 8]  # what counted steps is gone at the end
+    assert [line["step"] for line in rest] == [7, 8, 8]  # the counter of steps is removed at the end
     assert sorted(line["seconds"] for line in rest) == [line["seconds"] for line in rest]
 
 
@@ -334,7 +334,7 @@ def reduces(folder: str, begin: Callable[[], Any], check_ranks: bool = True) -> 
 
 @pytest.mark.parametrize("check_ranks", [True, False])
 def test_real_ranks_with_direct_calls(tmp_path: Path, check_ranks: bool) -> None:
-    """The first call begins the log, whether or not the ranks compare configurations."""
+    """Check that the first call begins the log, with and without a comparison of the configurations."""
     run_ranks(2, reduces, str(tmp_path), int, check_ranks)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0.jsonl", "1.jsonl"]
     for rank in range(2):
@@ -368,7 +368,7 @@ def test_the_steps_of_ddp_are_known_to_the_last(tmp_path: Path) -> None:
 
 
 def test_what_takes_a_configuration_begins_the_log(tmp_path: Path) -> None:
-    """Before anything is sent, so that a bad name is found out early."""
+    """Check that the log begins before anything is sent, so that a bad name is found out early."""
     for number, begin in enumerate((fap.ddp_hook, fap.FlashReduceScatter)):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""What a TensorBoard writer is given: per site, each time what came to pass since the last time."""
+"""The scalars of a TensorBoard writer: per site, each time the change since the last time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Writer:
         self.given.setdefault(tag, []).append((step, value))
 
     def of(self, site: Site) -> dict[str, list[tuple[int, float]]]:
-        """Other tests have sites of their own, in the same process."""
+        """Return the scalars of one site. Other tests have other sites in the same process."""
         start = f"flash_allreduce/{site.name}/"
         return {tag.removeprefix(start): values for tag, values in self.given.items() if tag.startswith(start)}
 
@@ -36,7 +36,7 @@ def test_each_interval_by_itself(site: Site) -> None:
     fap.log_to(writer, 10)
     record_quantized(site, 50, 400, bits=4)
     record_sqnr(site, 100.0, 1.0)
-    fap.reset_stats()  # the writer is told all the same
+    fap.reset_stats()  # the writer gets the values anyway
     record_quantized(site, 150, 400, bits=6)
     record_full_precision(site, "warm-up", 200)
     fap.log_to(writer, 20)

@@ -59,7 +59,7 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 
 
 def after_an_error(attached: bool) -> None:
-    """pytorch#196996: torch refuses a parameter that only the last micro-batch uses."""
+    """Continue after pytorch#196996: torch refuses a parameter that only the last micro-batch uses."""
     if attached:
         fap.fsdp.enable(CONFIG)
     model: Any = SometimesDeep()
@@ -79,7 +79,7 @@ def after_an_error(attached: bool) -> None:
 
 
 def left_on(build: Callable[[], Any]) -> None:
-    """Two healthy steps, then no_sync forever."""
+    """Train two healthy steps, then in no_sync forever."""
     model = build()
     optimizer = sgd(model)
     steps(model, optimizer, 2)
@@ -88,8 +88,8 @@ def left_on(build: Callable[[], Any]) -> None:
 
 
 def healthy() -> None:
-    """Gradient accumulation, two optimizers of one model, a model beside it that trains alone, an inner one wrapped
-    a second time, a frozen model.
+    """Train with gradient accumulation, two optimizers of one model, a second model that trains alone, an inner model
+    wrapped a second time, a frozen model.
     """
     model, other, wrapped = ddp(), nn.Linear(8, 8), ddp()
     first, second = sgd(model.module.first), sgd(model.module.second, other, wrapped)
