@@ -46,8 +46,8 @@ QUICK_WIDTHS = (3, 7, 8)
 # Mistakes for codec_default.cpp: a file of csrc/cpu, a text that occurs once in it, and its replacement.
 SEEDED = (
     ("codec_kernels.h", "(i < n ? i : 0)", "(i <= n ? i : 0)"),
-    ("codec_kernels.h", "rank < p.count;", "rank <= p.count;"),
-    ("codec_kernels.h", "pack_plane<4>(x, 0, planes + i / 2)", "pack_plane<4>(x, 0, planes + i / 2 + 1)"),
+    ("codec_kernels.h", "rank = 1; rank < p.count;", "rank = 1; rank <= p.count;"),
+    ("planes.h", "pack_plane<4>(x, 0, planes + i / 2)", "pack_plane<4>(x, 0, planes + i / 2 + 1)"),
     ("codec_kernels.h", "(numel - whole * g) * kBytes)", "(numel - whole * g) * kBytes + 1)"),
     ("option_kernels.h", "at[k] = place & (g - 1);", "at[k] = place;"),
     ("option_kernels.h", "static_cast<int>(low[j]) & (g - 1)", "static_cast<int>(low[j] * 1e30f)"),

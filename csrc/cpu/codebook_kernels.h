@@ -9,84 +9,10 @@
 //   decode   planes -> codes -> levels, looked up in a register, times the step of the part
 //            -> summed over the ranks in registers -> stored [as floats, rotated back, stored]
 
-#include "codec_cpu.h"
+#include "codebook_levels.h"
 
 namespace flash_allreduce {
 namespace {
-
-FLASH_INLINE VecF magnitude(VecF v) { return cast<VecF>(cast<VecI>(v) & 0x7fffffff); }
-
-// ---- levels -------------------------------------------------------------------------------------------
-
-struct Padded {
-  float of[2][16];  // without and with a 0
-};
-
-template <int kBits>
-constexpr Padded make_padded() {
-  Padded table{};
-  for (int held = 0; held < 2; ++held) {
-    for (int i = 0; i < 16; ++i) {
-      table.of[held][i] = static_cast<float>(level_of(kBits, held != 0, i & ((1 << kBits) - 1))) / 128;
-    }
-  }
-  return table;
-}
-
-template <int kBits>
-alignas(64) constexpr Padded kLevels = make_padded < kBits<5 ? kBits : 4>();
-
-// The levels of a group, in steps.
-template <int kBits>
-struct Levels {
-  const float* at;
-  float of_zero;  // 5 bits and more: what a group that holds a 0 has moved its levels by
-#if FLASH_LANES == 16
-  VecF all;
-#elif FLASH_LANES == 8
-  VecF low, high;
-#endif
-};
-
-template <int kBits>
-FLASH_INLINE Levels<kBits> levels_of_group(bool with_zero) {
-  Levels<kBits> levels;
-  levels.at = kLevels<kBits>.of[with_zero];
-  levels.of_zero = with_zero ? computed_level(0.5f, book_of(kBits)) : 0.0f;
-#if FLASH_LANES == 16
-  levels.all = load<VecF>(levels.at);
-#elif FLASH_LANES == 8
-  levels.low = load<VecF>(levels.at);
-  levels.high = load<VecF>(levels.at + 8);
-#endif
-  return levels;
-}
-
-template <int kBits>
-FLASH_INLINE VecF looked_up(const Levels<kBits>& levels, VecU codes) {
-  if constexpr (kBits > 4) {  // computed_level, kLanes at once
-    constexpr Book book = book_of(kBits);
-    constexpr float middle = 0.5f - static_cast<float>(1 << (kBits - 1));
-    const VecF w = __builtin_convertvector(cast<VecI>(codes), VecF) + middle;
-    if constexpr (book.bend == 0.0f) return w - levels.of_zero;
-    const VecF u = magnitude(w);
-    return w * (1.0f + u * (book.rise + book.curve * u)) - levels.of_zero;
-  } else {
-#if FLASH_LANES == 16
-    // maskz: GCC takes the other for uninitialized.
-    return cast<VecF>(
-        _mm512_maskz_permutexvar_ps(__mmask16{0xffff}, cast<__m512i>(codes), cast<__m512>(levels.all)));
-#elif FLASH_LANES == 8
-    const __m256i index = cast<__m256i>(codes);
-    const __m256 low = _mm256_permutevar8x32_ps(cast<__m256>(levels.low), index);
-    if constexpr (kBits < 4) return cast<VecF>(low);
-    const __m256 high = _mm256_permutevar8x32_ps(cast<__m256>(levels.high), index);
-    return cast<VecF>(_mm256_blendv_ps(low, high, cast<__m256>(codes << 28)));
-#else
-    return VecF{levels.at[codes[0]], levels.at[codes[1]], levels.at[codes[2]], levels.at[codes[3]]};
-#endif
-  }
-}
 
 // ---- encoding -----------------------------------------------------------------------------------------
 
@@ -146,16 +72,18 @@ struct Steps {
   alignas(64) uint32_t spikes[2][kBatch], at[2][kBatch];  // bits of their values, and places
 };
 
-// codebook_code, kLanes at once.
-template <int kBits>
+// codebook_code, kLanes at once. kClipped: false leaves the clipping to clipped_bytes.
+template <int kBits, bool kClipped = true>
 FLASH_INLINE VecU codes_of(VecF y) {
   constexpr Book book = book_of(kBits);
   constexpr float half = static_cast<float>(1 << (kBits - 1));
   VecF v = y + half;
   if constexpr (book.bend != 0.0f) v = y * (1.0f - book.bend * magnitude(y)) + half;
-  const VecF least = VecF{}, most = VecF{} + (2 * half - 0.5f);
-  v = v > least ? v : least;
-  v = v < most ? v : most;
+  if constexpr (kClipped) {
+    const VecF least = VecF{}, most = VecF{} + (2 * half - 0.5f);
+    v = v > least ? v : least;
+    v = v < most ? v : most;
+  }
   return cast<VecU>(__builtin_convertvector(v, VecI));
 }
 
@@ -396,13 +324,15 @@ FLASH_INLINE void lose_spikes(const float* rest, const Steps& s, int j, int part
 
 // `count` whole groups, count <= kBatch, s.most of which is known; calls after(j) behind each. kFeedback: as
 // encode_batch.
-template <DType kType, int kBits, bool kSpiked, bool kFeedback, typename After>
+template <DType kType, int kBits, bool kSpiked, bool kFeedback, int kGroup, typename After>
 FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* without, Steps& s, const Codec& c,
                                uint8_t* records, const After& after, float share = 0.0f,
                                float* kept = nullptr) {
   using E = Element<kType>;
   constexpr int options = kCodebook | (kSpiked ? kSpikes : 0);
-  const int g = c.group_size, part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
+  constexpr bool kClipped = kFeedback || kLanes == 4;
+  const int g = kGroup > 0 ? kGroup : c.group_size,
+            part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
   const int64_t record = record_bytes(kBits, g, options);
   const int front = metadata_bytes(g, options);
   choose_steps<kType, kBits, kSpiked>(x, count, without, c, s, records);
@@ -416,18 +346,18 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
       for (int k = 0; k < 2; ++k) before[k] = kept[j * g + static_cast<int>(s.at[k][j])];
     }
     for (int i = 0; i < g; i += kBlock) {
-      VecU codes[4];
+      VecI codes[4];
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
         const VecF v = E::read(in + at * E::kBytes);
-        codes[l] = codes_of<kBits>(v * s.inverse[at >> part_shift][j] + shift);
+        codes[l] = cast<VecI>(codes_of<kBits, kClipped>(v * s.inverse[at >> part_shift][j] + shift));
         if constexpr (kFeedback) {
           float* lost = kept + j * g + at;
-          const VecF arrives = looked_up<kBits>(levels, codes[l]) * s.step[at >> part_shift][j];
+          const VecF arrives = looked_up<kBits>(levels, cast<VecU>(codes[l])) * s.step[at >> part_shift][j];
           store(lost, (v - arrives) * share + load<VecF>(lost));
         }
       }
-      pack_block<kBits>(codes, 0, g, i, out + front);
+      pack_block<kBits>(kClipped ? bytes_of(codes) : clipped_bytes<kBits>(codes), g, i, out + front);
     }
     if constexpr (kFeedback && kSpiked) {
       lose_spikes<kBits>(reinterpret_cast<const float*>(in), s, j, part_shift, share, before, kept + j * g);
@@ -448,9 +378,9 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
 constexpr auto kNothing = [](int) {};
 
 // `count` groups of floats, x, that may be changed, and their bounds: rotated or not, with spikes or without.
-template <int kBits, bool kSpiked>
+template <int kBits, bool kSpiked, int kGroup>
 void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records) {
-  const int g = c.group_size;
+  const int g = kGroup > 0 ? kGroup : c.group_size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(x);
   Steps s;
   if constexpr (kSpiked) {
@@ -466,7 +396,8 @@ void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint
     }
   }
   if (!kSpiked || c.options & kHadamard) greatest_of(bounds, s.most);
-  encode_parts<DType::kFloat32, kBits, kSpiked, false>(bytes, count, bounds.without, s, c, records, kNothing);
+  encode_parts<DType::kFloat32, kBits, kSpiked, false, kGroup>(bytes, count, bounds.without, s, c, records,
+                                                               kNothing);
 }
 
 template <DType kType, int kBits, bool kSpiked>
@@ -482,10 +413,16 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   PartBounds bounds_of[2] = {};
   const auto as_floats = [&](const uint8_t* groups, int count, uint8_t* records) {
     alignas(64) float floats[kBatchElements];
+    if (g == 128) {  // the compiler unrolls the loops
+      for (int j = 0; j < count; ++j) {
+        take_parts<kType, true>(groups + j * 128 * kBytes, 128, bounds_of[0], j, floats + j * 128);
+      }
+      return encode_floats<kBits, kSpiked, 128>(floats, count, bounds_of[0], c, records);
+    }
     for (int j = 0; j < count; ++j) {
       take_parts<kType, true>(groups + j * g * kBytes, g, bounds_of[0], j, floats + j * g);
     }
-    encode_floats<kBits, kSpiked>(floats, count, bounds_of[0], c, records);
+    encode_floats<kBits, kSpiked, 0>(floats, count, bounds_of[0], c, records);
   };
   const bool may_change = kSpiked || c.options & kHadamard;
   if constexpr (!kSpiked) {
@@ -500,12 +437,12 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
         const int next_count = count_from(i + batch);
         Steps s;
         greatest_of(bounds_of[now], s.most);
-        encode_parts<kType, kBits, false, false>(x + i * g * kBytes, count_from(i), bounds_of[now].without, s,
-                                                 c, payload + i * record, [&](int j) FLASH_INLINED {
-                                                   if (j < next_count)
-                                                     take_parts<kType>(next + j * g * kBytes, g,
-                                                                       bounds_of[now ^ 1], j);
-                                                 });
+        encode_parts<kType, kBits, false, false, 0>(x + i * g * kBytes, count_from(i), bounds_of[now].without,
+                                                    s, c, payload + i * record, [&](int j) FLASH_INLINED {
+                                                      if (j < next_count)
+                                                        take_parts<kType>(next + j * g * kBytes, g,
+                                                                          bounds_of[now ^ 1], j);
+                                                    });
       }
     }
   }
@@ -533,8 +470,8 @@ void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share,
     Steps s;
     greatest_of(bounds, s.most);
     if constexpr (kSpiked) take_greatest(x + i * g, count, g, s);
-    encode_parts<kType, kBits, kSpiked, true>(part, count, bounds.without, s, c,
-                                              payload + i * record_bytes(c), kNothing, share, kept + i * g);
+    encode_parts<kType, kBits, kSpiked, true, 0>(
+        part, count, bounds.without, s, c, payload + i * record_bytes(c), kNothing, share, kept + i * g);
   }
 }
 

@@ -1,14 +1,14 @@
-// The CPU codec for AVX2; called only where the processor has it.
+// The CPU codec for AVX2 with FMA; called only where the processor has it.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "codec_cpu.h"  // before the target is set: what it declares is shared with the other files
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,fma")
 #endif
 
 #define FLASH_LANES 8

@@ -33,7 +33,10 @@ Capability choose() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return Capability::kAvx512;
   }
-  if ((limit == "avx512" || limit == "avx2") && __builtin_cpu_supports("avx2")) return Capability::kAvx2;
+  if ((limit == "avx512" || limit == "avx2") && __builtin_cpu_supports("avx2") &&
+      __builtin_cpu_supports("fma")) {
+    return Capability::kAvx2;
+  }
 #endif
   return Capability::kDefault;
 }

@@ -8,410 +8,19 @@
 //              3. x again, from the first-level cache -> codes -> planes
 //   decode   planes -> codes -> float, summed over the ranks in registers, in rank order -> stored
 //
-// Codes and planes meet in a block of 4 vectors, which never leaves the registers (AVX-512: 64 elements):
+// A NaN is looked for in step 3, where it costs half an instruction for each vector: its code is far out of range, and
+// so is every code of a group whose scale is NaN. Only then are the groups looked at one by one.
 //
-//   4 vectors of codes, 32 bits each   a0 a1 ... | b0 b1 ... | c0 c1 ... | d0 d1 ...
-//   one vector, a byte each            a0 b0 c0 d0  a1 b1 c1 d1 ...      shift and or
-//                                      a0 a1 ... b0 b1 ... c0 c1 ...     two permutations
-//   a plane of w bits                  neighbours together: a multiplication by 2^w, an addition, twice
-//   and back, plane by plane           one word of it in every lane, each shifted by its own number of bits
-//
-// NaN is looked for in step 3, where it costs one instruction: the code of a NaN is far out of range, and so
-// is every code of a group whose scale is NaN. Only then are the groups looked at one by one.
+// Groups of 128, the default, have a copy of the code of their own, whose loops the compiler unrolls.
 //
 // No function here may be visible outside its translation unit: the linker would be free to hand a copy
 // compiled for AVX-512 to a machine without it.
 
 #include "codec_cpu.h"
+#include "planes.h"
 
 namespace flash_allreduce {
 namespace {
-
-constexpr int kLanes = FLASH_LANES;
-using VecF = float __attribute__((vector_size(4 * kLanes)));
-using VecI = int32_t __attribute__((vector_size(4 * kLanes)));
-using VecU = uint32_t __attribute__((vector_size(4 * kLanes)));
-using VecU16 = uint16_t __attribute__((vector_size(2 * kLanes)));
-using VecB = uint8_t __attribute__((vector_size(4 * kLanes)));
-using Vec64 = uint64_t __attribute__((vector_size(4 * kLanes)));
-
-#define FLASH_INLINE static inline __attribute__((always_inline))
-#define FLASH_INLINED __attribute__((always_inline))  // of a lambda
-
-template <typename V>
-FLASH_INLINE V load(const void* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-
-template <typename V>
-FLASH_INLINE void store(void* p, V v) {
-  __builtin_memcpy(p, &v, sizeof v);
-}
-
-template <typename To, typename From>
-FLASH_INLINE To cast(From v) {
-  static_assert(sizeof(To) == sizeof(From), "a cast keeps the bits");
-  To to;
-  __builtin_memcpy(&to, &v, sizeof to);
-  return to;
-}
-
-#if defined(__clang__)
-#define FLASH_PERMUTE(V, v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
-#else
-#define FLASH_PERMUTE(V, v, ...) __builtin_shuffle(v, V{__VA_ARGS__})
-#endif
-
-// A byte matrix of [kLanes][4] to [4][kLanes] and back: inside 16 bytes, then across them.
-#define FLASH_BYTES_4X4(o)                                                                              \
-  o + 0, o + 4, o + 8, o + 12, o + 1, o + 5, o + 9, o + 13, o + 2, o + 6, o + 10, o + 14, o + 3, o + 7, \
-      o + 11, o + 15
-
-#if FLASH_LANES == 16
-FLASH_INLINE VecB transpose_quads(VecB v) {
-  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16), FLASH_BYTES_4X4(32),
-                       FLASH_BYTES_4X4(48));
-}
-FLASH_INLINE VecU rows_together(VecU v) {
-  return FLASH_PERMUTE(VecU, v, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-}
-FLASH_INLINE VecU rows_apart(VecU v) { return rows_together(v); }
-#elif FLASH_LANES == 8
-FLASH_INLINE VecB transpose_quads(VecB v) {
-  return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0), FLASH_BYTES_4X4(16));
-}
-FLASH_INLINE VecU rows_together(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 4, 1, 5, 2, 6, 3, 7); }
-FLASH_INLINE VecU rows_apart(VecU v) { return FLASH_PERMUTE(VecU, v, 0, 2, 4, 6, 1, 3, 5, 7); }
-#else
-FLASH_INLINE VecB transpose_quads(VecB v) { return FLASH_PERMUTE(VecB, v, FLASH_BYTES_4X4(0)); }
-FLASH_INLINE VecU rows_together(VecU v) { return v; }
-FLASH_INLINE VecU rows_apart(VecU v) { return v; }
-#endif
-
-// Lanes [s] apart changed places.
-#if FLASH_LANES == 16
-#define FLASH_APART(s)                                                                                  \
-  0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, 7 ^ s, 8 ^ s, 9 ^ s, 10 ^ s, 11 ^ s, 12 ^ s, 13 ^ s, \
-      14 ^ s, 15 ^ s
-#elif FLASH_LANES == 8
-#define FLASH_APART(s) 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, 7 ^ s
-#else
-#define FLASH_APART(s) 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s
-#endif
-
-FLASH_INLINE VecI lane_numbers() { return VecI{FLASH_APART(0)}; }
-
-struct Least {
-  FLASH_INLINE VecF of(VecF a, VecF b) { return a < b ? a : b; }
-};
-struct Greatest {
-  FLASH_INLINE VecF of(VecF a, VecF b) { return a > b ? a : b; }
-};
-struct Sum {
-  FLASH_INLINE VecI of(VecI a, VecI b) { return a + b; }
-};
-
-// Whether no element was 0 so far, by lane; a NaN is none.
-#if FLASH_LANES == 16
-using Without = __mmask16;
-constexpr Without kWithoutZero = 0xffff;
-FLASH_INLINE Without without_zero(Without so_far, VecF v) {
-  return _mm512_mask_cmp_ps_mask(so_far, cast<__m512>(v), _mm512_setzero_ps(), _CMP_NEQ_UQ);
-}
-FLASH_INLINE bool holds_zero(Without without) { return without != kWithoutZero; }
-#else
-using Without = VecI;
-constexpr Without kWithoutZero = VecI{} - 1;
-FLASH_INLINE Without without_zero(Without so_far, VecF v) { return so_far & (v != 0.0f); }
-FLASH_INLINE bool holds_zero(Without without) {
-  const Vec64 parts = cast<Vec64>(without);
-  uint64_t all = parts[0];
-  for (int i = 1; i < kLanes / 2; ++i) all &= parts[i];
-  return all != ~uint64_t{0};
-}
-#endif
-
-// Lanes of a where bit s of their number is 0, of b where it is 1.
-#if defined(__clang__)
-#define FLASH_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FLASH_PICK(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
-#endif
-#define FLASH_OF(i, s) ((i) + ((i) & (s) ? kLanes : 0))
-#if FLASH_LANES == 16
-#define FLASH_FIRST_OR_SECOND(s)                                                                        \
-  FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s), FLASH_OF(4, s), FLASH_OF(5, s),       \
-      FLASH_OF(6, s), FLASH_OF(7, s), FLASH_OF(8, s), FLASH_OF(9, s), FLASH_OF(10, s), FLASH_OF(11, s), \
-      FLASH_OF(12, s), FLASH_OF(13, s), FLASH_OF(14, s), FLASH_OF(15, s)
-#elif FLASH_LANES == 8
-#define FLASH_FIRST_OR_SECOND(s)                                                                  \
-  FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s), FLASH_OF(4, s), FLASH_OF(5, s), \
-      FLASH_OF(6, s), FLASH_OF(7, s)
-#else
-#define FLASH_FIRST_OR_SECOND(s) FLASH_OF(0, s), FLASH_OF(1, s), FLASH_OF(2, s), FLASH_OF(3, s)
-#endif
-
-// Lane j of the result: the least (greatest) lane of v[j], or the sum of its lanes. A tree that halves the
-// number of vectors: where bit kStride of the lane is 0 it holds the first of two vectors, where it is 1 the
-// second.
-template <typename Pick, int kStride = 1, typename V>
-FLASH_INLINE V across(const V* v) {
-  if constexpr (kStride == kLanes) {
-    return v[0];
-  } else {
-    V merged[kLanes / 2 / kStride];
-    for (int j = 0; j < kLanes / 2 / kStride; ++j) {
-      const V stay = FLASH_PICK(v[2 * j], v[2 * j + 1], FLASH_FIRST_OR_SECOND(kStride));
-      const V move = FLASH_PICK(v[2 * j + 1], v[2 * j], FLASH_FIRST_OR_SECOND(kStride));
-      merged[j] = Pick::of(stay, FLASH_PERMUTE(VecU, move, FLASH_APART(kStride)));
-    }
-    return across<Pick, 2 * kStride>(merged);
-  }
-}
-
-// ---- conversions: kLanes elements of a tensor to and from float -------------------------------------------
-
-#include "widened.h"
-template <DType>
-struct Element;
-
-template <>
-struct Element<DType::kFloat32> {
-  static constexpr int kBytes = 4;
-  FLASH_INLINE VecF read(const uint8_t* p) { return load<VecF>(p); }
-  FLASH_INLINE void write(uint8_t* p, VecF v) {
-    const VecU nan = VecU{} + kNaNBits;
-    store(p, v != v ? nan : cast<VecU>(v));
-  }
-};
-
-template <>
-struct Element<DType::kBFloat16> {
-  static constexpr int kBytes = 2;
-  FLASH_INLINE VecF read(const uint8_t* p) { return cast<VecF>(widened(p) << 16); }
-  FLASH_INLINE void write(uint8_t* p, VecF v) {  // nearest even
-    const VecU bits = cast<VecU>(v);
-    const VecU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const VecU nan = VecU{} + (kNaNBits >> 16);
-    store(p, __builtin_convertvector(v != v ? nan : rounded, VecU16));
-  }
-};
-
-// Half precision by shifting the exponent and letting one float addition normalize or round the subnormals
-// (F. Giesen, "float->half variants"); no step has a subnormal float operand, so flush-to-zero is harmless.
-template <>
-struct Element<DType::kFloat16> {
-  static constexpr int kBytes = 2;
-  FLASH_INLINE VecF read(const uint8_t* p) {
-    const VecU h = widened(p);
-    const VecU exponent = (h & 0x7c00u) << 13;
-    const VecU normal = ((h & 0x7fffu) << 13) + (112u << 23);
-    const VecF subnormal = cast<VecF>(normal + (1u << 23)) - cast<VecF>(VecU{} + (113u << 23));
-    VecU bits = exponent == 0u ? cast<VecU>(subnormal) : normal;
-    bits = exponent == (0x7c00u << 13) ? normal + (112u << 23) : bits;
-    return cast<VecF>(bits | ((h & 0x8000u) << 16));
-  }
-  FLASH_INLINE void write(uint8_t* p, VecF v) {  // nearest even; 65520 and above become Inf
-    const VecU bits = cast<VecU>(v);
-    const VecU magnitude = bits & 0x7fffffffu;
-    const VecU sign = (bits >> 16) & 0x8000u;
-    const VecU half_ulp = 0xfffu + ((magnitude >> 13) & 1u);
-    VecU h = (magnitude - (112u << 23) + half_ulp) >> 13;
-    const VecF shifted = cast<VecF>(magnitude) + 0.5f;  // the ulp of 0.5 is the step of fp16's subnormals
-    h = magnitude < (113u << 23) ? cast<VecU>(shifted) - 0x3f000000u : h;
-    h = (magnitude >= 0x47800000u ? VecU{} + 0x7c00u : h) | sign;
-    store(p, __builtin_convertvector(v != v ? VecU{} + 0x7e00u : h, VecU16));
-  }
-};
-
-// ---- bit planes ---------------------------------------------------------------------------------------
-
-constexpr int kBlock = 4 * kLanes;  // elements
-
-// Codes of a block, a byte each and in order.
-FLASH_INLINE void unpack_bytes(VecB bytes, VecU (&codes)[4]) {
-  const VecU quads = cast<VecU>(transpose_quads(cast<VecB>(rows_apart(cast<VecU>(bytes)))));
-  codes[0] = quads & 0xffu;
-  codes[1] = (quads >> 8) & 0xffu;
-  codes[2] = (quads >> 16) & 0xffu;
-  codes[3] = quads >> 24;
-}
-
-// Element i + l * kLanes + k of a block that begins at element i of its group is lane k of vector l.
-#if FLASH_LANES >= 8
-// (maskz, here and below: GCC 12 warns of the headers of the forms without it.)
-
-// The units of vector l of kWidth bits that begin at `plane`, to bit `to` of each lane. Reads a word, the
-// last bytes of which are the vector's; what lies before a plane is part of the record.
-template <int kWidth>
-FLASH_INLINE VecU unpack_units(const uint8_t* plane, int l, int to) {
-  constexpr int used = kWidth * kLanes < 32 ? kWidth * kLanes : 32;  // bits of a word
-  const uint8_t* end = plane + (l + 1) * kWidth * kLanes / 8;
-  VecU words = VecU{} + load<uint32_t>(end - 4);
-#if FLASH_LANES == 16
-  if constexpr (kWidth == 4) words = lane_numbers() < 8 ? VecU{} + load<uint32_t>(end - 8) : words;
-#endif
-  const VecI by = (lane_numbers() & (32 / kWidth - 1)) * kWidth + (32 - used - to);
-#if FLASH_LANES == 16
-  const VecU there = cast<VecU>(
-      _mm512_maskz_rorv_epi32(0xffff, cast<__m512i>(words), cast<__m512i>(by)));  // by < 0: to the left
-#else
-  const VecU there = words >> cast<VecU>(by);
-#endif
-  return there & (((1u << kWidth) - 1) << to);
-}
-
-template <int kBits>
-FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
-  if constexpr (kBits == 8) {
-    unpack_bytes(load<VecB>(planes + i), codes);
-    return;
-  }
-  for (int l = 0; l < 4; ++l) {
-    codes[l] = VecU{};
-    if constexpr (has_plane(kBits, 4)) codes[l] = unpack_units<4>(planes + i / 2, l, 0);
-    if constexpr (has_plane(kBits, 2)) {
-      const uint8_t* plane = planes + plane_offset(kBits, 2, g) + i / 4;
-      codes[l] |= unpack_units<2>(plane, l, plane_shift(kBits, 2));
-    }
-    if constexpr (has_plane(kBits, 1)) {
-      const uint8_t* plane = planes + plane_offset(kBits, 1, g) + i / 8;
-#if FLASH_LANES == 16
-      const __m512i one = cast<__m512i>(VecU{} + (1u << plane_shift(kBits, 1)));
-      const __m512i rest = cast<__m512i>(codes[l]);
-      codes[l] = cast<VecU>(_mm512_mask_or_epi32(rest, load<__mmask16>(plane + 2 * l), rest, one));
-#else
-      codes[l] |= unpack_units<1>(plane, l, plane_shift(kBits, 1));
-#endif
-    }
-  }
-}
-
-// The units at bit `from` of a block of codes, a byte each and in order, to their place in the plane:
-// neighbours are brought together by multiplying the second of them.
-#if FLASH_LANES == 16
-template <int kWidth>
-FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
-  const __m512i x = cast<__m512i>(codes);
-  if constexpr (kWidth == 1) {
-    store(plane, _mm512_test_epi8_mask(x, _mm512_set1_epi8(static_cast<char>(1 << from))));
-  } else if constexpr (kWidth == 2) {
-    const __m512i units = _mm512_and_si512(x, _mm512_set1_epi8(static_cast<char>(3 << from)));
-    const __m512i pairs = _mm512_maddubs_epi16(units, _mm512_set1_epi16(0x0401));
-    const __m512i quads = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
-    store(plane, _mm512_maskz_cvtepi32_epi8(0xffff, cast<__m512i>(cast<VecU>(quads) >> from)));
-  } else {
-    const __m512i units = _mm512_and_si512(x, _mm512_set1_epi8(15));
-    store(plane,
-          _mm512_maskz_cvtepi16_epi8(0xffffffff, _mm512_maddubs_epi16(units, _mm512_set1_epi16(0x1001))));
-  }
-}
-#else
-template <int kWidth>
-FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
-  const __m256i x = cast<__m256i>(codes);
-  if constexpr (kWidth == 1) {
-    store(plane, _mm256_movemask_epi8(_mm256_slli_epi16(x, 7 - from)));
-  } else if constexpr (kWidth == 2) {
-    const __m256i units = _mm256_and_si256(x, _mm256_set1_epi8(static_cast<char>(3 << from)));
-    const __m256i pairs = _mm256_maddubs_epi16(units, _mm256_set1_epi16(0x0401));
-    const __m256i quads =
-        cast<__m256i>(cast<VecU>(_mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001))) >> from);
-    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(quads), _mm256_extracti128_si256(quads, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(plane), _mm_packus_epi16(words, words));
-  } else {
-    const __m256i units = _mm256_and_si256(x, _mm256_set1_epi8(15));
-    const __m256i pairs = _mm256_maddubs_epi16(units, _mm256_set1_epi16(0x1001));
-    store(plane, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
-  }
-}
-#endif
-#else
-// 8 codes a 64-bit word <-> 8 units of kWidth bits a word of kWidth bytes.
-template <int kWidth>
-struct Plane;
-template <>
-struct Plane<4> {
-  using V = uint32_t __attribute__((vector_size(2 * kLanes)));
-};
-template <>
-struct Plane<2> {
-  using V = uint16_t __attribute__((vector_size(kLanes)));
-};
-template <>
-struct Plane<1> {
-  using V = uint8_t __attribute__((vector_size(kLanes / 2)));
-};
-
-constexpr uint64_t repeat(uint64_t pattern, int period) {
-  uint64_t r = 0;
-  for (int i = 0; i < 64; i += period) r |= pattern << i;
-  return r;
-}
-template <int kWidth>
-constexpr uint64_t kUnit = repeat((1u << kWidth) - 1, 8);
-template <int kWidth>
-constexpr uint64_t kPair = repeat((1u << (2 * kWidth)) - 1, 16);
-template <int kWidth>
-constexpr uint64_t kQuad = repeat((uint64_t{1} << (4 * kWidth)) - 1, 32);
-
-// The unit at bit `from` of every code of a block, a byte each and in order, to its place in the plane.
-template <int kWidth>
-FLASH_INLINE void pack_plane(VecB codes, int from, uint8_t* plane) {
-  Vec64 x = (cast<Vec64>(codes) >> from) & kUnit<kWidth>;
-  x = (x | (x >> (8 - kWidth))) & kPair<kWidth>;
-  x = (x | (x >> (16 - 2 * kWidth))) & kQuad<kWidth>;
-  x = x | (x >> (32 - 4 * kWidth));
-  store(plane, __builtin_convertvector(x, typename Plane<kWidth>::V));
-}
-
-template <int kWidth>
-FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
-  Vec64 x = __builtin_convertvector(load<typename Plane<kWidth>::V>(plane), Vec64);
-  x = (x | (x << (32 - 4 * kWidth))) & kQuad<kWidth>;
-  x = (x | (x << (16 - 2 * kWidth))) & kPair<kWidth>;
-  x = (x | (x << (8 - kWidth))) & kUnit<kWidth>;
-  return x << shift;
-}
-
-template <int kBits>
-FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
-  Vec64 x;
-  if constexpr (kBits == 8) {
-    x = load<Vec64>(planes + i);
-  } else {
-    x = Vec64{};
-    if constexpr (has_plane(kBits, 4)) x = unpack_plane<4>(planes + i / 2, 0);
-    if constexpr (has_plane(kBits, 2)) {
-      x |= unpack_plane<2>(planes + plane_offset(kBits, 2, g) + i / 4, plane_shift(kBits, 2));
-    }
-    if constexpr (has_plane(kBits, 1)) {
-      x |= unpack_plane<1>(planes + plane_offset(kBits, 1, g) + i / 8, plane_shift(kBits, 1));
-    }
-  }
-  unpack_bytes(cast<VecB>(x), codes);
-}
-#endif
-
-// Block of elements [i, i + kBlock) of a group of g; codes[l] holds their codes and `more`.
-template <int kBits>
-FLASH_INLINE void pack_block(const VecU (&codes)[4], uint32_t more, int g, int i, uint8_t* planes) {
-  const VecU quads = codes[0] + (codes[1] << 8) + (codes[2] << 16) + (codes[3] << 24) - more * 0x01010101u;
-  const VecB x = cast<VecB>(rows_together(cast<VecU>(transpose_quads(cast<VecB>(quads)))));
-  if constexpr (kBits == 8) {
-    store(planes + i, x);
-  } else {
-    if constexpr (has_plane(kBits, 4)) pack_plane<4>(x, 0, planes + i / 2);
-    if constexpr (has_plane(kBits, 2)) {
-      pack_plane<2>(x, plane_shift(kBits, 2), planes + plane_offset(kBits, 2, g) + i / 4);
-    }
-    if constexpr (has_plane(kBits, 1)) {
-      pack_plane<1>(x, plane_shift(kBits, 1), planes + plane_offset(kBits, 1, g) + i / 8);
-    }
-  }
-}
 
 // ---- encoding -----------------------------------------------------------------------------------------
 
@@ -660,14 +269,14 @@ __attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g,
 // `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
 // way, group by group, so that memory is read at an even pace. kFeedback: adds `share` of what each element
 // lost to what is kept of it; x is float then.
-template <DType kType, int kBits, Layout kLayout, bool kFeedback = false>
+template <DType kType, int kBits, Layout kLayout, int kGroup = 0, bool kFeedback = false>
 FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, int next_count, Bounds& next,
                                const Codec& c, uint8_t* records, float share = 0.0f, float* kept = nullptr) {
   using E = Element<kType>;
-  const int g = c.group_size;
+  const int g = kGroup > 0 ? kGroup : c.group_size;
   const int64_t record = record_bytes(kBits, g, options_of(kLayout));
   constexpr int levels = code_levels(kBits, kLayout);
-  constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
+  constexpr int half = code_half(kBits, kLayout);
   constexpr int front = spikes_offset(options_of(kLayout));
   constexpr bool kZeros = may_miss_zero(kBits, kLayout);
   Ranges b;
@@ -678,39 +287,53 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   whole_ranges(b, kBits, kLayout, kInside);
   if (c.options & kMse) search_ranges<kType, searched_as(kBits, kLayout), kLayout>(x, count, g, kBits, b);
   if constexpr (kZeros) {
-    alignas(64) uint32_t with_zero[kBatch] = {};
-    uint32_t any = 0;
-    for (int j = 0; j < count; ++j) any |= with_zero[j] = holds_zero(now.without[j]);
-    if (any) ranges_with_zero(b, with_zero, kBits, kLayout, kInside);
+    Without without = kWithoutZero;
+    for (int j = 0; j < count; ++j) without &= now.without[j];
+    if (holds_zero(without)) {
+      alignas(64) uint32_t with_zero[kBatch] = {};
+      for (int j = 0; j < count; ++j) with_zero[j] = holds_zero(now.without[j]);
+      ranges_with_zero(b, with_zero, kBits, kLayout, kInside);
+    }
   }
   invert_scales(b);
-  VecU largest = VecU{};
+  VecI seen = VecI{};
   for (int j = 0; j < count; ++j) {
     uint8_t* out = records + j * record;
     const uint8_t* in = x + j * g * E::kBytes;
     __builtin_memcpy(out, b.metadata + j, front);
-    const VecF z = VecF{} + b.zero[j];
+    const VecF z = VecF{} + b.zero[j], minus_z = -z;
     const VecF inv = VecF{} + b.inverse[j];
     const VecF step = VecF{} + bits_float(b.scale[j]);
-    for (int i = 0; i < g; i += kBlock) {
-      VecU codes[4];
-      for (int l = 0; l < 4; ++l) {  // encode_element, kLanes at once
+    const auto codes_of_block = [&](int i, VecI(&codes)[4]) FLASH_INLINED {  // encode_element, kLanes at once
+      for (int l = 0; l < 4; ++l) {
         const VecF v = E::read(in + (i + l * kLanes) * E::kBytes);
-        const VecF t = (kLayout == Layout::kSymmetric ? v : v - z) * inv + kRoundMagic;
-        codes[l] = cast<VecU>(t);
-        largest = codes[l] > largest ? codes[l] : largest;
-        if constexpr (kFeedback) {  // the code is still a float: decode_element
+        codes[l] = rounded((kLayout == Layout::kSymmetric ? v : v + minus_z) * inv);
+        if constexpr (kFeedback) {  // decode_element
           float* at = kept + j * g + i + l * kLanes;
-          store(at, (v - ((t - kRoundMagic) * step + z)) * share + load<VecF>(at));
+          store(at, (v - (float_of(codes[l]) * step + z)) * share + load<VecF>(at));
         }
       }
-      pack_block<kBits>(codes, more, g, i, out + front);
+    };
+    int i = 0;
+#if FLASH_LANES == 8
+    if constexpr (kBits < 8) {
+      for (; i + kBlock < g; i += 2 * kBlock) {
+        VecI codes[4];
+        codes_of_block(i, codes);
+        const VecB first = packed(codes, half, seen);
+        codes_of_block(i + kBlock, codes);
+        pack_two<kBits>(first, packed(codes, half, seen), g, i, out + front);
+      }
+    }
+#endif
+    for (; i < g; i += kBlock) {
+      VecI codes[4];
+      codes_of_block(i, codes);
+      pack_block<kBits>(bytes_of(codes, half, seen), g, i, out + front);
     }
     if (j < next_count) take_bounds<kType, kZeros>(in + count * g * E::kBytes, g, next, j);
   }
-  uint32_t worst = 0;
-  for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-  const bool lost = worst > more + static_cast<uint32_t>(levels);
+  const bool lost = saw_nan(seen, half, levels);
   if (lost) mark_non_finite<kType>(x, count, c, b.scale, records);
   if constexpr (kFeedback) {
     bool safe = !lost;
@@ -727,11 +350,12 @@ FLASH_INLINE void fill_ragged(const uint8_t* first, int64_t n, int g, uint8_t* g
   }
 }
 
-template <DType kType, int kBits, Layout kLayout>
-void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
-                  int64_t end) {
+// kGroup: the elements of a group, or 0: any number.
+template <DType kType, int kBits, Layout kLayout, int kGroup>
+FLASH_INLINE void encode_groups(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload,
+                                int64_t begin, int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
-  const int g = c.group_size;
+  const int g = kGroup > 0 ? kGroup : c.group_size;
   const int64_t record = record_bytes(kBits, g, options_of(kLayout));
   const int64_t whole = numel / g < end ? numel / g : end;
   const int batch = batch_of(g);
@@ -745,8 +369,9 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
   }
   int now = 0;
   for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
-    encode_batch<kType, kBits, kLayout>(x + i * g * kBytes, count_from(i), bounds_of[now],
-                                        count_from(i + batch), bounds_of[now ^ 1], c, payload + i * record);
+    encode_batch<kType, kBits, kLayout, kGroup>(x + i * g * kBytes, count_from(i), bounds_of[now],
+                                                count_from(i + batch), bounds_of[now ^ 1], c,
+                                                payload + i * record);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
@@ -757,30 +382,60 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
   }
 }
 
+template <DType kType, int kBits, Layout kLayout>
+void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
+                  int64_t end) {
+  if (c.group_size == 128) return encode_groups<kType, kBits, kLayout, 128>(x, numel, c, payload, begin, end);
+  encode_groups<kType, kBits, kLayout, 0>(x, numel, c, payload, begin, end);
+}
+
 // ---- decoding -----------------------------------------------------------------------------------------
 
-// The sum of one group over the payloads, in rank order, stored in the tensor's dtype.
-template <DType kType, int kBits, Layout kLayout>
-FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint8_t* y) {
+constexpr int kHeld = 16;  // payloads whose metadata are read once a group
+
+// The sum of one group over the payloads, in rank order, stored in the tensor's dtype. kTame: no value is or becomes
+// a NaN or an Inf, so none is looked for and a product need not be rounded. held: the metadata, or null.
+template <DType kType, int kBits, Layout kLayout, bool kTame>
+FLASH_INLINE void sum_blocks(const Payloads& p, const uint8_t* first, const Metadata* held, float factor,
+                             uint8_t* y) {
   using E = Element<kType>;
   const int g = p.codec.group_size;
-  constexpr int half = code_half(kBits, kLayout);
   constexpr int front = spikes_offset(options_of(kLayout));
-  const uint8_t* first = p.data + group * record_bytes(kBits, g, options_of(kLayout));
   for (int i = 0; i < g; i += kBlock) {
-    VecF sums[4];
-    for (VecF& sum : sums) sum = -VecF{};  // -0 + v is v, whatever the sign of a zero
-    for (int64_t rank = 0; rank < p.count; ++rank) {
+    VecF sums[4], values[4];
+    const auto decode = [&](int64_t rank, VecF(&to)[4]) FLASH_INLINED {
       const uint8_t* record = first + rank * p.stride;
-      const Metadata m = read_metadata(record, kBits, kLayout);
-      VecU codes[4];
-      unpack_block<kBits>(record + front, g, i, codes);
-      for (int l = 0; l < 4; ++l) {  // decode_element, kLanes at once
-        sums[l] = sums[l] + (__builtin_convertvector(cast<VecI>(codes[l]) - half, VecF) * m.scale + m.zero);
+      const Metadata m = held != nullptr ? held[rank] : read_metadata(record, kBits, kLayout);
+      decode_block<kBits, code_half(kBits, kLayout), kTame>(record + front, g, i, m, to);
+    };
+    decode(0, sums);
+    for (int64_t rank = 1; rank < p.count; ++rank) {
+      decode(rank, values);
+      for (int l = 0; l < 4; ++l) sums[l] = sums[l] + values[l];
+    }
+    for (int l = 0; l < 4; ++l) {
+      uint8_t* at = y + (i + l * kLanes) * E::kBytes;
+      if constexpr (kTame) {
+        E::write_number(at, sums[l] * factor);
+      } else {
+        E::write(at, sums[l] * factor);
       }
     }
-    for (int l = 0; l < 4; ++l) E::write(y + (i + l * kLanes) * E::kBytes, sums[l] * factor);
   }
+}
+
+template <DType kType, int kBits, Layout kLayout>
+FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint8_t* y) {
+  const uint8_t* first = p.data + group * record_bytes(kBits, p.codec.group_size, options_of(kLayout));
+  if (p.count > kHeld) return sum_blocks<kType, kBits, kLayout, false>(p, first, nullptr, factor, y);
+  Metadata held[kHeld];
+  bool tame = factor <= 1.0f && factor >= -1.0f;
+  for (int64_t rank = 0; rank < p.count; ++rank) {
+    const Metadata m = held[rank] = read_metadata(first + rank * p.stride, kBits, kLayout);
+    tame = tame && m.scale < kSafe && m.scale > -kSafe && m.zero < kSafe && m.zero > -kSafe;
+  }
+  if (tame) return sum_blocks<kType, kBits, kLayout, true>(p, first, held, factor, y);
+  sum_blocks<kType, kBits, kLayout, false>(p, first, held, factor, y);
 }
 
 template <DType kType, int kBits, Layout kLayout>
@@ -896,8 +551,8 @@ void encode_lost(float* x, int64_t groups, const Codec& c, float share, float* k
     for (int j = 0; j < count; ++j) {
       take_bounds<kType, kZeros>(part + 4 * j * g, g, bounds, j);
     }
-    encode_batch<kType, kBits, kLayout, true>(part, count, bounds, 0, bounds, c,
-                                              payload + i * record_bytes(c), share, kept + i * g);
+    encode_batch<kType, kBits, kLayout, 0, true>(part, count, bounds, 0, bounds, c,
+                                                 payload + i * record_bytes(c), share, kept + i * g);
   }
 }
 

@@ -211,7 +211,7 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
   const int64_t record = record_bytes(c);
   const int planes = metadata_bytes(g, c.options);
   constexpr int levels = code_levels(kBits, kLayout);
-  constexpr uint32_t more = kRoundMagicBits - static_cast<uint32_t>(code_half(kBits, kLayout));
+  constexpr int half = code_half(kBits, kLayout);
   constexpr int front = spikes_offset(options_of(kLayout));
   const float slack = slack_of(c.options);
   alignas(64) uint32_t pairs[kMaxGroupSize / 2];
@@ -245,9 +245,9 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
     const VecF z = VecF{} + b.zero[j];
     const VecF inv = VecF{} + b.inverse[j];
     if (c.options & kStochastic) random_pairs(group_key(c.key, number + j), g / 2, pairs);
-    VecU largest = VecU{};
+    VecI seen = VecI{};
     for (int i = 0; i < g; i += kBlock) {
-      VecU codes[4];
+      VecI codes[4];
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
         const VecF v = load<VecF>(in + at);
@@ -257,14 +257,11 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
           const VecU random = at < g / 2 ? pair >> 20 : (pair >> 4) & 0xfffu;
           t = t + (__builtin_convertvector(cast<VecI>(random), VecF) * (1.0f / 4096) + (0.5f / 4096 - 0.5f));
         }
-        codes[l] = cast<VecU>(t + kRoundMagic);
-        largest = codes[l] > largest ? codes[l] : largest;
+        codes[l] = rounded(t);
       }
-      pack_block<kBits>(codes, more, g, i, out + planes);
+      pack_block<kBits>(bytes_of(codes, half, seen), g, i, out + planes);
     }
-    uint32_t worst = 0;
-    for (int i = 0; i < kLanes; ++i) worst = largest[i] > worst ? largest[i] : worst;
-    if (worst > more + static_cast<uint32_t>(levels) || b.lost[j]) {  // a NaN, an Inf or a scale that is NaN
+    if (saw_nan(seen, half, levels) || b.lost[j]) {  // a NaN, an Inf or a scale that is NaN
       __builtin_memset(out, 0, static_cast<size_t>(record));
       __builtin_memcpy(out, &kNaNScale, sizeof kNaNScale);
     }

@@ -18,7 +18,7 @@ const Kernels& kernels(int set, int group_size) {
       __builtin_cpu_supports("avx512vl")) {
     return kernels_avx512();
   }
-  if (set >= 1 && __builtin_cpu_supports("avx2")) return kernels_avx2();
+  if (set >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kernels_avx2();
 #else
   static_cast<void>(set);
   static_cast<void>(group_size);
