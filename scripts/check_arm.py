@@ -147,10 +147,16 @@ def decodings(encoded: Sequence[tuple[Call, bytes]]) -> list[Call]:
     numbers = random.Random(46)
     calls = []
     for call, payload in encoded:
-        ranks, factor = numbers.randrange(1, 4), numbers.randrange(3)
-        further = {"ranks": ranks, "factor": factor, "gather_bits": numbers.randrange(2, 9), "shift": 0}
-        for operation in (SUM, SUM_AND_ENCODE, SUM_AND_FEEDBACK):
-            calls.append(replace(call, operation=operation, content=payload, **further))
+        summed = replace(
+            call,
+            content=payload,
+            ranks=numbers.randrange(1, 4),
+            factor=numbers.randrange(3),
+            gather_bits=numbers.randrange(2, 9),
+            shift=0,
+            wide=numbers.randrange(2),
+        )
+        calls += [replace(summed, operation=operation) for operation in (SUM, SUM_AND_ENCODE, SUM_AND_FEEDBACK)]
     return calls
 
 
@@ -188,7 +194,15 @@ def library(compiler: str) -> tuple[Path, list[Path]]:
     for name in TORCH_LIBRARIES:
         soname = f"-Wl,-soname,lib{name}.so"
         run([compiler, "-shared", "-nostdlib", soname, "-x", "c++", "/dev/null", "-o", empty / f"lib{name}.so"])
-    build = ["setup.py", "build_ext", "--force", "--build-temp", BUILD / "temp", "--build-lib", BUILD / "lib"]
+    build: list[str | Path] = [
+        "setup.py",
+        "build_ext",
+        "--force",
+        "--build-temp",
+        BUILD / "temp",
+        "--build-lib",
+        BUILD / "lib",
+    ]
     linked = f"{compiler} -shared -L{empty}"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja's
     tools = {"CC": compiler, "CXX": compiler, "LDSHARED": linked, "LDCXXSHARED": linked, "PATH": path, "MAX_JOBS": "2"}
@@ -212,8 +226,8 @@ def results(command: Sequence[str | Path], inputs: Sequence[bytes]) -> list[byte
     """Run a replay, and return the bytes that each call has written."""
     records = b"".join(struct.pack("<I", len(one)) + one for one in inputs)
     done = subprocess.run([str(word) for word in command], input=records, capture_output=True)
-    found, rest = [], done.stdout
-    at = 0
+    found: list[bytes] = []
+    rest, at = done.stdout, 0
     while at + 4 <= len(rest):
         [size] = struct.unpack_from("<I", rest, at)
         found.append(rest[at + 4 : at + 4 + size])
@@ -248,7 +262,7 @@ def report(what: str, differing: Sequence[str], count: int) -> bool:
 
 
 def compare(native: Path, emulated: Path, device: Path) -> bool:
-    arm = [EMULATOR, emulated]
+    arm: list[str | Path] = [EMULATOR, emulated]
     cases = golden()
     made = results(arm, [call.input() for _, call, _ in cases])
     wrong = [
