@@ -107,8 +107,11 @@ def _is_rank() -> bool:
 def _say_what_nobody_read() -> None:
     """At the end of a program of several ranks, on rank 0: settings that were given and not asked for."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    contract: Any = sys.modules.get("flash_allreduce_plugin.integrations.contract")
     # What init_process_group was given outlives destroy_process_group.
     if c10d is None or not (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)):
+        return
+    if contract is not None and contract.refused:  # it has printed why
         return
     config, environment = importlib.import_module(CONFIG), importlib.import_module(ENVIRONMENT)
     fields = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in environment.VARIABLES)
@@ -117,13 +120,13 @@ def _say_what_nobody_read() -> None:
     saving: Any = sys.modules.get("flash_allreduce_plugin.integrations.autosave")
     if os.environ.get(environment.AUTOSAVE, "").strip() and rank == 0 and not (saving and saving.has_resumed()):
         print(
-            f"flash all-reduce: {environment.AUTOSAVE} is set, and has saved nothing: no attached DDP or FSDP2 model "
-            "has reduced gradients on rank 0",
+            f"flash all-reduce: {environment.AUTOSAVE} is set, and has saved nothing: no attached model of DDP, FSDP2 "
+            "or Megatron has reduced gradients on rank 0 (scripts of Megatron-LM: its checkpoints have the state)",
             flush=True,
         )
     if named and rank == 0 and not _anything_built():
         print(
-            f"flash all-reduce: {ATTACH}={named}, and this program has built no such model on rank 0; nothing was "
+            f"flash all-reduce: {ATTACH}={named}, and {_why_nothing(named)} on rank 0; nothing was "
             'quantized (DeepSpeed\'s engines: the section "flash_allreduce")',
             flush=True,
         )
@@ -136,14 +139,25 @@ def _say_what_nobody_read() -> None:
         )
 
 
+def _why_nothing(named: str) -> str:
+    """Say why the integrations in `named` have attached nothing."""
+    names = {name.strip().lower() for name in named.split(",")}
+    modules = [module for name, row in registry.ATTACHABLE.items() if name in names for module in row.waits_for]
+    if modules and not any(module in sys.modules for module in modules):
+        return f"this program has not imported {' or '.join(modules)}"
+    return "this program has built no such model"
+
+
 def _anything_built() -> bool:
     """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
     rooms = [sys.modules.get(f"flash_allreduce_plugin.integrations.{name}.attach") for name in ("ddp", "fsdp")]
     megatron: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron")
+    groups: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron.attach")
     counters: Any = sys.modules.get("flash_allreduce_plugin.telemetry.counters")
     return (
         any(room is not None and room.integration.built for room in rooms)
         or (megatron is not None and megatron.is_enabled())
+        or (groups is not None and groups.has_begun())
         or (counters is not None and bool(counters.totals()))
     )
 

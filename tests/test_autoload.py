@@ -253,3 +253,11 @@ def test_two_hooks_for_one_module(room: Path) -> None:
         AfterImport(["stub_room.first"], lambda name=name: ran.append(name)).install()
     importlib.import_module("stub_room.first")
     assert sorted(ran) == ["a", "b"]
+
+
+def test_a_framework_that_was_not_imported_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ["megatron.core.parallel_state", "megatron.core.transformer.module"]
+    for name in missing:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert autoload._why_nothing("megatron") == f"this program has not imported {' or '.join(missing)}"
+    assert autoload._why_nothing("megatron,ddp") == "this program has built no such model"

@@ -67,7 +67,6 @@ LONG_FUNCTIONS = {
     "flash_allreduce_plugin/cli/main.py:demo": 70,
     "flash_allreduce_plugin/collectives/all_to_all.py:all_to_all": 70,
     "flash_allreduce_plugin/collectives/broadcast.py:broadcast": 71,
-    "flash_allreduce_plugin/integrations/megatron/__init__.py:enable": 63,
     "flash_allreduce_plugin/policy/plan.py:make_plan": 67,
     "lab/benchmarks/pretraining.py:train": 61,
     "tests/collectives/test_replicated_params.py:reduced_among": 65,

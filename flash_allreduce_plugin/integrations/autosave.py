@@ -4,7 +4,8 @@
     a later run, first reduction: rank r looks for a file of the weights that it has now; all ranks go on, or none
 
 So a state is found by the weights that it belongs to, whatever the program calls its checkpoints, and a run that begins
-with other weights begins anew. The states are runtime/checkpoint.py's.
+with other weights begins anew. The states are runtime/checkpoint.py's. Models of Megatron are served by
+megatron/autosaved.py, which counts steps itself.
 """
 
 from __future__ import annotations
@@ -36,17 +37,19 @@ Weights = Callable[[], Iterable[torch.Tensor]]
 
 
 class _Saver:
-    def __init__(self, folder: Path, every: int) -> None:
+    def __init__(self, folder: Path, every: int, finished: Callable[[], int] | None) -> None:
         self.folder, self.every = folder, every
         self.models: list[Weights] = []
         self.resumed = False
-        optimizer_steps.after.append(self.stepped)  # until nothing is attached any more
+        self.finished = finished or (lambda: optimizer_steps.finished)
+        if finished is None:
+            optimizer_steps.after.append(self.stepped)  # until nothing is attached any more
 
     def stepped(self) -> None:
         """Write the state; of several optimizers each does it, and the last has the weights as they are saved."""
-        if not self.resumed or optimizer_steps.finished % self.every:
+        if not self.resumed or self.finished() % self.every:
             return
-        path = self.mine() / f"{optimizer_steps.finished}-{self.digest()}.pt"
+        path = self.mine() / f"{self.finished()}-{self.digest()}.pt"
         try:
             checkpoint.write(path, checkpoint.registered())
             ours = [file for file in self.mine().iterdir() if _NAME.fullmatch(file.name)]
@@ -84,30 +87,40 @@ class _Saver:
 _saver: _Saver | None = None
 
 
-def watch(weights: Weights | None, ranks: int) -> None:
-    """A model is attached. weights: gives this rank's part of its parameters; None if it has no state. ranks: over how
-    many it is reduced.
+def watch(weights: Weights | None, ranks: int, finished: Callable[[], int] | None = None) -> bool:
+    """A model is attached. Return True if its state is saved.
+
+    weights: gives this rank's part of its parameters; None if it has no state. ranks: over how many it is reduced.
+    finished: the framework's count of steps, if the framework calls `after_step` itself; None: torch's optimizers.
 
     Ends the program before it trains where FLASH_ALLREDUCE_AUTOSAVE is no FOLDER:STEPS, or cannot serve the model.
     """
     global _saver
     text = os.environ.get(AUTOSAVE, "").strip()
     if not text:
-        return
+        return False
     folder, _, steps = text.rpartition(":")
     if not folder or not steps.isdecimal() or int(steps) == 0:
         refuse(ConfigError(f"{AUTOSAVE}={text} is not valid; expected FOLDER:STEPS, such as run/flash:500."))
-    if weights is None or ranks < dist.get_world_size():
+    if weights is None or (finished is None and ranks < dist.get_world_size()):
+        world = dist.get_world_size()
+        kind = "of another kind" if weights is None else f"reduced over {ranks} of {world} ranks"
         refuse(
             ConfigError(
-                f"{AUTOSAVE} serves DistributedDataParallel and FSDP2 over all {dist.get_world_size()} ranks, and this "
-                f"model is {'of another kind' if weights is None else f'reduced over {ranks}'}; unset it, and save "
-                "fap.state_dict() with the program's checkpoint."
+                f"{AUTOSAVE} serves Megatron's DistributedDataParallel, torch's, and FSDP2 over all ranks, and this "
+                f"model is {kind}; unset it, and save fap.state_dict() with the program's checkpoint."
             )
         )
-    if _saver is None or _saver.stepped not in optimizer_steps.after:
-        _saver = _Saver(Path(folder), int(steps))
+    if _saver is None or (finished is None and _saver.stepped not in optimizer_steps.after):
+        _saver = _Saver(Path(folder), int(steps), finished)
     _saver.models.append(weights)
+    return True
+
+
+def after_step() -> None:
+    """A step of a framework that counts its own is finished, with its weights."""
+    if _saver is not None:
+        _saver.stepped()
 
 
 def has_resumed() -> bool:

@@ -33,6 +33,8 @@ from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 _PATIENCE = 2.0  # seconds
 
+refused = False  # the program has been ended by `refuse`
+
 
 class Contract(Protocol):
     """The functions that the module of every integration has."""
@@ -207,6 +209,8 @@ class ModelIntegration(Integration):
 
 def refuse(error: ConfigError | PatchError) -> NoReturn:
     """End the program before it trains: exit status 2 on every rank, the sentence on rank 0."""
+    global refused
+    refused = True
     ranks = run_log.rank_and_world()
     if ranks is None or ranks[0] == 0:
         print(f"flash all-reduce: {error}", file=sys.stderr, flush=True)

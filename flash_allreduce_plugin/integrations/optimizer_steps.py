@@ -44,7 +44,7 @@ class OptimizerSteps:
         if patching.locals_of("_init_optim_state") is not None:
             return  # torch.distributed.checkpoint makes a step with zeros, so that there is a state to load into
         before = self._counts.get(optimizer)
-        count = 1 + (_restored(optimizer) if before is None else before)
+        count = 1 + (restored(optimizer) if before is None else before)
         self._counts[optimizer] = count
         if count > self._most:
             self._most = count
@@ -53,9 +53,10 @@ class OptimizerSteps:
             call()
 
 
-def _restored(optimizer: torch.optim.Optimizer) -> int:
-    """Steps before the one that has just been made, by the optimizer's own count; 0 if it keeps none."""
+def restored(optimizer: torch.optim.Optimizer) -> int:
+    """Return the steps before the one that has just been made, by the optimizer's own count; 0 if it keeps none."""
     steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    steps += [group["step"] for group in optimizer.param_groups if "step" in group]  # apex, Transformer Engine
     return max(int(max(steps, key=float)) - 1, 0) if steps else 0
 
 

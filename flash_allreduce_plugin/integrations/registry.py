@@ -102,7 +102,7 @@ ROWS = (
             "param_backward_bits": "which gathers no parameters for the backward pass alone",
             "quantize_frozen": "which gathers frozen parameters in full precision",
         },
-        waits_for=("megatron.core.parallel_state",),
+        waits_for=("megatron.core.parallel_state", "megatron.core.transformer.module"),
         attach="megatron.attach",
         probe="megatron.core",
     ),

@@ -8,6 +8,7 @@ communication.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Hashable, Iterable
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from flash_allreduce_plugin import environment, policy
 from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_CODEBOOK_GROUP_SIZE
 from flash_allreduce_plugin.config import FlashConfig, presets
 from flash_allreduce_plugin.config.refusals import OF_MEGATRON
+from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.policy import Site
 from flash_allreduce_plugin.telemetry import counters, run_log
 from flash_allreduce_plugin.telemetry.passes import Passes
@@ -137,14 +139,15 @@ class FirstSteps:
         framework: str | None = None,
         known: Iterable[str] = (),
     ) -> None:
-        """where: how its users set a field. attached_to: None: that has been said.
+        """where: how its users set a field. None: by a variable, or in Python. attached_to: None: that has been said.
 
         framework: the first part of the names of sites whose calls all count here; None: only those at sites that `of`
         returned count. known: reasons that no field changes.
         """
         self.config = config
         self.over = False
-        self._where, self._attached_to, self._known = where or in_python, attached_to, _KNOWN.union(known)
+        self._where = where or (variable if environment.ATTACH in os.environ else in_python)
+        self._attached_to, self._known = attached_to, _KNOWN.union(known)
         self._steps, self._last = 0, -1
         self._tally = counters.Tally(self._look)
         self._sites: dict[Site, Site] = {}
@@ -249,7 +252,7 @@ def better_at_few_bits(tally: counters.Tally, config: FlashConfig, where: Where)
 
 
 def in_python(key: str) -> str:
-    return f"FlashConfig({key}=...) or {environment.PREFIX}{key.upper()}"
+    return f"FlashConfig({key}=...) or {variable(key)}"
 
 
 def _why(reason: str, kept: counters.Kept, config: FlashConfig, where: Where) -> str:

@@ -17,6 +17,7 @@ import warnings
 from flash_allreduce_plugin.collectives.error_feedback import Feedback
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.refusals import for_megatron
+from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError, PatchError
 from flash_allreduce_plugin.integrations.megatron import (
     attention,
@@ -60,13 +61,21 @@ def enable(config: FlashConfig | None = None) -> None:
     version knows is warned about and left alone: it may be installed and not be used. So is a training package of
     Megatron-LM's, whose monitors get our scalars and whose checkpoints our state.
     """
-    global _config, _patchset
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(
             f"config must be a FlashConfig, got {type(config).__name__}; FlashConfig.from_dict reads a dict"
         )
-    config = for_megatron(FlashConfig.from_env() if config is None else config)
-    lines = refusals.of_fields(config) + refusals.of_groups(config)
+    if config is None:
+        enable_from(FlashConfig.from_env(), scopes.Source(variable, variable))
+    else:
+        enable_from(config, scopes.Source())
+
+
+def enable_from(config: FlashConfig, source: scopes.Source) -> None:
+    """Do as `enable` does, with a configuration from `source`."""
+    global _config, _patchset
+    config = for_megatron(config)
+    lines = refusals.of_fields(config, source.spelled) + refusals.of_wrapped_models(config, source.spelled)
     if lines:
         raise ConfigError("\n".join(lines))
     run_log.start(config, lambda: scopes.step() if is_enabled() else None)
@@ -75,34 +84,34 @@ def enable(config: FlashConfig | None = None) -> None:
         transformer_engine_seams, misfit = _transformer_engine()
         if misfit is not None:
             warnings.warn(
-                f"flash_allreduce: layers of Transformer Engine communicate in full precision: {misfit}", stacklevel=2
+                f"flash_allreduce: layers of Transformer Engine communicate in full precision: {misfit}", stacklevel=3
             )
         if transformer_engine_seams:
             transformer_engine.refuse_userbuffers()
         its_attention, misfit = _attention_of_transformer_engine()
         if misfit is not None and config.attention_bits != "full":
             warnings.warn(
-                f"flash_allreduce: attention of Transformer Engine exchanges in full precision: {misfit}", stacklevel=2
+                f"flash_allreduce: attention of Transformer Engine exchanges in full precision: {misfit}", stacklevel=3
             )
         monitors, saving = monitor.seams(), checkpoints.seams()
         without = _misfit(monitors)
         if without is not None:
-            warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=2)
+            warnings.warn(f"flash_allreduce: Megatron-LM's monitors get no scalars: {without}", stacklevel=3)
         optional = transformer_engine_seams + its_attention + ([] if without else monitors) + _of_fsdp()
         without = _misfit(saving)
         if without is not None:
-            warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=2)
+            warnings.warn(f"flash_allreduce: Megatron-LM's checkpoints have no state of it: {without}", stacklevel=3)
         fresh = _made(optional + ([] if without else saving))
     if config.given().get("error_feedback") and config.grad_bits == "full":
         warnings.warn(
             "flash_allreduce: error_feedback is of the data-parallel gradients, which are not quantized while "
             'grad_bits is "full"; set grad_bits, or leave error_feedback out.',
-            stacklevel=2,
+            stacklevel=3,
         )
     try:
         if fresh is not None:
             fresh.apply()
-        scopes.start(config)
+        scopes.start(config, lambda: refusals.judge_models(current_config()), source)
         _configure(config)
         checkpoints.start()
     except BaseException:

@@ -23,18 +23,20 @@ from flash_allreduce_plugin import autoload, environment
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config.fields import GROUPS
 from flash_allreduce_plugin.config.refusals import by_hand, for_megatron, without
-from flash_allreduce_plugin.config.wording import printable
+from flash_allreduce_plugin.config.wording import printable, variable
 from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations import megatron
 from flash_allreduce_plugin.integrations.megatron import scopes
 from flash_allreduce_plugin.integrations.megatron.refusals import (
     OTHER_GRADIENTS,
+    nothing_to_quantize,
     of_attention,
     of_experts,
     of_fields,
     of_parameters,
     of_pipeline,
     of_ring_exchange,
+    only_tensor_parallel,
     other_buffers,
     refusals,
 )
@@ -212,37 +214,51 @@ def start(args: Any) -> None:
         asked, config = config, without(config, keys)  # a preset's
         if asked.grad_bits != config.grad_bits:
             left_out = [f"{_option(name)}: {OTHER_GRADIENTS}." for name in options]
-    config = for_megatron(config)
-    refuse_incompatible(args, config)
-    scopes.name_flags(bool(getattr(args, _destination(SWITCH), False)))  # else the environment asks for it
-    megatron.enable(config)
+    config, source = for_megatron(config), _source(args)
+    refuse_incompatible(args, config, source)
+    megatron.enable_from(config, source)
     global started
     started = True
     if getattr(args, "rank", 0) == 0:
-        for line in (start_line(config), *left_out, *doubts(args, config)):
+        for line in (start_line(config), *left_out, *doubts(args, config, source)):
             print(f"flash all-reduce: {line}", flush=True)
         atexit.unregister(_print_summary)  # Megatron-LM may restart in this process
         atexit.register(_print_summary)
 
 
-def refuse_incompatible(args: Any, config: FlashConfig) -> None:
+def _source(args: Any) -> scopes.Source:
+    """Name a field by its flag if flags turned the plugin on, or if the field has a flag; else by its variable."""
+    if getattr(args, _destination(SWITCH), False):
+        return _BY_FLAGS
+
+    def spelled(key: str) -> str:
+        return variable(key) if getattr(args, _destination(flag(key)), None) is None else flag(key)
+
+    return scopes.Source(spelled, spelled, f"{environment.ATTACH}=megatron")
+
+
+_BY_FLAGS = scopes.Source(flag, flag, SWITCH)
+
+
+def refuse_incompatible(args: Any, config: FlashConfig, source: scopes.Source = _BY_FLAGS) -> None:
     """ConfigError, one line each, for Megatron's options that replace or bypass the collectives we quantize, and for
     fields that have no effect in Megatron.
     """
-    lines = refusals(args, _option, SWITCH) + of_fields(config, flag)
+    ours = source.spelled
+    lines = refusals(args, _option, source.plugin) + of_fields(config, ours)
     if config.grad_bits != "full":
         for name in other_buffers(args):
             lines.append(
-                f"{_option(name)} and {flag('grad_bits')} exclude each other: the gradients do not "
-                f"pass through Megatron's own data-parallel buffers; leave {flag('grad_bits')} at full."
+                f"{_option(name)} and {ours('grad_bits')} exclude each other: the gradients do not "
+                f"pass through Megatron's own data-parallel buffers; leave {ours('grad_bits')} at full."
             )
     for key in by_hand(config, "param_bits"):
-        lines += of_parameters([args], _option, flag(key))
+        lines += of_parameters([args], _option, ours(key))
     for key in by_hand(config, "attention_bits"):
-        lines += of_attention(args, _option, flag(key))
-    lines += of_experts(args, config, _option, flag)
-    lines += of_pipeline(config, getattr(args, "pipeline_model_parallel_size", None), flag)
-    lines += of_ring_exchange(args, config, _option)
+        lines += of_attention(args, _option, ours(key))
+    lines += of_experts(args, config, _option, ours)
+    lines += of_pipeline(config, getattr(args, "pipeline_model_parallel_size", None), ours)
+    lines += of_ring_exchange(args, config, _option, ours)
     if lines:
         raise ConfigError("\n".join(lines))
 
@@ -277,20 +293,12 @@ def _bits(bits: int | str) -> str:
     return "full precision" if bits == "full" else f"{bits} bits"
 
 
-def doubts(args: Any, config: FlashConfig) -> list[str]:
+def doubts(args: Any, config: FlashConfig, source: scopes.Source = _BY_FLAGS) -> list[str]:
     """Warnings where little or nothing will be quantized with these arguments."""
     lines = []
-    others = (
-        config.grad_bits,
-        config.param_bits,
-        config.attention_bits,
-        config.expert_bits,
-        config.expert_combine_bits,
-    )
-    full = {*others, config.pipeline_bits, config.pipeline_backward_bits} <= {"full", None}
-    if getattr(args, "tensor_model_parallel_size", 1) == 1 and full:
-        lines.append(nothing_to_quantize("--tensor-model-parallel-size"))
-    lines += _too_small(args, config)
+    if getattr(args, "tensor_model_parallel_size", 1) == 1 and only_tensor_parallel(config):
+        lines.append(nothing_to_quantize("--tensor-model-parallel-size", source.where))
+    lines += _too_small(args, config, source)
     reached = any(entry["target"].startswith("transformer_engine") for entry in megatron.report().values())
     if getattr(args, "transformer_impl", None) == "transformer_engine" and not reached:
         lines.append(
@@ -300,12 +308,8 @@ def doubts(args: Any, config: FlashConfig) -> list[str]:
     return lines
 
 
-def nothing_to_quantize(option: str) -> str:
-    return f"{option} is 1: there is no tensor-parallel collective to quantize."
-
-
-def _too_small(args: Any, config: FlashConfig) -> list[str]:
-    """Whether the collectives of every layer, which carry the hidden states of a micro-batch, stay below min_bytes."""
+def _too_small(args: Any, config: FlashConfig, source: scopes.Source) -> list[str]:
+    """Return a line if the hidden states of a micro-batch, in the collectives of every layer, stay below min_bytes."""
     names = ("seq_length", "micro_batch_size", "hidden_size")
     counts = [count for name in names if isinstance(count := getattr(args, name, None), int)]
     known = getattr(args, "tensor_model_parallel_size", 1) > 1 and len(counts) == len(names)
@@ -320,7 +324,8 @@ def _too_small(args: Any, config: FlashConfig) -> list[str]:
     return [
         f"a layer's collective carries {notices.size(message)} ({options} x {itemsize} bytes"
         + (f" / {_option('context_parallel_size')} {ranks}" if ranks > 1 else "")
-        + f"), below min_bytes {notices.size(config.min_bytes)}: none will be quantized; set {flag('min_bytes')}."
+        + f"), below min_bytes {notices.size(config.min_bytes)}: none will be quantized; "
+        f"set {source.where('min_bytes')}."
     ]
 
 

@@ -71,7 +71,8 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
         # never reaches api/reductions.py.
         sharded = self.ddp_config.use_distributed_optimizer
         if not sharded and refusals.by_hand(config(), "param_bits"):
-            raise ConfigError(f"param_bits {refusals.GATHERS_NOTHING}")
+            source = scopes.source()
+            source.refuse(ConfigError(f"{source.spelled('param_bits')} {refusals.GATHERS_NOTHING}"))
         group = self.intra_distributed_optimizer_instance_group if sharded else self.data_parallel_group
         label = Label("reduce_scatter" if sharded else "all_reduce", GRADIENTS.name, group)
         groups.agree(label, config(), environment.is_on(environment.DISABLE), self.buckets[0].grad_data.device)

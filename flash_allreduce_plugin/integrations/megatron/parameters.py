@@ -194,10 +194,11 @@ def _pieces(optimizer: Any, config: FlashConfig) -> dict[Any, list[_Piece]] | No
     ConfigError if param_bits was given for such an optimizer.
     """
     asked = config.param_bits != "full"
-    lines = refusals.of_parameters((optimizer.ddp_config, optimizer.config), refusals.field, "param_bits")
+    ours = scopes.source().spelled("param_bits")
+    lines = refusals.of_parameters((optimizer.ddp_config, optimizer.config), refusals.field, ours)
     found = _exact_values(optimizer) if asked and not lines else None
     if found is None and asked and not lines:
-        lines = [f"param_bits is not for parameters {refusals.IN_FP8}; leave it at full."]
+        lines = [f"{ours} is not for parameters {refusals.IN_FP8}; leave it at full."]
     if lines:
         of_it = [bucket for buffer in optimizer.buffers or () for bucket in buffer.buckets]
         if asked and not _unserved.issuperset(of_it):
@@ -246,7 +247,8 @@ def _start_param_sync(original: Function, config: CurrentConfig) -> Function:
 
     @functools.wraps(original)
     def start_param_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        lines = refusals.of_parameters([self.ddp_config], refusals.field, "param_bits")
+        ours = scopes.source().spelled("param_bits")
+        lines = refusals.of_parameters([self.ddp_config], refusals.field, ours)
         if lines and config().param_bits != "full":
             refusals.leave_out(config(), "param_bits", lines)
         if config().param_bits == "full" or lines or not _unserved.isdisjoint(self.buckets):

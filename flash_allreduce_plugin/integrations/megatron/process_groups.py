@@ -58,7 +58,7 @@ def is_context_parallel(group: dist.ProcessGroup | None) -> bool:
 def layout_of(bucket_group: Any) -> Layout:
     """Return the layout of the model that owns a bucket group of megatron-core's DistributedDataParallel."""
     if bucket_group not in _layouts:
-        for model in _alive("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"):
+        for model in alive("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel"):
             for name in ("bucket_groups", "expert_parallel_bucket_groups"):
                 for one in _attribute(model, name, ()):
                     _layouts[one] = _layout(model)
@@ -83,7 +83,7 @@ def _kinds_of(group: dist.ProcessGroup) -> Iterator[Kind]:
     """Yield the kinds of `group` in the live modules."""
     layers = sys.modules.get("megatron.core.tensor_parallel.layers")
     parallel = tuple(getattr(layers, name) for name in _LAYERS if hasattr(layers, name))
-    for module in _alive("torch.nn", "Module"):
+    for module in alive("torch.nn", "Module"):
         collection = _attribute(module, "pg_collection", None) or _attribute(module, "model_comm_pgs", None)  # in 0.13
         dense = isinstance(module, parallel) and not _attribute(module, "is_expert", False)
         if getattr(collection, "tp", None) is group or (dense and _attribute(module, "tp_group", None) is group):
@@ -122,7 +122,7 @@ def _attribute(owner: Any, name: str, otherwise: Any) -> Any:
     return otherwise if owner is None else vars(owner).get(name, otherwise)
 
 
-def _alive(module: str, name: str) -> list[Any]:
+def alive(module: str, name: str) -> list[Any]:
     """Return every live object of a class; none if its module is not imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return [] if kind is None else [one for one in gc.get_objects() if issubclass(type(one), kind)]

@@ -1,21 +1,26 @@
 """Megatron's options that replace or bypass the collectives that we quantize, and our fields that have no effect in
 Megatron: they are refused with an error.
 
-The launch flags check Megatron-LM's arguments. While enabled, every configuration that is built is checked too, for
-scripts that call `enable` themselves.
+1. The launch flags check Megatron-LM's arguments.
+2. While enabled, the options of every configuration that is built are checked.
+3. Fields that depend on the layout (pipeline, context and expert parallelism) are judged by a model that trains: when
+   Megatron wraps it for data parallelism, or after the first step where nothing wraps it. A program may make groups
+   of one rank before, to convert weights.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flash_allreduce_plugin.config import FlashConfig
 from flash_allreduce_plugin.config import refusals as keys
 from flash_allreduce_plugin.config.refusals import by_hand
+from flash_allreduce_plugin.config.wording import variable
 from flash_allreduce_plugin.errors import ConfigError
+from flash_allreduce_plugin.integrations.megatron import process_groups, scopes
 from flash_allreduce_plugin.integrations.megatron.scopes import CurrentConfig
 from flash_allreduce_plugin.integrations.patching import Seam
 from flash_allreduce_plugin.integrations.registry import BY_NAME
@@ -35,6 +40,9 @@ OTHER_GRADIENTS = (
 )
 IN_FP8 = "in fp8 or fp4, which are gathered in a format of Transformer Engine's"
 GATHERS_NOTHING = "has no effect without the distributed optimizer, where no parameters are gathered; leave it at full."
+_BASE, _WRAPPER = "megatron.core.distributed.data_parallel_base", "_BaseDataParallel"
+_MODULE = "megatron.core.transformer.module"
+_OF_LAYOUT = ("attention_bits", "expert_bits", "expert_combine_bits", "pipeline_bits", "pipeline_backward_bits")
 _NO_EXPERTS = "has no effect: there is no expert parallelism here; leave it out."
 # Layers that exchange by themselves, whatever cp_comm_type says of attention's.
 _OWN_EXCHANGES = (
@@ -133,20 +141,24 @@ def in_fsdp(settings: Any) -> bool:
     return bool(getattr(settings, _FSDP, False)) and megatron.serves_fsdp()
 
 
-_left_out: set[str] = set()
+_said: set[str] = set()
 
 
 def leave_out(config: FlashConfig, key: str, lines: Sequence[str]) -> None:
-    """Say once of each of `lines`, why a key has no effect, that a preset leaves it out.
+    """Print once for each of `lines`, why a key has no effect, that a preset leaves it out.
 
-    Raises ConfigError with the lines if the key was given.
+    Raises ConfigError with the lines if the key was given, or ends the program (scopes.Source).
     """
     if lines and by_hand(config, key):
-        raise ConfigError("\n".join(lines))
+        scopes.source().refuse(ConfigError("\n".join(lines)))
     for line in lines:
-        if line not in _left_out:
-            _left_out.add(line)
-            notices.say(f"preset {config.preset} without {key}: {line}")
+        _say_once(f"preset {config.preset} without {key}: {line}")
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        notices.say(line)
 
 
 def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
@@ -154,7 +166,7 @@ def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
 
     settings: Megatron-LM's arguments or a ModelParallelConfig. ours: what the user wrote for attention_bits.
     """
-    if getattr(settings, "context_parallel_size", None) == 1 and _context_parallel_ranks() in (None, 1):
+    if _ranks(settings, "context_parallel_size") == 1:
         return [f"{ours} {_no_context(spelled)}"]
     kinds = getattr(settings, "cp_comm_type", None) or []
     kinds = [kinds] if isinstance(kinds, str) else [kind for kind in kinds if kind is not None]
@@ -170,8 +182,7 @@ def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
 def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Callable[[str], str] = str) -> list[str]:
     """One line for each width of experts' exchanges that was given and is of none that are reached.
 
-    settings: Megatron-LM's arguments or a ModelParallelConfig, where Megatron has made no groups yet. ours: names a key
-    as its user wrote it.
+    settings: Megatron-LM's arguments or a ModelParallelConfig. ours: names a key as its user wrote it.
     """
     keys_of_experts = by_hand(config, "expert_bits", "expert_combine_bits")
     if getattr(settings, "moe_token_dispatcher_type", None) == "flex":
@@ -179,38 +190,100 @@ def of_experts(settings: Any, config: FlashConfig, spelled: Spelling, ours: Call
         if config.expert_bits != "full" and not keys_of_experts:
             leave_out(config, "expert_bits", [f"{why}, in full precision; alltoall is served."])
         return [f"{ours(key)} has no effect: {why}; take alltoall, or leave it out." for key in keys_of_experts]
-    ranks = _expert_ranks()
-    if ranks is None:
-        whole: int = getattr(settings, "tensor_model_parallel_size", 1)
-        tensor: int | None = getattr(settings, "expert_tensor_parallel_size", None)
-        ranks = int(getattr(settings, "expert_model_parallel_size", 1)) * (tensor or whole)
+    if not keys_of_experts or _group_ranks("expert_tensor_and_model_parallel") > 1:
+        return []
+    whole: int = getattr(settings, "tensor_model_parallel_size", 1)
+    tensor: int | None = getattr(settings, "expert_tensor_parallel_size", None)
+    ranks = int(getattr(settings, "expert_model_parallel_size", 1)) * (tensor or whole)
     return [f"{ours(key)} {_NO_EXPERTS}" for key in keys_of_experts if ranks == 1]
 
 
-def of_groups(config: FlashConfig) -> list[str]:
-    """One line for each width of parallelism that Megatron's groups, if they are made already, do not have."""
+def of_layout(settings: Any, config: FlashConfig, ours: Callable[[str], str] = str) -> list[str]:
+    """One line for each width that was given, of a parallelism that a model that trains does not have.
+
+    settings: the model's configuration. ours: names a key as its user wrote it.
+    """
     lines = []
-    if _context_parallel_ranks() == 1:
-        lines += [f"{key} {_no_context(field)}" for key in by_hand(config, "attention_bits")]
-    if _expert_ranks() == 1:
-        lines += [f"{key} {_NO_EXPERTS}" for key in by_hand(config, "expert_bits", "expert_combine_bits")]
-    return lines + of_pipeline(config, stages())
+    for key in by_hand(config, "attention_bits"):
+        lines += of_attention(settings, field, ours(key))
+    if not lines and config.attention_bits != "full" and _ranks(settings, "context_parallel_size") > 1:
+        leave_out(config, "attention_bits", of_attention(settings, field, "attention_bits"))
+    lines += of_experts(settings, config, field, ours)
+    return lines + of_pipeline(config, _ranks(settings, "pipeline_model_parallel_size"), ours)
 
 
-def _expert_ranks() -> int | None:
-    """Among which an expert layer moves tokens; None as long as Megatron has made no groups."""
+def judge(models: Collection[Any], config: FlashConfig) -> None:
+    """Judge the fields that depend on the layout by the configurations of models that train.
+
+    Raises ConfigError if no model has the parallelism of a field, or ends the program, as scopes.Source says.
+    """
+    source = scopes.source()
+    if lines := _of_all(models, config, source.spelled):
+        source.refuse(ConfigError("\n".join(lines)))
+    scopes.judged()
+    alone = all(_ranks(each, "tensor_model_parallel_size") == 1 for each in models)
+    if models and alone and _tells(source, config):
+        _say_once(nothing_to_quantize("tensor_model_parallel_size", source.where))
+
+
+def _tells(source: scopes.Source, config: FlashConfig) -> bool:
+    """Return True if a model without tensor parallelism deserves a line: launch flags have printed it before."""
+    return source.where is variable and only_tensor_parallel(config)
+
+
+def only_tensor_parallel(config: FlashConfig) -> bool:
+    """Return True if a configuration quantizes nothing but collectives of tensor parallelism."""
+    others = (config.grad_bits, config.param_bits, config.attention_bits, config.expert_bits)
+    sends = (config.expert_combine_bits, config.pipeline_bits, config.pipeline_backward_bits)
+    return {*others, *sends} <= {"full", None}
+
+
+def nothing_to_quantize(option: str, where: Callable[[str], str]) -> str:
+    return (
+        f"{option} is 1: there is no tensor-parallel collective to quantize. For gradients and parameters set "
+        f"{where('grad_bits')} and {where('param_bits')}."
+    )
+
+
+def of_wrapped_models(config: FlashConfig, ours: Callable[[str], str]) -> list[str]:
+    """Return the lines of `of_layout` for the models that Megatron has wrapped for data parallelism already."""
+    if not by_hand(config, *_OF_LAYOUT):
+        return []  # a look at all live objects takes 0.1 s
+    return _of_all(_settings(_BASE, _WRAPPER), config, ours)
+
+
+def judge_models(config: FlashConfig) -> None:
+    """Judge by the live models of megatron-core, after the first step of one that nothing wraps."""
+    if _tells(scopes.source(), config) or by_hand(config, *_OF_LAYOUT):
+        judge(_settings(_MODULE, "MegatronModule"), config)
+
+
+def _settings(module: str, kind: str) -> list[Any]:
+    """Return the configurations of all live models of a class, once they are built."""
+    found = [getattr(one, "config", None) for one in process_groups.alive(module, kind)]
+    return [one for one in found if one is not None]
+
+
+def _of_all(models: Collection[Any], config: FlashConfig, ours: Callable[[str], str]) -> list[str]:
+    """Return the lines of `of_layout` if no model has the parallelism of a field."""
+    lines = [of_layout(each, config, ours) for each in models]
+    return lines[0] if lines and all(lines) else []
+
+
+def _ranks(settings: Any, size: str) -> int:
+    """Return the ranks of a parallelism: the model's own number, or that of Megatron's groups if it is larger.
+
+    Groups may be others than the model's, and a configuration may leave the number at 1.
+    """
+    return max(int(getattr(settings, size, None) or 1), _group_ranks(size.removesuffix("_size")))
+
+
+def _group_ranks(parallelism: str) -> int:
+    """Return the ranks of a parallelism by parallel_state; 1 as long as Megatron has made no groups."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
-        return None
-    return int(state.get_expert_tensor_and_model_parallel_world_size())
-
-
-def _context_parallel_ranks() -> int | None:
-    """None as long as Megatron has made no groups."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return None
-    return int(state.get_context_parallel_world_size())
+        return 1
+    return int(getattr(state, f"get_{parallelism}_world_size")())
 
 
 def _no_context(spelled: Spelling) -> str:
@@ -230,26 +303,20 @@ def of_pipeline(config: FlashConfig, stages: int | None, spelled: Callable[[str]
     ]
 
 
-def of_ring_exchange(settings: Any, config: FlashConfig, spelled: Spelling) -> list[str]:
-    """A line if the stages send by a function that only NVIDIA's own torch has."""
+def of_ring_exchange(
+    settings: Any, config: FlashConfig, spelled: Spelling, ours: Callable[[str], str] = str
+) -> list[str]:
+    """Return a line if the stages send by a function that only NVIDIA's own torch has."""
     if not getattr(settings, "use_ring_exchange_p2p", False):
         return []
     if config.pipeline_bits == config.pipeline_backward_bits == "full":
         return []
-    option = spelled("use_ring_exchange_p2p")
-    return [f"{option} and pipeline_bits exclude each other: its sends are of one function; drop one of the two."]
-
-
-def stages() -> int | None:
-    """Pipeline stages of this run; None before Megatron has made its groups."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    if parallel_state is None or not parallel_state.model_parallel_is_initialized():
-        return None
-    return int(parallel_state.get_pipeline_model_parallel_world_size())
+    option, width = spelled("use_ring_exchange_p2p"), ours("pipeline_bits")
+    return [f"{option} and {width} exclude each other: its sends are of one function; drop one of the two."]
 
 
 def helpers(config: CurrentConfig) -> list[Seam]:
-    """The seam that asks every configuration; it moves nothing."""
+    """The seams that ask every configuration, and every model that is wrapped; they move nothing."""
     return [
         Seam(
             "megatron.config",
@@ -258,7 +325,15 @@ def helpers(config: CurrentConfig) -> list[Seam]:
             ("self",),
             functools.partial(_checked, config=config),
             "refuses options that bypass the collectives",
-        )
+        ),
+        Seam(
+            "megatron.model",
+            _BASE,
+            f"{_WRAPPER}.__init__",  # of every wrapper for data parallelism
+            ("self", "config", "module"),
+            functools.partial(_judged, current=config),
+            "refuses widths of a parallelism that the model does not have",
+        ),
     ]
 
 
@@ -266,19 +341,21 @@ def _checked(original: Callable[..., Any], config: CurrentConfig) -> Callable[..
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
         original(self)
-        lines = refusals(self, field, "flash_allreduce_plugin")
-        of_attention_here = of_attention(self, field, "attention_bits")
-        if by_hand(config(), "attention_bits"):
-            lines += of_attention_here
-        elif config().attention_bits != "full" and _context_parallel_ranks() not in (None, 1):
-            leave_out(config(), "attention_bits", of_attention_here)
-        if getattr(self, "num_moe_experts", None) is not None:  # a layer's, or a model's without experts
-            lines += of_experts(self, config(), field)
-        lines += of_pipeline(config(), stages()) + of_ring_exchange(self, config(), field)
+        source = scopes.source()
+        lines = refusals(self, field, source.plugin) + of_ring_exchange(self, config(), field, source.spelled)
         if lines:
-            raise ConfigError("\n".join(lines))
+            source.refuse(ConfigError("\n".join(lines)))
 
     return __post_init__
+
+
+def _judged(original: Callable[..., Any], current: CurrentConfig) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, config: Any, module: Any) -> None:
+        judge([config], current())
+        original(self, config, module)
+
+    return __init__
 
 
 def field(name: str, value: Any = None) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,13 +28,16 @@ import torch.distributed as dist
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from flash_allreduce_plugin import environment
 from flash_allreduce_plugin.config import FlashConfig
+from flash_allreduce_plugin.errors import ConfigError
 from flash_allreduce_plugin.integrations.megatron import process_groups
+from flash_allreduce_plugin.integrations.optimizer_steps import restored
 from flash_allreduce_plugin.integrations.patching import Function
 from flash_allreduce_plugin.policy import EVALUATION as EVALUATION
 from flash_allreduce_plugin.policy import ONE_RANK, Collective, Role, Site, unmatched
 from flash_allreduce_plugin.runtime.decision import ring_bytes
-from flash_allreduce_plugin.telemetry import counters
+from flash_allreduce_plugin.telemetry import counters, notices
 from flash_allreduce_plugin.telemetry.notices import FirstSteps, in_python
 
 ON_REQUEST = "full_precision()"
@@ -82,12 +85,29 @@ def flag(key: str) -> str:
     return f"{SWITCH}-{key.replace('_', '-')}"
 
 
+def _raise(error: ConfigError) -> NoReturn:
+    raise error
+
+
+class Source(NamedTuple):
+    """Where the configuration comes from: how its user writes a field, and how a mistake in it ends the program.
+
+    spelled: names a field in an error. where: names a field to set, in a notice. plugin: what turned the plugin on.
+    """
+
+    spelled: Callable[[str], str] = str
+    where: Callable[[str], str] = in_python
+    plugin: str = "flash_allreduce_plugin"
+    refuse: Callable[[ConfigError], NoReturn] = _raise
+
+
 class _State:
     """The state of this process between `start` and `stop`."""
 
     def __init__(self) -> None:
         self.config: FlashConfig | None = None
         self.step = 0
+        self.told = False  # the count was set: by a checkpoint, or by the program
         self.collectives = False  # any since the last step
         self.requests = 0  # full_precision() blocks that are open
         self.lock = threading.Lock()
@@ -96,22 +116,32 @@ class _State:
         self.names: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
         self.looking = False  # which modules make a collective in the first step, for patterns that match none
         self.seen: set[str] = set()
-        self.where = in_python  # how the program sets a field, for notices
+        self.source = Source()
+        self.judge: Callable[[], None] | None = None  # of the models that train; None: they were judged
         self.first_steps: FirstSteps | None = None
 
 
 _state = _State()
 
 
-def name_flags(by_flags: bool) -> None:
-    """Before `start`: True if notices are to name the launch flags of fields."""
-    _state.where = flag if by_flags else in_python
+def source() -> Source:
+    """Return where the configuration comes from."""
+    return _state.source
 
 
-def start(config: FlashConfig) -> None:
-    """Count steps, and follow the running modules if `config` needs them. Again: the count goes on."""
+def judged() -> None:
+    """A model that trains fits the configuration: its layout is not judged at the end of the first step again."""
+    _state.judge = None
+
+
+def start(config: FlashConfig, judge: Callable[[], None], source: Source) -> None:
+    """Count steps, and follow the running modules if `config` needs them. Again: the count goes on.
+
+    judge: is called at the end of the next step, unless `judged` is called before.
+    """
+    _state.source = source
     if _state.first_steps is None:
-        _state.first_steps = FirstSteps(config, _state.where, framework="megatron", known=(OTHER_GROUP,))
+        _state.first_steps = FirstSteps(config, source.where, framework="megatron", known=(OTHER_GROUP,))
     _state.first_steps.config = config
     if _state.optimizer_hook is None:
         _state.optimizer_hook = torch_optimizer.register_optimizer_step_post_hook(_optimizer_stepped)
@@ -125,7 +155,7 @@ def start(config: FlashConfig) -> None:
     if not follow:
         _unhook()
     if config != _state.config:
-        _state.looking = by_name
+        _state.looking, _state.judge = by_name, judge
         _state.seen = set()
     _state.config = config
 
@@ -135,8 +165,9 @@ def stop() -> None:
     if _state.optimizer_hook is not None:
         _state.optimizer_hook.remove()
     _unhook()
-    _state.optimizer_hook = _state.config = _state.first_steps = None
-    _state.step, _state.collectives = 0, False
+    _state.optimizer_hook = _state.config = _state.first_steps = _state.judge = None
+    _state.source = Source()
+    _state.step, _state.told, _state.collectives = 0, False, False
 
 
 def step() -> int:
@@ -150,7 +181,7 @@ def set_step(number: int) -> None:
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"the step is {number!r}; expected a whole number, 0 or more")
-    _state.step = number
+    _state.step, _state.told = number, True
 
 
 @contextmanager
@@ -298,11 +329,16 @@ def _leave(module: torch.nn.Module, _arguments: Any, _output: Any) -> None:
             return
 
 
-def _optimizer_stepped(_optimizer: Any, _arguments: Any, _keywords: Any) -> None:
+def _optimizer_stepped(optimizer: torch.optim.Optimizer, _arguments: Any, _keywords: Any) -> None:
     if not _state.collectives:
         return  # another part of the same step: chained optimizers, or one that is not Megatron's business
     _state.collectives = False
     _state.step += 1
+    if _state.step == 1 and not _state.told and _state.config is not None:
+        _say_what_is_lost(restored(optimizer), _state.config)
+    if _state.judge is not None:
+        judge, _state.judge = _state.judge, None
+        judge()
     if _state.first_steps is not None:
         _state.first_steps.at(_state.step)
     if not _state.looking or _state.config is None:
@@ -315,6 +351,18 @@ def _optimizer_stepped(_optimizer: Any, _arguments: Any, _keywords: Any) -> None
             stacklevel=2,
         )
     _state.looking, _state.seen = False, set()
+
+
+def _say_what_is_lost(steps: int, config: FlashConfig) -> None:
+    """Print a line if an attached program goes on from a checkpoint without our state. steps: of its optimizer."""
+    attached = _state.source.plugin != Source().plugin  # else `enable` may have come after these steps
+    lost = [f"warmup_steps={config.warmup_steps} counts from 0"] * bool(config.warmup_steps)
+    lost += ["residuals of error_feedback begin with zeros"] * (config.error_feedback and config.grad_bits != "full")
+    if attached and steps and lost:
+        notices.say(
+            f"the optimizer goes on from step {steps}, and no state of the plugin was loaded: {'; '.join(lost)}. "
+            f"{environment.AUTOSAVE}=FOLDER:STEPS saves the state"
+        )
 
 
 def _unhook() -> None:

@@ -52,7 +52,8 @@ def without_cuda() -> None:
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
-    cuda.get_rng_state, cuda.set_rng_state = (lambda *args: torch.get_rng_state()), (lambda *args: None)
+    cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     cuda.Stream = cuda.Event = Inert
     cuda.current_stream = lambda *args: Inert()

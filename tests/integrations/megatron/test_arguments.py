@@ -40,7 +40,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def enabled(monkeypatch: pytest.MonkeyPatch) -> list[FlashConfig]:
     """What `start` enables, without megatron-core."""
     configs: list[FlashConfig] = []
-    monkeypatch.setattr(MEGATRON, "enable", configs.append)
+    monkeypatch.setattr(MEGATRON, "enable_from", lambda config, source: configs.append(config))
     monkeypatch.setattr(arguments.atexit, "register", lambda function: None)
     return configs
 
@@ -211,7 +211,7 @@ def test_pipeline_widths_without_a_pipeline_are_refused(enabled: list[FlashConfi
     said = "^--flash-allreduce-pipeline-bits=8 has no effect: there is no pipeline here; leave it out.$"
     with pytest.raises(ConfigError, match=said):
         arguments.start(parse(*words, pipeline_model_parallel_size=1))
-    with pytest.raises(ConfigError, match="--use-ring-exchange-p2p and pipeline_bits exclude each other"):
+    with pytest.raises(ConfigError, match="-p2p and --flash-allreduce-pipeline-bits exclude each other"):
         arguments.start(parse(*words, pipeline_model_parallel_size=2, use_ring_exchange_p2p=True))
     arguments.start(parse("--flash-allreduce", rank=1, pipeline_model_parallel_size=1, use_ring_exchange_p2p=True))
     arguments.start(parse(*words, rank=1, pipeline_model_parallel_size=2))

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import os
 import sys
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -214,49 +215,47 @@ def test_without_context_parallelism_a_width_is_refused() -> None:
         assert not refusals.of_attention(SimpleNamespace(**{**vars(ring), **reached}), refusals.field, "attention_bits")
 
 
-def enabled_without_context_parallelism(first: bool) -> list[str]:
-    """Enabled before the groups are made, a configuration of the model says it; after, the groups do."""
-    from megatron.core import parallel_state
+def wrapped(**options: Any) -> None:
+    """As a model is wrapped for training."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer import TransformerConfig
 
-    said = []
-    if first:
-        fap.megatron.enable(fap.FlashConfig(attention_bits=8))
-    else:
-        parallel_state.initialize_model_parallel()
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **options)
+    _BaseDataParallel(config=config, module=torch.nn.Linear(1, 1))
+
+
+def without_context_parallelism() -> str:
+    """Groups of one rank say nothing: a program may have made them to convert weights. A model that trains does."""
+    from megatron.core import parallel_state
+
+    fap.megatron.enable(fap.FlashConfig(attention_bits=8))
+    parallel_state.initialize_model_parallel()
+    fap.megatron.enable(fap.FlashConfig(attention_bits=7))
+    wrapped(context_parallel_size=2)
     with pytest.raises(fap.ConfigError) as caught:
-        if first:
-            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-        else:
-            fap.megatron.enable(fap.FlashConfig(attention_bits=8))
-    said.append(str(caught.value))
-    assert fap.megatron.is_enabled() is first
-    return said
+        wrapped()
+    fap.megatron.disable()
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_enable_refuses_it_too(first: bool) -> None:
-    assert run_ranks(1, enabled_without_context_parallelism, first, preload=MEGATRON) == [
-        [
-            "attention_bits has no effect: there is no context parallelism here (context_parallel_size=1); "
-            "leave it at full."
-        ]
+def test_a_model_that_trains_without_it_refuses_a_width() -> None:
+    assert run_ranks(1, without_context_parallelism, preload=MEGATRON) == [
+        "attention_bits has no effect: there is no context parallelism here (context_parallel_size=1); "
+        "leave it at full."
     ]
 
 
 def attached_to_a_ring() -> str:
-    """As FLASH_ALLREDUCE_ATTACH=megatron checks a model that is built."""
+    """As FLASH_ALLREDUCE_ATTACH=megatron checks a model that trains."""
     from megatron.core import parallel_state
-    from megatron.core.transformer.module import MegatronModule
 
+    os.environ.update({f"FLASH_ALLREDUCE_{key.upper()}": str(value) for key, value in EIGHT.items()})
+    attach.by_environment()
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
-    fap.megatron.enable(fap.FlashConfig(**EIGHT))
-    attach._modules().apply()
-    ring: Any = SimpleNamespace(context_parallel_size=2, cp_comm_type="p2p", tensor_model_parallel_size=1)
-    MegatronModule(SimpleNamespace(**{**vars(ring), "cp_comm_type": "a2a"}))
+    wrapped(context_parallel_size=2, cp_comm_type="a2a")
     printed = io.StringIO()
     with pytest.raises(SystemExit), redirect_stderr(printed):
-        MegatronModule(ring)
+        wrapped(context_parallel_size=2, cp_comm_type="p2p")
     return printed.getvalue()
 
 

@@ -160,25 +160,27 @@ def test_without_expert_parallelism_a_width_is_refused() -> None:
         arguments.refuse_incompatible(flex, config)
 
 
-def enabled_without_expert_parallelism(first: bool) -> str:
-    """Enabled before the groups are made, a configuration of the model says it; after, the groups do."""
+def without_expert_parallelism() -> str:
+    """Groups of one rank say nothing: a program may have made them to convert weights. A model that trains does."""
     from megatron.core import parallel_state
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer import TransformerConfig
 
-    if first:
-        fap.megatron.enable(FlashConfig(expert_bits=8))
-    else:
-        parallel_state.initialize_model_parallel()
+    fap.megatron.enable(FlashConfig(expert_bits=8))
+    parallel_state.initialize_model_parallel()
+    fap.megatron.enable(FlashConfig(expert_bits=7))
+
+    def wrapped(**sizes: int) -> None:
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2, **sizes)
+        _BaseDataParallel(config=config, module=torch.nn.Linear(1, 1))
+
+    wrapped(expert_model_parallel_size=2)
     with pytest.raises(ConfigError) as caught:
-        if first:
-            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=2)
-        else:
-            fap.megatron.enable(FlashConfig(expert_bits=8))
-    assert fap.megatron.is_enabled() is first
+        wrapped()
+    fap.megatron.disable()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_enable_refuses_it_too(first: bool) -> None:
-    [said] = run_ranks(1, enabled_without_expert_parallelism, first, preload=MEGATRON)
+def test_a_model_that_trains_without_it_refuses_a_width() -> None:
+    [said] = run_ranks(1, without_expert_parallelism, preload=MEGATRON)
     assert said == "expert_bits has no effect: there is no expert parallelism here; leave it out."

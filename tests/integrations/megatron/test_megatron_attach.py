@@ -81,12 +81,20 @@ OWN = """
 """
 
 
+# It never calls initialize_model_parallel.
+OWN_GROUPS = PROGRAM.replace(
+    "parallel_state.initialize_model_parallel(config.tensor_model_parallel_size)",
+    "parallel_state._set_global_memory_buffer()\n    global GROUP\n    GROUP = dist.new_group([0, 1])",
+).replace('options = {"config": config,', 'options = {"tp_group": GROUP, "config": config,')
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the program, and with two that enable the seams themselves."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "train.py").write_text(PROGRAM)
     (folder / "own.py").write_text(PROGRAM.replace("    # BY HAND", OWN))
+    (folder / "own_groups.py").write_text(OWN_GROUPS)
     early = PROGRAM.replace("    # As in Megatron-Bridge", f"{OWN}    # As in Megatron-Bridge")
     (folder / "own_early.py").write_text(early)
     return folder
@@ -124,6 +132,14 @@ def test_a_program_on_megatron_core_is_served_as_by_hand(program: Path, by_hand:
         "megatron.g.forward": (4, 4),
         "megatron.linear.dgrad": (4, 4),
     }
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+def test_a_program_with_groups_of_its_own_is_served_too(program: Path, by_hand: list[str]) -> None:
+    done = train(program, "own_groups.py", **ATTACH)
+    assert trained(done) == by_hand
+    assert done.stdout.count(LINE) == 1
 
 
 @pytest.mark.slow
@@ -178,6 +194,17 @@ def test_what_cannot_be_served_ends_the_program_with_a_sentence(
     ours = [line for line in done.stdout.splitlines() if line.startswith("flash all-reduce: ")]
     assert len([line for line in ours if said in line]) == 1
     assert "flash_allreduce_plugin/megatron" not in done.stdout, "no traceback"
+    assert "has built no such model" not in done.stdout, "the reason has been printed"
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1200)
+def test_a_width_without_a_pipeline_ends_the_program_after_its_first_step(program: Path) -> None:
+    """Groups do not decide: a program may have made them for another purpose."""
+    done = train(program, "train.py", **ATTACH, FLASH_ALLREDUCE_PIPELINE_BITS="8")
+    assert done.returncode != 0 and "weights" not in done.stdout
+    said = "flash all-reduce: FLASH_ALLREDUCE_PIPELINE_BITS=8 has no effect: there is no pipeline here; leave it out."
+    assert done.stdout.count(said) == 1 and "Traceback" not in done.stdout.partition("torch/distributed")[0]
 
 
 @pytest.mark.slow

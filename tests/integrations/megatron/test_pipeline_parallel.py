@@ -386,11 +386,32 @@ def refused() -> list[str]:
             said.append(str(error))
 
     megatron.enable(FlashConfig(pipeline_bits=8))  # nobody knows yet how many stages there are
-    start(pipeline_model_parallel_size=1)
-    attempt(lambda: transformer_config(tensor_model_parallel_size=1))
-    attempt(lambda: megatron.enable(FlashConfig(pipeline_backward_bits=4)))
+    start(pipeline_model_parallel_size=1)  # nor now: a program may convert weights in such groups, and train in others
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.transformer.module import MegatronModule
+
+    config = transformer_config(tensor_model_parallel_size=1)
+    stages: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32}
+    staged = transformer_config(tensor_model_parallel_size=1, **stages)
+    _BaseDataParallel(config=staged, module=torch.nn.Linear(1, 1))  # groups of its own
+    attempt(lambda: _BaseDataParallel(config=config, module=torch.nn.Linear(1, 1)))
+    wrapped = _BaseDataParallel(config=staged, module=torch.nn.Linear(1, 1))
+    wrapped.config = config
+    attempt(lambda: megatron.enable(FlashConfig(pipeline_backward_bits=4)))  # a wrapped model is there
+    del wrapped
+    megatron.disable()
+
+    model: Any = MegatronModule(config)  # which nothing wraps
+    model.weight = torch.nn.Parameter(torch.ones(1))
+    model.weight.grad = torch.ones(1)
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    megatron.enable(FlashConfig(pipeline_bits=4))
+    optimizer.step()  # of a part without Megatron's collectives
+    scopes.current()
+    attempt(optimizer.step)
+    optimizer.step()
     megatron.enable(FlashConfig(pipeline_bits="full"))
-    transformer_config(tensor_model_parallel_size=1)
+    _BaseDataParallel(config=config, module=torch.nn.Linear(1, 1))
     megatron.disable()
     return said
 
@@ -398,7 +419,7 @@ def refused() -> list[str]:
 def test_widths_without_a_pipeline_are_refused() -> None:
     [said] = run_ranks(1, refused, preload=MEGATRON)
     why = "has no effect: there is no pipeline here; leave it out."
-    assert said == [f"pipeline_bits=8 {why}", f"pipeline_backward_bits=4 {why}"]
+    assert said == [f"pipeline_bits=8 {why}", f"pipeline_backward_bits=4 {why}", f"pipeline_bits=4 {why}"]
 
 
 def ring_exchange() -> str:

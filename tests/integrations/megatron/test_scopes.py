@@ -170,8 +170,9 @@ def recomputation(model: torch.nn.Module) -> dict[str, Any]:
     """Both checkpoint functions: what g returned in the forward and in the recomputation."""
     from megatron.core.tensor_parallel import checkpoint, random
 
-    random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1)  # there is no CUDA generator to save
-    random._set_cuda_rng_state = lambda *_, **__: None
+    # There is no CUDA generator to save: the state of the CPU's serves for it.
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     layer = model.decoder.layers[0].mlp
     x = torch.randn(SIZE.sequence, 2, SIZE.hidden, generator=torch.Generator().manual_seed(1))
     seen = {}
