@@ -60,7 +60,7 @@ def line() -> str | None:
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     # The hook stays: torch iterates over the hooks, and one that is removed meanwhile raises RuntimeError.
     global _over, said
-    if _over or not dist.is_initialized():
+    if _over or not dist.is_available() or not dist.is_initialized():
         return
     count = _counts[id(optimizer)] = _counts.get(id(optimizer), 0) + 1
     if count < _STEPS:
