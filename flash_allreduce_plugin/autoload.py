@@ -34,6 +34,7 @@ LAUNCH_FLAGS = "flash_allreduce_plugin.integrations.megatron.arguments"
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.integrations.deepspeed.engine"
 ATTACH = f"{PREFIX}ATTACH"
+UNSEEN = "flash_allreduce_plugin.integrations.unseen"
 CONFIG, ENVIRONMENT = "flash_allreduce_plugin.config", "flash_allreduce_plugin.environment"
 
 _log = logging.getLogger("flash_allreduce_plugin")
@@ -80,6 +81,8 @@ def _attach_named(off: bool) -> None:
             importlib.import_module(CONFIG).FlashConfig.from_env()
     except ValueError as error:  # or a ConfigError, which is one
         return _refuse(str(error))
+    if names:
+        _attach_after(("torch.optim.optimizer",), UNSEEN, "expect")
     for name, row in registry.ATTACHABLE.items():
         if name in names:
             _attach_after(row.waits_for, row.attach_module, "by_environment")
@@ -124,7 +127,12 @@ def _say_what_nobody_read() -> None:
             "or Megatron has reduced gradients on rank 0 (scripts of Megatron-LM: its checkpoints have the state)",
             flush=True,
         )
-    if named and rank == 0 and not _anything_built():
+    unseen: Any = sys.modules.get(UNSEEN)
+    if unseen is not None and unseen.said:
+        return
+    if named and rank == 0 and unseen is not None and (line := unseen.line()):
+        print(f"flash all-reduce: {line}", flush=True)
+    elif named and rank == 0 and not _anything_built():
         print(
             f"flash all-reduce: {ATTACH}={named}, and {_why_nothing(named)} on rank 0; nothing was "
             'quantized (DeepSpeed\'s engines: the section "flash_allreduce")',

@@ -1,4 +1,6 @@
-"""A program that trains with torch's data parallelism and does not use the package: ddp, fsdp1 or fsdp2.
+"""A program that trains with torch's data parallelism and does not use the package: ddp, fsdp1, fsdp2 or adapter.
+
+adapter: a frozen model of FSDP2, and a layer that was added after fully_shard, which no rank reduces.
 
 by_hand, after that: with the package's hook or reduce-scatter.
 """
@@ -27,6 +29,10 @@ elif kind == "fsdp1":
     model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     if by_hand:
         model.register_comm_hook(None, fap.fsdp1_hook())
+elif kind == "adapter":
+    model = fully_shard(model.requires_grad_(False), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.adapter = nn.Linear(256, 256)
+    model.register_forward_hook(lambda module, inputs, output: output + module.adapter(inputs[0]))
 else:
     model = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     if by_hand:

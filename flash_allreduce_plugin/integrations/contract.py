@@ -175,6 +175,7 @@ class ModelIntegration(Integration):
     def __init__(self, name: str, patchset: Callable[[], Patchset], sites: Mapping[str, tuple[str, str]]) -> None:
         super().__init__(name, patchset, sites)
         self.built = 0  # models, in the life of the process
+        self.told = False  # a line about one of them was printed
         self._refused: ConfigError | None = None
 
     def check(self, config: FlashConfig) -> None:
@@ -204,6 +205,7 @@ class ModelIntegration(Integration):
     def note(self, line: str) -> None:
         """Print a line about a model, on rank 0, and keep it for the report."""
         self.models.append(line)
+        self.told = True
         notices.say(line)
 
 

@@ -18,9 +18,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
-from flash_allreduce_plugin.telemetry import notices
+from flash_allreduce_plugin.telemetry import muon, notices
 
 _STEPS = 3
 
@@ -100,9 +100,12 @@ class Reductions:
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     global steps
     steps += 1
+    muon.stepped(optimizer)
     for model in list(_models):
         model.stepped(optimizer)
-    _unhook()
+    # torch iterates over the hooks: removing one of them raises RuntimeError if another one follows.
+    if _hook is not None and next(reversed(_global_optimizer_post_hooks)) == _hook.id:
+        _unhook()
 
 
 def _unhook() -> None:

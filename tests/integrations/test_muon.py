@@ -5,6 +5,8 @@ Orthogonalizing gives all singular directions of a matrix the same size: it enla
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -72,15 +74,37 @@ def test_error_feedback_and_momentum_give_the_direction_back() -> None:
     assert with_it > 0.99 > 0.95 > without, (with_it, without)
 
 
+def printed(train: Callable[..., dict[str, Any]], bits: int, optimizer: str) -> list[str]:
+    """Return the lines of a training about its optimizer."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        train(fap.FlashConfig(bits=bits, min_bytes=0), optimizer)
+    return [line for line in text.getvalue().splitlines() if "Muon" in line]
+
+
+@pytest.mark.parametrize("train", ["by_ddp", "by_fsdp2"])
+def test_one_line_where_gradients_have_fewer_than_8_bits(train: str) -> None:
+    with Ranks(2) as ranks:
+        for bits, optimizer in ((4, "SGD"), (8, "Muon")):
+            assert ranks.run(printed, globals()[train], bits, optimizer) == [[], []]
+        first, second = ranks.run(printed, globals()[train], 4, "Muon")
+        assert ranks.run(printed, globals()[train], 4, "Muon") == [[], []], "the line comes once"
+    [line] = first
+    site = "ddp.gradients" if train == "by_ddp" else "fsdp.gradients"
+    assert line.startswith(f"flash all-reduce: Muon steps on gradients of 4 bits ({site}), ")
+    assert line.endswith("set bits to 8 (FLASH_ALLREDUCE_BITS=8, or the JSON)")
+    assert second == []
+
+
 def model() -> nn.Sequential:
     """Two matrices, one wide and one tall: Muon on DTensors gathers the one and reduces products of the other."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.Tanh(), nn.Linear(HIDDEN, WIDTH, bias=False))
 
 
-def steps(module: Any) -> list[float]:
+def steps(module: Any, optimizer_name: str) -> list[float]:
     """Train; the losses of all ranks."""
-    optimizer = torch.optim.Muon(module.parameters(), lr=0.02)
+    optimizer = getattr(torch.optim, optimizer_name)(module.parameters(), lr=0.02)
     losses = []
     for step in range(STEPS):
         x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
@@ -92,19 +116,19 @@ def steps(module: Any) -> list[float]:
     return losses
 
 
-def by_ddp(config: fap.FlashConfig | None) -> dict[str, Any]:
+def by_ddp(config: fap.FlashConfig | None, optimizer: str = "Muon") -> dict[str, Any]:
     """config None: DDP's own reduction."""
     fap.reset_stats()
     fap.ddp.enable(config or fap.FlashConfig(enabled=False))
     ddp = DistributedDataParallel(model())
-    losses = steps(ddp)
+    losses = steps(ddp, optimizer)
     weights = torch.cat([p.detach().flatten() for p in ddp.parameters()])
     found = {"losses": losses, "weights": weights, **fap.stats()}
     fap.ddp.disable()
     return found
 
 
-def by_fsdp2(config: fap.FlashConfig | None) -> dict[str, Any]:
+def by_fsdp2(config: fap.FlashConfig | None, optimizer: str = "Muon") -> dict[str, Any]:
     """config None: torch's own. DTensor's collectives are attached, too: they must leave the optimizer's alone."""
     fap.reset_stats()
     fap.tensor_parallel.enable(EIGHT)
@@ -117,7 +141,7 @@ def by_fsdp2(config: fap.FlashConfig | None) -> dict[str, Any]:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no AVG
             if config is not None:
                 module.set_custom_reduce_scatter(fap.FlashReduceScatter(config))
-    losses = steps(sharded)
+    losses = steps(sharded, optimizer)
     found = {"losses": losses, **fap.stats()}
     fap.tensor_parallel.disable()
     return {**found, "weights": torch.cat([p.full_tensor().detach().flatten() for p in sharded.parameters()])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
 
 import flash_allreduce_plugin as fap
 from tests.distributed import Ranks, run_ranks
@@ -158,3 +160,22 @@ def test_apex_too() -> None:
 
 def test_healthy_training_does_not_lead_to_the_line(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(said, healthy) == [[], []]
+
+
+def after_the_model() -> int:
+    """Return how many hooks are left: the model is gone, and a hook of the program's follows ours."""
+    before = len(_global_optimizer_post_hooks)
+    model = ddp()
+    steps(model, sgd(model), 1)
+    theirs = register_optimizer_step_post_hook(lambda *_: None)
+    del model
+    gc.collect()
+    other = nn.Linear(8, 8)
+    steps(other, sgd(other), 2)  # torch raises RuntimeError if a hook leaves before the last one
+    theirs.remove()
+    steps(other, sgd(other), 1)
+    return len(_global_optimizer_post_hooks) - before
+
+
+def test_the_hook_leaves_without_an_error() -> None:
+    assert run_ranks(2, after_the_model) == [0, 0]

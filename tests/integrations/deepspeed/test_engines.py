@@ -32,6 +32,7 @@ from torch import nn
 import flash_allreduce_plugin as fap
 from flash_allreduce_plugin.integrations.deepspeed import engine_seams
 from flash_allreduce_plugin.integrations.deepspeed.engine import bind
+from flash_allreduce_plugin.telemetry import muon as muon_notice
 from tests.distributed import Ranks
 
 
@@ -336,6 +337,20 @@ def test_a_matrix_of_muon_with_two_owners(engines: Callable[[int], Ranks], stage
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def lines_of_muon(bits: int) -> list[str]:
+    """Return the printed lines about the optimizer."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), mock.patch.object(muon_notice, "_said", False):
+        train_by_muon({"stage": 2}, {"bits": bits, "min_bytes": 0})
+    return [line for line in text.getvalue().splitlines() if "Muon" in line]
+
+
+def test_muon_has_a_line_below_8_bits(engines: Callable[[int], Ranks]) -> None:
+    assert engines(2).run(lines_of_muon, 8) == [[], []]
+    [line], none = engines(2).run(lines_of_muon, 4)
+    assert "MuonWithAuxAdam steps on gradients of 4 bits (deepspeed.stage2.gradients), " in line and none == []
 
 
 def train_by_muon(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
