@@ -271,7 +271,7 @@ TRAINING = (
         tuple(
             Command(f"python -m lab.benchmarks.pretraining --size {run}", _QUICK_PRETRAINING)
             for run in (
-                "1m --controls",
+                """1m --seeds 1 2 3 --controls --configs '{"preset": "int8"}' '{"preset": "int4"}'""",
                 "5m --controls",
                 '10m --seeds 1 2 3 --controls "noise 0.079"',
                 "20m --controls",
