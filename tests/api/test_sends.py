@@ -466,10 +466,7 @@ SAYS = {
     "quantized or not": ("float32 [20000] in 4 bits", "float32 [200] in full precision (message below min_bytes)"),
     "none": ("float32 [0] in full precision (empty message)", "float32 [1] in full precision"),
     "dtype": ("bfloat16 [20000] in", "float16 [20000] in"),
-    "dtype, full": (
-        "int32 [10] in full precision (dtype int32)",
-        "float32 [10] in full precision (message below min_bytes)",
-    ),
+    "dtype, full": ("int32 [10] in full precision (dtype int32)", "float32 [10] in full precision (message below"),
     "bits": ("in 4 bits, groups of 128, chunks of 4096 bytes", "in 5 bits"),
     "rounding": ("in 4 bits, groups of 128, chunks", "in 4 bits, groups of 128, hadamard, chunks"),
     "off": ("in 4 bits", "in full precision (disabled by configuration)"),
