@@ -60,7 +60,7 @@
 //              least of other groups
 //     zero   = -(k * scale), which float32 holds exactly: code k is k * scale - k * scale
 //
-//   The metadata are k and a scale whose sign is set; compact, the offset that equals k steps. A 0 rounds to
+//   The metadata are k and a scale with its sign set; compact, the offset that equals k steps. A 0 rounds to
 //   k: in steps it is k * (1 + 2^-23) at most, up to 255 + 2^-15, and u below stays 2^-13 away from 1/2.
 //
 // Options, in the order in which encoding applies them:

@@ -1,6 +1,6 @@
 """Quantized two-step all-reduce for Megatron-LM and DeepSpeed.
 
-Importing this changes nothing and imports next to nothing: the public names load what they need when used.
+The import changes nothing and loads almost nothing: a public name loads its module at the first use.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The `torch.backends` entry point: adds the launch flags to an unmodified Megatron-LM script, the section of the JSON
-configuration to an unmodified DeepSpeed one, and serves what FLASH_ALLREDUCE_ATTACH names in any program.
+"""The `torch.backends` entry point, for unmodified programs. It adds the launch flags to Megatron-LM, the section of
+the JSON configuration to DeepSpeed, and attaches the integrations in FLASH_ALLREDUCE_ATTACH.
 
-torch calls `load` at the end of `import torch`, in every program of the environment, so it does next to nothing:
-it puts two finders on sys.meta_path, one that waits for Megatron-LM's own training package and one for DeepSpeed's
-engine; where the environment sets fields, it asks at the end of a training whether anybody read them. `load` never
-raises, and FLASH_ALLREDUCE_AUTOLOAD=0 turns it off; but where FLASH_ALLREDUCE_ATTACH cannot be served as it says, it
-ends a rank that torchrun has started, before it trains. Only the standard library and the table of
-the integrations are imported here, so that `import torch` works where half of this package is missing. Strings name the
-rest, which is loaded with the framework.
+torch calls `load` at the end of `import torch`, in every program of the environment, so `load` does little. It adds two
+finders to sys.meta_path, one for Megatron-LM's training package and one for DeepSpeed's engine. If the environment sets
+fields, the end of a training checks that some code has read them. `load` never raises, and FLASH_ALLREDUCE_AUTOLOAD=0
+turns it off. But if an integration in FLASH_ALLREDUCE_ATTACH cannot be attached, it ends a rank of torchrun before the
+training. The module imports the standard library and the table of the integrations only, so that `import torch` works
+where parts of this package are missing. Strings name the other modules, which load with the framework.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PREFIX = "FLASH_ALLREDUCE_"  # as in environment.py
 SWITCH = f"{PREFIX}AUTOLOAD"
 MEGATRON_LM = ("megatron.training.arguments", "megatron.training.global_vars")
 LAUNCH_FLAGS = "flash_allreduce_plugin.integrations.megatron.arguments"
-# Not deepspeed itself: where that is what imports torch, it is half imported already when this comes.
+# Not deepspeed itself: if deepspeed imports torch, it is already half imported here.
 DEEPSPEED = ("deepspeed.runtime.engine",)
 JSON_SECTION = "flash_allreduce_plugin.integrations.deepspeed.engine"
 ATTACH = f"{PREFIX}ATTACH"
@@ -42,7 +41,7 @@ _waiting: dict[str, AfterImport] = {}  # by the module that is to be attached
 
 
 def load() -> None:
-    """The entry point. What goes wrong is one line of the log; only ATTACH may end torchrun, or a rank."""
+    """Run the entry point. An error is one line of the log; only ATTACH may end torchrun or a rank."""
     try:
         off = os.environ.get(SWITCH, "").strip().lower() in ("0", "false", "no", "off")
         _attach_named(off)
@@ -57,9 +56,9 @@ def load() -> None:
 
 
 def attached(named: str | None = None) -> set[str]:
-    """Return the names in FLASH_ALLREDUCE_ATTACH. named: its value; None: as it is set.
+    """Return the names in FLASH_ALLREDUCE_ATTACH. named: its value; None: the environment's.
 
-    Raises ValueError, one sentence, for a name that it does not know.
+    Raises ValueError, one sentence, for an unknown name.
     """
     named = os.environ.get(ATTACH, "") if named is None else named
     names = {name.strip().lower() for name in named.split(",")} - {""}
@@ -71,7 +70,7 @@ def attached(named: str | None = None) -> set[str]:
 
 
 def _attach_named(off: bool) -> None:
-    """Serve what ATTACH names, once the program has imported it."""
+    """Attach the integrations in ATTACH, each after the program has imported its framework."""
     try:
         names = attached()
         if names and off:
@@ -89,7 +88,7 @@ def _attach_named(off: bool) -> None:
 
 
 def _refuse(why: str) -> None:
-    """End torchrun, or a rank that another launcher has started; what may be another program is only told."""
+    """End torchrun, or a rank of another launcher. A process that may be another program gets a message only."""
     if not _is_torchrun() and not _is_rank():
         _log.warning("flash_allreduce_plugin is not attached: %s", why)
         return
@@ -99,7 +98,7 @@ def _refuse(why: str) -> None:
 
 
 def _is_torchrun() -> bool:
-    # The command is what Python was started with: `python .../torchrun`, or `python -m torch.distributed.run`.
+    # The command line of Python: `python .../torchrun`, or `python -m torch.distributed.run`.
     return any(os.path.basename(word) in ("torchrun", "torch.distributed.run") for word in sys.orig_argv[:4])
 
 
@@ -108,10 +107,10 @@ def _is_rank() -> bool:
 
 
 def _say_what_nobody_read() -> None:
-    """At the end of a program of several ranks, on rank 0: settings that were given and not asked for."""
+    """Print, on rank 0 at the end of a program of several ranks, the settings that no code has read."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     contract: Any = sys.modules.get("flash_allreduce_plugin.integrations.contract")
-    # What init_process_group was given outlives destroy_process_group.
+    # The arguments of init_process_group outlive destroy_process_group.
     if c10d is None or not (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)):
         return
     if contract is not None and contract.refused:  # it has printed why
@@ -157,7 +156,7 @@ def _why_nothing(named: str) -> str:
 
 
 def _anything_built() -> bool:
-    """Whether a model was seen by what ATTACH may name, or DeepSpeed or a hook has quantized anything."""
+    """Return True if an integration of ATTACH has seen a model, or DeepSpeed or a hook has quantized anything."""
     rooms = [sys.modules.get(f"flash_allreduce_plugin.integrations.{name}.attach") for name in ("ddp", "fsdp")]
     megatron: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron")
     groups: Any = sys.modules.get("flash_allreduce_plugin.integrations.megatron.attach")
@@ -173,7 +172,7 @@ def _anything_built() -> bool:
 def install() -> None:
     """Add the launch flags as soon as Megatron-LM's training package is imported, now if it already is.
 
-    The launcher (`python -m flash_allreduce_plugin.megatron`) calls it whatever FLASH_ALLREDUCE_AUTOLOAD says.
+    The launcher (`python -m flash_allreduce_plugin.megatron`) calls it for every FLASH_ALLREDUCE_AUTOLOAD.
     """
     _attach_after(MEGATRON_LM, LAUNCH_FLAGS)
 
@@ -186,11 +185,11 @@ def _attach_after(modules: Sequence[str], ours: str, function: str = "attach") -
 
 
 class AfterImport:
-    """Calls `action` once, when every one of `modules` has been executed; a finder until then, gone after.
+    """A finder that calls `action` once, after all `modules` have been executed, and then removes itself.
 
-    The finder asks those behind it for the module's spec and changes nothing in it: the loader keeps its type,
-    and its `exec_module` is shadowed on the instance for one execution. A failing `action` is one line of the log;
-    the import that triggered it succeeds. importlib.reload of a module afterwards is importlib's own affair.
+    The finder takes the module's spec from the finders behind it and does not change it: the loader keeps its type, and
+    its `exec_module` is shadowed on the instance for one execution. A failing `action` is one line of the log; the
+    import that triggered it succeeds. A later importlib.reload of a module is not observed.
     """
 
     def __init__(self, modules: Iterable[str], action: Callable[[], None]) -> None:
@@ -205,13 +204,13 @@ class AfterImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the finders behind this one give, its loader watched; None for all other modules."""
+        """Return the spec of the finders behind this one, with its loader watched; None for all other modules."""
         if self not in sys.meta_path:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
         self._notice_executed()
         watched = name in self._missing
-        # importlib walks the live list: having left it just now, this finder answers for its neighbour too.
+        # importlib iterates over the live list: after removing itself, this finder must answer for its neighbour too.
         if not watched and self in sys.meta_path:
             return None
         for finder in behind:
@@ -224,7 +223,7 @@ class AfterImport:
         return None
 
     def _watch(self, name: str, loader: Any) -> None:
-        # A loader that is a class (built-in, frozen) is shared by many modules; _notice_executed serves those.
+        # A loader that is a class (built-in, frozen) belongs to many modules; _notice_executed handles those.
         if loader is None or isinstance(loader, type) or not hasattr(loader, "exec_module"):
             return
         execute = loader.exec_module
@@ -240,11 +239,11 @@ class AfterImport:
 
         try:
             loader.exec_module = exec_module
-        except AttributeError:  # no room for attributes: _notice_executed serves it
+        except AttributeError:  # no attributes allowed: _notice_executed handles it
             return
 
     def _notice_executed(self) -> None:
-        """Modules that were imported, or being imported, before this finder was there."""
+        """Handle modules that were imported, or being imported, before this finder existed."""
         for name in tuple(self._missing):
             module = sys.modules.get(name)
             if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):

@@ -21,7 +21,7 @@ DISABLE = f"{PREFIX}DISABLE"  # 1: every call runs in full precision; runtime/de
 LOG = f"{PREFIX}LOG"  # the name of a file; telemetry/run_log.py
 NCCL_WINDOWS = f"{PREFIX}NCCL_WINDOWS"  # 1: buffers that NCCL's copy engines can serve; collectives/windows.py
 NVLS = f"{PREFIX}NVLS"  # 1: the two-shot kernel stores by a multicast address; collectives/two_shot.py
-ONE_SHOT_BYTES = f"{PREFIX}ONE_SHOT_BYTES"  # of its calls, the largest that goes in one shot; the same
+ONE_SHOT_BYTES = f"{PREFIX}ONE_SHOT_BYTES"  # the largest tensor in one shot; collectives/two_shot.py
 REFERENCE = f"{PREFIX}REFERENCE"  # 1: the codec in plain PyTorch; codec/rows.py
 TWO_SHOT_BYTES = f"{PREFIX}TWO_SHOT_BYTES"  # the largest tensor of the two-shot kernel; collectives/two_shot.py
 
@@ -32,7 +32,7 @@ VARIABLES = (
 
 
 def is_on(variable: str, *, unset: bool = False) -> bool:
-    """Whether a switch is on: 1, true, yes or on; off: 0, false, no or off; `unset` if it is not set, or empty.
+    """Return True for a switch with 1, true, yes or on, False for 0, false, no or off, `unset` if unset or empty.
 
     Raises ConfigError for anything else.
     """

@@ -1,4 +1,4 @@
-"""The exceptions of this package, beside TypeError and ValueError for wrong arguments, and a remedy that many name."""
+"""The exceptions of this package, besides TypeError and ValueError for wrong arguments, and a common remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ConfigError(FlashAllReduceError, ValueError):
 
 
 class PatchError(FlashAllReduceError, RuntimeError):
-    """A seam in a framework that is not as expected, or that somebody else has patched since."""
+    """A seam in a framework in an unknown form, or patched by other code since."""
 
 
 class MismatchError(FlashAllReduceError, RuntimeError):

@@ -6,7 +6,7 @@ The path of a full block moves exactly the bytes that it has to, between registe
 shuffles exactly as often. Of all paths that do, loops any number of times around, the model takes the one of the fewest
 instructions: what is rare (a NaN, a ragged end, the range of a group with an exact 0) moves other bytes, single ones or
 takes longer, and the slow path of a division is a call. Every instruction on it counts, also those that a predicate
-switches off. What some warps of a block do more often than the others counts for its part.
+switches off. Work that only some warps of a block do counts in proportion.
 
 A load is waited for where its register is first read. Loads that are issued before that wait together.
 

@@ -96,7 +96,7 @@ class Step:
 
 
 class Check:
-    """The steps that ran, and where their results go."""
+    """The steps that ran, and the folder of their results."""
 
     def __init__(self, out: Path, budget: float) -> None:
         self.out = out

@@ -1,5 +1,5 @@
 // Encoding and decoding with the codebook, rotated and searched or not. Included after option_kernels.h, for
-// every instruction set; codec_math.h says what is computed.
+// every instruction set; codec_math.h has the arithmetic.
 //
 //   encode   a batch of groups at a time, as codec_kernels.h does it:
 //              1. x -> greatest |x| of each part, and whether the group holds a 0
@@ -17,7 +17,7 @@ namespace {
 // ---- encoding -----------------------------------------------------------------------------------------
 
 struct GreatestBits {
-  FLASH_INLINE VecF of(VecF a, VecF b) {  // of what is not negative; a NaN is greater than Inf
+  FLASH_INLINE VecF of(VecF a, VecF b) {  // of non-negative values; a NaN is greater than Inf
     const VecI x = cast<VecI>(a), y = cast<VecI>(b);
     return cast<VecF>(x > y ? x : y);
   }
@@ -63,7 +63,7 @@ FLASH_INLINE void greatest_of(const PartBounds& bounds, OfParts& most) {
   }
 }
 
-// What the groups of a batch travel with.
+// The scales and steps of the groups of a batch.
 struct Steps {
   alignas(64) OfParts most, step, inverse;
   alignas(64) int32_t widest[kParts][kBatch], number[kParts][kBatch];
@@ -141,7 +141,7 @@ FLASH_INLINE uint32_t lanes_equal(VecI v, int32_t wanted) {
 
 // Where |x| is `most` for the first time, of `vectors` vectors from x on; it is there.
 FLASH_INLINE int place_of(const float* x, int vectors, int32_t most) {
-  constexpr int kAtOnce = 32 / kLanes;  // whose lanes are the bits of a word
+  constexpr int kAtOnce = 32 / kLanes;  // vectors with as many lanes as a word has bits
   for (int i = 0; i < vectors; i += kAtOnce) {
     uint32_t found = 0;
     for (int l = 0; l < kAtOnce && l < vectors; ++l) {
@@ -152,12 +152,12 @@ FLASH_INLINE int place_of(const float* x, int vectors, int32_t most) {
   return 0;
 }
 
-// Twice, of each group: the greatest element becomes what its short float leaves of it. A lane is a group where
-// the groups are compared, and an element where one of their parts is searched:
+// Twice for each group: the greatest element is replaced by its rest after the short float. A lane is a group
+// where groups are compared, and an element where one of their parts is searched:
 //
 //   most [part][group]  -> the part of the greatest, a lane a group
 //   that part of x      -> its place, and the greatest of the others, a lane an element, group by group
-//   the element         -> short float, and the rest, a lane a group; the rest goes back into x and into most
+//   the element         -> short float, and the rest, a lane a group; the rest replaces it in x and in most
 //
 // kVectors: of a part; 0: any number.
 template <int kVectors>
@@ -221,7 +221,7 @@ FLASH_INLINE void take_greatest(float* x, int count, int g, Steps& s) {
 
 // ---- steps --------------------------------------------------------------------------------------------
 
-// s.most -> scales, steps, and the front of each record. x: the groups, whose spikes are taken.
+// s.most -> scales, steps, and the front of each record. x: the groups without their spikes.
 template <DType kType, int kBits, bool kSpiked>
 FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* without, const Codec& c, Steps& s,
                                uint8_t* records) {
@@ -305,7 +305,7 @@ FLASH_INLINE void choose_steps(const uint8_t* x, int count, const Without* witho
 
 // ---- encoding -----------------------------------------------------------------------------------------
 
-// What is lost at the places of a group's spikes, of which `rest` has what they leave; before: what was kept there.
+// The residuals at the places of a group's spikes. rest: of the elements after the spikes. before: residuals so far.
 template <int kBits>
 FLASH_INLINE void lose_spikes(const float* rest, const Steps& s, int j, int part_shift, float share,
                               const float* before, float* kept) {
@@ -322,7 +322,7 @@ FLASH_INLINE void lose_spikes(const float* rest, const Steps& s, int j, int part
   }
 }
 
-// `count` whole groups, count <= kBatch, s.most of which is known; calls after(j) behind each. kFeedback: as
+// Encodes `count` whole groups, count <= kBatch, with known s.most; calls after(j) behind each. kFeedback: as in
 // encode_batch.
 template <DType kType, int kBits, bool kSpiked, bool kFeedback, int kGroup, typename After>
 FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* without, Steps& s, const Codec& c,

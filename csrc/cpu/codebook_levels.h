@@ -30,7 +30,7 @@ alignas(64) constexpr Padded kLevels = make_padded < kBits<5 ? kBits : 4>();
 template <int kBits>
 struct Levels {
   const float* at;
-  float of_zero;  // 5 bits and more: what a group that holds a 0 has moved its levels by
+  float of_zero;  // 5 bits and more: the shift of the levels of a group with a 0
 #if FLASH_LANES == 16
   VecF all;
 #elif FLASH_LANES == 8

@@ -2,7 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "codec_cpu.h"  // before the target is set: what it declares is shared with the other files
+#include "codec_cpu.h"  // before the target is set: its declarations are shared with the other files
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
@@ -15,7 +15,7 @@
 #include "codec_kernels.h"
 #include "option_kernels.h"
 
-#include "codebook_kernels.h"  // after the others, whose table it makes
+#include "codebook_kernels.h"  // after the others: it makes the table of their kernels
 
 #if defined(__clang__)
 #pragma clang attribute pop

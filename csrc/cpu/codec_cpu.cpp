@@ -263,7 +263,7 @@ bool encode_difference(const Tensor master, const Tensor held, Tensor payload, i
           of_part.key = static_cast<uint64_t>(key);
           of_part.first_group = static_cast<uint64_t>(first_group) + static_cast<uint64_t>(i);
           encode(reinterpret_cast<const uint8_t*>(differences), n, of_part, out + i * record, 0, count);
-          for (int64_t j = i; j < i + count; ++j) {  // a group that is not finite travels as a scale of NaN
+          for (int64_t j = i; j < i + count; ++j) {  // a group that is not finite has a scale of NaN
             uint16_t scale;
             __builtin_memcpy(&scale, out + j * record, sizeof scale);
             if (scale == kNaNScale) finite.store(false, std::memory_order_relaxed);
@@ -273,7 +273,7 @@ bool encode_difference(const Tensor master, const Tensor held, Tensor payload, i
   return finite.load();
 }
 
-// held [rows, numel] += what payload [rows, bytes] decodes to, in float32.
+// Adds the decoded payload [rows, bytes] to held [rows, numel], in float32.
 void decode_add(const Tensor payload, Tensor held, int64_t bits, int64_t group_size, int64_t options) {
   const Codec codec = make_codec(bits, group_size, options);
   check_rows(held, "held");

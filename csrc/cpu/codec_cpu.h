@@ -1,4 +1,4 @@
-// What the operators (codec_cpu.cpp) and the kernels of each instruction set agree on.
+// The interface between the operators (codec_cpu.cpp) and the kernels of each instruction set.
 #pragma once
 
 #include "../codec_math.h"
@@ -32,7 +32,7 @@ using Encode = void (*)(const uint8_t* x, int64_t numel, const Codec& codec, uin
 using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, int64_t numel, int64_t begin,
                            int64_t end);
 
-// Error feedback, of whole groups; codec_kernels.h says who does what.
+// Error feedback of whole groups; codec_kernels.h describes each function.
 using Carry = bool (*)(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int group_size,
                        bool rotated, float momentum, float* x, float* kept);
 using EncodeLost = void (*)(float* x, int64_t groups, const Codec& codec, float share, float* kept,

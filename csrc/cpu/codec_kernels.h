@@ -1,17 +1,17 @@
 // The CPU codec, written once with the vector types of GCC and Clang and compiled once for every instruction
 // set by codec_<isa>.cpp, which sets the target and the number of lanes, then includes this file.
 //
-//   encode   a batch of up to 16 groups at a time, so that the steps that depend on one another (minimum ->
-//            zero point -> scale -> its inverse) are done for all of them at once:
-//              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group and whether it holds a 0, kLanes at once
+//   encode   a batch of up to 16 groups at a time, so that the dependent steps (minimum -> zero point -> scale
+//            -> its inverse) run for all groups together:
+//              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group, and if it holds a 0, kLanes at a time
 //              2. lo, hi -> scale, zero point, inverse of the scale: one vector of groups
 //              3. x again, from the first-level cache -> codes -> planes
 //   decode   planes -> codes -> float, summed over the ranks in registers, in rank order -> stored
 //
-// A NaN is looked for in step 3, where it costs half an instruction for each vector: its code is far out of range, and
-// so is every code of a group whose scale is NaN. Only then are the groups looked at one by one.
+// Step 3 detects NaNs, for half an instruction a vector: the code of a NaN is far out of range, and so is every code of
+// a group with a scale of NaN. Only then the groups are checked one by one.
 //
-// Groups of 128, the default, have a copy of the code of their own, whose loops the compiler unrolls.
+// Groups of 128, the default, have a separate copy of the code, with unrolled loops.
 //
 // No function here may be visible outside its translation unit: the linker would be free to hand a copy
 // compiled for AVX-512 to a machine without it.
@@ -71,7 +71,7 @@ FLASH_INLINE void take_bounds(const uint8_t* x, int g, Bounds& bounds, int j) {
   if constexpr (kZeros) bounds.without[j] = without0 & without1;
 }
 
-// Overwrites the records of the groups that hold a NaN or an Inf, or whose scale says so.
+// Overwrites the records of groups with a NaN or an Inf, or with a scale of NaN.
 template <DType kType>
 void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t* scale, uint8_t* records) {
   using E = Element<kType>;
@@ -90,7 +90,7 @@ void mark_non_finite(const uint8_t* x, int count, const Codec& c, const uint32_t
   }
 }
 
-// What error feedback keeps of groups that are not finite, and of elements that arrive as Inf: nothing.
+// Clears the residual of groups that are not finite, and of elements that decode to Inf.
 FLASH_INLINE void lose_non_finite(int count, const Codec& c, const uint8_t* records, float* kept) {
   const int64_t record = record_bytes(c);
   for (int j = 0; j < count; ++j) {
@@ -105,10 +105,10 @@ FLASH_INLINE void lose_non_finite(int count, const Codec& c, const uint8_t* reco
   }
 }
 
-// What the sums and differences of error feedback cannot overflow below.
+// The sums and differences of error feedback cannot overflow below this.
 constexpr float kSafe = 0x1p100f;
 
-// f(Number<0>), f(Number<1>) ... f(Number<kCount - 1>): loops that are gone before the compiler makes
+// f(Number<0>), f(Number<1>) ... f(Number<kCount - 1>): loops that are unrolled before the compiler makes
 // vectors.
 template <int kValue>
 struct Number {
@@ -155,7 +155,7 @@ FLASH_INLINE void invert_scales(Ranges& b) {
 }
 
 // Errors of a block of 4 vectors, from the positions of the elements (codec_math.h): the last byte of each,
-// made odd, so that what is done for every zero point is done for four elements in a lane.
+// made odd, so that the work for each zero point is done for four elements in a lane.
 #if FLASH_LANES == 16
 using Positions = __m512i;
 FLASH_INLINE Positions last_bytes(const VecU (&p)[4]) {
@@ -197,8 +197,8 @@ FLASH_INLINE VecI squared_errors(const Positions& p, uint32_t shift) {
 }
 #endif
 
-// Puts into b, where the whole ranges are, the first of those with the least sum of squared errors. kBits:
-// what searched_as(bits) says.
+// Replaces the whole ranges in b by the first ranges with the least sum of squared errors. kBits: the result
+// of searched_as(bits).
 template <DType kType, int kBits, Layout kLayout>
 __attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g, int bits, Ranges& b) {
   using E = Element<kType>;
@@ -266,9 +266,9 @@ __attribute__((noinline)) void search_ranges(const uint8_t* x, int count, int g,
   for (int j = 0; j < kBatch; ++j) b.metadata[j] = word_of(b.zero[j], b.scale[j], bits, kLayout);
 }
 
-// `count` whole groups, count <= kBatch, whose bounds are `now`. Takes the bounds of the next batch on the
-// way, group by group, so that memory is read at an even pace. kFeedback: adds `share` of what each element
-// lost to what is kept of it; x is float then.
+// Encodes `count` whole groups, count <= kBatch, with the bounds `now`. Computes the bounds of the next batch
+// too, group by group, so that memory is read at an even pace. kFeedback: adds `share` of the error of each
+// element to its residual; x is float then.
 template <DType kType, int kBits, Layout kLayout, int kGroup = 0, bool kFeedback = false>
 FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, int next_count, Bounds& next,
                                const Codec& c, uint8_t* records, float share = 0.0f, float* kept = nullptr) {
@@ -391,7 +391,7 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
 
 // ---- decoding -----------------------------------------------------------------------------------------
 
-constexpr int kHeld = 16;  // payloads whose metadata are read once a group
+constexpr int kHeld = 16;  // payloads with metadata read once a group
 
 // The sum of one group over the payloads, in rank order, stored in the tensor's dtype. kTame: no value is or becomes
 // a NaN or an Inf, so none is looked for and a product need not be rounded. held: the metadata, or null.
@@ -493,15 +493,15 @@ void add(const float* x, uint8_t* held, int64_t n) {
 //
 // A few groups at a time, which stay in the first-level cache (codec_cpu.cpp):
 //
-//   gradient, residual   -> carry        -> x, what is encoded; kept, what stays of the residual
+//   gradient, residual   -> carry        -> x, the input of the encoding; kept, the rest of the residual
 //   x, kept              -> encode_lost  -> payload; kept, the new residual, in place
 //   kept                 -> leave        -> residual
 //
 // An exact zero keeps its residual and is encoded as zero: x is -0 there, which no sum is. A rotated
-// zero does not arrive as zero: its error is carried over as that of any other element.
+// zero does not decode to zero: its error is carried over as that of any other element.
 
-// Whole groups of g. A residual of bf16, or of 8 bits, symmetric; false: of a scale so large that what is
-// kept may not be finite, which no encoding has left.
+// Whole groups of g. A residual of bf16, or of 8 bits, symmetric. Returns false for a scale so large that the
+// kept residual may not be finite, which no encoding leaves.
 template <DType kType, bool kWide>
 bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int g, bool rotated,
            float momentum, float* x, float* kept) {
@@ -538,7 +538,7 @@ bool carry(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int
   return safe;
 }
 
-// Whole groups of a format without options but mse. kept: what stays of the residual -> the new one.
+// Whole groups of a format without options but mse. kept: the rest of the residual -> the new residual.
 template <int kBits, Layout kLayout>
 void encode_lost(float* x, int64_t groups, const Codec& c, float share, float* kept, uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;
@@ -567,7 +567,7 @@ void lose(const float* x, const float* arrives, int64_t n, float share, float* k
   }
 }
 
-// Floats to bf16, nearest even; what is not finite to 0. n: a multiple of kLanes.
+// Converts floats to bf16, nearest even, and non-finite ones to 0. n: a multiple of kLanes.
 void narrow(const float* x, int64_t n, uint8_t* out) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const VecF v = load<VecF>(x + i);

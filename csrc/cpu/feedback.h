@@ -1,4 +1,4 @@
-// Encoding with error feedback: what a payload loses goes into the residual, from the first-level cache.
+// Encoding with error feedback: the error of a payload is added to the residual, in the first-level cache.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ class Feedback {
     uint8_t* residual = residual_ + first * residual_record_;
     const auto carry = kernels_.carry[type][wide_ ? 1 : 0];
     const int64_t whole = n / g, there = n - whole * g;
-    // The last group of a row is filled up with its first element, and so is what is kept of it.
+    // The last group of a row is padded with its first element, and so is its residual.
     const auto fill_up = [&](float* groups) {
       if (whole < count) std::fill(groups + n, groups + count * g, groups[whole * g]);
     };

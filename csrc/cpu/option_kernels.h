@@ -111,7 +111,7 @@ FLASH_INLINE void load_groups(const uint8_t* x, int count, const Codec& c, float
   }
 }
 
-// What is known of the groups of a batch.
+// The bounds, ranges and spikes of the groups of a batch.
 struct Groups : Ranges {
   uint16_t least[kBatch], greatest[kBatch];  // the spikes, bf16
   int least_at[kBatch], greatest_at[kBatch];

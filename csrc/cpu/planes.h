@@ -121,8 +121,8 @@ FLASH_INLINE bool saw_nan(VecI seen, int half, int levels) {
 // (maskz, here and below: GCC 12 warns of the headers of the forms without it.)
 
 // The units of vector l of kWidth bits that begin at `plane`, to bit `to` of each lane. Reads a word, the
-// last bytes of which are the vector's; what lies before a plane is part of the record. kAlone: nothing else is
-// cleared.
+// last bytes of which are the vector's; the bytes before a plane are part of the record. kAlone: nothing else
+// is cleared.
 template <int kWidth, bool kAlone = true>
 FLASH_INLINE VecU unpack_units(const uint8_t* plane, int l, int to) {
   constexpr int used = kWidth * kLanes < 32 ? kWidth * kLanes : 32;  // bits of a word

@@ -107,7 +107,7 @@ def digest_of(weights: Tensor) -> int:
     digest = int(sums.sum() + rest.sum()) % (1 << 64)
     return (digest ^ digest >> 63) % (
         1 << 63
-    )  # the highest bit, which may be all that a sign changes, goes to the lowest
+    )  # the highest bit, maybe the only one that a sign changes, moves to the lowest
 
 
 class Exact:

@@ -1,11 +1,11 @@
-"""FLASH_ALLREDUCE_AUTOSAVE=FOLDER:STEPS: the state of attached models, for programs whose checkpoints do not carry it.
+"""FLASH_ALLREDUCE_AUTOSAVE=FOLDER:STEPS: the state of attached models, for programs that do not save it.
 
     step 500: rank r writes FOLDER/rank_r/500-<sum over its weights' bits>.pt     its last two files are kept
-    a later run, first reduction: rank r looks for a file of the weights that it has now; all ranks go on, or none
+    a later run, first reduction: rank r looks for a file of its present weights; all ranks load one, or none does
 
-So a state is found by the weights that it belongs to, whatever the program calls its checkpoints, and a run that begins
-with other weights begins anew. The states are runtime/checkpoint.py's. Models of Megatron are served by
-megatron/autosaved.py, which counts steps itself.
+So the weights identify a state, independent of the names of the program's checkpoints, and a run with other weights
+starts again. runtime/checkpoint.py has the states. megatron/autosaved.py handles Megatron's models, and counts steps
+itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Saver:
             optimizer_steps.after.append(self.stepped)  # until nothing is attached any more
 
     def stepped(self) -> None:
-        """Write the state; of several optimizers each does it, and the last has the weights as they are saved."""
+        """Write the state. With several optimizers each one does; the last write has the saved weights."""
         if not self.resumed or self.finished() % self.every:
             return
         path = self.mine() / f"{self.finished()}-{self.digest()}.pt"
@@ -59,7 +59,7 @@ class _Saver:
             warnings.warn(f"flash_allreduce: {AUTOSAVE}: {path}: {error.strerror}; training continues.", stacklevel=2)
 
     def resume(self) -> None:
-        """Go on from the state of these weights; collective, once."""
+        """Load the state of these weights; collective, once."""
         self.resumed = True
         group = dist.group.WORLD
         assert group is not None
@@ -79,7 +79,7 @@ class _Saver:
         return self.folder / f"rank_{dist.get_rank():05d}"
 
     def digest(self) -> str:
-        """Of this rank's weights, of all models."""
+        """Return the digest of this rank's weights of all models."""
         sums = [digest_of(one) for weights in self.models for one in weights()]
         return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
 
@@ -88,9 +88,9 @@ _saver: _Saver | None = None
 
 
 def watch(weights: Weights | None, ranks: int, finished: Callable[[], int] | None = None) -> bool:
-    """A model is attached. Return True if its state is saved.
+    """Watch an attached model. Return True if its state is saved.
 
-    weights: gives this rank's part of its parameters; None if it has no state. ranks: over how many it is reduced.
+    weights: returns this rank's part of its parameters; None if it has no state. ranks: number of ranks of its sums.
     finished: the framework's count of steps, if the framework calls `after_step` itself; None: torch's optimizers.
 
     Ends the program before it trains where FLASH_ALLREDUCE_AUTOSAVE is no FOLDER:STEPS, or cannot serve the model.
@@ -124,11 +124,11 @@ def after_step() -> None:
 
 
 def has_resumed() -> bool:
-    """Whether a model that is attached has reduced anything, so that its state is saved."""
+    """Return True if an attached model has reduced anything, so that its state is saved."""
     return _saver is not None and _saver.resumed
 
 
 def before_reduction() -> None:
-    """The first one of a run goes on from a saved state, if there is one of the weights. Collective, over all ranks."""
+    """Load a saved state of the weights, if there is one, before a run's first reduction. Collective, on all ranks."""
     if _saver is not None and not _saver.resumed:
         _saver.resume()

@@ -56,7 +56,7 @@ class Contract(Protocol):
 
 
 def serve(config: FlashConfig | None, row: registry.Row, who: str | None = None) -> FlashConfig:
-    """Return the configuration that an integration goes by: `config`, or the environment's if it is None.
+    """Return the configuration of an integration: `config`, or the environment's if it is None.
 
     who: the name in errors, by default the row's title.
     Raises TypeError where config is no FlashConfig, and ConfigError with one line for each field without effect.
@@ -75,7 +75,7 @@ class Integration:
     """The functions of one integration, and its state.
 
     name: of its row in the registry. patchset: makes the seams; nothing of the framework is imported before.
-    sites: site -> (the function that is replaced, what the site covers), for the report.
+    sites: site -> (the replaced function, the tensors of the site), for the report.
     """
 
     counts_steps = True  # of torch's optimizers, for warmup_steps
@@ -158,7 +158,7 @@ class Integration:
         return True
 
     def started(self, config: FlashConfig) -> None:
-        """Count the traffic of others, and print what is attached."""
+        """Count other traffic, and print the line about the attached model."""
         other_traffic.attach(self.patchset)
 
     def stopped(self) -> None:
@@ -166,7 +166,7 @@ class Integration:
 
 
 class ModelIntegration(Integration):
-    """A configuration for every model that is built from now on, and the lines that say what became of each.
+    """A configuration for every model that is built from now on, and a line about each model.
 
     Attached by FLASH_ALLREDUCE_ATTACH, a configuration that fails ends the program when the first model is built, on
     every rank, with one sentence on rank 0: in a program without such a model it is not used.
@@ -232,7 +232,7 @@ def unknown_group(groups: Iterable[dist.ProcessGroup], device: torch.device) -> 
 
 
 def described(name: str, parameters: Iterable[torch.Tensor]) -> str:
-    """A model's class and the size of what is trained: "GPT, 22.4 M parameters in float32"."""
+    """Return a model's class and its trained parameters: "GPT, 22.4 M parameters in float32"."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in trained)
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})

@@ -1,7 +1,7 @@
-"""Optimizer steps of this process, where no framework tells them: what warmup_steps counts of attached models.
+"""Optimizer steps of this process, for warmup_steps of attached models without a framework's count.
 
 Counted by torch's own hook on all optimizers (`register_optimizer_step_post_hook`). Of several optimizers the one with
-the most steps counts. One whose state has a `step` of a checkpoint (Adam) goes on from there.
+the most steps counts. One with a `step` of a checkpoint in its state (Adam) continues from there.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
     name: fap.<name>, and the module integrations.<name>.
     title: its name in sentences.
-    package: the distribution whose functions are replaced. fits: its releases.
+    package: the distribution with the replaced functions. fits: its releases.
     quantizes: one line for lists.
     page: its documentation.
     acts: the fields of config.refusals.OF_MEGATRON that have an effect. Fields outside of that tuple act everywhere,

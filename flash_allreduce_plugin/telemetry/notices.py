@@ -1,5 +1,5 @@
-"""The lines that rank 0 prints: what is attached and, after the first steps, which sites send in full precision, or
-have a poor quality at few bits.
+"""The lines that rank 0 prints: the attached models, and after the first steps the sites that send in full precision
+or have a poor quality at few bits.
 
 An integration has a `FirstSteps` for each attachment, calls at the sites that it returns, and tells it the step; no
 communication.
@@ -31,7 +31,7 @@ _MEASURED = (
 )
 _STEPS = 3  # the last of which is not over: the first are not like those that follow (DDP rebuilds its buckets)
 _STEPS_OF_A_TRIAL = 10  # with enabled "auto", which quantizes some steps of them (runtime/auto.py)
-# The line about what is attached names these, or they pass, or there was nothing to send.
+# The first line names these reasons, or they end by themselves, or there was nothing to send.
 # A site with so few dB at its width is poor: Gaussian values have 20, 13 and 6. (tests/telemetry/test_notices.py)
 _POOR = {4: 17.0, 3: 10.0, 2: 3.0}
 _GAIN_DB = 4.0  # of the codebook with spikes; on Gaussian values it gains less
@@ -77,14 +77,14 @@ def say(line: str) -> None:
 
 
 def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] = ("bits",)) -> str:
-    """One line: what is attached, and every setting that is not at its default.
+    """Return one line: the attached model, and every setting that is not at its default.
 
-    to: the framework's part. gives: what it does there, with the fields in `said`.
+    to: the framework's part. gives: its quantized tensors, with the fields in `said`.
     """
     if not config.enabled or environment.is_on(environment.DISABLE):
         why = "enabled is false" if not config.enabled else f"{environment.DISABLE} is set"
         return f"attached to {to}, but switched off ({why}): every call runs in full precision"
-    name = preset(config, (*OF_MEGATRON, "param_bits"))  # what `gives` says of parameters
+    name = preset(config, (*OF_MEGATRON, "param_bits"))  # `gives` has the parameters
     line = f"attached to {to}: {name}{gives}, "
     line += f"groups of {config.group_size}, buckets from {config.min_bytes} bytes"
     line += settings(config, (*said, "group_size", "min_bytes", *OF_MEGATRON))
@@ -93,7 +93,7 @@ def attached(to: str, gives: str, config: FlashConfig, *, said: tuple[str, ...] 
 
 
 def preset(config: FlashConfig, without: tuple[str, ...] = ()) -> str:
-    """The name of the preset and what the configuration has instead, but for `without`: begins a line; or nothing."""
+    """Return the start of a line: the preset and the fields that differ from it, except `without`; or nothing."""
     if config.preset is None:
         return ""
     changed = presets.changed(config.preset, config.to_dict())
@@ -126,7 +126,7 @@ def without_slot(site: str) -> None:
 class FirstSteps:
     """The first steps of an attachment: an engine, a model, or all that a framework of this process sends.
 
-    It prints once what is attached. When the third step begins, it prints once which of its sites send in full
+    It prints one line about the attached model. When the third step starts, it prints once which sites send in full
     precision or lose much at few bits, with the fields to set. A process that only infers makes no steps: there the
     sites are looked at after 1000 calls, 2000, and so on.
     """
@@ -236,7 +236,7 @@ def better_at_few_bits(tally: counters.Tally, config: FlashConfig, where: Where)
     """Return a sentence for each site whose few bits are poor, and that the codebook with spikes would serve better."""
     wanted = {
         **{"codebook": True, "spike_reserving": True, "group_size": max(config.group_size, MIN_CODEBOOK_GROUP_SIZE)},
-        **{"compact": False, "symmetric": False},  # which the codebook does not go together with
+        **{"compact": False, "symmetric": False},  # these exclude the codebook
     }
     changed = {key: value for key, value in wanted.items() if getattr(config, key) != value}
     lines = {}

@@ -28,7 +28,7 @@ _FLOAT32 = 2.0**-21  # error of a rounding's float32 arithmetic, relative to a g
 
 @dataclass(frozen=True)
 class Inputs:
-    """Every rank's input of one call: Gaussian, or small whole numbers, whose sums are exact in any dtype.
+    """Every rank's input of one call: Gaussian, or small whole numbers, with exact sums in any dtype.
 
     numel: of a part. all_reduce has one part, all_gather one a rank; reduce_scatter and all_to_all have one a rank in
     every rank's input.

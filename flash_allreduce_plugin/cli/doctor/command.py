@@ -75,7 +75,7 @@ def _checks(folder: Path, ranks: int, seconds: float) -> Iterator[tuple[str, lis
     yield "importing the frameworks", findings
     if not has_torch:
         return
-    # The entry point would replace a constructor of DeepSpeed's, which is then no longer what is to be checked.
+    # The entry point would replace DeepSpeed's constructor, which doctor checks.
     off: dict[str, str | None] = {environment.AUTOLOAD: "0"}
     packages = frameworks.packages()
     attached = [

@@ -3,9 +3,9 @@
     import flash_allreduce_plugin as fap
     fap.megatron.enable(fap.FlashConfig(bits=8, backward_bits=8))
 
-`enable` replaces functions of megatron-core in this process (docs/use/megatron.md lists them), `disable` puts
-them back, `report` says what each has done. Importing this module changes nothing and does not import
-Megatron. Every rank must enable the same thing.
+`enable` replaces functions of megatron-core in this process (docs/use/megatron.md lists them), `disable` restores
+them, `report` returns their counts. The import of this module changes nothing and does not import Megatron. Every rank
+must enable the same.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flash_allreduce_plugin.telemetry import other_traffic, run_log
 from flash_allreduce_plugin.telemetry.report import Report, of_sites
 
 _config: FlashConfig | None = None
-_patchset: Patchset | None = None  # what `enable` put in place
+_patchset: Patchset | None = None  # the patches of `enable`
 
 
 def enable(config: FlashConfig | None = None) -> None:
@@ -59,7 +59,7 @@ def enable(config: FlashConfig | None = None) -> None:
     ConfigError for fields that have no effect in Megatron, if Transformer Engine overlaps its collectives with its
     GEMMs, or if FLASH_ALLREDUCE_LOG cannot be written. A Transformer Engine that does not have the functions this
     version knows is warned about and left alone: it may be installed and not be used. So is a training package of
-    Megatron-LM's, whose monitors get our scalars and whose checkpoints our state.
+    Megatron-LM, which gets our scalars in its monitors and our state in its checkpoints.
     """
     if config is not None and not isinstance(config, FlashConfig):
         raise TypeError(
@@ -126,7 +126,7 @@ def enable_from(config: FlashConfig, source: scopes.Source) -> None:
 def disable() -> None:
     """Put Megatron's own functions back. Does nothing if not enabled.
 
-    Raises PatchError, changing nothing, if somebody has replaced one of them since.
+    Raises PatchError, changing nothing, if one of them was replaced since.
     """
     global _config, _patchset
     if _patchset is not None:
@@ -173,7 +173,7 @@ def feedback() -> Feedback | None:
 
 
 def report() -> Report:
-    """What each seam covers and how often it was called since `reset_stats`; empty counts if it never was."""
+    """Return the coverage and the counts of each seam since `reset_stats`; empty counts without a call."""
     optional = _transformer_engine()[0] + _attention_of_transformer_engine()[0]
     found = (_patchset or _made(optional + fsdp_seams.every(core_fsdp()))).report()
     helpers = {helper.id for helper in _helpers()}  # they move nothing that could be counted
@@ -192,7 +192,7 @@ def seams() -> tuple[Seam, ...]:
 
 
 def _made(optional: list[Seam]) -> Patchset:
-    """optional: seams of what need not be there."""
+    """optional: seams of functions that may be missing."""
     try:
         installed = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:  # a checkout on the path
@@ -255,6 +255,6 @@ def _helpers() -> list[Seam]:
 
 
 def current_config() -> FlashConfig:
-    """What the seams go by, while enabled."""
+    """Return the configuration of the seams, while enabled."""
     assert _config is not None, "a seam is in place only between enable and disable"
     return _config

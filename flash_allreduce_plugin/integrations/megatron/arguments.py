@@ -159,7 +159,7 @@ def config_from(args: Any) -> FlashConfig | None:
     """The configuration that the flags ask for; None without --flash-allreduce and FLASH_ALLREDUCE_ATTACH=megatron.
 
     Raises ConfigError for a bad value, for a setting without --flash-allreduce, and for flags that never reached
-    `args` (--yaml-cfg replaces what was parsed).
+    `args` (--yaml-cfg replaces the parsed ones).
     """
     unknown = [_unknown(word) for word in _ours_in(sys.argv[1:]) if word not in _flags()]
     if unknown and getattr(args, "ignore_unknown_args", False):  # else argparse has refused them
@@ -201,7 +201,7 @@ def _destination(flag: str) -> str:
 
 
 def start(args: Any) -> None:
-    """Enable what `args` (Megatron-LM's arguments, validated) ask for; rank 0 says what is attached.
+    """Enable the plugin by `args`, Megatron-LM's validated arguments; rank 0 prints a line about it.
 
     Raises ConfigError or PatchError on every rank alike, before Megatron-LM has started anything.
     """
@@ -269,7 +269,7 @@ def _option(name: str, value: Any = None) -> str:
 
 
 def start_line(config: FlashConfig) -> str:
-    """One line: what is attached, with which bits, and every other setting that is not at its default."""
+    """Return one line: the attached model, its bits, and every other setting that is not at its default."""
     return f"{in_place()} seams attached, {settings(config)}"
 
 

@@ -115,7 +115,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_wrapper(name: str, source: scopes.Source) -> list[str]:
-    """Why a wrapper of this class does not go with the configuration; only said, where it is a preset's."""
+    """Return why the configuration excludes a wrapper of this class. For a preset it is only printed."""
     config = megatron.current_config()
     served = name == "FullyShardedDataParallel" and megatron.serves_fsdp()
     if name not in _SHARDED or served or config.grad_bits == "full":

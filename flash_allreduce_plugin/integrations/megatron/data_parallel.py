@@ -1,12 +1,12 @@
 """Data-parallel gradients of megatron-core: the all-reduce, or with the distributed optimizer the reduce-scatter,
 of the gradient buckets of its DistributedDataParallel.
 
-Both are issued in one method, between the lines of a coalescing manager of torch.distributed. That manager holds
-collectives back and merges them, and can neither hold nor wait on ours; ours stands in for it, starts every
-bucket's collective at once and waits on all of them where Megatron waits. Where nothing is to be quantized, the
-method runs with torch.distributed's own manager and Megatron's own functions.
+One method issues both, inside a coalescing manager of torch.distributed. That manager delays collectives and merges
+them, and cannot do so with ours. Our manager replaces it: it starts every bucket's collective immediately, and waits
+for all of them where Megatron waits. If nothing is quantized, the method runs with torch.distributed's own manager and
+Megatron's own functions.
 
-The all-gather of parameters is another method (parameters.py), and so is their broadcast, which stays as it is.
+Other methods gather parameters (parameters.py) and broadcast them, which is unchanged.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _start_grad_sync(original: Function, config: CurrentConfig) -> Function:
 
 
 class Handle:
-    """What Megatron waits on: the collectives of all buckets of one call, in the order they were started."""
+    """The handle for Megatron's wait: the collectives of all buckets of one call, in the order of their start."""
 
     def __init__(self) -> None:
         self.started: list[Any] = []
@@ -109,14 +109,14 @@ class Residuals:
         self._started: set[int] = set()
 
     def configure(self, config: FlashConfig | None) -> None:
-        """None, or one without error_feedback: forget what there is."""
+        """Set the configuration. None, or one without error_feedback, drops all residuals."""
         if config is None or not config.error_feedback:
             self.feedback = None
         elif self.feedback is None:
             self.feedback = Feedback.from_config(config)
 
     def slots(self, bucket_group: Any) -> Iterator[Slot] | None:
-        """Where the collectives of one bucket group find theirs, in order."""
+        """Return the slots of one bucket group's collectives, in order."""
         if self.feedback is None:
             return None
         number = self._numbers.get(bucket_group)
@@ -131,7 +131,7 @@ class Residuals:
         return (feedback.slot(f"{number}.{place}") for place in itertools.count())
 
     def _forget(self, number: int) -> None:
-        """The bucket group is gone."""
+        """Drop the residuals of a deleted bucket group."""
         self._started.discard(number)
         if self.feedback is not None:
             for key in self.feedback.keys():  # noqa: SIM118
@@ -149,7 +149,7 @@ _slots: ContextVar[Iterator[Slot] | None] = ContextVar("flash_allreduce_slots_of
 # The bucket group that is being started.
 _reducing: ContextVar[Any] = ContextVar("flash_allreduce_reducing_buckets", default=None)
 
-# The handle of the call whose buckets are being started, None under torch.distributed's own manager.
+# The handle of the call that starts its buckets now, None under torch.distributed's own manager.
 _starting: ContextVar[Handle | None] = ContextVar("flash_allreduce_starting_buckets", default=None)
 
 
@@ -165,7 +165,7 @@ def each_at_once(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[
 
 
 def _manager(original: Function, config: CurrentConfig) -> Function:
-    """What stands in for `torch.distributed._coalescing_manager`."""
+    """Replace `torch.distributed._coalescing_manager`."""
 
     @contextmanager
     def theirs(group: dist.ProcessGroup, async_ops: bool) -> Iterator[Any]:
@@ -182,7 +182,7 @@ def _manager(original: Function, config: CurrentConfig) -> Function:
 
 
 def _reduce_scatter(config: CurrentConfig) -> Function:
-    """What stands in for the reduce-scatter of one bucket: `output` is this rank's part of `input`, in place."""
+    """Replace the reduce-scatter of one bucket: `output` is this rank's part of `input`, in place."""
 
     def reduce_scatter(
         output: torch.Tensor, input: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
@@ -198,7 +198,7 @@ def _reduce_scatter(config: CurrentConfig) -> Function:
 
 
 def _all_reduce(config: CurrentConfig) -> Function:
-    """What stands in for the all-reduce of one bucket."""
+    """Replace the all-reduce of one bucket."""
 
     def all_reduce(tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Any:
         how = _how(tensor, partial(dist.all_reduce, tensor, op=op, group=group, async_op=async_op))
@@ -208,7 +208,7 @@ def _all_reduce(config: CurrentConfig) -> Function:
 
 
 def _how(bucket: torch.Tensor, theirs: Plain) -> dict[str, Any]:
-    """What the collective of one bucket is called with. theirs: Megatron's own."""
+    """Return the arguments of the collective of one bucket. theirs: Megatron's own."""
     scope = scopes.current()
     return {
         "site": GRADIENTS,

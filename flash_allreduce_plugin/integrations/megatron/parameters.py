@@ -1,15 +1,14 @@
 """Parameters of megatron-core's distributed optimizer: the all-gather after its step, by differences.
 
 Megatron rounds the new values of this rank's part into the buffer of weights, and gathers the buffer. Differences
-(collectives/weight_differences.py) are from the values that all ranks hold there, which must stay until the gather. So
-while Megatron copies, the buffers that it copies to are stand-ins without memory, and the gather takes the exact
-values from where the optimizer has them.
+(collectives/weight_differences.py) need the values that all ranks hold there until the gather. So while Megatron
+copies, the target buffers are meta tensors without memory, and the gather takes the exact values from the optimizer.
 
-A gather with no step before it (in the first forward pass, of the experts' buckets in the step of the others) is left
-out if all ranks hold the same already, which they compare. Else it is Megatron's own.
+A gather without a step before it (in the first forward pass, of the experts' buckets in the step of the others) is
+skipped if all ranks hold the same values, which they compare. Otherwise it is Megatron's own.
 
-With overlap_param_gather, the gather starts in the next forward pass. A parameter that somebody writes to in between
-stays as written, and the whole values of its bucket travel.
+With overlap_param_gather the gather starts in the next forward pass. A parameter that other code has written meanwhile
+keeps the written values, and its bucket is gathered in whole values.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def seams(config: CurrentConfig) -> list[Seam]:
 
 
 def helpers(config: CurrentConfig) -> list[Seam]:
-    """The seam that keeps what is held from being overwritten before the gather; it moves nothing."""
+    """Return the seam that keeps the held values from being overwritten before the gather. It sends nothing."""
     return [
         Seam(
             "megatron.data_parallel.masters",
@@ -85,9 +84,9 @@ class _Piece:
         self._version = parameter._version
 
     def write(self, target: Tensor, start: int = 0) -> None:
-        """Into what `target` has of the bucket, from element `start` on, unless somebody wrote to the parameter since.
+        """Write into `target`, the bucket from element `start` on, unless other code wrote to the parameter since.
 
-        Gathers write to the bucket, whose versions are others.
+        A gather writes to the bucket, which has another version counter.
         """
         if self._parameter._version == self._version:
             first = self._first - start
@@ -95,7 +94,7 @@ class _Piece:
 
 
 class _Bucket:
-    """What is known of one bucket. stepped: what the gather to come is to bring; None: no step was made."""
+    """The state of one bucket. stepped: exact values for the next gather; None: no step since the last one."""
 
     __slots__ = ("held", "stepped")
 
@@ -112,7 +111,7 @@ class Buckets:
         self._loaded: frozenset[int] = frozenset()
 
     def configure(self, config: FlashConfig | None) -> None:
-        """None, or one that serves no parameters: what Megatron gathers next is what it has copied, and forget."""
+        """Set the configuration. None, or one without param_bits: drop the state, and gather Megatron's copies next."""
         if config is not None and config.param_bits != "full":
             return
         for bucket, known in self._known.items():
@@ -122,12 +121,13 @@ class Buckets:
         self._loaded = frozenset()
 
     def stepped(self, bucket: Any, pieces: list[_Piece]) -> None:
-        """The optimizer has new values for this rank's part of the bucket."""
+        """Note the optimizer's new values for this rank's part of the bucket."""
         self._of(bucket).stepped = pieces
 
     def take(self, bucket: Any, part: Tensor) -> tuple[Tensor | None, HeldWeights]:
-        """The exact values of `part`, this rank's of the bucket: [numel] in float32; None: there was no step. And what
-        is known of what is held.
+        """Return the exact values of `part`, this rank's part of the bucket, and the state of the held weights.
+
+        The values are [numel] in float32; None without a step.
         """
         known = self._of(bucket)
         if known.held.digest is None and self._loaded:
@@ -143,11 +143,11 @@ class Buckets:
         return master, known.held
 
     def forget(self, bucket: Any) -> None:
-        """What is held is not known any more."""
+        """Drop the state of the held weights."""
         self._of(bucket).held = HeldWeights()
 
     def numbers(self) -> dict[str, int]:
-        """Digests of what is held, for a checkpoint."""
+        """Return the digests of the held weights, for a checkpoint."""
         digests = [known.held.digest for known in self._known.values()]
         return {f"{_DIGEST}{number}": one for number, one in enumerate(digests) if one is not None}
 
@@ -163,7 +163,7 @@ class Buckets:
 
 buckets = Buckets()
 _unserved: WeakSet[Any] = WeakSet()  # buckets of optimizers that param_bits is refused for
-# The bucket group whose gathers are being started.
+# The bucket group that starts its gathers now.
 _starting: ContextVar[Any] = ContextVar("flash_allreduce_gathered_bucket_group")
 
 
@@ -229,7 +229,7 @@ def _exact_values(optimizer: Any) -> dict[Any, list[_Piece]] | None:
 
 @contextmanager
 def _stand_ins(found: Iterable[Any]) -> Iterator[None]:
-    """Buckets whose memory is out of reach: a copy into a meta tensor does nothing."""
+    """Replace the buckets' memory by meta tensors in the block: a copy into one does nothing."""
     real = [(bucket, bucket.param_data) for bucket in found]
     try:
         for bucket, weights in real:
@@ -266,7 +266,7 @@ def _start_param_sync(original: Function, config: CurrentConfig) -> Function:
 
 
 def _all_gather(config: CurrentConfig) -> Function:
-    """What stands in for the all-gather of one bucket: `input` is this rank's part of `output`, in place."""
+    """Replace the all-gather of one bucket: `input` is this rank's part of `output`, in place."""
 
     def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
         from megatron.core.distributed import param_and_grad_buffer
@@ -299,5 +299,5 @@ def _all_gather(config: CurrentConfig) -> Function:
 
 
 def _compares(config: FlashConfig, group: dist.ProcessGroup) -> bool:
-    """Whether differences may travel at all, the same on all ranks."""
+    """Return True if differences may be sent: the same on all ranks."""
     return bool(config.enabled) and not environment.is_on(environment.DISABLE) and group.size() > 1

@@ -63,10 +63,10 @@ def of_fields(config: FlashConfig, spelled: Callable[[str], str] = str) -> list[
 
 
 def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:
-    """One line for each option of `settings` that does not go with this plugin.
+    """Return one line for each option of `settings` that excludes this plugin.
 
     settings: Megatron-LM's arguments or a ModelParallelConfig. spelled(name) and spelled(name, value) write an option
-    as its user did, `plugin` is what the user wrote for us.
+    as its user did; `plugin` is the user's text for the plugin.
     """
     if getattr(settings, "tensor_model_parallel_size", None) == 1:
         return []  # there is no tensor-parallel collective to bypass
@@ -100,7 +100,7 @@ def refusals(settings: Any, spelled: Spelling, plugin: str) -> list[str]:
 
 
 def of_parameters(settings: Sequence[Any], spelled: Spelling, ours: str) -> list[str]:
-    """Return a line for each option with which parameters are not gathered from what the distributed optimizer copies.
+    """Return a line for each option with which parameters are not gathered from the distributed optimizer's copies.
 
     settings: Megatron-LM's arguments, or configurations of an optimizer and of DistributedDataParallel. ours: what the
     user wrote for param_bits.
@@ -162,9 +162,9 @@ def _say_once(line: str) -> None:
 
 
 def of_attention(settings: Any, spelled: Spelling, ours: str) -> list[str]:
-    """One line if nothing of what attention exchanges is reached.
+    """Return one line if no exchange of attention is reached.
 
-    settings: Megatron-LM's arguments or a ModelParallelConfig. ours: what the user wrote for attention_bits.
+    settings: Megatron-LM's arguments or a ModelParallelConfig. ours: the user's text for attention_bits.
     """
     if _ranks(settings, "context_parallel_size") == 1:
         return [f"{ours} {_no_context(spelled)}"]

@@ -1,9 +1,9 @@
-"""Where in the model, and when in the training, a collective happens: module, step, full precision on request.
+"""The scope of a collective: the module, the training step, and a request for full precision.
 
-In the forward pass the module is the innermost one that is running; global module hooks follow it, and only while
-a configuration asks for names or for evaluation. The backward pass knows no modules: the seams on Megatron's
-autograd functions keep the `Scope` of the forward call on its ctx (`remembers`) and take it up again around the
-backward (`recalls`), so both directions of a module are decided alike, on whatever thread the backward runs.
+In the forward pass the module is the innermost running one. Global module hooks follow it, only while a configuration
+needs names or evaluation. The backward pass has no modules: the seams on Megatron's autograd functions keep the `Scope`
+of the forward call on its ctx (`remembers`) and restore it around the backward (`recalls`). So both directions of a
+module get the same decision, on any thread of the backward.
 
 A training step ends when a torch optimizer steps after at least one collective: that is once a step for
 megatron-core's own optimizers (chained, distributed) and in a plain loop, however many micro-batches, recomputations
@@ -90,9 +90,10 @@ def _raise(error: ConfigError) -> NoReturn:
 
 
 class Source(NamedTuple):
-    """Where the configuration comes from: how its user writes a field, and how a mistake in it ends the program.
+    """The source of the configuration: the spelling of its fields, and the words for its mistakes.
 
-    spelled: names a field in an error. where: names a field to set, in a notice. plugin: what turned the plugin on.
+    spelled: names a field in an error. where: names a field to set, in a notice. plugin: the setting that turned the
+    plugin on.
     """
 
     spelled: Callable[[str], str] = str
@@ -135,7 +136,7 @@ def judged() -> None:
 
 
 def start(config: FlashConfig, judge: Callable[[], None], source: Source) -> None:
-    """Count steps, and follow the running modules if `config` needs them. Again: the count goes on.
+    """Count steps, and follow the running modules if `config` needs them. A second call continues the count.
 
     judge: is called at the end of the next step, unless `judged` is called before.
     """
@@ -176,8 +177,9 @@ def step() -> int:
 
 
 def set_step(number: int) -> None:
-    """Set the count that `warmup_steps` is compared with, on every rank alike: after a restart from a checkpoint,
-    or, in a loop whose optimizer is not a torch.optim.Optimizer, at every step.
+    """Set the count that `warmup_steps` is compared with, equal on every rank.
+
+    Call it after a restart from a checkpoint, or, in a loop without a torch.optim.Optimizer, at every step.
     """
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(f"the step is {number!r}; expected a whole number, 0 or more")
@@ -186,10 +188,10 @@ def set_step(number: int) -> None:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Every collective of Megatron's that starts inside runs in full precision, in all threads of this process.
+    """Run every collective of Megatron that starts in the block in full precision, in all threads of this process.
 
-    For evaluation, on every rank alike. It does not change the configuration. A backward pass follows the
-    forward pass that it belongs to, inside or outside.
+    For evaluation, on all ranks. The configuration does not change. A backward pass follows its forward pass, inside or
+    outside of the block.
     """
     with _state.lock:
         _state.requests += 1
@@ -315,7 +317,7 @@ def record_original(
 
 def _enter(module: torch.nn.Module, _arguments: Any) -> None:
     if module not in _state.names:
-        # The outermost module is met first. One that is met later, around modules named before, names them anew.
+        # The outermost module comes first. A later one around modules with names renames them.
         for name, inner in module.named_modules():
             _state.names[inner] = re.sub(r"^(module(\.|$))+", "", name)  # wrappers: DDP, Float16Module
     _running.set((*_running.get(), module))
@@ -354,7 +356,7 @@ def _optimizer_stepped(optimizer: torch.optim.Optimizer, _arguments: Any, _keywo
 
 
 def _say_what_is_lost(steps: int, config: FlashConfig) -> None:
-    """Print a line if an attached program goes on from a checkpoint without our state. steps: of its optimizer."""
+    """Print a line if an attached program resumes from a checkpoint without our state. steps: of its optimizer."""
     attached = _state.source.plugin != Source().plugin  # else `enable` may have come after these steps
     lost = [f"warmup_steps={config.warmup_steps} counts from 0"] * bool(config.warmup_steps)
     lost += ["residuals of error_feedback begin with zeros"] * (config.error_feedback and config.grad_bits != "full")
