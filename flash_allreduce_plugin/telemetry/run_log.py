@@ -198,15 +198,21 @@ def _cannot_be_written(path: str, why: str | None) -> ConfigError:
 
 
 def rank_and_world() -> tuple[int, int] | None:
-    """This rank and the number of ranks; None while they are unknown."""
+    """Return this rank and the number of ranks, None while they are unknown.
+
+    A launcher's variables go before a group of one rank, which each rank may make to convert weights.
+    """
     import torch.distributed as dist  # here, because a report of a log needs no torch
 
+    made = None
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        made = dist.get_rank(), dist.get_world_size()
+        if made[1] > 1:
+            return made
     try:
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
-        return None
+        return made
 
 
 def _header(rank: int, world: int, config: FlashConfig) -> dict[str, Any]:

@@ -376,3 +376,14 @@ def test_what_takes_a_configuration_begins_the_log(tmp_path: Path) -> None:
         header, configuration, _ = lines(folder / "1.jsonl")
         assert header["configuration"] == fap.FlashConfig().to_dict()
         assert configuration["configuration"]["bits"] == 4
+
+
+def in_a_group_of_one(rank: int) -> tuple[int, int] | None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="4")
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return run_log.rank_and_world()
+
+
+def test_groups_of_one_rank_do_not_make_each_rank_the_first() -> None:
+    assert run_ranks(1, in_a_group_of_one, 3) == [(3, 4)]
