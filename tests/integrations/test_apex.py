@@ -58,7 +58,7 @@ def on_cpu() -> None:
 
 
 def install(path: str) -> str:
-    """In a rank: `import apex` takes it from here from now on; where it did."""
+    """Let `import apex` in this rank load from `path`; return the path that it was loaded from."""
     on_cpu()
     sys.path.insert(0, path)
     import apex.parallel  # type: ignore[import-not-found]
@@ -98,7 +98,7 @@ def flat_gradient(model: nn.Module) -> torch.Tensor:
 
 
 def backward(ddp: Any, seed: int, factor: float = 1.0) -> torch.Tensor:
-    """The gradient after a forward and a backward pass on data of this rank."""
+    """Return the gradient after a forward and a backward pass on data of this rank."""
     generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
     dtype = next(ddp.parameters()).dtype
     x = torch.randn(16, WIDTH, generator=generator).to(dtype)
@@ -112,7 +112,7 @@ Call = tuple[int, str, str]
 
 @contextlib.contextmanager
 def logged(owner: Any) -> Iterator[list[Call]]:
-    """The all-reduces of at least 100 elements that go through owner.all_reduce: elements, dtype, group."""
+    """Log all-reduces of at least 100 elements through owner.all_reduce: elements, dtype, group."""
     calls: list[Call] = []
     real = owner.all_reduce
 
@@ -128,7 +128,7 @@ def logged(owner: Any) -> Iterator[list[Call]]:
 
 
 def passes(settings: dict[str, Any], dtype: torch.dtype, config: fap.FlashConfig | None) -> dict[str, Any]:
-    """Gradients of PASSES passes of one model; config None: apex on its own."""
+    """Return gradients of PASSES passes of one model; config None: apex on its own."""
     fap.reset_stats()
     ddp = wrapped(settings, dtype)
     if config is not None:
@@ -196,7 +196,7 @@ def test_divisors_order_and_counters(group: Ranks, name: str) -> None:
 
 
 def switched(config: fap.FlashConfig) -> dict[str, Any]:
-    """One model before, while and after the plugin is enabled."""
+    """Train one model before, while and after the plugin is enabled."""
     from apex.parallel.distributed import DistributedDataParallel, Reducer
 
     def methods() -> tuple[Any, Any]:
@@ -265,7 +265,7 @@ def test_warm_up_counts_the_passes_of_a_model_that_reduce(group: Ranks, accumula
 
 
 def poisoned(bad: float, settings: dict[str, Any]) -> list[bool]:
-    """Whether every gradient is bad after a first pass, a later one, and one after that."""
+    """Return for each gradient True if some elements are finite: after a first pass, a later one, and a third."""
     ddp = wrapped(settings)
     fap.apex.enable(EIGHT)
     try:
@@ -281,7 +281,7 @@ def test_what_is_not_finite_on_one_rank_reaches_all_and_does_not_stay(group: Ran
 
 
 def one_element(bad: float) -> int:
-    """How many elements of a reduced bucket are not finite where one of one rank was not."""
+    """Count the bad elements of a reduced bucket where one element of one rank was bad."""
     ddp = wrapped({})
     bucket = [torch.ones(1000), torch.ones(24)]
     if dist.get_rank() == 1:
@@ -335,7 +335,7 @@ def test_reducer(group: Ranks, as_list: bool) -> None:
 
 
 def unrelated(config: fap.FlashConfig) -> tuple[float, int]:
-    """flat_dist_call from elsewhere, with torch's own function."""
+    """Call flat_dist_call from elsewhere, with torch's own function."""
     from apex.parallel.distributed import flat_dist_call
 
     fap.reset_stats()
@@ -388,7 +388,7 @@ MISFITS: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.fixture
 def no_apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """apex is not imported, before and after."""
+    """Remove apex from the imported modules, before and after."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
         monkeypatch.delitem(sys.modules, name)
     yield
@@ -425,7 +425,7 @@ def test_a_module_made_up_by_hand_is_refused(no_apex: None, monkeypatch: pytest.
 
 
 def fed_back(what: str, config: fap.FlashConfig) -> dict[str, Any]:
-    """The mean of the reduced gradients of the same backward pass, after the first, which forms the buckets."""
+    """Return the mean of reduced gradients of the same backward pass, after the first, which forms the buckets."""
     from apex.parallel import Reducer
 
     repeats = 12

@@ -22,7 +22,7 @@ SLOW = [pytest.param(one, marks=pytest.mark.slow) for one in whole_step.LAYOUTS 
 
 
 def decided(layout: str, on: bool) -> dict[str, Any]:
-    """In a rank: train until there is a decision, then one more step: its quantized calls, and its reasons."""
+    """Train in a rank until there is a decision, then one more step: its quantized calls, and its reasons."""
     if layout.startswith("DeepSpeed"):
         ranks.start_deepspeed(attach=False)
     lines: list[str] = []

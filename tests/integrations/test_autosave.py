@@ -1,4 +1,4 @@
-"""FLASH_ALLREDUCE_AUTOSAVE: programs that save and resume, and know nothing of the plugin's state."""
+"""FLASH_ALLREDUCE_AUTOSAVE: programs that save and resume without a reference to the plugin's state."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def build(kind: str) -> Any:
 
 
 def train(kind: str, folder: Path, begin: int, end: int, sgd: bool = False, every: str = "2") -> tuple[Any, ...]:
-    """Weights, warnings and counted steps of a program's run from step `begin`, of its own checkpoint, to `end`."""
+    """Return weights, warnings and counted steps of a run from step `begin`, of its own checkpoint, to `end`."""
     os.environ["FLASH_ALLREDUCE_AUTOSAVE"] = f"{folder / 'flash'}:{every}"
     fap.ddp.enable(CONFIG.model_copy(update={"error_feedback": kind != "fsdp1"}))
     fap.fsdp.enable(CONFIG.model_copy(update={"error_feedback": kind != "fsdp1"}))
     model = build(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if sgd else torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if begin:  # get_state_dict is for DDP too, and torch.distributed.checkpoint what programs of FSDP2 use
+    if begin:  # get_state_dict is for DDP too. FSDP2's programs use torch.distributed.checkpoint
         kept = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(kept, checkpoint_id=folder / "checkpoint")
         set_state_dict(model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
@@ -90,18 +90,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind: str, world: int, tmp_path: Path
 
 
 def test_without_the_states_it_is_another_run(tmp_path: Path) -> None:
-    """What the test above compares can differ; and a rank that has lost its file takes all with it, with a warning."""
+    """Check that the compared weights can differ, and that one rank's lost file makes every rank restart, with a warning."""
     whole = run_ranks(2, train, "fsdp2", tmp_path, 0, STEPS)
     lost = next((tmp_path / "flash" / "rank_00001").glob("4-*.pt"))
     lost.unlink()
     resumed = run_ranks(2, train, "fsdp2", tmp_path, SAVED, STEPS)
     assert not any(torch.equal(one[0], other[0]) for one, other in zip(whole, resumed, strict=True))
     assert len(resumed[0][1]) == 1 and "there is no file (rank 1)" in resumed[0][1][0]
-    assert [steps for _, _, steps in resumed] == [STEPS, STEPS]
+    Return two matrices, one wide and one tall: Muon on DTensors gathers the one and reduces products of the other.
 
 
 def test_steps_go_on_by_adams_own_count(tmp_path: Path) -> None:
-    """Where nothing was saved; the step with zeros of torch.distributed.checkpoint is none."""
+    """Check a run without a saved state. The step with zeros of torch.distributed.checkpoint does not count."""
     run_ranks(2, train, "fsdp2", tmp_path, 0, SAVED, False, "100")
     resumed = run_ranks(2, train, "fsdp2", tmp_path, SAVED, STEPS, False, "100")
     assert [steps for _, _, steps in resumed] == [STEPS, STEPS]

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Ring(torch.autograd.Function):
-    """What torch's dispatcher calls for a CUDA tensor: its ring, here around the CPU's kernels."""
+    """The ring that torch's dispatcher calls for a CUDA tensor, here around the CPU's kernels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -63,7 +63,7 @@ class Ring(torch.autograd.Function):
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, _causal: bool) -> Tensor:
-    """As the hook that torch puts in front of flex attention gathers."""
+    """Gather as the hook that torch puts in front of flex attention does."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
@@ -85,7 +85,7 @@ def run(attention: Callable[..., Tensor], causal: bool) -> list[Tensor]:
 
 @contextmanager
 def rounded() -> Iterator[None]:
-    """torch's own collectives, of what the codec has rounded."""
+    """Replace the inputs of torch's own collectives by the codec's rounded values."""
     from torch.distributed.tensor.experimental._context_parallel import _attention, _cp_custom_ops
 
     collectives = _attention.ft_c

@@ -34,7 +34,7 @@ def orthogonalized(gradient: Tensor) -> Tensor:
 
 
 def matrix(decay: float, size: int = 128) -> Tensor:
-    """Return a matrix whose k-th singular value is k ** -decay."""
+    """Return a matrix with k-th singular value k ** -decay."""
     generator = torch.Generator().manual_seed(5)
     left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator))[0] for _ in range(2))
     return (left * torch.arange(1, size + 1).float() ** -decay) @ right.T
@@ -97,13 +97,13 @@ def test_one_line_where_gradients_have_fewer_than_8_bits(train: str) -> None:
 
 
 def model() -> nn.Sequential:
-    """Two matrices, one wide and one tall: Muon on DTensors gathers the one and reduces products of the other."""
+    """Return a wide and a tall matrix: Muon on DTensors gathers the one and reduces products of the other."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.Tanh(), nn.Linear(HIDDEN, WIDTH, bias=False))
 
 
 def steps(module: Any, optimizer_name: str) -> list[float]:
-    """Train; the losses of all ranks."""
+    """Train; return the losses of all ranks."""
     optimizer = getattr(torch.optim, optimizer_name)(module.parameters(), lr=0.02)
     losses = []
     for step in range(STEPS):
@@ -158,7 +158,7 @@ def test_trains_as_without(train: Callable[..., dict[str, Any]], site: str) -> N
         assert not torch.equal(seen["weights"], plain[rank]["weights"])
         assert seen["sites"][site]["quantized"] == seen["sites"][site]["calls"] > 0
         others = {name: one for name, one in seen["sites"].items() if name != site}
-        # What FSDP2's optimizer gathers and sums: 5 iterations of 3 gathers or 2 sums, and a norm, for a matrix.
+        # The gathers and sums of FSDP2's optimizer: 5 iterations of 3 gathers or 2 sums, and a norm, for a matrix.
         assert [one["full_precision"] for one in others.values()] == (
             [{"no activation": STEPS * (16 + 11)}] if train is by_fsdp2 else []
         )

@@ -316,7 +316,7 @@ def test_a_seam_that_the_source_carries_is_checked_and_not_replaced(library):
 
 
 def test_variables_of_a_caller_are_a_dict_of_the_moment() -> None:
-    """On Python 3.13 a frame has a view of them, whose keys are a list, and on older ones a dict that changes."""
+    """Check locals_of: on Python 3.13 a frame has a view with a list of keys, on older ones a changing dict."""
 
     def ours(wrappers: int = 20) -> Any:
         return ours(wrappers - 1) if wrappers else patching.locals_of("of_torch")

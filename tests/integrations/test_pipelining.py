@@ -27,7 +27,7 @@ STEPS, MICRO_BATCHES, WIDTH, ROWS = 2, 4, 64, 8
 
 
 class Block(nn.Module):
-    """Passes on a mask and numbers beside its activations."""
+    """A block that passes on a mask and numbers unchanged."""
 
     def __init__(self, number: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "Inter
 
 
 def numbers_of(name: str, rank: int, world: int) -> list[int]:
-    """The stages of a rank."""
+    """Return the stages of a rank."""
     if name == V_SHAPED:  # there and back: the first rank has the last stage too
         return [rank, 2 * world - 1 - rank]
     return [rank + world * chunk for chunk in range(SCHEDULES[name])]
@@ -121,7 +121,7 @@ def variants(name: str) -> dict[str, Any]:
 
 
 def borders(name: str, rank: int, world: int) -> int:
-    """Ends of sends, of one micro-batch and direction, that a rank has: none between two stages of its own."""
+    """Return a rank's ends of sends, of one micro-batch and direction: none between two stages of its own."""
     count, own = world * SCHEDULES[name], numbers_of(name, rank, world)
     return sum(0 <= other < count and other not in own for stage in own for other in (stage - 1, stage + 1))
 
@@ -163,7 +163,7 @@ def test_every_schedule_sends_quantized_and_full_precision_is_torchs(name: str, 
 
 
 def with_tensor_parallelism() -> Any:
-    """Two stages of two ranks, whose output torch hands over before its all-reduce has ended."""
+    """Train two stages of two ranks. torch hands their output over before its all-reduce has ended."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -195,7 +195,7 @@ def test_stages_with_tensor_parallelism_inside() -> None:
 
 
 def arrived() -> Any:
-    """What the second stage gets of the first one's activations; evaluation, and numbers beside them."""
+    """Return the second stage's input from the first one. Also run evaluation, with numbers next to the activations."""
     schedule, _ = schedule_of("GPipe", torch.float32, WithNumbers, trains=False)
     x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     numbers = torch.arange(MICRO_BATCHES * ROWS)
@@ -280,7 +280,7 @@ def test_undoing_restores_every_function() -> None:
 
 
 def counted_alone() -> dict[str, Any]:
-    """FLASH_ALLREDUCE_ATTACH=all without widths: four steps of each stage's optimizer."""
+    """Train with FLASH_ALLREDUCE_ATTACH=all without widths: four steps of each stage's optimizer."""
     os.environ[environment.ATTACH] = "all"
     fap.reset_stats()
     text = io.StringIO()

@@ -23,7 +23,7 @@ every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
 def value(name: str) -> Any:
-    """Another value than the field's default."""
+    """Return a value other than the field's default."""
     if name in OTHERS:
         return OTHERS[name]
     return 8 if name.endswith("_bits") else not getattr(fap.FlashConfig(), name)
@@ -68,7 +68,7 @@ def test_an_attachable_row_has_by_environment(row: Row) -> None:
 
 @every_row
 def test_the_sites_of_a_report_have_roles_of_the_fields_that_act(row: Row) -> None:
-    """A site whose width comes from a field that does not act would never be quantized."""
+    """Check that a site's width comes from a field that acts. Otherwise the site would never be quantized."""
     module = importlib.import_module(row.module)
     acting = {"bits", "param_bits", *row.acts} - set(row.refused) - set(row.elsewhere)
     own = [one for one in vars(module).values() if isinstance(one, fap.Site)]

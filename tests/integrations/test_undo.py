@@ -1,8 +1,8 @@
-"""Integrations are enabled and disabled in any order, twice, and fail half way: what they replace is what it was
-before, the same objects, as soon as they are off.
+"""Integrations are enabled and disabled in any order, twice, and fail half way. Afterwards the replaced attributes are
+the same objects as before.
 
-Every row of the registry takes part whose package can be imported, and Megatron's launch flags (against a training
-package of a few lines); apex is the stand-in. In a rank of its own: nothing of this is for the other tests.
+Every row of the registry with an importable package takes part, and Megatron's launch flags (against a training
+package of a few lines); apex is the stand-in. It runs in a separate rank, because other tests must not see this.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flash_allreduce_plugin.integrations import patching, registry
 from tests.distributed import run_ranks
 
 STUB = Path(__file__).parent / "apex_stub"
-# What every integration honours; Megatron's own keys are refused by the others.
+# Settings that every integration supports. The others refuse Megatron's own keys.
 CONFIGS = (FlashConfig(bits=8), FlashConfig(bits=4, error_feedback=True, group_size=64))
 ORDERS, WALKS, STEPS = 12, 4, 60
 
@@ -38,7 +38,7 @@ Integrations = dict[str, tuple[On, Callable[[], None], list[tuple[Any, str]]]]
 
 
 def launch_flags() -> None:
-    """A training package of Megatron-LM's, as far as the flags and the scalars need one."""
+    """Define a training package of Megatron-LM's, as far as the flags and the scalars need one."""
     names = ("", ".arguments", ".global_vars", ".training")
     package, arguments, theirs, training = (types.ModuleType(f"megatron.training{name}") for name in names)
     package.__path__ = []
@@ -52,7 +52,7 @@ def launch_flags() -> None:
 
 
 def owners(seams: Any) -> list[tuple[Any, str]]:
-    """(class or module, name) of what seams replace."""
+    """Return (class or module, name) of the attributes that seams replace."""
     found = []
     for seam in seams:
         owner: Any = importlib.import_module(seam.module)
@@ -71,7 +71,7 @@ def installed(module: str) -> bool:
 
 
 def integrations() -> Integrations:
-    """name: (enable, disable, replaced functions)"""
+    """Return name: (enable, disable, replaced functions)."""
     sys.path.insert(0, str(STUB))
     found: Integrations = {}
     for row in registry.ROWS:
@@ -105,14 +105,14 @@ def enabling(row: registry.Row, module: Any) -> On:
 
 
 def engine_constructor() -> patching.Seam:
-    """The one function of DeepSpeed's that is replaced in the process; the others are replaced on an engine."""
+    """Return the one function of DeepSpeed's that is replaced in the process; others are replaced on an engine."""
     from flash_allreduce_plugin.integrations.deepspeed import engine
 
     return engine.constructor()
 
 
 def objects(places: list[tuple[Any, str]]) -> list[Any]:
-    """What stands there; the owner's own entry, a staticmethod as one, None where it has none."""
+    """Return the owner's own entry, a staticmethod as one, None where it has none."""
     return [vars(owner).get(name) for owner, name in places]
 
 
@@ -122,13 +122,13 @@ def torch_hooks() -> list[int]:
 
 
 class Frameworks:
-    """All integrations, and what the frameworks were before any was enabled."""
+    """All integrations, and the state of the frameworks before any was enabled."""
 
     def __init__(self) -> None:
         warnings.simplefilter("ignore")
         self.all = integrations()
         for _, disable, _ in self.all.values():
-            disable()  # what the entry point has attached, where the package is installed
+            disable()  # integrations that the entry point has attached, where the package is installed
         self.before = {name: objects(places) for name, (_, _, places) in self.all.items()}
         self.hooks, self.finders = torch_hooks(), list(sys.meta_path)
         self.on: set[str] = set()
@@ -151,7 +151,7 @@ class Frameworks:
 
     @contextmanager
     def failing(self, at: int, error: BaseException) -> Iterator[list[int]]:
-        """The at-th replacement fails, once; yields [how many there were]."""
+        """Let the at-th replacement fail, once; yield [how many there were]."""
         count = [0]
         replaced = [place for _, _, places in self.all.values() for place in places]
 
@@ -170,7 +170,7 @@ class Frameworks:
 
 
 def every_order() -> list[str]:
-    """Everything on in many orders, off in many orders; each twice."""
+    """Enable everything in many orders, disable it in many orders; each twice."""
     frameworks = Frameworks()
     names = sorted(frameworks.all)
     frameworks.check()
@@ -195,7 +195,7 @@ def every_order() -> list[str]:
 
 
 def fails_half_way() -> dict[str, int]:
-    """Every replacement of every integration fails once, when it is put in place and when it is taken off."""
+    """Let every replacement of every integration fail once, when it is put in place and when it is taken off."""
     frameworks = Frameworks()
     tried = {}
     names = list(frameworks.all)
@@ -229,7 +229,7 @@ def fails_half_way() -> dict[str, int]:
 
 
 def megatron_fails_later() -> None:
-    """What comes before and after the replacing in megatron.enable."""
+    """Check the steps before and after the replacing in megatron.enable."""
     from flash_allreduce_plugin.integrations import megatron
     from flash_allreduce_plugin.integrations.megatron import data_parallel, scopes
 
@@ -281,7 +281,7 @@ def test_somebody_elses_patch_in_between_stays() -> None:
 
 
 def patched_by_others() -> None:
-    """Theirs before ours is what comes back; theirs after ours is refused until it is taken off."""
+    """Check that a function patched before ours is restored, and that one patched after ours blocks disabling."""
     frameworks = Frameworks()
     for name, (_, disable, places) in frameworks.all.items():
         owner, attribute = places[0]

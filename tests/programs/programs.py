@@ -1,8 +1,8 @@
-"""Programs that know nothing of the plugin, run as their users run them: without it, served by FLASH_ALLREDUCE_ATTACH,
+"""Programs without a reference to the plugin, run as users run them: without it, served by FLASH_ALLREDUCE_ATTACH,
 and with the same hook registered by hand.
 
-Two ranks on gloo and the CPU, started by torchrun. Nothing of a program is changed: "by hand" is a sitecustomize, which
-does after the wrapper's constructor what docs/use/torch.md tells a user to write there.
+Two ranks on gloo and the CPU, started by torchrun. Nothing of a program is changed: "by hand" is a sitecustomize. After
+the wrapper's constructor it does the steps that docs/use/torch.md tells a user to write there.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ if "RANK" in os.environ:
 
 @dataclass
 class Run:
-    """What a program printed on both streams, and what rank 0 counted, by site; folder: where it ran."""
+    """A program's output on both streams, and rank 0's counts by site; folder: where it ran."""
 
     folder: Path
     printed: str
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def lines(self) -> list[str]:
-        """The plugin's, in the order in which they came."""
+        """Return the plugin's lines, in the order in which they came."""
         return [line[line.index(PREFIX) :] for line in self.printed.splitlines() if PREFIX in line]
 
     @property
@@ -89,19 +89,19 @@ class Run:
 
 
 def without(folder: Path, *words: str) -> Run:
-    """`torchrun --nproc-per-node 2 <words>` in `folder`, with the plugin installed and switched off."""
+    """Run `torchrun --nproc-per-node 2 <words>` in `folder`, with the plugin installed and switched off."""
     run = torchrun(folder, words, OFF)
     assert run.lines == [] and run.sites == {}
     return run
 
 
 def attached(folder: Path, kind: str, *words: str) -> Run:
-    """The same with FLASH_ALLREDUCE_ATTACH=kind, in 8 bits."""
+    """Run the same with FLASH_ALLREDUCE_ATTACH=kind, in 8 bits."""
     return torchrun(folder, words, {"FLASH_ALLREDUCE_ATTACH": kind, **SETTINGS})
 
 
 def by_hand(folder: Path, kind: str, *words: str) -> Run:
-    """The same with the hook registered by hand."""
+    """Run the same with the hook registered by hand."""
     extra = folder / "by-hand"
     extra.mkdir(exist_ok=True)
     (extra / "sitecustomize.py").write_text(BY_HAND)
@@ -114,7 +114,7 @@ def torchrun(folder: Path, words: tuple[str, ...], variables: dict[str, str], *p
 
 
 def start(folder: Path, words: tuple[str, ...], variables: dict[str, str], *path: Path, timeout: float = 600) -> Run:
-    """`python <words>` in `folder`; path: on PYTHONPATH, too. Raises AssertionError where it fails or takes longer."""
+    """Run `python <words>` in `folder`; path: on PYTHONPATH, too. Raise AssertionError if it fails or is too slow."""
     # As pip installs it, whatever is installed here.
     info = folder / "plugin" / "flash_allreduce_plugin-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def start(folder: Path, words: tuple[str, ...], variables: dict[str, str], *path
 
 
 def _kill(pid: int) -> None:
-    """A process and those that it started, ranks in sessions of their own too; none of them if it has ended."""
+    """Kill a process and its children, ranks in sessions of their own too; none of them if it has ended."""
     try:
         children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         os.kill(pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def _kill(pid: int) -> None:
 
 
 def _counted(log: Path) -> dict[str, Counter[str]]:
-    """The sums of a log's numbers, without gathers of parameters that no width quantizes."""
+    """Return the sums of a log's numbers, without gathers of parameters that no width quantizes."""
     sites: dict[str, Counter[str]] = {}
     for line in log.read_text().splitlines() if log.exists() else []:
         for name, counts in json.loads(line).get("sites", {}).items():
@@ -176,13 +176,13 @@ WORDS = ["the", "a", "red", "green", "old", "small", "cat", "dog", "bird", "hous
 
 
 def text(lines: int) -> str:
-    """Lines of twelve words."""
+    """Return lines of twelve words."""
     chance = random.Random(1)
     return "\n".join(" ".join(chance.choices(WORDS, k=12)) for _ in range(lines))
 
 
 def same_bits_for_less(served: Run, hand: Run, site: str) -> None:
-    """The attached hook did what the one by hand did, nothing but that, and sent a quarter of the bytes."""
+    """Check that the attached hook gave the same counts as the one by hand, and sent a quarter of the bytes."""
     assert served.sites == hand.sites and list(served.sites) == [site]
     counts = served.sites[site]
     assert counts["quantized"] == counts["calls"] > 0
@@ -190,13 +190,13 @@ def same_bits_for_less(served: Run, hand: Run, site: str) -> None:
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Skips where a package cannot be imported."""
+    """Skip where a package cannot be imported."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}: nox -s test-programs")
 
 
 def source(repository: str, tag: str, variable: str, path: str, folder: Path) -> Path:
-    """A file of a project that no package has: of the checkout that `variable` names, else from GitHub, else skipped.
+    """Return a file that no package has: of the checkout that `variable` names, else from GitHub, else skip.
 
     repository: "owner/name". path: in the repository. folder: where a file from GitHub is put.
     """

@@ -3,7 +3,7 @@
     ACCELERATE_PATH=<a checkout of accelerate> nox -s test-programs
 
 They fetch "bert-base-cased", "nyu-mll/glue" and the metric "glue" by these names. Folders of these names, in the folder
-where they run, go before the network: a small BERT, pairs of sentences that are the same or not, a metric.
+where they run, are found before the network: a small BERT, pairs of sentences that are the same or not, a metric.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DDP_LINE = (
 
 
 def material(folder: Path) -> Path:
-    """What the examples ask for by name."""
+    """Write the folders that the examples ask for by name."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import BertConfig, BertForSequenceClassification
@@ -89,7 +89,7 @@ def material(folder: Path) -> Path:
 
 
 def example(folder: Path, name: str) -> str:
-    """A file of accelerate's examples, of the release that is installed."""
+    """Return a file of accelerate's examples, of the release that is installed."""
     return str(
         source("huggingface/accelerate", f"v{version('accelerate')}", "ACCELERATE_PATH", f"examples/{name}", folder)
     )
@@ -110,7 +110,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def loss(run: Run) -> float:
-    """Over the training data: the example itself prints none."""
+    """Return the loss over the training data: the example itself prints none."""
     import torch
     from transformers import AutoTokenizer, BertForSequenceClassification
 
@@ -138,7 +138,7 @@ def test_the_nlp_example(tmp_path: Path) -> None:
     assert line.startswith(DDP_LINE)
     same_bits_for_less(served, hand, "ddp.gradients")
     assert distance(trained(served), trained(hand)) == 0
-    # The example's learning rate moves a model of this size little: what counts is how far apart the two have gone.
+    # The example's learning rate moves a model of this size little, so this compares the distance of the two models.
     moved = distance(trained(full), weights(full.folder / "bert-base-cased" / "model.safetensors"))
     assert 0 < distance(trained(served), trained(full)) < 0.1 * moved
     assert loss(served) == pytest.approx(loss(full), rel=1e-4)

@@ -94,7 +94,7 @@ FSDP2_LINE = (
 
 
 def material(folder: Path, program: str) -> Path:
-    """The program and the text that WikiText2 would download."""
+    """Write the program and the text that WikiText2 would download."""
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "wikitext-2.txt").write_text(text(300))
     (folder / "program.py").write_text(program)
@@ -102,7 +102,7 @@ def material(folder: Path, program: str) -> Path:
 
 
 def losses(run: Run) -> list[float]:
-    """Of rank 0, of every step."""
+    """Return rank 0's loss of every step."""
     [line] = [line for line in run.printed.splitlines() if line.startswith("losses ")]
     return [float(loss) for loss in line.split()[1:]]
 
@@ -136,7 +136,7 @@ def test_a_strategy(tmp_path: Path, program: str, kind: str, site: str, beginnin
 
 
 def test_tensor_parallelism(tmp_path: Path) -> None:
-    """Two encoder layers and two decoder layers, whose feed-forward parts the ranks share."""
+    """Train two encoder and two decoder layers with feed-forward parts that the ranks share."""
     full = without(material(tmp_path / "full", TENSOR), "program.py")
     variables = {"FLASH_ALLREDUCE_ATTACH": "tensor_parallel", "FLASH_ALLREDUCE_BACKWARD_BITS": "8", **SETTINGS}
     served = torchrun(material(tmp_path / "served", TENSOR), ("program.py",), variables)

@@ -2,7 +2,7 @@
 
     NANOGPT_PATH=<a checkout of nanoGPT> nox -s test-programs
 
-train.py gives every rank a GPU, whatever --device says. On the CPU it needs what ON_CPU does, before and without it.
+train.py gives every rank a GPU, for every --device. On the CPU it needs the setup in ON_CPU, before and without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 COMMIT = "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 FILES = ("train.py", "model.py", "configurator.py")
 STEPS = 20
-# Two passes for each step on every rank, of which the second reduces.
+# Two passes for each step on every rank. The second one reduces.
 ARGUMENTS = (
     "--device=cpu --backend=gloo --compile=False --dtype=float32 --dataset=tiny --n_layer=2 --n_head=2 --n_embd=64 "
     f"--block_size=32 --batch_size=4 --gradient_accumulation_steps=4 --max_iters={STEPS} --eval_interval={STEPS} "
@@ -62,7 +62,7 @@ def nanogpt(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def train(folder: Path, files: list[Path], variables: dict[str, str], *changed: str, by_hand: bool = False) -> Run:
-    """`torchrun train.py` in a folder with the program, its data and, for CPUs, what it needs. changed: arguments."""
+    """Run `torchrun train.py` in a folder with the program, its data and, for CPUs, its setup. changed: arguments."""
     data, extra = folder / "data" / "tiny", folder / "on-cpu"
     data.mkdir(parents=True)
     extra.mkdir()
@@ -79,7 +79,7 @@ def train(folder: Path, files: list[Path], variables: dict[str, str], *changed: 
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step, as rank 0 prints them."""
+    """Return the loss of every step, as rank 0 prints it."""
     return [float(one) for one in re.findall(r"^iter \d+: loss (\S+),", run.printed, re.MULTILINE)]
 
 

@@ -1,9 +1,9 @@
-"""torchtitan's train.py, unmodified, with its debug model: FSDP2 alone, with replicas, beside tensor parallelism, with
+"""torchtitan's train.py, unmodified, with its debug model: FSDP2 alone, with replicas, with tensor parallelism, with
 gradient accumulation and torch.compile, and DDP (`replicate`).
 
     nox -s test-programs        (torchtitan 0.2.2; 0.3.0 needs a newer torch than 2.13 and, for its attention, a GPU)
 
-train.py imports triton and takes a GPU. On the CPU it needs what ON_CPU does, before and without it. Two things that
+train.py imports triton and takes a GPU. On the CPU it needs the setup in ON_CPU, before and without it. Two things that
 torchtitan allows do not start there, with the plugin or without it: CPU offload (it names the CPU's backend twice), and
 PREMUL_SUM, FSDP2's way to a divisor of one's own, which gloo lacks; ours is served on gloo too. So only the runs
 without the plugin ask torch for sums (FORCE_SUM).
@@ -96,7 +96,7 @@ MODES = {
 
 
 def train(folder: Path, mode: Mode, variables: Mapping[str, str], by_hand: bool = False) -> Run:
-    """`torchrun -m torchtitan.train` in a folder with a tokenizer of bytes, a text and what it needs on the CPU."""
+    """Run `torchrun -m torchtitan.train` in a folder with a tokenizer of bytes, a text and the CPU setup."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     for name in ("tokenizer", "c4", "on-cpu"):
@@ -118,13 +118,13 @@ def train(folder: Path, mode: Mode, variables: Mapping[str, str], by_hand: bool 
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step, as the first rank to print them does."""
+    """Return the loss of every step, as the first rank to print it does."""
     of_step = dict(re.findall(r"step: +(\d+) +loss: +(\S+)", run.printed))
     return [float(of_step[str(step + 1)]) for step in range(STEPS)]
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    """Of torchtitan's checkpoint, gathered."""
+    """Return the gathered weights of torchtitan's checkpoint."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     [saved] = (run.folder / "outputs" / "checkpoint").iterdir()

@@ -33,7 +33,7 @@ DDP_LINE = (
 
 
 def material(folder: Path) -> Path:
-    """A text, a configuration of GPT-2 and a tokenizer of bytes."""
+    """Write a text, a configuration of GPT-2 and a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     (folder / "model").mkdir(parents=True)
@@ -50,7 +50,7 @@ def material(folder: Path) -> Path:
 
 
 def losses(run: Run) -> list[float]:
-    """Of every step, as the Trainer keeps them beside the model."""
+    """Return the loss of every step, as the Trainer keeps it in the model's folder."""
     logged = json.loads((run.folder / "out" / "trainer_state.json").read_text())["log_history"]
     return [step["loss"] for step in logged if "loss" in step]
 
@@ -61,7 +61,7 @@ def weights(run: Run) -> bytes:
 
 @pytest.fixture(scope="module")
 def run_clm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The example of the release that is installed."""
+    """Return the example of the release that is installed."""
     path = "examples/pytorch/language-modeling/run_clm.py"
     folder = tmp_path_factory.mktemp("source")
     return str(source("huggingface/transformers", f"v{version('transformers')}", "TRANSFORMERS_PATH", path, folder))
@@ -94,7 +94,7 @@ def test_run_clm_with_fsdp_on_the_cpu_trains_with_ddp(tmp_path: Path, run_clm: s
     assert losses(run) == losses(served) and weights(run) == weights(served)
 
 
-# What transformers' documentation tells one to write for FSDP2 without accelerate's.
+# The settings of transformers' documentation for FSDP2 without accelerate's.
 SHARDED = f"""
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed

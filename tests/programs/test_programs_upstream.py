@@ -5,8 +5,8 @@ every message below min_bytes; those of the wheel at 8 bits too.
 
 Without a checkout the files come from GitHub, of the very commit that the installed torch was built from; those of
 `distributed_test` are in torch's wheel, where only the lines that start the ranks are missing. On gloo and the CPU:
-what wants GPUs skips itself, most tests of communication hooks among it. The ranks are torch's own, attached by the
-environment as any program is.
+tests that need GPUs skip themselves, most tests of communication hooks among them. The ranks are torch's own, attached
+by the environment as any program is.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ REPLICATE = "test/distributed/_composable/test_replicate.py"
 WHEEL = "distributed_test"
 C10D = "test/distributed/test_c10d_gloo.py"
 FILES = (WHEEL, C10D, REPLICATE, FSDP2)
-BESIDE = {C10D: ("test/distributed/test_c10d_common.py",)}  # what a file imports
-# Of these files, not all tests are about what is attached (pytest's -k).
+BESIDE = {C10D: ("test/distributed/test_c10d_common.py",)}  # files that a test file imports
+# In these files, only some tests test attached modules (pytest's -k).
 ONLY = {
     C10D: "DistributedDataParallelTest",
     WHEEL: "DistributedDataParallelCPU or DistributedDataParallel_requires_grad or ddp_create_graph or "
@@ -44,7 +44,7 @@ class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
         super().setUp()
         self._spawn_processes()
 """
-# What distributed_test reads, and what the others do not.
+# Variables that distributed_test reads, and the others do not.
 OF_THE_WHEEL = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
 MODES = {
     "without": OFF,
@@ -54,7 +54,7 @@ MODES = {
 # The exit status 1 of pytest is that a test failed, which is no failure here.
 PYTEST = "import pytest, sys; sys.exit({0: 0, 1: 0, 5: 0}.get(int(pytest.main(sys.argv[1:])), 2))"
 
-# What ends otherwise than without the plugin, by the reason: names of tests, without their files.
+# Tests that end differently than without the plugin, by the reason: names of tests, without their files.
 IN_FULL_PRECISION: dict[str, set[str]] = {}
 AT_8_BITS: dict[str, set[str]] = {
     "compares weights with those of one process to 1e-5": {
@@ -91,7 +91,7 @@ def results(file: str, mode: str) -> Result:
 
 
 def ended(file: Path) -> dict[str, str]:
-    """How each test ended, by pytest's report."""
+    """Return how each test ended, by pytest's report."""
     kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
     tests = {}
     for test in ElementTree.parse(file).iter("testcase"):
@@ -101,7 +101,7 @@ def ended(file: Path) -> dict[str, str]:
 
 
 def otherwise(file: str, mode: str) -> set[str]:
-    """The tests that end otherwise than without the plugin."""
+    """Return the tests that end differently than without the plugin."""
     plain, attached = results(file, "without"), results(file, mode)
     assert plain.ended.keys() == attached.ended.keys() and plain.ended
     assert plain.run.lines == [] and plain.run.sites == {}
@@ -126,6 +126,6 @@ def test_at_8_bits() -> None:
 
 
 def test_threads_as_ranks_are_left_alone() -> None:
-    """So are FSDP2's tests on a CPU: a group without backends. On GPUs they are served."""
+    """Check that FSDP2's tests on a CPU are left alone: their group has no backends. On GPUs they are served."""
     run = results(FSDP2, "full precision").run
     assert run.sites.get("fsdp.gradients") or any("is left alone: its process group" in line for line in run.lines)

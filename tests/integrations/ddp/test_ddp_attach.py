@@ -1,4 +1,4 @@
-"""fap.ddp.enable and FLASH_ALLREDUCE_ATTACH: models that nobody has registered a hook with."""
+"""Test fap.ddp.enable and FLASH_ALLREDUCE_ATTACH with models that have no registered hook."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(ddp: Any, steps: int = STEPS, accumulate: int = 1) -> torch.Tensor:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ def train(ddp: Any, steps: int = STEPS, accumulate: int = 1) -> torch.Tensor:
 
 
 def attached(config: fap.FlashConfig | None, how: dict[str, Any], compiled: str | None = None, **more: Any) -> Any:
-    """Weights and counts of a model that is attached, or has the hook registered by hand."""
+    """Return weights and counts of a model that is attached, or has the hook registered by hand."""
     results = []
     for by_hand in (False, True):
         fap.reset_stats()
@@ -73,7 +73,7 @@ def attached(config: fap.FlashConfig | None, how: dict[str, Any], compiled: str 
 
 @pytest.fixture
 def alone() -> Iterator[Callable[..., list[Any]]]:
-    """Ranks of their own: what is enabled for coming models is of a process."""
+    """Run in separate ranks: enabling the plugin for later models changes the whole process."""
     yield lambda case, *args: run_ranks(2, case, *args)
 
 
@@ -161,7 +161,7 @@ def test_no_sync_sends_nothing(ranks: Callable[[int], Ranks]) -> None:
 
 
 def undone() -> tuple[bool, bool, int, Any]:
-    """Weights after disable against DDP's own; methods; what a model that comes later counts; the report."""
+    """Return the weights after disable and DDP's own; equal methods; the count of a later model; the report."""
     before = dict(vars(DistributedDataParallel))
     fap.ddp.enable(QUANTIZED)
     assert fap.ddp.is_enabled()
@@ -181,7 +181,7 @@ def test_disable_restores_ddps_own_bits_and_methods(ranks: Callable[[int], Ranks
 
 
 def by_the_program(own: str) -> tuple[torch.Tensor, torch.Tensor, int, tuple[str, ...], list[Any]]:
-    """Weights with the program's hook, attached and not; what we counted; what we say."""
+    """Return weights with the program's hook, attached and not; our counts; our lines."""
     found = []
     for attach in (True, False):
         fap.reset_stats()
@@ -227,7 +227,7 @@ def test_a_second_hook_of_the_programs_is_torchs_error(ranks: Callable[[int], Ra
 
 
 def warmed_up() -> list[int]:
-    """Quantized calls after each step of the optimizer, with two backward passes a step."""
+    """Return the quantized calls after each step of the optimizer, with two backward passes a step."""
     fap.ddp.enable(fap.FlashConfig(bits=4, min_bytes=0, warmup_steps=3))
     ddp = DistributedDataParallel(build())
     optimizer = torch.optim.AdamW(ddp.parameters())
@@ -246,7 +246,7 @@ def warmed_up() -> list[int]:
     again = DistributedDataParallel(build())
     resumed = torch.optim.AdamW(again.parameters())
     resumed.load_state_dict(saved)
-    optimizer_steps.finished = 0  # a process that has started anew
+    optimizer_steps.finished = 0  # simulates a restarted process
     optimizer_steps._most = 0
     for step in range(2):
         again(batch(step)).square().mean().backward()
@@ -303,7 +303,7 @@ def test_torchs_own_mixed_precision_is_left_alone(ranks: Callable[[int], Ranks])
 
 
 def joined() -> tuple[torch.Tensor, torch.Tensor]:
-    """Uneven inputs: weights attached, and with a hook by hand."""
+    """Train on uneven inputs: return weights attached, and with a hook by hand."""
     found = []
     for by_hand in (False, True):
         if not by_hand:
@@ -325,7 +325,7 @@ def test_join(ranks: Callable[[int], Ranks]) -> None:
 
 
 def fed_back() -> bool:
-    """Two halves of a run with error_feedback, the second from a state, give the bits of the whole."""
+    """Return True if two halves of a run with error_feedback, the second from a state, give the bits of the whole."""
     config = fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True)
 
     def run(ddp: nn.Module, first: int, last: int) -> None:
@@ -336,7 +336,7 @@ def fed_back() -> bool:
             optimizer.step()
 
     fap.ddp.enable(config)
-    # Otherwise torch forms the buckets anew after the first pass, and what a resumed run has loaded is dropped.
+    # Otherwise torch rebuilds the buckets after the first pass and drops the loaded state of a resumed run.
     whole = DistributedDataParallel(build(), find_unused_parameters=True)
     run(whole, 0, 3)
     saved, state = {k: v.clone() for k, v in whole.module.state_dict().items()}, fap.state_dict()
@@ -430,7 +430,7 @@ def test_bad_variables_end_the_program_before_it_trains(
     tmp_path: Path, variables: dict[str, str], sentence: str
 ) -> None:
     wrong = {f"FLASH_ALLREDUCE_{name}": value for name, value in variables.items()}
-    # What only DistributedDataParallel refuses is found where a model is built.
+    # A setting that only DistributedDataParallel refuses fails when a model is built.
     done = program(tmp_path, "ddp", alone=not {"INCLUDE", "SYMMETRIC"} & variables.keys(), **wrong)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("flash all-reduce: ")]

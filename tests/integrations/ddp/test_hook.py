@@ -76,7 +76,7 @@ def test_trains_as_without_and_counts_every_bucket(ranks: Callable[[int], Ranks]
 
 
 def embedding_gradients(fields: dict[str, Any]) -> dict[str, int]:
-    """An embedding of 512 rows of which each rank's batch touches 9, beside a projection: gradients after one step."""
+    """Train an embedding of 512 rows and a projection. A rank's batch touches 9 rows. Count gradients after a step."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Embedding(512, 40), nn.Linear(40, 8))
     ddp = DistributedDataParallel(model)
@@ -264,7 +264,7 @@ SMALL = 4 * WIDTH + 1  # bytes: more than a norm's weight has, less than a bucke
 def beside_tensor_parallelism(
     told: bool, options: dict[str, Any], wrapper: Any = unwrapped, steps: int = STEPS
 ) -> dict[str, Any]:
-    """Data parallel 2 x tensor parallel 2, by hand; whether the copies are the same afterwards, and how far apart."""
+    """Train data parallel 2 x tensor parallel 2, by hand; return if copies are equal, and their difference."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, tensor = mesh.get_group("dp"), mesh.get_group("tp")
     torch.manual_seed(1)
@@ -278,7 +278,7 @@ def beside_tensor_parallelism(
 
 
 def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh, steps: int = STEPS) -> float:
-    """How far what should be the same on the tensor-parallel ranks is apart, after some steps."""
+    """Train some steps and return the difference between tensor-parallel ranks of parameters that should be equal."""
     fap.reset_stats()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for step in range(steps):
@@ -293,7 +293,7 @@ def train_on(model: nn.Module, same: list[nn.Parameter], mesh: DeviceMesh, steps
     return float((both[0] - both[1]).abs().max())
 
 
-# Elements of the model: the first layer, and of a block what is split and what is a copy.
+# Elements of the model: the first layer, and the split and the copied parameters of a block.
 ELEMENTS = WIDTH * WIDTH + WIDTH + 2 * (2 * WIDTH * WIDTH + 4 * WIDTH)
 
 
@@ -326,7 +326,7 @@ def test_copies_that_nobody_tells_of_drift_apart(ranks: Callable[[int], Ranks]) 
 
 
 def as_dtensors(options: dict[str, Any], wrapper: Any = unwrapped, bucket_cap_mb: float = 0.05) -> dict[str, Any]:
-    """The same of torch's own tensor parallelism: split weights are DTensors, layer norms too or not."""
+    """Train the same with torch's own tensor parallelism: split weights are DTensors, layer norms too or not."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(7)
     model = nn.Sequential(Block(), Block())
@@ -347,7 +347,7 @@ def test_dtensors_say_what_is_a_copy(ranks: Callable[[int], Ranks]) -> None:
 
 
 def test_a_bucket_of_copies_alone_is_reduced_as_where_it_has_neighbours(ranks: Callable[[int], Ranks]) -> None:
-    """Another tensor-parallel rank may have its buckets elsewhere: what becomes of a copy must not depend on them."""
+    """Check that a copy does not depend on the buckets, which may differ on another tensor-parallel rank."""
     for outcome in ranks(4).run(as_dtensors, {}, unwrapped, 0.0008):  # a norm and the bias before it, 1,152 bytes
         assert outcome["apart"] == 0
         counted = outcome["sites"]["ddp.gradients"]["full_precision"][replicated_params.REASON]
@@ -365,7 +365,7 @@ def test_widths_that_each_group_chooses_are_refused_beside_dtensors(ranks: Calla
 
 
 class Words(nn.Module):
-    """An embedding whose gradient is sparse, and a layer."""
+    """An embedding with a sparse gradient, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +403,7 @@ def test_sparse_gradients_are_reduced_as_without_a_hook(ranks: Callable[[int], R
 
 
 def in_a_group_of_its_own() -> torch.Tensor:
-    """Two models side by side, each on two of four ranks; the hook is not told which."""
+    """Train two models, each on two of four ranks. The hook is not told which ranks."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model, x = model_and_batch()
     ddp = DistributedDataParallel(model, process_group=groups[dist.get_rank() // 2])

@@ -54,14 +54,14 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 def pair() -> dist.ProcessGroup:
-    """This rank's group: {0, 1} or {2, 3}."""
+    """Return this rank's group: {0, 1} or {2, 3}."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group: dist.ProcessGroup = groups[dist.get_rank() // 2]
     return group
 
 
 def step(ddp: Any, number: float | None = None) -> float:
-    """The mean of the gradient after one backward pass; number: the input, rank + 1 if None."""
+    """Return the mean of the gradient after one backward pass; number: the input, rank + 1 if None."""
     ddp.zero_grad()
     ddp(torch.full((512,), dist.get_rank() + 1.0 if number is None else number)).backward()
     return float(next(one.grad.mean() for one in ddp.parameters()))

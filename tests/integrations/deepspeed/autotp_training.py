@@ -88,7 +88,7 @@ class Language(nn.Module):
 
 
 def options(stage: int = 0, ranks: int = 2, head: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """Options of DeepSpeed's. more: of tensor_parallel."""
+    """Return options of DeepSpeed; more: options of tensor_parallel."""
     specs = [*SPLIT["layer_specs"], *([head] if head else [])]  # type: ignore[misc]
     split = {"autotp_size": ranks, "partition_config": {**SPLIT, "layer_specs": specs}, **more}
     return {"tensor_parallel": split, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": ROWS}
@@ -108,7 +108,7 @@ def built(given: dict[str, Any], flash: Any, net: nn.Module | None = None) -> An
 
 
 def words(number: int) -> Tensor:
-    """The same on the ranks of a tensor-parallel group."""
+    """Return words that are equal on all ranks of a tensor-parallel group."""
     from deepspeed.utils import groups
 
     generator = torch.Generator().manual_seed(100 * number + groups.get_data_parallel_rank())
@@ -162,7 +162,7 @@ def train(given: dict[str, Any], flash: Any, steps: int = 6, tied: bool = False)
 
 
 def inference(net: nn.Module | None = None, ranks: int = 2) -> Any:
-    """An engine of init_inference, whose blocks AutoTP has split."""
+    """Return an engine of init_inference with blocks that AutoTP has split."""
     package = deepspeed()
     from deepspeed.module_inject import layers
 

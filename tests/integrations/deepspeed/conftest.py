@@ -1,4 +1,4 @@
-"""Ranks of their own for DeepSpeed: it changes torch when it is imported, and none of that is for the other tests."""
+"""Separate ranks for DeepSpeed. Importing DeepSpeed changes torch, and other tests must not see these changes."""
 
 from __future__ import annotations
 

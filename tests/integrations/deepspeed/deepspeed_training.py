@@ -1,4 +1,4 @@
-"""A small model on a DeepSpeed engine, for the tests of this folder; what builds an engine runs inside a rank."""
+"""A small model on a DeepSpeed engine, for the tests of this folder. Functions that build an engine run in a rank."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def package() -> Any:
 
     if first:  # its see_memory_usage collects garbage, ten times an engine, and would look at all modules each time
         gc.freeze()
-    # Shared-memory operators that training does not need and whose compilation takes a minute.
+    # Training does not need these shared-memory operators, and compiling them takes a minute.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
     theirs.utils.logging.logger.setLevel("ERROR")
     return theirs
 
 
 def release() -> tuple[int, ...]:
-    """The installed DeepSpeed."""
+    """Return the release of the installed DeepSpeed."""
     return tuple(int(number) for number in importlib.metadata.version("deepspeed").split(".")[:3])
 
 
@@ -55,7 +55,7 @@ NEWEST = pytest.mark.skipif(release() < (0, 19, 8), reason="tried on DeepSpeed 0
 
 
 def skip_if_nothing_is_reduced(zero: dict[str, Any]) -> None:
-    """A defect of DeepSpeed's that only the CPU shows, with the plugin and without."""
+    """Skip on a defect of DeepSpeed that only the CPU shows, with the plugin and without."""
     if not zero.get("contiguous_gradients", True) and release() < (0, 19, 8):
         pytest.skip("DeepSpeed before 0.19.8 reduces nothing on a CPU without contiguous_gradients")
 
@@ -88,7 +88,7 @@ def configuration(options: dict[str, Any], flash: dict[str, Any] | str | None) -
 
 
 def engine(options: dict[str, Any], flash: dict[str, Any] | None, net: nn.Module | None = None, lr: float = 0.5) -> Any:
-    """SGD without momentum: what a parameter moves by is proportional to its gradient, divisor and all."""
+    """Build an engine with SGD without momentum: an update is proportional to its gradient, divisor included."""
     net = model() if net is None else net
     parameters = [p for p in net.parameters() if p.requires_grad]
     built, *_ = deepspeed().initialize(
@@ -103,7 +103,7 @@ def batch(engine: Any, number: int, rows: int = 8, width: int = 48) -> torch.Ten
 
 
 def step(engine: Any, number: int) -> float:
-    """One optimizer step, over every micro-batch; the mean loss of this rank."""
+    """Run one optimizer step over every micro-batch and return the mean loss of this rank."""
     losses = []
     for micro in range(engine.gradient_accumulation_steps()):
         x = batch(engine, 100 * number + micro)
@@ -115,7 +115,7 @@ def step(engine: Any, number: int) -> float:
 
 
 def weights(engine: Any) -> torch.Tensor:
-    """Every parameter, whole, in float32, 1-D."""
+    """Return every whole parameter in float32, 1-D."""
     whole = []
     for parameter in engine.module.parameters():  # one by one: 0.17.6 mixes up the buffers of several
         with deepspeed().zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
@@ -124,7 +124,7 @@ def weights(engine: Any) -> torch.Tensor:
 
 
 def stats() -> dict[str, Any]:
-    """fap.stats() without the gathers of parameters that no width quantizes."""
+    """Return fap.stats() without the gathers of parameters that no width quantizes."""
     found = fap.stats()
     sites = {name: one for name, one in found["sites"].items() if ".parameters" not in name or one["quantized"]}
     totals: dict[str, Any] = {key: sum(one[key] for one in sites.values()) for key in found if "bytes" in key}
@@ -137,7 +137,7 @@ def stats() -> dict[str, Any]:
 
 
 def train(options: dict[str, Any], flash: dict[str, Any] | None, steps: int = STEPS) -> dict[str, Any]:
-    """Train; `moved` is what the parameters have moved by."""
+    """Train. `moved` is the change of the parameters."""
     fap.reset_stats()
     built = engine(options, flash)
     before = weights(built)
@@ -156,12 +156,12 @@ def train(options: dict[str, Any], flash: dict[str, Any] | None, steps: int = ST
 
 
 def compare(options: dict[str, Any], eight: dict[str, Any] = EIGHT) -> list[dict[str, Any]]:
-    """The engine left alone, with a section that is switched off, and at 8 bits."""
+    """Train with the engine left alone, with a section that is switched off, and at 8 bits."""
     return [train(options, flash) for flash in (None, OFF, eight)]
 
 
 def sparse(flash: dict[str, Any] | str | None) -> dict[str, Any]:
-    """Two steps with an embedding whose gradients are sparse."""
+    """Run two steps with an embedding that has sparse gradients."""
     fap.reset_stats()
     torch.manual_seed(2)
 

@@ -62,7 +62,7 @@ ATTACHED = (
 
 
 def train(folder: Path, how: str, section: dict[str, int] | None) -> tuple[list[float], list[str], list[list[int]]]:
-    """The mean losses of both ranks, the plugin's lines, and [quantized, calls] of each rank's gradients."""
+    """Return the mean losses of both ranks, the plugin's lines, and [quantized, calls] of each rank's gradients."""
     configuration = CONFIGURATION if section is None else {**CONFIGURATION, "flash_allreduce": section}
     (folder / "ds.json").write_text(json.dumps(configuration))
     (folder / "script.py").write_text(SCRIPT)
@@ -80,7 +80,7 @@ def train(folder: Path, how: str, section: dict[str, int] | None) -> tuple[list[
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses without the section, where the plugin does nothing."""
+    """Return the losses without the section, where the plugin does nothing."""
     losses, lines, counts = train(tmp_path_factory.mktemp("full"), "file", None)
     assert lines == [] and counts == [[0, 0], [0, 0]]
     assert len(losses) == BATCHES and losses[-1] < 0.9 * losses[0]

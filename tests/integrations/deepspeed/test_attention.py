@@ -1,4 +1,4 @@
-"""DeepSpeed-Ulysses: what attention exchanges travels at attention_bits, forward and, with backward_bits, backward."""
+"""DeepSpeed-Ulysses: attention is exchanged at attention_bits forward and, with backward_bits, backward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EIGHT = {**PLAIN, "attention_bits": 8, "backward_bits": 8}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[batch, sequence, heads, head] as DeepSpeed hands it over."""
+    """Attend to tensors [batch, sequence, heads, head], the layout that DeepSpeed passes."""
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -48,7 +48,7 @@ class Local(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention over the sequence of all ranks, of which this one has LOCAL tokens."""
+    """Attention over the sequence of all ranks. This rank has LOCAL tokens."""
 
     def __init__(self, heads: int, kv_heads: int, sequence_first: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class OfTransformers(nn.Module):
-    """As transformers calls the attention that DeepSpeed has put in the place of one of its own."""
+    """Call DeepSpeed's replacement of a transformers attention in the same way as transformers does."""
 
     def __init__(self, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class OfTransformers(nn.Module):
 
 @contextmanager
 def rounded(log: list[tuple[int, ...]]) -> Iterator[None]:
-    """DeepSpeed's own all-to-all, of runs that the codec has rounded one by one."""
+    """Replace the sent runs of DeepSpeed's own all-to-all by runs that the codec has rounded one by one."""
     import deepspeed.comm as comm
 
     theirs, wire = comm.all_to_all_single, fap.FlashConfig(bits=8)
@@ -239,7 +239,7 @@ def test_where_deepspeed_has_to_be_told_which_ranks_share_a_sequence(
 
 
 class Stream:
-    """Where there is no accelerator there is one queue, and nothing to wait for."""
+    """Do nothing: without an accelerator there is one queue, so there is nothing to wait for."""
 
     def wait_stream(self, _other: Any) -> None: ...
 
@@ -279,7 +279,7 @@ def test_overlapped_exchanges_give_the_same_bits(engines: Callable[[int], Ranks]
 
 
 def two_engines_and_their_end() -> dict[str, Any]:
-    """An engine with a section beside one without; warm-up; evaluation; what is left afterwards."""
+    """Train an engine with a section and one without; warm-up; evaluation; state after the end."""
     deepspeed()
     from deepspeed.sequence import layer
 

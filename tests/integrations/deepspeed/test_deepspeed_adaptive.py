@@ -1,4 +1,4 @@
-"""target_sqnr_db and min_sqnr_db in the section: the reduction plans for itself, and the ranks' widths are the same all
+"""target_sqnr_db and min_sqnr_db in the section: the reduction plans for itself, and the ranks' widths stay equal.
 the same.
 """
 

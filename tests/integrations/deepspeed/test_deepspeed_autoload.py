@@ -1,4 +1,4 @@
-"""An unmodified script whose JSON has the section: by the entry point, by one import, and not at all."""
+"""An unmodified script with the section in its JSON: by the entry point, by one import, and not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ JSON = """{
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The entry point as an installed package declares it, and the configuration."""
+    """Write the entry point as an installed package declares it, and the configuration."""
     info = tmp_path / "flash_allreduce_plugin-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: 0\n")
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, first: str, **environment: str) -> list[str]:
-    """What two ranks of the script say: rank 0's lines of interest, rank 1's."""
+    """Return the printed lines of two ranks of the script: rank 0's lines of interest, rank 1's."""
     (folder / "script.py").write_text(SCRIPT.format(first=first))
     path = os.pathsep.join([str(ROOT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     common = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "STORE": str(folder / "store")}
@@ -94,7 +94,7 @@ ATTACHED = (
 
 @pytest.mark.parametrize("first", ["torch", "deepspeed"])
 def test_the_section_is_enough(folder: Path, first: str) -> None:
-    """Whichever of the two is imported first: DeepSpeed itself may be the one that imports torch."""
+    """Check both import orders. DeepSpeed itself may be the one that imports torch."""
     assert run(folder, first) == [ATTACHED, "loaded True; quantized 1"]
 
 

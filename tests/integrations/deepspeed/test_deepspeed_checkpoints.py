@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints have the state that a resumed run goes on from, at every stage."""
+"""DeepSpeed's checkpoints have the state that a resumed run needs, at every stage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def straight(zero: dict[str, Any], accumulate: int, folder: str) -> torch.Tensor
 def resumed(
     zero: dict[str, Any], accumulate: int, folder: str, flash: dict[str, Any] = ON, **how: Any
 ) -> dict[str, Any]:
-    """Go on from a checkpoint; how: arguments of load_checkpoint."""
+    """Resume from a checkpoint; how: arguments of load_checkpoint."""
     net = model()
     for parameter in net.parameters():
         parameter.data.zero_()
@@ -122,7 +122,7 @@ def _loaded_with(zero: dict[str, Any], folder: str, how: dict[str, Any]) -> dict
 def test_another_number_of_ranks_begins_anew(
     begun: Callable[[int], Ranks], restarted: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """At stage 0, whose checkpoints DeepSpeed itself loads on any number of ranks."""
+    """Check stage 0: DeepSpeed itself loads its checkpoints on any number of ranks."""
     begun(2).run(straight, {"stage": 0}, 1, str(tmp_path))
     first, *others = restarted(3).run(resumed, {"stage": 0}, 1, str(tmp_path))
     [told] = first["told"]

@@ -24,21 +24,21 @@ needs_transformers = pytest.mark.skipif(
 
 
 def commands(example: str) -> list[str]:
-    """Every command in the README's ```sh blocks, without its comment."""
+    """Return every command in the README's ```sh blocks, without its comment."""
     text = (ROOT / "examples" / example / "README.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return [line.split("  #")[0].strip() for line in "".join(blocks).splitlines() if line.strip()]
 
 
 def command(example: str, *has: str) -> str:
-    """The one command of the README with every string of `has`."""
+    """Return the one command of the README with every string of `has`."""
     found = [line for line in commands(example) if all(part in line for part in has)]
     assert len(found) == 1, f"the README has {len(found)} commands with {has}"
     return found[0]
 
 
 def train(folder: Path, line: str, steps: int, edit: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """What a training command prints and counts, its JSON made by `edit`; /tmp is `folder`."""
+    """Return the output and the counts of a training command with its JSON made by `edit`; /tmp is `folder`."""
     if edit is not None:
         subprocess.run(edit.replace("/tmp/", f"{folder}/"), shell=True, check=True, cwd=ROOT)
     words = shlex.split(line.replace("/tmp/", f"{folder}/"))
@@ -50,7 +50,7 @@ def train(folder: Path, line: str, steps: int, edit: str | None = None) -> tuple
 
 
 def loss_and_counts(printed: str, steps: int, stage: int) -> tuple[float, int, int, float]:
-    """The loss of the last step; calls quantized, calls, and the share of full precision's bytes that was sent."""
+    """Return the loss of the last step; calls quantized, calls, and the sent share of full precision's bytes."""
     [loss] = re.findall(rf"^step {steps}: loss (\S+)", printed, flags=re.MULTILINE)
     line = r"gradients: (\d+) of (\d+) calls quantized, (\S+) of (\S+) MB sent"
     [(quantized, calls, sent, full)] = re.findall(rf"^deepspeed\.stage{stage}\.{line}", printed, flags=re.MULTILINE)
@@ -58,7 +58,7 @@ def loss_and_counts(printed: str, steps: int, stage: int) -> tuple[float, int, i
 
 
 def start_line(example: str) -> str:
-    """The first one that the README shows."""
+    """Return the first such line that the README shows."""
     text = (ROOT / "examples" / example / "README.md").read_text()
     return re.findall(r"^flash all-reduce: attached .*", text, flags=re.MULTILINE)[0]
 
@@ -99,7 +99,7 @@ def test_the_deepspeed_example_on_four_ranks(tmp_path: Path) -> None:
 
 
 def losses(printed: str) -> list[float]:
-    """What the Trainer logs, and at its end the mean over all steps."""
+    """Return the losses that the Trainer logs, and at its end the mean over all steps."""
     return [float(loss) for loss in re.findall(r"'(?:train_)?loss': '?([0-9.]+)", printed)]
 
 
@@ -120,7 +120,7 @@ def test_the_trainer_example(tmp_path: Path) -> None:
 @needs_transformers
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_trainer_at_the_other_stages(tmp_path: Path, stage: int) -> None:
-    """Nothing but the JSON is another one."""
+    """Check a run with a different JSON. Nothing else differs."""
     edit = command("hf_trainer", "sed", '"stage": 3').replace('"stage": 3', f'"stage": {stage}')
     line = command("hf_trainer", "per-node 2", "/tmp/ds.json")
     printed, counted = train(tmp_path, line, 10, edit=edit)

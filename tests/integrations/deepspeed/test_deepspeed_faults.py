@@ -1,4 +1,4 @@
-"""DeepSpeed: a rank that raises in the backward pass, and engines that are let go half way or after somebody else."""
+"""DeepSpeed: a rank that raises in the backward pass, and engines released half way or after another owner's patch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = fap.FlashConfig(bits=8, min_bytes=0)
 
 
 def raises(stage: int) -> tuple[str, float]:
-    """Rank 1 raises in a hook on a gradient."""
+    """Raise in a hook on a gradient at rank 1."""
     torch.set_num_threads(1)
     distributed_c10d.default_pg_timeout = TIMEOUT  # of the groups that DeepSpeed makes
     built = engine({"zero_optimization": {"stage": stage}}, EIGHT)
@@ -42,7 +42,7 @@ def raises(stage: int) -> tuple[str, float]:
     except (ArithmeticError, fap.CollectiveError) as error:
         message = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is found out at once
+    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # the peers of a rank that ends fail immediately
     fap.deepspeed.disable()
     return message, seconds
 
@@ -60,7 +60,7 @@ def test_a_rank_raises_in_the_backward_pass(stage: int) -> None:
 
 
 class Repeated(nn.Module):
-    """Layers of one size, the second of which is called so many times."""
+    """Layers of one size. The second layer is called so many times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,15 +123,15 @@ def not_served() -> Any:
 
 
 def entries(built: Any) -> list[dict[str, int]]:
-    """What lies on an engine, its optimizer and its monitor themselves."""
+    """Return the attributes of the instances of an engine, its optimizer and its monitor."""
     return [{name: id(value) for name, value in vars(o).items()} for o in (built, built.optimizer, built.monitor)]
 
 
 def half_way() -> int:
-    """Every function of an engine fails to be replaced once; how many that were."""
+    """Let the replacing of every function of an engine fail once. Return how many functions there were."""
     added = {"param_bits": 4, "pipeline_bits": 4}  # to the functions that are replaced
     built, config = not_served(), CONFIG.model_copy(update=added)
-    built.save_checkpoint = theirs = lambda *_: "theirs"  # somebody's, from before
+    built.save_checkpoint = theirs = lambda *_: "theirs"  # a function that the program set before
     before, places = entries(built), served.places
     failed = 0
 

@@ -61,8 +61,9 @@ def test_every_stage_carries_its_residuals(engines: Callable[[int], Ranks], zero
 
 
 def overflowing(stage: int) -> list[tuple[int, float, dict[str, int]]]:
-    """After each step: steps skipped, the loss scale, and what was dropped. The second step overflows at one rank; the
-    scale doubles after two good ones.
+    """Return after each step: steps skipped, the loss scale, and the dropped residuals.
+
+    The second step overflows at one rank. The scale doubles after two good steps.
     """
     deepspeed()
     from deepspeed.accelerator import get_accelerator

@@ -1,4 +1,4 @@
-"""What rank 0 prints of an engine's first steps: every field that would have quantized a traffic of a step."""
+"""Rank 0's lines about an engine's first steps: every field that would have quantized a traffic of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def section(*keys: str) -> str:
 
 
 def noticed(train: Callable[[], Any]) -> dict[str, Any]:
-    """The lines about sites while `train` runs and returns its engine; its report; traffic that is not ours."""
+    """Return the lines about sites while `train` runs and returns its engine; its report; traffic that is not ours."""
     fap.reset_stats()
     text = io.StringIO()
     with contextlib.redirect_stdout(text):

@@ -1,4 +1,4 @@
-"""DeepSpeed's own unit tests of what reduces gradients, unedited: without the plugin, in pass-through and at 8 bits.
+"""DeepSpeed's own unit tests of gradient reduction, unedited: without the plugin, in pass-through and at 8 bits.
 
     DEEPSPEED_PATH=<a DeepSpeed checkout> pytest -s tests/integrations/deepspeed/test_deepspeed_upstream.py
 
@@ -81,20 +81,20 @@ ENVIRONMENT = {
 COMPILE = "from deepspeed.accelerator import get_accelerator as a; [a().create_op_builder(b).load() for b in {}]"
 OPERATORS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder")
 
-# What these tests reach.
+# Sites that these tests reach.
 SITES = {*(f"deepspeed.stage{stage}.gradients" for stage in (0, 1, 2, 3)), "deepspeed.experts"}
 
 COALESCE = "v1/zero/test_zero_coalesce_grad_reduction.py::"
 ZERO = "v1/zero/test_zero.py::"
 
-# What fails here whatever the mode, by the reason.
+# Tests that fail here in every mode, by the reason.
 NOT_HERE = {
     "fp16 is not supported on the CPU, which the test does not ask": [
         f"{COALESCE}TestCoalesceFP16::test_fp16_bit_exact[{stage}]" for stage in (1, 2, 3)
     ],
 }
 
-# What fails at 8 bits beyond that, by the reason.
+# Further tests that fail at 8 bits, by the reason.
 NOT_AT_8_BITS = {
     # One step of bf16 in a weight (2e-3), which the first step of Adam makes of the smallest difference in a gradient.
     "wants the same bits from two runs whose buckets differ, in number or order: they are rounded differently": [
@@ -135,7 +135,7 @@ NOT_AT_8_BITS = {
 
 
 def why_not() -> str:
-    """Why DeepSpeed's tests cannot run here; empty if they can."""
+    """Return why DeepSpeed's tests cannot run here, empty if they can."""
     if not CHECKOUT:
         return "DEEPSPEED_PATH is not set: no DeepSpeed checkout to run the unit tests of"
     if not Path(CHECKOUT, TESTS).is_dir():
@@ -158,7 +158,7 @@ def compiled() -> None:
 
 @functools.cache
 def results(mode: str) -> dict[str, Any]:
-    """What upstream_plugin.py wrote down in a mode, test by test; the names without the folder."""
+    """Return the results that upstream_plugin.py wrote in a mode, test by test, with names without the folder."""
     compiled()
     config = MODES[mode]
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
@@ -199,7 +199,7 @@ def results(mode: str) -> dict[str, Any]:
 
 
 def show(mode: str, written: dict[str, Any]) -> None:
-    """The table of the documentation, and every test that failed."""
+    """Print the table of the documentation, and every test that failed."""
     print(f"\n{mode}")
     for file in FILES:
         of_file = {test: outcome for test, (outcome, _) in written["outcomes"].items() if test.startswith(file)}
@@ -216,7 +216,7 @@ def show(mode: str, written: dict[str, Any]) -> None:
 
 
 def calls(written: dict[str, Any], file: str = "") -> dict[str, dict[str, int]]:
-    """Of each site the calls on all ranks, quantized and by the reason for full precision; of one file's tests."""
+    """Return, by site, the calls on all ranks, quantized and by the reason for full precision; of one file's tests."""
     total: dict[str, Counter[str]] = {}
     for test, ranks in written["ranks"].items():
         for sites in ranks if test.startswith(file) else []:

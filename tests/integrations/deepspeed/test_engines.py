@@ -1,4 +1,4 @@
-"""Engines of other kinds, several at once, and taking everything off again."""
+"""Engines of other kinds, several engines in one process, and full removal."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_two_configurations_in_one_process(engines: Callable[[int], Ranks]) -> N
 
 
 def different() -> str:
-    """One rank runs in full precision, which never reaches the plugin's collectives."""
-    # 7 bits: what a group has agreed on it does not compare again.
+    """Run one rank in full precision, which never reaches the plugin's collectives."""
+    # 7 bits: a group does not compare settings again after it has agreed on them.
     built = engine({}, {**EIGHT, "bits": 7, "enabled": dist.get_rank() == 0})
     with pytest.raises(fap.MismatchError) as refused:
         step(built, 0)
@@ -88,7 +88,7 @@ def off_again(stage: int) -> None:
     built = engine_without_attach({"zero_optimization": {"stage": stage}}, None)
     assert replaced(built) and not replaced(left_alone)
     with_section = engine_without_attach({"zero_optimization": {"stage": stage}}, {**EIGHT, "bits": 4})
-    assert vars(with_section)["_flash_allreduce"][0].config.bits == 4  # a section goes before what enable was given
+    assert vars(with_section)["_flash_allreduce"][0].config.bits == 4  # a section overrides enable
     fap.reset_stats()
     step(built, 0)
     assert fap.stats()["quantized"] == 1
@@ -106,7 +106,7 @@ def off_again(stage: int) -> None:
 
 
 def replaced(built: Any) -> set[str]:
-    """Our functions on an engine and its optimizer."""
+    """Return our functions on an engine and its optimizer."""
     names = {place.attribute.split(".")[1] for place in engine_seams.places(None)}
     return names & {*vars(built), *vars(built.optimizer)}
 
@@ -158,7 +158,7 @@ def test_enable_wants_a_configuration() -> None:
 
 @contextmanager
 def other_parameters(function_name: str) -> Iterator[None]:
-    """A DeepSpeed whose stage 1 and 2 optimizer has another signature."""
+    """Patch DeepSpeed so that its stage 1 and 2 optimizer has another signature."""
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     theirs = getattr(DeepSpeedZeroOptimizer, function_name)
@@ -299,7 +299,7 @@ def test_a_slice_with_several_owners_is_for_everybody() -> None:
 
 
 def muon(zero: dict[str, Any]) -> dict[str, Any]:
-    """What a step of Muon moves matrices by, the middle one of two owners: DeepSpeed's own, and at 8 bits."""
+    """Return a Muon step's changes of matrices, the middle one of two owners: DeepSpeed's own, and at 8 bits."""
     with mock.patch.object(torch._dynamo.config, "disable", True):  # to compile Muon takes half a minute
         return by_muon(zero)
 
@@ -413,7 +413,7 @@ def test_sparse_gradients_are_counted(engines: Callable[[int], Ranks]) -> None:
 
 
 def inference(tensor_parallel: int) -> list[str]:
-    """Our lines where engines are served, and where they are no longer."""
+    """Return our lines while engines are served, and after that."""
     package, text = deepspeed(), io.StringIO()
     theirs = package.InferenceEngine.__init__
     # A policy of a class that the model does not have: to split layers DeepSpeed imports transformers.

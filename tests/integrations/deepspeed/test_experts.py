@@ -1,4 +1,4 @@
-"""DeepSpeed's experts: tokens travel at expert_bits, outputs at expert_combine_bits, gradients with backward_bits."""
+"""DeepSpeed's experts: tokens are sent at expert_bits, outputs at expert_combine_bits, gradients with backward_bits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 @contextmanager
 def rounded() -> Iterator[None]:
-    """DeepSpeed's own all-to-all, of runs that the codec has rounded one by one."""
+    """Replace the sent runs of DeepSpeed's own all-to-all by runs that the codec has rounded one by one."""
     import deepspeed.comm as comm
 
     theirs, wire = comm.all_to_all_single, fap.FlashConfig(bits=8)
@@ -150,7 +150,7 @@ def test_an_exchange_is_what_rounding_each_run_and_exchanging_plainly_gives(
 
 
 def two_engines_and_their_end() -> dict[str, Any]:
-    """An engine with a section beside one without; warm-up; evaluation; what is left afterwards."""
+    """Train an engine with a section and one without; warm-up; evaluation; state after the end."""
     deepspeed()
     from deepspeed.moe.sharded_moe import MOELayer
 

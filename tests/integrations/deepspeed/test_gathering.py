@@ -1,4 +1,4 @@
-"""ZeRO 3 gathers parameters at param_bits for the forward and the backward pass, and exactly for everybody else."""
+"""ZeRO 3 gathers parameters at param_bits for the forward and the backward pass, and in full precision otherwise."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if release() >= (0, 18, 5):
 
 
 def side_by_side(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """The engine left alone, with a section that is switched off, and with parameters at 8 bits."""
+    """Train with the engine left alone, with a section that is switched off, and with parameters at 8 bits."""
     return [train(options, flash) for flash in (None, {**VALUES, "enabled": False}, VALUES)]
 
 
@@ -62,7 +62,7 @@ def test_trains_as_without_and_counts_every_byte(engines: Callable[[int], Ranks]
         assert counted["quantized"] > 0 and counted["calls"] == unquantized["calls"]
         assert set(counted["full_precision"]) <= {OUTSIDE, PERSISTENT}
         assert (PERSISTENT in counted["full_precision"]) is (name == "persistent")
-        # What DeepSpeed itself would have sent, whichever way a gather went.
+        # The bytes that DeepSpeed itself would have sent, for either route of a gather.
         assert counted["bytes_full_precision"] == unquantized["bytes_full_precision"] == unquantized["bytes_sent"]
         quantized = counted["bytes_full_precision"] - counted["bytes_plain"]
         share = (counted["bytes_sent"] - counted["bytes_plain"]) / quantized
@@ -74,7 +74,7 @@ def test_trains_as_without_and_counts_every_byte(engines: Callable[[int], Ranks]
 
 
 def shards(built: Any) -> list[torch.Tensor]:
-    """This rank's shards, without the padding."""
+    """Return this rank's shards, without the padding."""
     found = []
     for one in built.module.parameters():
         size = one.ds_tensor.numel()
@@ -84,7 +84,7 @@ def shards(built: Any) -> list[torch.Tensor]:
 
 
 def exact(built: Any) -> list[torch.Tensor]:
-    """Every parameter, of the ranks' shards."""
+    """Return every parameter, gathered from the ranks' shards."""
     whole = []
     for one in built.module.parameters():
         parts = [torch.empty_like(one.ds_tensor) for _ in range(dist.get_world_size())]
@@ -95,7 +95,7 @@ def exact(built: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def seen(built: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """What the layers compute with: their weights in the forward and in the backward pass."""
+    """Record the weights that the layers compute with, in the forward and in the backward pass."""
     found: dict[str, list[torch.Tensor]] = {"forward": [], "backward": []}
     coordinator = gathering.coordinator_of(built)
     theirs = coordinator.fetch_sub_module
@@ -113,7 +113,7 @@ def seen(built: Any) -> Iterator[dict[str, list[torch.Tensor]]]:
 
 
 def one_pass(options: dict[str, Any], flash: dict[str, Any]) -> dict[str, Any]:
-    """What a forward and a backward pass see of the weights, and what is left of the shards."""
+    """Return the weights that a forward and a backward pass see, and the shards afterwards."""
     built = engine(options, flash)
     step(built, 0)
     before, whole = shards(built), [one for one in exact(built) if one.dim() == 2]
@@ -167,10 +167,10 @@ def test_forward_and_backward_may_differ(
 
 
 def others() -> dict[str, Any]:
-    """After an evaluation, whose parameters DeepSpeed keeps, others read and write them."""
+    """Read and write the parameters that DeepSpeed keeps after an evaluation."""
     theirs = deepspeed()
     built = engine({**zero3(stage3_gather_16bit_weights_on_model_save=True), **BF16}, VALUES)
-    for number in range(3):  # DeepSpeed learns the order of the layers, and what will be used again
+    for number in range(3):  # DeepSpeed learns the order of the layers, and which parameters are used again
         step(built, number)
     built.eval()
     built(batch(built, 9))
@@ -256,7 +256,7 @@ def test_gathers_stay_asynchronous_and_ahead_of_their_layers(engines: Callable[[
 
 
 def padded() -> dict[str, Any]:
-    """What was in memory behind the last element is not a number."""
+    """Fill the memory behind the last element with NaN."""
     built = engine(zero3(**NO_REUSE), VALUES)
     step(built, 0)
     whole = [one for one in exact(built) if one.dim() == 2]
@@ -282,7 +282,7 @@ def test_padding_reaches_nobody(engines: Callable[[int], Ranks]) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_padding_is_what_lies_behind_the_last_element(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Of 7 elements in shards of 3; of hpZ's shards where there are any."""
+    """Clear the padding of 7 elements in shards of 3, and of hpZ's shards where there are any."""
     monkeypatch.setattr(gathering.dist, "get_rank", lambda group: rank)
     shards = [torch.ones(3), torch.ones(3), torch.ones(3, dtype=torch.int8)]
     given = {"ds_numel": 7, "ds_process_group": None, "ds_zero_param_process_group": None}
@@ -326,7 +326,7 @@ FEW = {"stage3_max_live_parameters": 12000, "stage3_max_reuse_distance": 0, "sta
 
 
 class Recomputed(nn.Module):
-    """Two checkpointed layers, the first frozen; `seen` has what both runs of each compute in between."""
+    """Two checkpointed layers, the first frozen. `seen` has the intermediate results of both runs of each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class Recomputed(nn.Module):
 
 
 def recomputed(widths: dict[str, Any], zero: Mapping[str, int] = NO_REUSE) -> list[bool] | str:
-    """Whether the two runs of each layer are equal bits in every step, or the refusal."""
+    """Return True for each layer and step with equal bits in both runs, or the refusal."""
     net = Recomputed()
     built = engine(zero3(**zero), {**EIGHT, **widths}, net, lr=0.01)
     equal = []
@@ -370,7 +370,7 @@ def test_recomputed_activations_see_the_same_weights_or_the_widths_are_refused(
 ) -> None:
     for widths in ({"param_bits": 8}, {"param_bits": 4, "param_backward_bits": 4}, {"param_backward_bits": "full"}):
         assert engines(2).run(recomputed, widths) == [[True] * 6] * 2
-    for min_bytes in (0, 10000):  # of what is gathered at once some batches have more than so many, none of the biases
+    for min_bytes in (0, 10000):  # some batches gathered together exceed this size, no bias does
         widths = {"param_bits": 4, "min_bytes": min_bytes}
         assert engines(2).run(recomputed, widths, FEW) == [[True] * 6] * 2
     for forward, backward in ((8, 4), ("full", 4), (8, "full")):
@@ -429,7 +429,7 @@ def test_the_guard_hierarchy_and_other_options(engines: Callable[[int], Ranks]) 
 
 
 def replaced() -> dict[str, bool]:
-    """Where functions of ours stand."""
+    """Return True by place where a function of ours stands."""
     from deepspeed.runtime.zero import partition_parameters
 
     here = {"gather": partition_parameters._dist_allgather_fn, "outside": partition_parameters.Init._all_gather}
@@ -469,7 +469,7 @@ def undone() -> dict[str, Any]:
 
 
 def test_disable_gives_everything_back(engines: Callable[[int], Ranks]) -> None:
-    """What is gathered afterwards is exact, hpZ's shards among it."""
+    """Check that gathers afterwards are in full precision, those of hpZ's shards included."""
     for outcome in engines(2).run(undone):
         assert outcome["untouched"] and outcome["on"] and not outcome["full"] and not outcome["off"]
         assert outcome["errors"] == [0, 0, 0] and outcome["calls"] == 0

@@ -19,11 +19,11 @@ from flash_allreduce_plugin.telemetry.counters import record_full_precision
 from tests.distributed import Ranks
 
 STEPS = 3
-EVERY_CALL = {"quality_interval": 1, "quality_measure": "exact"}  # known at once
+EVERY_CALL = {"quality_interval": 1, "quality_measure": "exact"}  # measured immediately
 
 
 def trains(folder: str, stage: int, flash: dict[str, Any] | None, accumulation: int = 1) -> dict[str, bool]:
-    """With DeepSpeed's own CSV monitor, which is written to by rank 0."""
+    """Train with DeepSpeed's own CSV monitor, which rank 0 writes to."""
     fap.reset_stats()
     counters._forgotten.clear()  # a log begins with the process, and this one has run other tests
     os.environ["FLASH_ALLREDUCE_LOG"] = f"{folder}/%r.jsonl"
@@ -52,7 +52,7 @@ def trains(folder: str, stage: int, flash: dict[str, Any] | None, accumulation: 
 
 
 def files(folder: Path) -> dict[str, list[list[str]]]:
-    """Rows of every file of the monitor, behind its heading."""
+    """Return the rows of every file of the monitor, behind its heading."""
     return {file.stem: list(csv.reader(file.open()))[1:] for file in (folder / "job").glob("*.csv")}
 
 

@@ -1,4 +1,4 @@
-"""fp16's dynamic loss scaling sees what any rank has in any gradient, at every stage."""
+"""fp16's dynamic loss scaling sees an overflow of any rank in any gradient, at every stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_
 def overflowing(
     zero: dict[str, Any], accumulate: int, bad: float, parameter: int, flash: dict[str, Any] = EIGHT
 ) -> list[dict[str, Any]]:
-    """Three steps, the last rank's gradient spoiled in one element of the second one's first micro-batch."""
+    """Run three steps, with the last rank's gradient spoiled in one element of the second step's first micro-batch."""
     deepspeed()
     from deepspeed.accelerator import get_accelerator
 
@@ -69,7 +69,7 @@ def overflowing(
 
 
 def skip_defects_of_older_releases(zero: dict[str, Any], accumulate: int) -> None:
-    """What DeepSpeed does with the plugin and without."""
+    """Skip on defects that DeepSpeed has with the plugin and without."""
     skip_if_nothing_is_reduced(zero)
     if zero["stage"] == 1 and release() < (0, 18):
         pytest.skip("DeepSpeed before 0.18.0 tells no other rank of an overflow at stage 1, and hangs")
@@ -117,7 +117,7 @@ def test_a_step_that_is_skipped_does_not_count_as_warm_up(engines: Callable[[int
 
 
 def spoiled_in_bf16(stage: int, flash: dict[str, Any]) -> dict[str, Any]:
-    """Four steps, in the third of which rank 1's gradient has one Inf, beside the same without that step."""
+    """Run four steps, with one Inf in rank 1's gradient in the third step, and the same steps without that one."""
     options = {"bf16": {"enabled": True, "check_grad_overflow": True}, "zero_optimization": {"stage": stage}}
     spoiled, missing = engine(options, flash), engine(options, flash)
     now = {"step": 0}

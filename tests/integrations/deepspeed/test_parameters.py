@@ -40,7 +40,7 @@ def takes_fp16() -> None:
 
 
 def run(engines: Any, way: str, case: Any, *args: Any) -> list[Any]:
-    """The case on two ranks; skipped where this DeepSpeed builds an optimizer that gathers nothing: refused."""
+    """Run the case on two ranks. Skip where this DeepSpeed builds an optimizer that gathers nothing: refused."""
     try:
         found: list[Any] = engines(2).run(case, *args)
     except RankFailure as failure:
@@ -55,7 +55,7 @@ def site(options: dict[str, Any]) -> str:
 
 
 def flat_and_masters(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """The flat weights, this rank's parts of them, and the exact values of these."""
+    """Return the flat weights, this rank's parts of them, and the exact values of these parts."""
     optimizer, rank = engine.optimizer, dist.get_rank()
     if type(optimizer).__name__ == "BF16_Optimizer":
         parts = [ranks[rank] for ranks in optimizer.bf16_partitioned_groups]
@@ -65,7 +65,7 @@ def flat_and_masters(engine: Any) -> tuple[list[torch.Tensor], list[torch.Tensor
 
 
 def distance(engine: Any) -> list[float]:
-    """Of the held parts from the exact ones, relative; and that of their own dtype."""
+    """Return the relative error of the held parts, and the error of their dtype alone."""
     _, parts, masters = flat_and_masters(engine)
     found = []
     for part, master in zip(parts, masters, strict=True):
@@ -197,7 +197,7 @@ def test_parameters_that_somebody_changed_travel_whole_once(engines: Any, what: 
 
 
 def skips() -> dict[str, Any]:
-    """A step that the loss scaler skips gathers nothing; the next goes on."""
+    """Check that a step that the loss scaler skips gathers nothing, and that the next step gathers."""
     takes_fp16()
     fap.reset_stats()
     options = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 2}}
@@ -260,7 +260,7 @@ class Adapted(nn.Module):
 
 
 def beside_an_empty_group(stage: int, flash: dict[str, Any] | None, folder: str) -> tuple[list[float], bool]:
-    """The losses, and whether a run resumed in the middle ends with the same bits."""
+    """Return the losses, and True if a run resumed in the middle ends with the same bits."""
 
     def build() -> Any:
         net = Adapted()
@@ -297,7 +297,7 @@ def test_adapters_beside_an_empty_group(engines: Any, stage: int, tmp_path: Any)
 
 
 def loads_another(folder: str) -> dict[str, int]:
-    """Parameters alone, of a checkpoint: whole values travel once."""
+    """Load the parameters alone of a checkpoint: whole values are sent once."""
     options = WAYS["stage 2"]
     built = training.engine(options, FOUR)
     for number in range(3):
@@ -366,9 +366,9 @@ def test_disable_gives_the_gather_back(engines: Any) -> None:
 
 
 def reference(stage: int, extra: dict[str, Any], flash: dict[str, Any]) -> tuple[list[str], bool, dict[str, Any]]:
-    """TRL's prepare_deepspeed: a model alone, and a copy of the policy's JSON, at stage 0 unless it is 3.
+    """Train TRL's prepare_deepspeed: a model alone, and a copy of the policy's JSON, at stage 0 unless it is 3.
 
-    Our lines, whether the model computes exactly, and the counters.
+    Return our lines, True if the model computes exactly, and the counters.
     """
     config = copy.deepcopy(training.configuration({"zero_optimization": {"stage": stage}, **extra}, flash))
     if stage != 3:

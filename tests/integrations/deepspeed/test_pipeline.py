@@ -26,14 +26,14 @@ STEPS, MICRO_BATCHES, WIDTH = 3, 4, 64
 
 @pytest.fixture(scope="module")
 def pipelines() -> Iterator[Callable[[int], Ranks]]:
-    """Ranks of their own: a pipeline leaves its groups behind in DeepSpeed, and no other engine can be built."""
+    """Run in separate ranks: a pipeline leaves its groups behind in DeepSpeed, and no other engine can be built."""
     pool = Pool()
     yield pool
     pool.close()
 
 
 class Block(nn.Module):
-    """Passes on what a tuple has beside its first tensor: token numbers, and a mask."""
+    """Pass on the other tensors of a tuple unchanged: token numbers, and a mask."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class First(nn.Module):
-    """Makes a tuple of the input."""
+    """Return a tuple with the input as its first tensor."""
 
     def __init__(self, mask: torch.dtype) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def loss_of(given: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def train(flash: dict[str, Any] | None, mask: torch.dtype | None, steps: int = STEPS) -> dict[str, Any]:
-    """mask: of tuples; None: single tensors."""
+    """Train; mask: of tuples; None: single tensors."""
     package = deepspeed()
     from deepspeed.pipe import PipelineModule
 
@@ -100,7 +100,7 @@ def train(flash: dict[str, Any] | None, mask: torch.dtype | None, steps: int = S
 
 
 class Ends(nn.Module):
-    """The first and the last layer, with one weight, whose last group in a bucket has other elements too."""
+    """The first and the last layer, with one weight. Its last group in a bucket has other elements too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Ends(nn.Module):
 
 
 def tied(flash: dict[str, Any] | None, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Two stages, and data-parallel ranks if there are more, whose batches differ."""
+    """Train two stages, with data-parallel ranks on different batches if there are more ranks."""
     package = deepspeed()
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
@@ -167,7 +167,7 @@ def test_tied_weights_that_are_gathered_stay_the_same_bits(pipelines: Callable[[
 
 
 def crossings(rank: int, stages: int) -> tuple[int, int]:
-    """Activations, of training and of the evaluation, and gradients that a rank sends or receives of one tensor."""
+    """Count the messages of one tensor at a rank: activations, of training and of the evaluation, and gradients."""
     borders = (rank > 0) + (rank < stages - 1)
     return borders * (STEPS + 1) * MICRO_BATCHES, borders * STEPS * MICRO_BATCHES
 
@@ -213,7 +213,7 @@ def test_tuples_with_numbers_and_masks(pipelines: Callable[[int], Ranks], mask: 
 
 
 def noticed() -> tuple[list[str], int]:
-    """The lines about sites with the default widths, and the bytes of sends that are not ours."""
+    """Return the lines about sites with the default widths, and the bytes of sends that are not ours."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         train({"bits": 8, "min_bytes": 0}, None, steps=4)

@@ -1,4 +1,4 @@
-"""Beside tensor parallelism: parameters that every tensor-parallel rank has a copy of, at every stage."""
+"""Tensor parallelism at every stage: parameters with a copy on every tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def train(
     large: bool = False,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    """Data parallel 2 x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after some steps.
+    """Train data parallel 2 x tensor parallel 2. Return the difference of copies between tensor-parallel ranks.
 
     large: one of the copies is a matrix.
-    marked: the reductions find out what is a copy; copied: and so do the gathers by differences.
+    marked: the reductions recognize copies; copied: the gathers by differences recognize them too.
     """
     package = deepspeed()
     from deepspeed.utils import groups

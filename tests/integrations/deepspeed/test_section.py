@@ -28,8 +28,8 @@ from tests.distributed import Ranks
 
 
 def refusal(options: dict[str, Any], flash: Any) -> str:
-    """What deepspeed.initialize answers; the engine's own constructor is not reached."""
-    # The engine of the last refusal. When it goes, 0.17.6 recurses without end, which Python stops once, but not within
+    """Return the answer of deepspeed.initialize. The engine's own constructor is not reached."""
+    # The engine of the last refusal. When it is freed, 0.17.6 recurses without end, which Python stops once, but not in
     # another one's: it ends the process.
     gc.collect()
     package = deepspeed()
@@ -90,7 +90,7 @@ def test_is_refused_at_initialize(
 
 
 def settled(optimizer: str | None = None, deepcompile: bool = False, **zero: Any) -> SimpleNamespace:
-    """What DeepSpeed has made of its configuration, as far as it is looked at."""
+    """Return the parts of DeepSpeed's parsed configuration that the plugin reads."""
     return SimpleNamespace(
         zero_config=SimpleNamespace(**zero),
         compile_config=SimpleNamespace(deepcompile=deepcompile),
@@ -166,7 +166,7 @@ def test_a_section_that_is_none_names_the_switch_and_the_nearest_preset(written:
 
 
 def from_file(folder: str) -> list[str]:
-    """From a JSON file, with a key from the environment; our lines on standard output."""
+    """Read the section from a JSON file, with a key from the environment; return our lines on standard output."""
     path = Path(folder) / "deepspeed.json"
     os.environ["FLASH_ALLREDUCE_MIN_BYTES"] = "0"
     text = io.StringIO()
@@ -203,7 +203,7 @@ def test_a_presets_name_is_the_whole_section(engines: Callable[[int], Ranks], tm
 
 
 def mpu(tensor: int, sequence: int) -> SimpleNamespace:
-    """What DeepSpeed asks of megatron.core.parallel_state in Megatron-DeepSpeed, on 4 ranks; inner groups adjacent."""
+    """Return megatron.core.parallel_state for DeepSpeed as in Megatron-DeepSpeed: 4 ranks, adjacent inner groups."""
     rank, world, inner = dist.get_rank(), dist.get_world_size(), tensor * sequence
     blocks = [list(range(first, first + inner)) for first in range(0, world, inner)]
     across = [list(range(first, world, inner)) for first in range(inner)]
@@ -227,7 +227,7 @@ def mpu(tensor: int, sequence: int) -> SimpleNamespace:
 
 
 def arguments(path: Path) -> argparse.Namespace:
-    """Megatron-DeepSpeed's megatron/arguments.py, as far as DeepSpeed reads it."""
+    """Return Megatron-DeepSpeed's megatron/arguments.py, as far as DeepSpeed reads it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=None)
     parser = deepspeed().add_config_arguments(parser)
@@ -235,7 +235,7 @@ def arguments(path: Path) -> argparse.Namespace:
 
 
 def as_megatron_deepspeed(form: str, folder: str, sizes: tuple[int, int]) -> dict[str, Any]:
-    """deepspeed.initialize as megatron/training.py calls it ("dict", "pipeline"), and as its converter does ("args").
+    """Call deepspeed.initialize as megatron/training.py does ("dict", "pipeline"), and as its converter does ("args").
 
     https://github.com/deepspeedai/Megatron-DeepSpeed, commit 4efb479. The same twice from one file each: plain.json,
     then section.json.
@@ -298,7 +298,7 @@ def test_as_megatron_deepspeed_calls_it(
     engines: Callable[[int], Ranks], tmp_path: Path, form: str, stage: int, sizes: tuple[int, int],
     averaged: list[tuple[int, ...]],
 ) -> None:  # fmt: skip
-    """averaged: the ranks that share gradients, and nobody else's."""
+    """averaged: only the ranks that share gradients."""
     for name, flash in (("plain", None), ("section", EIGHT)):
         options = configuration({"zero_optimization": {"stage": stage}}, flash)
         (tmp_path / f"{name}.json").write_text(json.dumps(options))
@@ -311,7 +311,7 @@ def test_as_megatron_deepspeed_calls_it(
         quantized = {name: one for name, one in eight["sites"].items() if one["quantized"]}
         assert list(quantized) == [f"deepspeed.stage{stage}.gradients"]
         counted = quantized[f"deepspeed.stage{stage}.gradients"]
-        # No parameter is marked as split: beside tensor parallelism all are copies, the small ones in full precision.
+        # No parameter is marked as split: under tensor parallelism all are copies, the small ones in full precision.
         assert counted["quantized"] >= 2 and set(counted["full_precision"]) <= {replicated_params.REASON}
         error = (eight["moved"] - plain["moved"]).norm() / plain["moved"].norm()
         assert 0 < error < 0.01, error
@@ -330,7 +330,7 @@ def test_keys_before_environment_before_defaults(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_file_named_in_the_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `flash-allreduce tune` writes it: below the section's own keys, above the environment."""
+    """Check a file of `flash-allreduce tune`: it ranks below the section's own keys and above the environment."""
     file = tmp_path / "tuned.json"
     file.write_text('{"bits": 4, "min_bytes": 4096}')
     monkeypatch.setenv("FLASH_ALLREDUCE_MIN_BYTES", "1")
@@ -376,7 +376,7 @@ def test_keys_of_deepspeed_are_not_nearly_ours() -> None:
 
 
 def printed(options: dict[str, Any], flash: Any, steps: int) -> tuple[list[str], str, dict[str, Any]]:
-    """Our lines on standard output while an engine is built and trains, its report, and the counters."""
+    """Return our lines on standard output while an engine is built and trains, its report, and the counters."""
     fap.reset_stats()
     counters._forgotten.clear()  # of other tests on these ranks: a site that has ever quantized is not named
     text = io.StringIO()

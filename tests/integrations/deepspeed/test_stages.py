@@ -15,7 +15,7 @@ PARAMETERS = sum(p.numel() for p in model().parameters())
 
 
 def options(stage: int, dtype: str = "fp32", accumulate: int = 1, **other: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration; keys of zero_optimization start with zero_."""
+    """Return DeepSpeed's configuration; keys of zero_optimization start with zero_."""
     zero = {key.removeprefix("zero_"): value for key, value in other.items() if key.startswith("zero_")}
     top = {key: value for key, value in other.items() if not key.startswith("zero_")}
     return {
@@ -101,7 +101,7 @@ def test_trains_as_without_and_counts_every_byte(engines: Callable[[int], Ranks]
     expected *= outcomes[0][0]["comm_bytes"]
     if stage in (1, 2) and collective == "reduce_scatter" and "use_multi_rank_bucket_allreduce" not in str(given):
         expected *= 2  # DeepSpeed's own is an all-reduce
-    # What DeepSpeed itself would have sent, whichever way a bucket went: every gradient, every time, and nothing else.
+    # DeepSpeed itself would have sent the same for either route of a bucket: every gradient, every time, nothing else.
     slack = 8 * world * outcomes[0][2]["calls"]
     assert sum(off["bytes_sent"] for _, off, _ in outcomes) == pytest.approx(expected, abs=slack)
     for _, off, eight in outcomes:
@@ -111,7 +111,7 @@ def test_trains_as_without_and_counts_every_byte(engines: Callable[[int], Ranks]
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world", [2, 3])
 def test_four_bits_send_no_more_than_they_must(engines: Callable[[int], Ranks], world: int, stage: int) -> None:
-    """4.25 bits an element with groups of 128: to the owners, and at stage 0 back to everybody."""
+    """Check 4.25 bits an element with groups of 128: to the owners, and at stage 0 back to all ranks."""
     outcomes = engines(world).run(train, options(stage), {"bits": 4, "group_size": 128, "min_bytes": 0}, 1)
     bits = 8 * sum(outcome["bytes_sent"] for outcome in outcomes) / world / PARAMETERS
     assert 0 < bits <= 1.03 * (2 if stage == 0 else 1) * 4.25 * (world - 1) / world  # 3 %: groups that are not full
@@ -124,7 +124,7 @@ def test_warm_up_counts_steps_that_were_made(engines: Callable[[int], Ranks]) ->
 
 
 def test_small_buckets_stay_in_full_precision(engines: Callable[[int], Ranks]) -> None:
-    """min_bytes is compared with a bucket, not with what one owner gets of it."""
+    """Check that min_bytes is compared with a bucket, not with one owner's part."""
     size = 4 * PARAMETERS
     for stage in range(4):
         for limit, quantized in ((size, True), (size + 1, False)):

@@ -63,7 +63,7 @@ def test_training_in_8_bits_is_as_good_and_copies_stay_equal(engines: Callable[[
 
 
 def asynchronous() -> list[tuple[str, bool, bool]]:
-    """(site, asked for a handle, the handle was waited for) of each sum of a step with tp_overlap_comm."""
+    """Return (site, asked for a handle, the handle was waited for) of each sum of a step with tp_overlap_comm."""
     engine = autotp.built(options(1, tp_overlap_comm=True), EIGHT)
     calls: list[tuple[str, bool, Any]] = []
     ours = reductions.all_reduce
@@ -112,7 +112,7 @@ def test_a_split_embedding_is_quantized_on_request(engines: Callable[[int], Rank
 
 
 def with_gradients_of_copies() -> list[dict[str, Any]]:
-    """The norms in front of split layers, whose gradients DeepSpeed sums itself (q_norm and k_norm of Qwen3)."""
+    """Train with norms in front of split layers. DeepSpeed sums their gradients itself (q_norm and k_norm of Qwen3)."""
     given = options(1)
     specs = given["tensor_parallel"]["partition_config"]["layer_specs"]
     specs.append({"patterns": [r".*\.other_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True})
@@ -202,7 +202,7 @@ def test_fields_act_as_in_megatron(engines: Callable[[int], Ranks]) -> None:
 
 
 def undone() -> dict[str, Any]:
-    """An engine with a section, one without, and the end of both."""
+    """Train an engine with a section and one without, and end both."""
     deepspeed()
     engines_of.detach()
     deepspeed()

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of the plugin, started as their users start them, with the plugin as pip installs it."""
+"""Scripts without a reference to the plugin, started as their users start them, with the plugin as pip installs it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if "RANK" in os.environ:
 
 
 def launch(folder: Path, *words: str, cwd: Path = ROOT, timeout: float = 240) -> tuple[str, list[dict[str, Any]]]:
-    """What `python -m <words>` prints on standard output, and fap.stats() of every rank that it starts."""
+    """Return the standard output of `python -m <words>`, and fap.stats() of every rank that it starts."""
     info = folder / "flash_allreduce_plugin-0.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-allreduce-plugin\nVersion: 0\n")

@@ -2,7 +2,7 @@
 
 DeepSpeed's harness starts the ranks of every test from a fork server. That server imports this module first, and with
 it DeepSpeed and the plugin, so each rank has both. UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for
-none. Into the folder UPSTREAM_RESULTS each rank writes what its sites did when it ends, and pytest gathers it after
+none. Into the folder UPSTREAM_RESULTS each rank writes the counts of its sites when it ends. pytest collects them after
 each test: one results.json with how every test ended, why, and the ranks that ran it.
 """
 

@@ -63,7 +63,7 @@ def full(parameter: Any) -> torch.Tensor:
 
 
 def train(model: Any, steps: int = STEPS, accumulate: int = 1) -> torch.Tensor:
-    """The weights after some steps."""
+    """Return the weights after some steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def meshes(kind: str) -> DeviceMesh:
 
 
 def attached(kind: str, config: fap.FlashConfig, how: dict[str, Any], compiled: str | None = None) -> Any:
-    """(weights, counts, lines) of a model that is attached, and of one that is given ours by hand where it can be."""
+    """Return (weights, counts, lines) of an attached model, and of one that is given ours by hand where it can be."""
     mesh = meshes(kind)
     found = []
     for by_hand in (False, True):
@@ -131,7 +131,7 @@ def test_the_same_bits_as_set_by_hand(ranks: Callable[[int], Ranks], how: str) -
 
 
 def with_an_adapter(quantize_frozen: bool) -> tuple[bool, Any, int]:
-    """Whether the frozen layer computes with exact weights; why its gathers were exact; how many were not."""
+    """Return True if the frozen layer computes with exact weights; why its gathers were exact; the count of others."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model[0].requires_grad_(False)
@@ -162,7 +162,7 @@ def test_a_compiled_model(ranks: Callable[[int], Ranks]) -> None:
 
 
 def hsdp(accumulate: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any], tuple[str, ...]]:
-    """Weights of full precision and attached; counts and lines of the latter."""
+    """Return weights of full precision and attached; counts and lines of the latter."""
     mesh = meshes("hsdp")
     plain = train(build(mesh), accumulate=accumulate)
     fap.fsdp.enable(fap.FlashConfig(bits=8, min_bytes=0))
@@ -202,7 +202,7 @@ def test_in_full_precision_replicas_have_torchs_own_bits(ranks: Callable[[int], 
 
 
 def beside_tensor_parallelism() -> tuple[bool, dict[str, Any], torch.Tensor]:
-    """Whether copies on the tensor-parallel ranks are the same bits after training; counts; one copy."""
+    """Return True if copies on the tensor-parallel ranks have the same bits after training; counts; one copy."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     torch.manual_seed(7)
     model = nn.Sequential(Block(), Block())
@@ -239,7 +239,7 @@ def test_copies_beside_tensor_parallelism_stay_the_same(ranks: Callable[[int], R
 
 
 class Theirs(fap.FlashReduceScatter):
-    """Somebody's own reduce-scatter."""
+    """A reduce-scatter that the program wrote."""
 
 
 def by_the_program() -> tuple[bool, tuple[str, ...]]:
@@ -262,7 +262,7 @@ def test_what_the_program_sets_wins(ranks: Callable[[int], Ranks]) -> None:
 
 
 def with_torchs_buffers() -> tuple[list[str], tuple[str, ...]]:
-    """What torch refuses beside custom communication: its own buffers go before ours."""
+    """Set torch's own buffers, which torch refuses with custom communication: they have precedence over ours."""
     fap.fsdp.enable(QUANTIZED)
     model = build(meshes("flat"))
     for module in modules(model):
@@ -394,7 +394,7 @@ def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, 
     plain = program(tmp_path, generation)
     assert loss_of(served) == loss_of(by_hand) != loss_of(plain)
     lines = said(served)
-    if generation == "fsdp2":  # whose gathers have a field
+    if generation == "fsdp2":  # FSDP2's gathers have a field
         assert "fsdp.parameters has quantized none of its 3 calls: param_bits is full (set " in lines.pop()
     assert len(lines) == 1
     assert f"attached to {name} (" in lines[0]

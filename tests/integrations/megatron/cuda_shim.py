@@ -146,7 +146,7 @@ def stub_sends() -> None:
 
 
 def stub_datasets() -> None:
-    """The compiled index builder of the installed megatron-core, instead of running make in the checkout."""
+    """Use the compiled index builder of the installed megatron-core, instead of running make in the checkout."""
     package = sys.modules["megatron.core.datasets"]
     package.__path__.append(str(Path(sysconfig.get_path("purelib"), "megatron", "core", "datasets")))
 
@@ -206,7 +206,7 @@ def stub_attention() -> None:
 
 
 def stub_latent_attention() -> None:
-    """Without Transformer Engine core_v0.16.1 ends at isinstance(linear_proj, None)."""
+    """Report that Transformer Engine is missing: without it core_v0.16.1 ends at isinstance(linear_proj, None)."""
     sys.modules["megatron.core.transformer.multi_latent_attention"].HAVE_TE = False  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """Transformer Engine's own Python sources on CPU, for a test of the seams on them: no CUDA, nothing compiled.
 
 `install` puts the sources of a folder in place of an installed TE, with a stand-in for its extension module, and does
-in torch what Linear and LayerNormLinear ask of that: products, layer norm. Everything else, and with it every call of
+in torch the parts that Linear and LayerNormLinear need of it: products, layer norm. All other code, with every call of
 a collective, every wait and their order, is TE's own code.
 """
 
@@ -54,7 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(folder: Path) -> types.ModuleType:
-    """transformer_engine.pytorch of the sources in `folder`; the process is good for nothing else afterwards."""
+    """Return transformer_engine.pytorch of the sources in `folder`. Afterwards the process is unusable for other tests."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE loads no library
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.is_available = lambda: True
@@ -96,7 +96,7 @@ def install(folder: Path) -> types.ModuleType:
 
 
 def _product(a: Any, b: Any, *_: Any, layout: str = "TN", bias: Any = None, grad: bool = False, **__: Any) -> Any:
-    """TE's general_gemm: TN is forward, NN the input's gradient, NT the weight's and the bias's."""
+    """Compute TE's general_gemm: TN is forward, NN the input's gradient, NT the weight's and the bias's."""
     rows_a, rows_b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     if layout == "NT":
         return rows_b.t() @ rows_a, rows_b.sum(0) if bias is not None else None, None, None
@@ -107,7 +107,7 @@ def _product(a: Any, b: Any, *_: Any, layout: str = "TN", bias: Any = None, grad
 
 
 def _ready(self: Any, inp: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """TE's prepare_forward asks for CUDA; what remains without FP8."""
+    """Do the part of TE's prepare_forward that remains without FP8. TE's own requires CUDA."""
     self.allow_different_data_and_param_types = False
     self.fp8 = self.fp8_calibration = False
     self.fp8_initialized = True

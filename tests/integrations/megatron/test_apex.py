@@ -65,7 +65,7 @@ def gpt(with_sequence_parallel: bool, fused: bool) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module, fused: bool, group: Any) -> list[float]:
-    """Losses of three steps; main_grad stands in for Megatron's buffer and is added to what autograd collected."""
+    """Return losses of three steps; main_grad stands in for Megatron's buffer and is added to autograd's gradient."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(3):
@@ -98,7 +98,7 @@ class Log(TorchDispatchMode):
 
 
 def order(model: torch.nn.Module, collective: str) -> list[str]:
-    """What the backward of a column-parallel layer does, while the plugin is enabled."""
+    """Log the operations of a column-parallel layer's backward, while the plugin is enabled."""
     layer = model.decoder.layers[0].mlp.linear_fc1
     layer.weight.main_grad = torch.zeros_like(layer.weight)
     x = torch.randn(16, 2, SIZE.hidden, requires_grad=True)

@@ -38,7 +38,7 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def enabled(monkeypatch: pytest.MonkeyPatch) -> list[FlashConfig]:
-    """What `start` enables, without megatron-core."""
+    """Record the configurations that `start` enables, without megatron-core."""
     configs: list[FlashConfig] = []
     monkeypatch.setattr(MEGATRON, "enable_from", lambda config, source: configs.append(config))
     monkeypatch.setattr(arguments.atexit, "register", lambda function: None)

@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints have the state that a resumed run goes on from.
+"""Megatron-LM's checkpoints have the state that a resumed run needs.
 
 A stub of its training package, around megatron-core's own model and gradient buffers, serves everywhere; with
 MEGATRON_LM_PATH=<a checkout, core_v0.16.1> its own pretrain_gpt.py saves and resumes.
@@ -46,7 +46,7 @@ CONFIG = FlashConfig(
 )
 OURS = "flash_allreduce"
 
-# The parameters of core_v0.16.1; what it stores and returns, for one rank's model.
+# The parameters, the stored values and the results of core_v0.16.1, for one rank's model.
 CHECKPOINTING = """
 import os, torch, torch.distributed as dist
 from megatron.training.global_vars import get_args
@@ -99,7 +99,7 @@ def training_package(**arguments: Any) -> tuple[types.ModuleType, types.ModuleTy
 
 
 def trained(folder: str, tensor_parallel: int, resume: bool, non_persistent: bool) -> dict[str, Any]:
-    """To the end with a checkpoint on the way, or from it: by the functions as Megatron-LM's own loop calls them."""
+    """Train to the end with a checkpoint on the way, or from it: calls the functions as Megatron-LM's own loop does."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     start_megatron(tensor_parallel)
@@ -171,7 +171,7 @@ def test_new_processes_go_on_bit_for_bit(tmp_path: Path, tensor_parallel: int, n
 
 
 def left_alone(folder: str) -> dict[str, Any]:
-    """What does not resume a training does not touch its state."""
+    """Check that functions that do not resume a training leave its state unchanged."""
     checkpointing, training = training_package(save=folder, load=folder, folder=folder, iteration=4)
     args = sys.modules["megatron.training.global_vars"].get_args()
     model = torch.nn.Linear(2, 2)

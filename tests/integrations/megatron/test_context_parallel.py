@@ -36,7 +36,7 @@ EXCHANGES, GATHERS = 6, 1  # a step's in the forward pass: of z, x, B, C, dt and
 
 
 class Mixer(nn.Module):
-    """What Megatron's MambaMixer does around its kernels, and attention to keys gathered as DSA gathers them."""
+    """The exchanges of Megatron's MambaMixer around its kernels, and attention to keys gathered as DSA gathers them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Mixer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[tokens of this rank, batch, width]"""
+        """Compute on x [tokens of this rank, batch, width]."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         ranks = self.group.size()
@@ -107,7 +107,7 @@ def train() -> dict[str, Any]:
 
 @contextmanager
 def rounded() -> Any:
-    """Megatron's own collectives, of runs that the codec has rounded one by one."""
+    """Replace the sent runs of Megatron's own collectives by runs that the codec has rounded one by one."""
     from megatron.core.tensor_parallel import mappings
 
     wire = fap.FlashConfig(min_bytes=0)
@@ -216,7 +216,7 @@ def test_without_context_parallelism_a_width_is_refused() -> None:
 
 
 def wrapped(**options: Any) -> None:
-    """As a model is wrapped for training."""
+    """Wrap a model as for training."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer import TransformerConfig
 
@@ -225,7 +225,7 @@ def wrapped(**options: Any) -> None:
 
 
 def without_context_parallelism() -> str:
-    """Groups of one rank say nothing: a program may have made them to convert weights. A model that trains does."""
+    """Check that groups of one rank print nothing: a program may convert weights in them. A training model prints."""
     from megatron.core import parallel_state
 
     fap.megatron.enable(fap.FlashConfig(attention_bits=8))
@@ -246,7 +246,7 @@ def test_a_model_that_trains_without_it_refuses_a_width() -> None:
 
 
 def attached_to_a_ring() -> str:
-    """As FLASH_ALLREDUCE_ATTACH=megatron checks a model that trains."""
+    """Check a model that trains as FLASH_ALLREDUCE_ATTACH=megatron does."""
     from megatron.core import parallel_state
 
     os.environ.update({f"FLASH_ALLREDUCE_{key.upper()}": str(value) for key, value in EIGHT.items()})

@@ -48,7 +48,7 @@ def start_megatron(tensor_parallel_size: int = 1, **options: Any) -> None:
 
 @contextlib.contextmanager
 def enabled(config: FlashConfig | None) -> Iterator[None]:
-    """With the plugin, or without if config is None."""
+    """Enable the plugin, or leave it off if config is None."""
     if config is not None:
         megatron.enable(config)
     try:
@@ -66,7 +66,7 @@ def counts() -> dict[str, Any]:
 
 
 def wrapped(**options: Any) -> Any:
-    """DistributedDataParallel around two parameters of different dtypes, so two buckets in one group."""
+    """Return DistributedDataParallel around two parameters of different dtypes, so two buckets in one group."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -78,8 +78,8 @@ def wrapped(**options: Any) -> Any:
 
 
 def reduce(options: dict[str, Any], config: FlashConfig | None, **finish: Any) -> tuple[Any, ...]:
-    """Buckets after a gradient sync of gradients that depend on the rank (this rank's part of them with the
-    distributed optimizer), the number of buckets in the one group, and what was counted.
+    """Return buckets after a gradient sync of gradients that depend on the rank (this rank's part of them with the
+    distributed optimizer), the number of buckets in the one group, and the counts.
     """
     ddp = wrapped(**options)
     (group,) = ddp.bucket_groups
@@ -112,7 +112,7 @@ def observe_calls() -> dict[str, Any]:
     start_megatron()
     seen: dict[str, Any] = {}
     for i, way in enumerate(WAYS):
-        # Stock: each bucket by itself, since gloo does not coalesce two dtypes.
+        # Stock: one call for each bucket, since gloo does not coalesce two dtypes.
         seen[f"{i} sum"] = reduce(way, GRADS)
         # Megatron divides before the sum, or not at all where the collective averages.
         seen[f"{i} avg"] = reduce({**way, "average_in_collective": True}, GRADS)
@@ -204,8 +204,8 @@ def test_parameters_are_gathered_and_broadcast_as_they_are(calls):
 
 
 def observe_one_bucket() -> dict[str, Any]:
-    """A single bfloat16 bucket, with Megatron's own float32 accumulation too, which replaces a global of its module
-    for good.
+    """Observe a single bfloat16 bucket, with Megatron's own float32 accumulation too, which replaces a global of its
+    module for good.
     """
     start_megatron()
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -291,9 +291,9 @@ SMALL = 1000  # bytes: more than a norm's weight has, less than an embedding of 
 def train(
     config: FlashConfig | None, tensor_parallel_size: int, steps: int = STEPS, learned: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Some steps of two micro-batches with Megatron's DDP and Adam, from the same seed.
+    """Train some steps of two micro-batches with Megatron's DDP and Adam, from the same seed.
 
-    learned: with an embedding of positions, of which every tensor-parallel rank has a copy.
+    learned: with an embedding of positions, which has a copy on every tensor-parallel rank.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -423,7 +423,7 @@ def test_overlapped_buckets_start_during_the_backward_pass(training):
 
 
 def by_step(found: dict[str, Any], steps: int) -> tuple[int, dict[str, int]]:
-    """The counts of gradients of a run in which a call is quantized from SMALL bytes on."""
+    """Return the counts of gradients of a run in which a call is quantized from SMALL bytes on."""
     return steps * (found["buckets"] + found["large copies"]), {
         replicated_params.REASON: steps * found["buckets with small copies"]
     }
@@ -455,7 +455,7 @@ def train_with_copies() -> list[dict[str, Any]]:
 
 
 def test_copies_of_a_parameter_stay_the_same_on_the_tensor_parallel_ranks():
-    """A bucket has their gradients beside those of split parameters, which are other numbers on every such rank."""
+    """Check a bucket with gradients of copies next to those of split parameters, which differ between these ranks."""
     for runs in run_ranks(4, train_with_copies, timeout=250, preload=MEGATRON):
         for found in runs:
             assert found["copies equal"] and found["replicas equal"]
@@ -479,8 +479,8 @@ def test_copies_are_the_same_after_many_steps_and_the_large_one_is_quantized(ste
 
 
 def reduce_in_instances(min_bytes: int) -> tuple[bool, torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """TP 2 x DP 4, two instances of the distributed optimizer: a layer norm's gradient lies across the two shards of
-    its bucket. Whether it does, its exact average and what this rank has of it in the end, and the counts.
+    """Reduce at TP 2 x DP 4, two instances of the distributed optimizer. Return True if a layer norm's gradient lies
+    across the two shards of its bucket, its exact average, this rank's part of it at the end, and the counts.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -538,11 +538,11 @@ def test_copies_across_two_shards_stay_the_same_between_instances_of_the_distrib
 
 
 def observe_traffic() -> dict[str, Any]:
-    """The counters of a run without us, and of two with the plugin."""
+    """Return the counters of a run without us, and of two with the plugin."""
     start_megatron(2)
 
     class Owner:
-        """Counts what is sent without us, too."""
+        """Counts the sent bytes without us, too."""
 
     owner, seen = Owner(), {}
     other_traffic.attach(owner)
@@ -559,7 +559,7 @@ def observe_traffic() -> dict[str, Any]:
 
 
 def test_the_summary_adds_up_to_all_that_leaves_a_rank():
-    """TP 2 x DP 2 with the distributed optimizer: what was quantized, left, and not ours is what Megatron sends."""
+    """Check at TP 2 x DP 2, distributed optimizer: quantized, unquantized and other bytes sum to Megatron's bytes."""
     for seen in run_ranks(4, observe_traffic, timeout=200):
         stock = seen["stock"]
         assert stock["sites"] == {}
@@ -582,7 +582,7 @@ def test_the_summary_adds_up_to_all_that_leaves_a_rank():
 
 
 def without_reductions(sharded: bool) -> list[str]:
-    """Two healthy steps, then four of a loop that does not finish its gradients."""
+    """Run two healthy steps, then four of a loop that does not finish its gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

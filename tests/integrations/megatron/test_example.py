@@ -17,13 +17,13 @@ STEPS, LAYERS, EVALUATIONS = 10, 2, 2
 SHORT = f"--train-iters {STEPS} --num-layers {LAYERS} --eval-iters {EVALUATIONS}".split()
 FORWARD = 2 * LAYERS * (STEPS + EVALUATIONS)  # row-parallel layers, evaluation included
 BACKWARD = (2 * LAYERS + 1) * STEPS  # column-parallel layers and the LM head
-COPIES = 1  # beside each quantized call one that is exact: of parameters that tensor-parallel ranks have copies of
+COPIES = 1  # each quantized call has one more call in full precision, for copies on tensor-parallel ranks
 
 Train = Callable[..., str]
 
 
 def commands() -> list[list[str]]:
-    """Every command in the README's ```sh blocks, as words."""
+    """Return every command in the README's ```sh blocks, as words."""
     text = (EXAMPLE / "README.md").read_text()
     blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
@@ -31,7 +31,7 @@ def commands() -> list[list[str]]:
 
 
 def command(*has: str, lacks: tuple[str, ...] = ()) -> list[str]:
-    """The one training command of the README with all the words of `has` and none of `lacks`."""
+    """Return the one training command of the README with all the words of `has` and none of `lacks`."""
     found = [c for c in commands() if c[0] == "torchrun" and set(has) <= set(c) and not set(lacks) & set(c)]
     assert len(found) == 1, f"the README has {len(found)} commands with {has} and without {lacks}"
     return found[0]
@@ -39,7 +39,7 @@ def command(*has: str, lacks: tuple[str, ...] = ()) -> list[str]:
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """train(words) runs a training command where the README's first command has made the data; what it printed.
+    """Return train(words): it runs a training command after the README's first command, and returns the output.
 
     A command runs once, however many tests ask for it.
     """
@@ -64,7 +64,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 def learned(output: str) -> float:
-    """The validation loss, which must be well below the first step's."""
+    """Return the validation loss, which must be well below the first step's."""
     [first] = re.findall(r"^step +1  loss (\S+)", output, flags=re.MULTILINE)
     [last] = re.findall(rf"^step +{STEPS}  loss (\S+)", output, flags=re.MULTILINE)
     [validation] = re.findall(r"^validation loss (\S+)", output, flags=re.MULTILINE)
@@ -75,7 +75,7 @@ def learned(output: str) -> float:
 
 
 def counts(output: str, seam: str) -> tuple[int, int]:
-    """(calls, quantized) in the report."""
+    """Return (calls, quantized) in the report."""
     site = re.escape(f"megatron.{seam}")
     if re.search(rf"^in place, nothing sent: (.*, )?{site}(,|$)", output, flags=re.MULTILINE):
         return 0, 0

@@ -1,4 +1,4 @@
-"""The random numbers of what experts exchange: other ones at every call, and for every part but those of a gather."""
+"""Random numbers of exchanges between experts differ at every call, and for every part but those of a gather."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config() -> FlashConfig:
 
 
 def exchange(collective: str, x: torch.Tensor, group: Any, config: FlashConfig) -> torch.Tensor:
-    """x [ROWS, WIDTH] of this rank: to all ranks, or to every rank (the sum of what comes, or all of it)."""
+    """Exchange x [ROWS, WIDTH] of this rank: to all ranks, or to every rank (return the sum, or all parts)."""
     world = group.size()
     if collective == "all_gather":
         output = x.new_empty(world * ROWS, WIDTH)
@@ -53,7 +53,7 @@ def exchange(collective: str, x: torch.Tensor, group: Any, config: FlashConfig) 
 
 
 def results(collective: str, calls: int) -> dict[str, Any]:
-    """Every rank has the same x."""
+    """Return the results of calls in which every rank has the same x."""
     group = dist.group.WORLD
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     seen = [exchange(collective, x, group, config()) for _ in range(calls)]
@@ -99,7 +99,7 @@ def test_rounding_to_the_nearest_draws_nothing() -> None:
 
 
 def counted(reason: str | None) -> tuple[dict[str, Any], list[bool]]:
-    """Of every collective with rows that differ from rank to rank: its counters, and whether it was exact."""
+    """Run every collective with different rows on each rank. Return its counters, and True if it was exact."""
     group, (rank, world) = dist.group.WORLD, (dist.get_rank(), dist.get_world_size())
     assert group is not None
     rows = [3, 50][:world]
@@ -123,7 +123,7 @@ def counted(reason: str | None) -> tuple[dict[str, Any], list[bool]]:
 
 @contextmanager
 def uneven_gloo() -> Iterator[None]:
-    """As tests/integrations/megatron/test_groups.py: gloo has no gather and no scatter of parts of other sizes."""
+    """Patch gloo as test_groups.py does: gloo has no gather and no scatter of parts of different sizes."""
     theirs = dist.all_gather, dist.reduce_scatter
     dist.all_gather, dist.reduce_scatter = test_groups.all_gather, test_groups.reduce_scatter
     try:
@@ -138,7 +138,7 @@ def test_gathers_and_scatters_of_uneven_rows_are_the_doors(reason: str | None) -
         assert exact == [reason is not None] * 2
         assert seen["quantized"] == (2 if reason is None else 0)
         assert seen["full_precision"] == ({} if reason is None else {reason: 2})
-        # What a rank gathers goes to the other one; of what it reduces the other one's rows do.
+        # Each rank sends its rows to the other rank in a gather, and the other rank's rows in a reduce-scatter.
         assert seen["bytes_full_precision"] == (3 + 50) * WIDTH * 4, rank
 
 
@@ -161,7 +161,7 @@ def test_without_expert_parallelism_a_width_is_refused() -> None:
 
 
 def without_expert_parallelism() -> str:
-    """Groups of one rank say nothing: a program may have made them to convert weights. A model that trains does."""
+    """Check that groups of one rank print nothing: a program may convert weights in them. A training model prints."""
     from megatron.core import parallel_state
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer import TransformerConfig

@@ -21,7 +21,7 @@ def host(config: FlashConfig) -> fsdp.Host:
 
 
 def bucket(**shard: int) -> Any:
-    """Two parameters of 3 and 4 elements in a bucket of 12, with padding between and behind."""
+    """Return two parameters of 3 and 4 elements in a bucket of 12, with padding between and behind."""
     items = {0: SimpleNamespace(global_data_index=5, size=4), 1: SimpleNamespace(global_data_index=0, size=3)}
     return SimpleNamespace(
         bucket_index=SimpleNamespace(global_data_index=0, size=12),

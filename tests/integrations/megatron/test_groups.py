@@ -1,4 +1,4 @@
-"""Four ranks: tensor parallelism beside pipeline, context and data parallelism, and experts.
+"""Four ranks: tensor parallelism with pipeline, context and data parallelism, and experts.
 
 The right groups, and no others, are quantized.
 """
@@ -137,7 +137,7 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def pipeline() -> dict[str, Any]:
-    """Megatron's own 1F1B schedule, two micro-batches over two stages of one layer."""
+    """Run Megatron's own 1F1B schedule, two micro-batches over two stages of one layer."""
     start(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -179,7 +179,7 @@ def pipeline() -> dict[str, Any]:
 
 
 def context() -> dict[str, Any]:
-    """A transformer's MLP: megatron-core's own attention cannot split the context."""
+    """Run a transformer's MLP: megatron-core's own attention cannot split the context."""
     start(tensor_model_parallel_size=2, context_parallel_size=2)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -204,7 +204,7 @@ def context() -> dict[str, Any]:
 
 
 def data() -> dict[str, Any]:
-    """Megatron's DistributedDataParallel around a GPT."""
+    """Run Megatron's DistributedDataParallel around a GPT."""
     start(tensor_model_parallel_size=2)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -225,7 +225,7 @@ def data() -> dict[str, Any]:
 
 
 def moe_layer(dispatcher: str, expert_tensor_parallel: int) -> torch.nn.Module:
-    """A MoE layer of four experts with sequence parallelism, which routes unevenly."""
+    """Return a MoE layer of four experts with sequence parallelism, which routes unevenly."""
     start(
         tensor_model_parallel_size=2,
         expert_model_parallel_size=WORLD // expert_tensor_parallel,
@@ -313,13 +313,13 @@ def moe(
 
 
 def bytes_of_experts() -> dict[str, int]:
-    """What would have been sent without the plugin, by site."""
+    """Return the bytes that would have been sent without the plugin, by site."""
     counted = counters.stats()["sites"]
     return {site: counts["bytes_full_precision"] for site, counts in counted.items() if ".expert." in site}
 
 
 def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any) -> None:
-    """Parts of uneven sizes, which gloo cannot gather."""
+    """Gather parts of uneven sizes, which gloo cannot gather."""
     for rank, output in zip(dist.get_process_group_ranks(group), outputs, strict=True):
         part = input.clone() if rank == dist.get_rank() else torch.empty_like(output)
         dist.broadcast(part, rank, group=group)
@@ -327,7 +327,7 @@ def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any) -> 
 
 
 def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any) -> None:
-    """Parts of uneven sizes, which gloo cannot scatter."""
+    """Scatter parts of uneven sizes, which gloo cannot scatter."""
     for rank, input in zip(dist.get_process_group_ranks(group), inputs, strict=True):
         part = input.clone()
         dist.all_reduce(part, group=group)
@@ -336,7 +336,7 @@ def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any)
 
 
 def twice(run: Any) -> dict[str, Any]:
-    """The same without and with the plugin; what api/reductions.py was given, by group, and the counters."""
+    """Run the same without and with the plugin; return the inputs of api/reductions.py, by group, and the counters."""
     from megatron.core import parallel_state
 
     megatron.disable()
@@ -422,7 +422,7 @@ def test_hidden_states_of_experts_are_quantized_forward_and_backward(dispatcher)
         assert seen["same routing"] and seen["uneven"]
         assert seen["bytes"] == seen["bytes in full precision"]
         first, other, again = (seen["signatures"][i : i + 2] for i in (0, 2, 4))
-        assert first == again and not set(first) & set(other)  # what one layer sends never reaches another layer
+        assert first == again and not set(first) & set(other)  # bytes of one layer never reach another layer
         assert not torch.equal(seen["quantized"][1][0], seen["stock"][1][0])
         assert close(seen)
 

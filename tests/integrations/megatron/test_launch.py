@@ -2,7 +2,7 @@
 
 A stub of Megatron-LM's training package (real argparse, functions of the same names) and megatron-core's own
 reduction serve everywhere. With MEGATRON_LM_PATH=<a Megatron-LM checkout, core_v0.16.1> its own pretrain_gpt.py is
-trained for 50 iterations on CPU; tests/integrations/megatron/cuda_shim.py goes into the ranks beside it.
+trained for 50 iterations on CPU. tests/integrations/megatron/cuda_shim.py is copied into the ranks for it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ LAUNCHER = ("-m", "flash_allreduce_plugin.integrations.megatron")
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
-    """A folder with a Megatron-LM of a few lines; `megatron` itself stays a namespace package."""
+    """Return a folder with a Megatron-LM of a few lines; `megatron` itself stays a namespace package."""
     for name, text in STUB.items():
         file = tmp_path / "checkout" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ def test_the_shim_of_cuda_knows_bf16_and_draws_other_weights_on_each_rank(tmp_pa
 
 
 def why_not() -> str:
-    """Why the real Megatron-LM cannot run here; empty if it can."""
+    """Return why the real Megatron-LM cannot run here, empty if it can."""
     if not CHECKOUT:
         return "MEGATRON_LM_PATH is not set: no Megatron-LM checkout (tag core_v0.16.1) to run pretrain_gpt.py of"
     if not Path(CHECKOUT, "pretrain_gpt.py").is_file():

@@ -1,4 +1,4 @@
-"""FLASH_ALLREDUCE_ATTACH=megatron: programs that nobody edits, under torchrun, on real megatron-core; and Megatron-LM's
+"""FLASH_ALLREDUCE_ATTACH=megatron: unedited programs, under torchrun, on real megatron-core; and Megatron-LM's
 scripts (the stub of test_launch) as if --flash-allreduce had been given.
 """
 
@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 from flash_allreduce_plugin.cli.report.log import read
 from tests.integrations.megatron.test_launch import STUB, TORCHRUN, run
 
-# Two tensor-parallel layers, trained; nothing in it knows the plugin but what BY_HAND adds.
+# Two tensor-parallel layers, trained. Only the lines that BY_HAND adds refer to the plugin.
 PROGRAM = """
 import hashlib
 import sys
@@ -90,7 +90,7 @@ OWN_GROUPS = PROGRAM.replace(
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the program, and with two that enable the seams themselves."""
+    """Return a folder with the program, and with two that enable the seams themselves."""
     folder = tmp_path_factory.mktemp("programs")
     (folder / "train.py").write_text(PROGRAM)
     (folder / "own.py").write_text(PROGRAM.replace("    # BY HAND", OWN))
@@ -102,7 +102,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_hand(program: Path) -> list[str]:
-    """What the ranks end with where the program enables the seams itself."""
+    """Return the ranks' final results where the program enables the seams itself."""
     done = train(program, "own.py")
     assert LINE not in done.stdout
     return trained(done)
@@ -113,7 +113,7 @@ def train(folder: Path, script: str, *words: str, **environment: str) -> subproc
 
 
 def trained(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What each rank ended with."""
+    """Return the final result of each rank."""
     assert done.returncode == 0, done.stdout[-6000:]
     found = dict(re.findall(r"rank (\d) weights (\w+) loss", done.stdout))
     return [found["0"], found["1"]]
@@ -200,7 +200,7 @@ def test_what_cannot_be_served_ends_the_program_with_a_sentence(
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)
 def test_a_width_without_a_pipeline_ends_the_program_after_its_first_step(program: Path) -> None:
-    """Groups do not decide: a program may have made them for another purpose."""
+    """Check that groups do not decide: a program may have made them for another purpose."""
     done = train(program, "train.py", **ATTACH, FLASH_ALLREDUCE_PIPELINE_BITS="8")
     assert done.returncode != 0 and "weights" not in done.stdout
     said = "flash all-reduce: FLASH_ALLREDUCE_PIPELINE_BITS=8 has no effect: there is no pipeline here; leave it out."
@@ -228,6 +228,6 @@ def test_a_megatron_lm_script_behaves_as_with_the_flag(tmp_path: Path) -> None:
     assert done.stdout.count("seams attached, forward 8 bits") == 1
     assert LINE not in done.stdout and "has enabled Megatron's seams itself" not in done.stdout
     assert "megatron.g.forward: 1 calls, 1 quantized" in done.stdout
-    # Flags go before variables, and need no --flash-allreduce beside the variable.
+    # Flags have precedence over variables, and need no --flash-allreduce if the variable is set.
     done = train(tmp_path, *words, "--flash-allreduce-bits", "5", **variables)
     assert "seams attached, forward 5 bits" in done.stdout

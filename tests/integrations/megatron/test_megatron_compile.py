@@ -30,7 +30,7 @@ def step(layer: torch.nn.Module, run: Any, x: torch.Tensor) -> list[torch.Tensor
 
 
 def layers(folder: str) -> dict[str, tuple[bool, int, int]]:
-    """Of every layer and backend: whether the bits are those without a graph; quantized calls without and with."""
+    """Return for every layer and backend: True if the bits equal those without a graph; quantized calls of both."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     import torch._inductor.config
     from megatron.core import parallel_state

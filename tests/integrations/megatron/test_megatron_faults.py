@@ -1,4 +1,4 @@
-"""A tensor-parallel rank raises in the middle of a step: its peers get CollectiveError, and Megatron can be let go."""
+"""A tensor-parallel rank raises in the middle of a step: its peers get CollectiveError, and Megatron can be freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = timedelta(seconds=3)
 
 
 def raises(where: str) -> tuple[str, float, bool]:
-    """Rank 1 raises in a hook, of the forward or the backward pass."""
+    """Raise at rank 1 in a hook, of the forward or the backward pass."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
 
@@ -51,7 +51,7 @@ def raises(where: str) -> tuple[str, float, bool]:
     except (ArithmeticError, errors.CollectiveError) as error:
         message = f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # a rank that ends is found out at once
+    time.sleep(max(0.0, TIMEOUT.total_seconds() + 1 - seconds))  # the peers of a rank that ends fail immediately
     megatron.disable()
     return message, seconds, mappings._reduce is theirs and not megatron.is_enabled()
 

@@ -29,7 +29,7 @@ PASSES = 16
 
 
 def average(way: dict[str, Any], config: FlashConfig) -> dict[str, Any]:
-    """Relative error of the mean over PASSES of the same gradients, a bucket each; the third pass has a NaN between."""
+    """Return the relative error of the mean over PASSES of one bucket's gradients; the third pass has a NaN between."""
     ddp = wrapped(**way)
     (group,) = ddp.bucket_groups
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -68,7 +68,7 @@ def average(way: dict[str, Any], config: FlashConfig) -> dict[str, Any]:
 
 
 def forgotten() -> list[list[str]]:
-    """The keys while one model lives, when it is gone, and after `disable`."""
+    """Return the keys while one model lives, after it is freed, and after `disable`."""
     seen = []
     with enabled(ON):
         owner = megatron.feedback()
@@ -89,7 +89,7 @@ def warned() -> list[str]:
         warnings.simplefilter("always")
         with enabled(FlashConfig(error_feedback=True)):
             pass
-        with enabled(FlashConfig(preset="int4", grad_bits="full")):  # nobody has asked for feedback
+        with enabled(FlashConfig(preset="int4", grad_bits="full")):  # no setting asks for feedback
             pass
     return [str(warning.message) for warning in caught if "error_feedback" in str(warning.message)]
 
@@ -100,7 +100,7 @@ def observe() -> dict[str, Any]:
     seen["forgotten"] = forgotten()
     seen["warned"] = warned()
     seen["training"] = [train(config, 1, **WAYS[3]) for config in (OFF, ON)]
-    # These would be refused here, had somebody given them.
+    # An explicit setting of these would be refused here.
     refused = ("pipeline_bits", "pipeline_backward_bits", "attention_bits", "expert_bits")
     fields = {key: value for key, value in PRESETS["thin"].items() if key not in refused}
     spelled_out = FlashConfig(**{**fields, "bits": 6, "param_bits": 4, "min_bytes": 0})

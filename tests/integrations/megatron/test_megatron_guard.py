@@ -1,4 +1,4 @@
-"""min_sqnr_db in Megatron: a training whose floor cannot be reached goes to full precision, and says so."""
+"""min_sqnr_db in Megatron: a training that cannot reach its floor changes to full precision and prints a line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Logged(logging.Handler):
 
 
 def trains(tensor_parallel: int, ways: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every way, the counts and losses of a training that is guarded, and the losses of one without the plugin."""
+    """Return, for every way, counts and losses of a guarded training, and losses of a training without the plugin."""
     start_megatron(tensor_parallel)
     handler, logger = Logged(), logging.getLogger("flash_allreduce_plugin")
     logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""What rank 0 prints of the first steps in Megatron: every field that would have quantized a traffic of a step."""
+"""Rank 0's lines about the first steps in Megatron: every field that would have quantized a traffic of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = {"bits": 8, "backward_bits": 8, "sequence_parallel_gather_bits": 8, "grad_
 
 
 def noticed(run: Callable[[], Any]) -> dict[str, Any]:
-    """The lines about sites while `run` runs; the report; other traffic of torch.distributed."""
+    """Return the lines about sites while `run` runs; the report; other traffic of torch.distributed."""
     counters.reset_stats()
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
@@ -40,7 +40,7 @@ def noticed(run: Callable[[], Any]) -> dict[str, Any]:
 
 
 def dense() -> dict[str, Any]:
-    """TP 2 x DP 2 with the distributed optimizer in bfloat16, with the default fields."""
+    """Train at TP 2 x DP 2 with the distributed optimizer in bfloat16, with the default fields."""
     start_megatron(2)
     with trained(FlashConfig(min_bytes=0), tp=2) as training:
         seen = noticed(lambda: training.run(0, STEPS))
@@ -65,7 +65,7 @@ def test_the_default_fields_of_tensor_and_data_parallelism() -> None:
 
 
 def experts(dispatcher: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Four ranks, TP 2, EP 4: the parts of an expert are on one rank. SGD counts the steps."""
+    """Train on four ranks, TP 2, EP 4: the parts of an expert are on one rank. SGD counts the steps."""
     layer = test_groups.moe_layer(dispatcher, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
     x = torch.randn(8, test_groups.BATCH, test_groups.HIDDEN, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -84,7 +84,7 @@ def experts(dispatcher: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_experts_with_everything_on_print_nothing(dispatcher: str) -> None:
-    """Neither routing maps nor groups of one rank are anybody's fault."""
+    """Check that neither routing maps nor groups of one rank get a line."""
     first, *_ = run_ranks(4, experts, dispatcher, {**ALL, "expert_bits": 8}, timeout=200, preload=MEGATRON)
     assert first["lines"] == []
 
@@ -98,7 +98,7 @@ def test_an_exchange_of_experts_is_named_with_all_its_fields() -> None:
 
 
 def alone() -> dict[str, Any]:
-    """One rank: tensor parallelism of size 1."""
+    """Train on one rank: tensor parallelism of size 1."""
     test_groups.start(tensor_model_parallel_size=1)
     model = test_groups.gpt(test_groups.transformer_config(tensor_model_parallel_size=1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -71,20 +71,20 @@ class Training:
             self.step(number)
 
     def gathered(self) -> torch.Tensor:
-        """All parameters, once all gathers are done."""
+        """Return all parameters, once all gathers are done."""
         if self.ddp.ddp_config.overlap_param_gather:
             self.ddp.start_param_sync(force_sync=True)
         return torch.cat([one.detach().flatten() for one in self.model.parameters()]).clone()
 
     def replicas(self) -> bool:
-        """Whether all data-parallel ranks have the same bits."""
+        """Return True if all data-parallel ranks have the same bits."""
         mine = self.gathered()
         others = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(others, mine, group=self.group)
         return all(torch.equal(mine.view(torch.int16), one.view(torch.int16)) for one in others)
 
     def distance(self) -> float:
-        """Of what is held from the exact values, relative, over the parts of this rank."""
+        """Return the relative error of the held values, over the parts of this rank."""
         error = square = 0.0
         for one in self.optimizer.chained_optimizers:
             for models, masters in zip(one.model_float16_groups, one.shard_fp32_from_float16_groups, strict=True):
@@ -159,7 +159,7 @@ def observe() -> dict[str, Any]:
 
 
 def asynchronous() -> tuple[list[bool], list[bool]]:
-    """Of the gathers that the first module of a forward pass starts: whether there is a handle, and if it was done."""
+    """Return, for gathers that a forward pass's first module starts: True if there is a handle, True if it was done."""
     with trained(CONFIG, **WAYS[2]) as training:
         training.run(0, 2)
         groups, handles = training.ddp.bucket_groups, []
@@ -177,7 +177,7 @@ CHANGES = ("nothing", "load_state_dict", "one rank", "evaluation", "between step
 
 
 def changes(what: str) -> dict[str, Any]:
-    """What becomes of weights that somebody changes between two steps."""
+    """Change weights between two steps and return the effect."""
     way = {"between step and gather": WAYS[2], "one rank": WAYS[1]}.get(what, {})
     with trained(CONFIG, **way) as training:
         training.run(0, 2)
@@ -207,7 +207,7 @@ def changes(what: str) -> dict[str, Any]:
 
 
 def undone(how: str) -> dict[str, Any]:
-    """The plugin goes between a step and its gather: Megatron gathers what it would have copied."""
+    """Disable the plugin between a step and its gather: Megatron gathers the values it would have copied."""
     with trained(CONFIG, **WAYS[2]) as training:
         training.run(0, 3)
         if how == "in between":  # the emergency switch
@@ -271,7 +271,7 @@ def float32() -> Any:
 
 
 class Stopped:
-    """What a checkpoint has of a training, at the end of a step."""
+    """The parts of a training that a checkpoint has, at the end of a step."""
 
     def __init__(self, training: Training) -> None:
         self.parameters = {name: one.clone() for name, one in named(training)}
@@ -293,7 +293,7 @@ def named(training: Training) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def resumed() -> list[Any]:
-    """A training to the end, and others from the middle of it: with the plugin's state and without."""
+    """Run a training to the end, and others from the middle of it: with the plugin's state and without."""
     found = []
     for way in WAYS[1:]:
         config = CONFIG.model_copy(update={"rounding": "stochastic", "hadamard": not way.get("overlap_param_gather")})
@@ -323,7 +323,7 @@ def ranks() -> list[dict[str, Any]]:
 
 
 def runs_of(ranks: list[dict[str, Any]], name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """(way, run, stock run)"""
+    """Yield (way, run, stock run)."""
     for seen in ranks:
         for way, runs in zip(WAYS, seen["ways"], strict=True):
             if name in runs:
@@ -428,7 +428,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks):
     for seen in ranks:
         for way, with_ours, went_on, same, reasons, buckets in seen["resumed"]:
             assert with_ours == went_on == same
-            # With overlap, the first forward pass gathers too: what was loaded is there already.
+            # With overlap, the first forward pass gathers too: the loaded values are there already.
             overlap = bool(way.get("overlap_param_gather"))
             before = {parameters.NOTHING_NEW: buckets} if overlap else {}
             assert reasons == (before if with_ours else {weight_differences.FIRST: (1 + overlap) * buckets})
@@ -440,11 +440,11 @@ def test_float32_parameters_have_nothing_beside_them(ranks):
         assert quantized == 0 and set(reasons) == {parameters.NO_MASTERS} and equal
 
 
-# Beside tensor parallelism, and in several instances
+# Tensor parallelism, and several instances
 
 
 def beside_tensor_parallelism() -> dict[str, Any]:
-    """TP 2 x DP 2, 20 steps."""
+    """Train at TP 2 x DP 2, 20 steps."""
     from megatron.core import parallel_state
 
     start_megatron(2)
@@ -468,13 +468,13 @@ def beside_tensor_parallelism() -> dict[str, Any]:
 
 
 def bytes_of_steps(bits: int | str) -> dict[str, float]:
-    """Two steps of a model with the example's proportions at a micro-batch of 2, gradients summed in float32: what all
-    sites sent, and what they would have without the plugin. Tensor parallelism at 8 bits; bits: of parameters.
+    """Train two steps of a model with the example's proportions at a micro-batch of 2, gradients summed in float32.
+    Return all sites' bytes with and without the plugin. Tensor parallelism at 8 bits; bits: of parameters.
     """
     size = ModelSize(hidden=256, layers=4, heads=8, sequence=256, batch=2)
     config = FlashConfig(bits=8, backward_bits=8, grad_bits=8 if bits == "full" else bits, param_bits=bits, min_bytes=0)
     with trained(config, tp=2, size=size, grad_reduce_in_fp32=True) as training:
-        training.step(0)  # whose gather is of whole values
+        training.step(0)  # the gather of this step sends whole values
         counters.reset_stats()
         training.run(1, 3)
         stats = counters.stats()
@@ -532,7 +532,7 @@ class Chunk(torch.nn.Module):
 
 
 def trained_chunks(overlap: bool, **instances: Any) -> dict[str, Any]:
-    """Two chunks, six steps."""
+    """Train two chunks for six steps."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -596,7 +596,7 @@ def test_experts_chunks_and_instances():
             assert all(found["same"].values()) and found["steps"] == 6
             assert found["losses"][-1] < found["losses"][0]
         assert plain["same"].keys() == {("dense", 4), ("expert", 2)}
-        # Two chunks with a bucket of each kind. The step of each kind gathers both kinds, one of which has nothing new.
+        # Two chunks with a bucket of each kind. The step of each kind gathers both kinds, one of them without changes.
         first, nothing_new = weight_differences.FIRST, parameters.NOTHING_NEW
         assert (plain["quantized"], plain["reasons"]) == (20, {first: 6, nothing_new: 22})
         assert (overlapped["quantized"], overlapped["reasons"]) == (20, {first: 8})

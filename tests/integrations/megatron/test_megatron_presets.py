@@ -1,4 +1,4 @@
-"""A preset in Megatron: what of it cannot act is left out, with a line."""
+"""A preset in Megatron: settings that cannot act are left out, with a line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flash_allreduce_plugin.telemetry import counters
 
 
 def left_out() -> tuple[list[bool], bool, bool, list[str]]:
-    """A preset where parameters cannot be served: quantized gradients and parameters, copies, and what was said."""
+    """Train where parameters are not supported. Return quantized gradients and parameters, copies, and lines."""
     start_megatron()
     config, said = FlashConfig(preset="int8", min_bytes=0), io.StringIO()
     with trained(config) as training, contextlib.redirect_stdout(said):

@@ -48,7 +48,7 @@ class Board:
 
 
 def training_package(parameters: str, writer: Board | None, other: Board | None) -> types.ModuleType:
-    """A megatron.training of a few lines, imported; the module that logs."""
+    """Import a megatron.training of a few lines and return the module that logs."""
     package, training, theirs = (
         types.ModuleType(f"megatron.training{rest}") for rest in ("", ".training", ".global_vars")
     )

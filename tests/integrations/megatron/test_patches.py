@@ -36,7 +36,7 @@ if not PATCH.is_file():
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the installed sources with the patch applied."""
+    """Return a copy of the installed sources with the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(SITE / "megatron" / "core", folder / "megatron" / "core", ignore=shutil.ignore_patterns("*.pyc"))
     # patch rather than git apply: that one skips files in a folder that another repository ignores.

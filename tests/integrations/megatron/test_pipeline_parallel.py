@@ -101,7 +101,7 @@ class Training:
         return found
 
     def losses(self, steps: int = STEPS, forward_only: bool = False) -> tuple[list[float], str]:
-        """Of every step (the last stage has them), and a digest of the weights."""
+        """Return the loss of every step (the last stage has them), and a digest of the weights."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         model = self.model()
@@ -141,7 +141,7 @@ def sites() -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def served(training: Training, config: dict[str, Any], **how: Any) -> dict[str, Any]:
-    """A training with the plugin: losses, weights, counters, and what is left unfinished in the groups."""
+    """Train with the plugin. Return losses, weights, counters, and operations left unfinished in the groups."""
     counters.reset_stats()
     megatron.enable(FlashConfig(**config))
     losses, weights = training.losses(**how)
@@ -155,7 +155,7 @@ def observe(options: dict[str, Any]) -> bytes:
     stock = training.losses()
     seen: dict[str, Any] = {"stock": {"losses": stock[0], "weights": stock[1]}}
     seen["full"] = served(training, {})
-    # torch's own handles do not keep what gloo is still sending: with freed outputs the losses are NaN.
+    # torch's own handles do not keep the tensors that gloo is still sending: with freed outputs the losses are NaN.
     training.config.deallocate_pipeline_outputs = True
     seen["int8"] = served(training, INT8)
     seen["int8 again"] = served(training, INT8)
@@ -212,7 +212,7 @@ def test_quantized_training_stays_near_and_is_repeated_bit_for_bit(case: Any) ->
         assert seen["int8"]["weights"] == seen["int8 again"]["weights"] != seen["stock"]["weights"]
 
 
-# ---- what arrives, by Megatron's two functions themselves ----
+# ---- received values, by Megatron's two functions themselves ----
 
 
 def tensor(rank: int, which: str) -> torch.Tensor:
@@ -220,7 +220,7 @@ def tensor(rank: int, which: str) -> torch.Tensor:
 
 
 def exchange(function: str, wait: bool = True, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around a ring, in both directions at once; what came from the rank before and from the one after."""
+    """Exchange around a ring in both directions. Return the tensors from the rank before and the one after."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -287,7 +287,7 @@ def test_what_arrives_is_quantized_at_the_width_of_its_direction() -> None:
             assert not beside, "a send that was served is counted once"
 
 
-# ---- which messages, and what is left behind ----
+# ---- the sent messages, and unfinished ones ----
 
 
 def choices() -> bytes:
@@ -321,7 +321,7 @@ def test_evaluation_requests_and_warm_up_are_the_same_at_both_ends() -> None:
 
 
 def left_behind() -> list[int]:
-    """After each step: messages that nobody has waited for. Megatron leaves the last sends of a step alone."""
+    """Return after each step the messages without a wait. Megatron does not wait for the last sends of a step."""
     from megatron.core import parallel_state
 
     training = Training(chunks=2, overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -359,7 +359,7 @@ def test_stages_that_differ_in_their_configuration_are_named_on_both() -> None:
 
 
 def shorter() -> str:
-    """Rank 1 expects another shape than rank 0 sends, which is told when the group's timeout has passed."""
+    """Let rank 1 expect another shape than rank 0 sends, which fails when the group's timeout has passed."""
     start(pipeline_model_parallel_size=2)
     megatron.enable(FlashConfig(**INT8))
     given: dict[str, Any] = {"tensor_send_prev": None, "tensor_recv_next": None}
@@ -385,7 +385,7 @@ def refused() -> list[str]:
         except ConfigError as error:
             said.append(str(error))
 
-    megatron.enable(FlashConfig(pipeline_bits=8))  # nobody knows yet how many stages there are
+    megatron.enable(FlashConfig(pipeline_bits=8))  # the number of stages is not known yet
     start(pipeline_model_parallel_size=1)  # nor now: a program may convert weights in such groups, and train in others
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer.module import MegatronModule

@@ -148,7 +148,7 @@ def model_of(way: Way, groups: Any) -> Any:
 
 
 def loss_of(model: torch.nn.Module, starts: torch.Tensor, over: Any) -> torch.Tensor:
-    """Mean cross entropy over a split vocabulary. Megatron's own asks parallel_state for the group up to 0.16."""
+    """Return mean cross entropy over a split vocabulary. Up to 0.16 Megatron's own takes parallel_state's group."""
     windows = torch.stack([DATA[start : start + SIZE.sequence + 1] for start in starts.tolist()])
     positions = torch.arange(SIZE.sequence).expand(len(starts), -1)
     mask = torch.ones(SIZE.sequence, SIZE.sequence, dtype=torch.bool).triu(1)[None, None]
@@ -163,7 +163,7 @@ def loss_of(model: torch.nn.Module, starts: torch.Tensor, over: Any) -> torch.Te
 
 
 def summed(part: torch.Tensor, over: Any) -> torch.Tensor:
-    """The sum over the ranks; every rank differentiates its own part."""
+    """Return the sum over the ranks; every rank differentiates its own part."""
     total = part.detach().clone()
     dist.all_reduce(total, group=over)
     return part + (total - part.detach())
@@ -257,7 +257,7 @@ def test_models_with_groups_of_their_own_are_served_and_their_copies_stay_equal(
 
 
 def experts() -> bytes:
-    """One MoE layer whose tensor-parallel group, that of its experts and their joint group are the same object."""
+    """Train a MoE layer with one object as tensor-parallel group, tensor-parallel group of experts and joint group."""
     start(initialized=False)
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear

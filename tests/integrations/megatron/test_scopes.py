@@ -1,4 +1,4 @@
-"""What decides about a collective besides its place: the module, the step, evaluation, recomputation, the gathers
+"""Properties that decide about a collective besides its place: the module, the step, evaluation, recomputation, gathers
 of sequence parallelism. Real GPTs of megatron-core on two ranks.
 """
 
@@ -74,7 +74,7 @@ class Spy:
 
 
 def fired(call: Any) -> dict[str, Any]:
-    """{site: (quantized, {reason: count})} of `call()`."""
+    """Return {site: (quantized, {reason: count})} of `call()`."""
     counters.reset_stats()
     call()
     sites = counters.stats()["sites"]
@@ -113,7 +113,7 @@ def by_name(model: torch.nn.Module, **changes: Any) -> list[tuple[str, str | Non
 
 
 class Wrapped(torch.nn.Module):
-    """As Megatron's DistributedDataParallel and Float16Module hold a model."""
+    """A wrapper that holds a model as Megatron's DistributedDataParallel and Float16Module do."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Wrapped(torch.nn.Module):
 
 
 def warm_up(model: torch.nn.Module) -> dict[str, Any]:
-    """Quantized calls of g per step, with gradient accumulation and the optimizer in two parts."""
+    """Return quantized calls of g per step, with gradient accumulation and the optimizer in two parts."""
     seen: dict[str, Any] = {}
     parameters = list(model.parameters())
     parts = [torch.optim.SGD(part, lr=0.0) for part in (parameters[:3], parameters[3:])]
@@ -167,7 +167,7 @@ def evaluation(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def recomputation(model: torch.nn.Module) -> dict[str, Any]:
-    """Both checkpoint functions: what g returned in the forward and in the recomputation."""
+    """Return g's results in the forward and in the recomputation, for both checkpoint functions."""
     from megatron.core.tensor_parallel import checkpoint, random
 
     # There is no CUDA generator to save: the state of the CPU's serves for it.

@@ -1,7 +1,7 @@
-"""Every seam of megatron-core on two real ranks: it fires, it counts, it changes what it should, no more.
+"""Every seam of megatron-core on two real ranks: it fires, it counts, it changes its own target, no more.
 
 Starting ranks that import Megatron costs seconds, so each fixture runs one rank function that observes many
-things and the tests look at what it returned.
+things and the tests check the result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def start_megatron() -> Any:
 
 
 def raw_entries() -> dict[str, Any]:
-    """What stands at each seam's target, staticmethod objects as such."""
+    """Return the object at each seam's target, staticmethod objects as such."""
     entries = {}
     for seam in tensor_parallel.seams(FlashConfig) + sequence_parallel.seams(FlashConfig):
         *path, name = seam.attribute.split(".")
@@ -69,7 +69,7 @@ def raw_entries() -> dict[str, Any]:
 
 
 def counts(call: Any) -> tuple[Any, dict[str, Any]]:
-    """The value of `call()` and what each site counted meanwhile: {site: (quantized, {reason: count})}."""
+    """Return the value of `call()` and the counts of each site during it: {site: (quantized, {reason: count})}."""
     counters.reset_stats()
     value = call()
     sites = counters.stats()["sites"]
@@ -154,7 +154,7 @@ class _Log(TorchDispatchMode):
 
 
 def overlap(config: Any, group: Any, collective: str) -> list[str]:
-    """The order of a column-parallel layer's backward: products, start of the collective, wait."""
+    """Return the order of a column-parallel layer's backward: products, start of the collective, wait."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     layer = ColumnParallelLinear(
@@ -188,7 +188,7 @@ def overlap(config: Any, group: Any, collective: str) -> list[str]:
 
 
 def observe_tensor_parallel() -> dict[str, Any]:
-    """A rank's view of everything without sequence parallelism."""
+    """Return a rank's view of everything without sequence parallelism."""
     group = start_megatron()
     other = dist.new_group(list(range(WORLD)))
     from megatron.core.tensor_parallel import mappings
@@ -230,7 +230,7 @@ def observe_tensor_parallel() -> dict[str, Any]:
 
 
 def observe_sequence_parallel() -> dict[str, Any]:
-    """A rank's view of everything with sequence parallelism."""
+    """Return a rank's view of everything with sequence parallelism."""
     group = start_megatron()
     from megatron.core.tensor_parallel import mappings
 
@@ -250,7 +250,7 @@ def observe_sequence_parallel() -> dict[str, Any]:
     seen["whole"] = counts(lambda: scatter(x.clone(), group))
     seen["strided"] = counts(lambda: scatter(x.t().contiguous().t(), group))
     seen["buffer"] = counts(lambda: scatter(x.clone(), group, None, True).clone())
-    # gloo has no uneven reduce-scatter: what is asked here is that Megatron's own path is the one taken.
+    # gloo has no uneven reduce-scatter: this call only checks that Megatron's own path is taken.
     seen["split sizes"] = counts(lambda: outcome(lambda: scatter(x.clone(), group, [20, 20])))
     try:
         scatter(torch.zeros(3, 4), group)
@@ -268,7 +268,7 @@ def outcome(call: Any) -> Any:
 
 
 def pickled(observe: Any) -> bytes:
-    """What `observe` sees on this rank, by value: hundreds of tensors are too many for shared memory."""
+    """Return this rank's results of `observe`, by value: hundreds of tensors are too many for shared memory."""
     return pickle.dumps(observe())
 
 
@@ -288,7 +288,7 @@ def sequence() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["plain", "sequence"])
 def runs(request: pytest.FixtureRequest) -> tuple[list[dict[str, Any]], str, str]:
-    """Both ways, with the names of the forward and the backward site that a stock GPT uses."""
+    """Run both ways, with the names of the forward and the backward site that a stock GPT uses."""
     return request.getfixturevalue(request.param), *((G, DGRAD) if request.param == "plain" else (SP_G, SP_DGRAD))
 
 
@@ -297,7 +297,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def reduced(fired: dict[str, Any]) -> dict[str, Any]:
-    """Without the all-gathers of sequence parallelism, which are in full precision here."""
+    """Return the counts without the all-gathers of sequence parallelism, which are in full precision here."""
     return {site: counted for site, counted in fired.items() if site not in GATHERS}
 
 

@@ -46,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 
 def gpt(tp: int, stages: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Any:
-    """This rank's stage, whose embedding is the output layer as well."""
+    """Return this rank's stage. Its embedding is the output layer as well."""
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -81,7 +81,7 @@ def gpt(tp: int, stages: int, dtype: torch.dtype = torch.float32, seed: int = 1)
 
 
 def backward_pass(ddp: torch.nn.Module, step: int) -> list[float]:
-    """The losses of Megatron's schedule over its micro-batches; none on stages before the last one."""
+    """Return the losses of Megatron's schedule over its micro-batches; none on stages before the last one."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
@@ -182,7 +182,7 @@ def test_full_precision_is_megatrons_own(ranks: tuple[int, list[dict[str, Any]]]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_copies_stay_the_same_bits(ranks: tuple[int, list[dict[str, Any]]], variant: str) -> None:
-    """Of the embedding on the first and the last stage, of every stage's on its data-parallel ranks, and of norms."""
+    """Compare copies: the embedding on the first and last stage, every stage's on data-parallel ranks, and norms."""
     embeddings: dict[int, torch.Tensor] = {}
     norms: dict[int, torch.Tensor] = {}
     for rank in ranks[1]:
@@ -237,7 +237,7 @@ class Sharded:
 
 
 def sharded(frozen: bool, steps: int) -> dict[str, Any]:
-    """Train in full precision, and at 4 bits with a second model that goes on from the middle."""
+    """Train in full precision, and at 4 bits with a second model that continues from the middle."""
     start_megatron(1, pipeline_model_parallel_size=2)
     torch.cuda.synchronize = lambda *_: None
     with CudaIsCpu():

@@ -2,7 +2,7 @@
 
 A GPT is built of megatron-core's own wrappers (TELayerNormColumnParallelLinear, TERowParallelLinear) around the
 stand-in's layers and trained, with nothing patched, enabled in several ways, and disabled again; layers that such a
-GPT does not have are run by themselves. Every rank function observes many things, the tests look at what it returned.
+GPT does not have are run alone. Every rank function observes many things, the tests check its result.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def changed(**fields: Any) -> FlashConfig:
 
 
 def start(*, stub: Path = STUB) -> Any:
-    """Megatron with the stand-in for Transformer Engine, tensor parallel over both ranks."""
+    """Start Megatron with the stand-in for Transformer Engine, tensor parallel over both ranks."""
     sys.path.insert(0, str(stub))
     from megatron.core import parallel_state
 
@@ -76,7 +76,7 @@ def start(*, stub: Path = STUB) -> Any:
 
 
 def gpt(sequence_parallel: bool, *, with_te: bool = True) -> torch.nn.Module:
-    """The demo's GPT, its linear layers Megatron's wrappers of Transformer Engine."""
+    """Return the demo's GPT, its linear layers Megatron's wrappers of Transformer Engine."""
     from megatron.core.extensions import transformer_engine as wrappers
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.identity_op import IdentityOp
@@ -100,7 +100,7 @@ def gpt(sequence_parallel: bool, *, with_te: bool = True) -> torch.nn.Module:
 
 
 def counts(call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """The value of `call()` and what each site counted meanwhile: {site: (quantized, {reason: count})}."""
+    """Return the value of `call()` and the counts of each site during it: {site: (quantized, {reason: count})}."""
     counters.reset_stats()
     value = call()
     sites = counters.stats()["sites"]
@@ -122,7 +122,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[float, list[torch.Tensor
 
 
 def train(sequence_parallel: bool, group: Any) -> tuple[list[float], bool]:
-    """Losses of three steps, and whether replicated parameters are the same on all ranks."""
+    """Return losses of three steps, and True if replicated parameters are the same on all ranks."""
     model = gpt(sequence_parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -134,7 +134,7 @@ def train(sequence_parallel: bool, group: Any) -> tuple[list[float], bool]:
 
 
 def raw_entries() -> dict[str, Any]:
-    """What stands at each seam's target, staticmethod objects as such."""
+    """Return the object at each seam's target, staticmethod objects as such."""
     entries = {}
     for seam in transformer_engine.seams(FlashConfig):
         *path, name = seam.attribute.split(".")
@@ -205,7 +205,7 @@ def older_forward(model: torch.nn.Module) -> None:
 
 
 def layer_runs(sequence_parallel: bool, group: Any, other: Any) -> dict[str, Any]:
-    """Layers by themselves: Linear, column and row; LayerNormMLP, checkpointed or not."""
+    """Run single layers: Linear, column and row; LayerNormMLP, checkpointed or not."""
     from transformer_engine.pytorch import LayerNormMLP, Linear
     from transformer_engine.pytorch.module import linear
 
@@ -319,7 +319,7 @@ def order(step: Callable[[], Any]) -> list[str]:
 
 
 def refusals() -> dict[str, str]:
-    """What is said to those who enable in a script of their own."""
+    """Return the messages for programs that enable the plugin in their own script."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformer_engine.pytorch.module import base
 
@@ -400,12 +400,12 @@ def sequence() -> list[dict[str, Any]]:
 
 @pytest.fixture(params=["plain", "sequence"])
 def run(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Any]]]:
-    """Whether with sequence parallelism, and what the ranks saw."""
+    """Return True with sequence parallelism, and the results of the ranks."""
     return request.param == "sequence", request.getfixturevalue(request.param)
 
 
 def expected(sequence_parallel: bool, **reasons: str) -> dict[str, Any]:
-    """Counts of one training step of the GPT; `reasons`: by role, why its calls are in full precision."""
+    """Return counts of one training step of the GPT; `reasons`: by role, why its calls are in full precision."""
     forward = {SP_G: "forward", GATHER: "gather"} if sequence_parallel else {G: "forward"}
     backward = (
         {SP_G_BACKWARD: "gradient", REGATHER: "gather", SP_DGRAD: "backward"}

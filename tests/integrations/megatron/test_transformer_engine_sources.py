@@ -122,7 +122,7 @@ def test_the_layers_of_transformer_engine(
 
 
 def exchanges(folder: str) -> dict[str, Any]:
-    """TE's own function, cut out of a file whose imports need CUDA, before and after attention."""
+    """Run TE's own function before and after attention. It is cut out of a file with imports that need CUDA."""
     torch.set_num_threads(1)
     path = next(
         path for name in attention.TE_MODULES if (path := Path(folder, *name.split(".")).with_suffix(".py")).exists()

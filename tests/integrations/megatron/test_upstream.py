@@ -36,7 +36,7 @@ MODES = {
     ),
 }
 
-# What cannot run here, whatever the mode.
+# Tests that cannot run here in any mode.
 NOT_HERE = {
     "test_initialization.py::Test::test_te_col_init": "needs Transformer Engine",
     "test_initialization.py::Test::test_te_row_init": "needs Transformer Engine",
@@ -46,8 +46,8 @@ NOT_HERE = {
     "test_tensor_parallel_utils.py::test_gather_split_1d_tensor": "needs NCCL: gloo gathers equal shapes only",
 }
 
-# What fails at 8 bits beyond that, and why. Nothing does: these tests reduce and gather tensors that are constant
-# within a quantization group, and such a group travels exactly.
+# Further tests that fail at 8 bits, and why. There are none: these tests reduce and gather tensors that are constant
+# within a quantization group, and such a group is sent exactly.
 NOT_AT_8_BITS: dict[str, str] = {}
 
 # The calls of each site in a test, on every rank; no other test reaches a site.
@@ -67,7 +67,7 @@ CALLS = {
 
 
 def why_not() -> str:
-    """Why Megatron-LM's tests cannot run here; empty if they can."""
+    """Return why Megatron-LM's tests cannot run here, empty if they can."""
     if not CHECKOUT:
         return "MEGATRON_LM_PATH is not set: no Megatron-LM checkout (tag core_v0.16.1) to run the unit tests of"
     if not Path(CHECKOUT, TESTS).is_dir():
@@ -80,7 +80,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(bool(why_not()), reas
 
 @functools.cache
 def ranks(mode: str) -> list[dict[str, Any]]:
-    """What each rank wrote down in a mode: see upstream_ranks.py."""
+    """Return the results that each rank wrote in a mode: see upstream_ranks.py."""
     config, checkout = MODES[mode], str(Path(CHECKOUT).resolve())
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         site, folder = Path(scratch, "site"), Path(scratch, "results")
@@ -129,7 +129,7 @@ def run(command: tuple[str, ...], folder: str, environment: dict[str, str]) -> s
 
 @functools.cache
 def outcomes(mode: str) -> dict[str, str]:
-    """Of each test "passed", "skipped", or why it failed on the first rank where it did; printed as a table."""
+    """Return by test "passed", "skipped", or why it failed on the first rank where it did; print a table."""
     ended: dict[str, str] = {}
     for rank in ranks(mode):
         for test, (outcome, reason) in rank["outcomes"].items():
@@ -145,7 +145,7 @@ def outcomes(mode: str) -> dict[str, str]:
 
 
 def sites(rank: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each test that reached a site, the counts of its sites on a rank."""
+    """Return the counts of a rank's sites, for each test that reached a site."""
     return {test.removeprefix(f"{TESTS}/"): counts for test, counts in rank["sites"].items() if counts}
 
 

@@ -1,8 +1,8 @@
 """A pytest plugin for the ranks of test_upstream.py: Megatron-LM's own tests, unedited, on gloo and the CPU.
 
 Each rank is a pytest of its own (`torchrun -m pytest -p upstream_ranks`), with cuda_shim.py as its sitecustomize.
-UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for none; into the folder UPSTREAM_RESULTS goes one
-rank-<n>.json: how each test ended here, why, and what each site did in it.
+UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for none. Into the folder UPSTREAM_RESULTS a rank writes
+rank-<n>.json: how each test ended here, why, and the counts of each site in it.
 
 A test that fails on one rank leaves the others waiting in a collective. So the group times out soon, and after a
 test that failed anywhere every rank gives its groups up and the next test starts with new ones.

@@ -103,7 +103,7 @@ def mesh_of(ranks: int | None = None) -> DeviceMesh:
 
 
 def copies(model: nn.Module) -> Tensor:
-    """The parameters that every tensor-parallel rank keeps, one after another."""
+    """Return the parameters that every tensor-parallel rank keeps, one after another."""
     found = []
     for parameter in model.parameters():
         if not isinstance(parameter, DTensor):
@@ -156,7 +156,7 @@ SITES = ("reduce.forward", "reduce.backward", "gather.forward", "gather.backward
 
 
 def counts() -> dict[str, tuple[int, int, dict[str, int]]]:
-    """site: (calls, quantized, calls in full precision by reason) since reset_stats, without the integration's name."""
+    """Return site: (calls, quantized, calls in full precision by reason) since reset_stats; sites without the prefix."""
     sites = fap.stats()["sites"]
     return {
         site: (found["calls"], found["quantized"], dict(found["full_precision"]))

@@ -27,7 +27,7 @@ from tests.integrations.tensor_parallel.model import (
 
 
 def everything_else() -> dict[str, Any]:
-    """What a program does beside a forward and a backward pass."""
+    """Run the program's other operations, besides a forward and a backward pass."""
     model = new_model(sequence=True, layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     ids = torch.randint(WORDS, (2, TOKENS))

@@ -88,7 +88,7 @@ WIDE = 96  # of 2 and of 3 ranks
 
 
 def layers_bit_for_bit(sequence: bool) -> dict[str, bool]:
-    """One column-parallel and one row-parallel layer against fap's functions on the same local tensors."""
+    """Compare a column-parallel and a row-parallel layer with fap's functions on the same local tensors."""
     mesh, rank, ranks = mesh_of(), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     column, row = nn.Linear(WIDE, 2 * WIDE, bias=False), nn.Linear(2 * WIDE, WIDE, bias=False)
@@ -141,7 +141,7 @@ def test_layers_give_what_our_functions_give(world: int, sequence: bool) -> None
 
 
 def uneven(tokens: int) -> dict[str, Any]:
-    """A sequence that the ranks cannot share alike: torch pads."""
+    """Train on a sequence that the ranks cannot share evenly: torch pads."""
     mesh = mesh_of()
     torch.manual_seed(0)
     linear = nn.Linear(WIDE, WIDE, bias=False)

@@ -1,4 +1,4 @@
-"""torch.compile, meshes with FSDP2, programs that nobody edits, and the configuration."""
+"""torch.compile, meshes with FSDP2, unedited programs, and the configuration."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class DistributedDataParallel(Module):
         self.allreduce_fallback()
 
     def settle_buckets(self):
-        """In the order of arrival, a dtype at a time; the same on all ranks here, where apex takes rank 0's."""
+        """Settle in the order of arrival, one dtype after the other. All ranks share it here; apex uses rank 0's."""
         buckets, filling = [], {}
         for param in self.arrived:
             bucket = filling.setdefault(param.dtype, [])

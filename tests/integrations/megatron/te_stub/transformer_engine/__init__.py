@@ -1,7 +1,7 @@
 """A stand-in for Transformer Engine 2.18 on CPU, for the tests of its seams.
 
 Files, names, parameters, return values and the order of GEMMs and collectives are those of TE's Python sources (which
-need CUDA to run); the arithmetic is torch's. Only what megatron-core's layers and the seams touch is here.
+need CUDA to run); the arithmetic is torch's. Only the parts that megatron-core's layers and the seams use are here.
 """
 
 from . import common as common

@@ -1,4 +1,4 @@
-"""What stands for FP8 tensors: bytes with one scale, and no torch.Tensor (TE's storages are none either)."""
+"""Stand-ins for FP8 tensors: bytes with one scale, and no torch.Tensor (TE's storages are none either)."""
 
 import torch
 

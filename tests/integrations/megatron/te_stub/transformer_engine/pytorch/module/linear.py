@@ -10,7 +10,7 @@ __all__ = ["Linear"]
 
 
 def _linear_forward_impl(args):
-    """As from 2.15 on, the work of forward and backward is done in functions beside the autograd function."""
+    """Compute forward and backward in functions outside the autograd function, as TE does from 2.15 on."""
     inputmat = args.inp.reshape(-1, args.inp.shape[-1])
     if args.parallel_mode == "column" and args.sequence_parallel:
         if args.fp8:
