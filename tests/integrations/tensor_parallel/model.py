@@ -156,7 +156,7 @@ SITES = ("reduce.forward", "reduce.backward", "gather.forward", "gather.backward
 
 
 def counts() -> dict[str, tuple[int, int, dict[str, int]]]:
-    """Return site: (calls, quantized, calls in full precision by reason) since reset_stats; sites without the prefix."""
+    """Return site: (calls, quantized, full-precision calls by reason) since reset_stats; sites without the prefix."""
     sites = fap.stats()["sites"]
     return {
         site: (found["calls"], found["quantized"], dict(found["full_precision"]))
