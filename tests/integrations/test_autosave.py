@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind: str, world: int, tmp_path: Path
 
 
 def test_without_the_states_it_is_another_run(tmp_path: Path) -> None:
-    """Check that the weights can differ, and that one rank's lost file makes every rank restart, with a warning."""
+    """Check that the compared weights can differ. One rank's lost file resets the state of all, with a warning."""
     whole = run_ranks(2, train, "fsdp2", tmp_path, 0, STEPS)
     lost = next((tmp_path / "flash" / "rank_00001").glob("4-*.pt"))
     lost.unlink()

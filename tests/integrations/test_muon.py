@@ -117,7 +117,7 @@ def steps(module: Any, optimizer_name: str) -> list[float]:
 
 
 def by_ddp(config: fap.FlashConfig | None, optimizer: str = "Muon") -> dict[str, Any]:
-    """config None: DDP's own reduction."""
+    """Train with DDP; config None: DDP's own reduction."""
     fap.reset_stats()
     fap.ddp.enable(config or fap.FlashConfig(enabled=False))
     ddp = DistributedDataParallel(model())
@@ -129,7 +129,7 @@ def by_ddp(config: fap.FlashConfig | None, optimizer: str = "Muon") -> dict[str,
 
 
 def by_fsdp2(config: fap.FlashConfig | None, optimizer: str = "Muon") -> dict[str, Any]:
-    """config None: torch's own. DTensor's collectives are attached, too: they must leave the optimizer's alone."""
+    """Train with FSDP2; config None: torch's own. DTensor's attached collectives must not quantize the optimizer's."""
     fap.reset_stats()
     fap.tensor_parallel.enable(EIGHT)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

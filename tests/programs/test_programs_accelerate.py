@@ -145,7 +145,7 @@ def test_the_nlp_example(tmp_path: Path) -> None:
 
 
 def test_an_example_with_a_hook_of_its_own(tmp_path: Path) -> None:
-    """DistributedDataParallelKwargs(comm_hook=...): it is used, ours is not, and a line says so."""
+    """Check DistributedDataParallelKwargs(comm_hook=...): it is used, ours is not, and a line reports this."""
     words = (example(tmp_path, "by_feature/ddp_comm_hook.py"), "--cpu", "--ddp_comm_hook=fp16")
     run = attached(material(tmp_path / "run"), "ddp", *words)
     assert run.attached == []

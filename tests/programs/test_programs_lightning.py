@@ -151,7 +151,7 @@ def test_tensor_parallelism(tmp_path: Path) -> None:
 
 
 def test_started_by_lightning_itself(tmp_path: Path) -> None:
-    """`python program.py`: rank 0 is the program, which starts the other one; no torchrun, no RANK in rank 0."""
+    """Run `python program.py`: rank 0 is the program, which starts the other one; no torchrun, no RANK in rank 0."""
     served = attached(material(tmp_path / "torchrun", DDP), "ddp", "program.py")
     alone = start(material(tmp_path / "alone", DDP), ("program.py",), {"FLASH_ALLREDUCE_ATTACH": "ddp", **SETTINGS})
     assert alone.attached == served.attached and len(alone.attached) == 1

@@ -64,7 +64,7 @@ if "RANK" in os.environ:
 
 @dataclass
 class Mode:
-    """arguments: of train.py. to: how the attach line begins. kind: of hook by hand; empty where there is none."""
+    """A mode. arguments: of train.py. to: the attach line's start. kind: of hook by hand; empty where there is none."""
 
     ranks: int
     arguments: str
@@ -158,7 +158,7 @@ def test_train(tmp_path: Path, name: str) -> None:
 
 
 def test_parameters_too(tmp_path: Path) -> None:
-    """Gathered in bfloat16 without the plugin, so that 8 bits are half the bytes."""
+    """Check parameters gathered in bfloat16 without the plugin, so that 8 bits are half the bytes."""
     mode = MODES["FSDP2"]
     full = train(tmp_path / "full", mode, {"FORCE_SUM": "1", **OFF})
     variables = {"FLASH_ALLREDUCE_ATTACH": "fsdp", "FLASH_ALLREDUCE_PARAM_BITS": "8", **SETTINGS}
@@ -172,7 +172,7 @@ def test_parameters_too(tmp_path: Path) -> None:
 
 
 def test_tensor_parallelism_too(tmp_path: Path) -> None:
-    """With sequence parallelism, which torchtitan always has, and FSDP2 around it."""
+    """Train with sequence parallelism, which torchtitan always has, and FSDP2 around it."""
     mode = MODES["tensor parallelism"]
     full = train(tmp_path / "full", mode, {"FORCE_SUM": "1", **OFF})
     widths = dict.fromkeys(("FLASH_ALLREDUCE_BACKWARD_BITS", "FLASH_ALLREDUCE_SEQUENCE_PARALLEL_GATHER_BITS"), "8")

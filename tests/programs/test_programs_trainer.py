@@ -85,8 +85,9 @@ def test_run_clm(tmp_path: Path, run_clm: str, served: Run) -> None:
 
 
 def test_run_clm_with_fsdp_on_the_cpu_trains_with_ddp(tmp_path: Path, run_clm: str, served: Run) -> None:
-    """accelerate makes FSDP of MULTI_GPU and its like, not of MULTI_CPU (AcceleratorState.__init__), and says nothing:
-    --fsdp is DDP on the CPU. The line tells the truth, and the training is the same.
+    """Check that --fsdp trains as DDP on the CPU and that the line reports it.
+
+    accelerate enables FSDP for MULTI_GPU and its like, not for MULTI_CPU (AcceleratorState.__init__), silently.
     """
     words = (*ARGUMENTS, "--fsdp", "full_shard", "--fsdp_config", '{"version": 2}')
     run = attached(material(tmp_path / "fsdp"), "ddp,fsdp", run_clm, *words)
@@ -116,7 +117,7 @@ trainer.save_state()
 
 
 def sharded(folder: Path) -> Path:
-    """A Llama: its plan has a group of parameters for each layer, and one for the norm and the head together."""
+    """Write a Llama. Its plan has a group of parameters for each layer, and one for the norm and the head together."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

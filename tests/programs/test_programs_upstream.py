@@ -66,7 +66,7 @@ AT_8_BITS: dict[str, set[str]] = {
 
 @dataclass
 class Result:
-    """run: of pytest, with the plugin's lines and counters. ended: "passed", "failed" or "skipped", by test."""
+    """A result. run: of pytest, with our lines and counters. ended: "passed", "failed" or "skipped", by test."""
 
     run: Run
     ended: dict[str, str]

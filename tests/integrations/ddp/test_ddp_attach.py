@@ -103,7 +103,7 @@ def test_a_compiled_model(ranks: Callable[[int], Ranks], backend: str) -> None:
 
 
 def copied(how: str) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Weights of a model and of its copy after the same steps, calls that were quantized, and models with a line."""
+    """Return weights of a model and of its copy after the same steps, quantized calls, and models with a line."""
     fap.ddp.enable(QUANTIZED)
     ddp = DistributedDataParallel(build())
     if how == "deepcopy":

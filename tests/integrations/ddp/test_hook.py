@@ -170,7 +170,7 @@ def test_buckets_in_flight_find_a_width_together(ranks: Callable[[int], Ranks]) 
 
 
 def uneven(hook: bool, by_initial: bool) -> dict[str, Any]:
-    """Rank 0 runs out of data after two steps, rank 1 after four, rank 2 after six."""
+    """Train on uneven inputs: rank 0 runs out of data after two steps, rank 1 after four, rank 2 after six."""
     model, _ = model_and_batch()
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.05)
     if hook:

@@ -29,7 +29,7 @@ Wrapper = Callable[[Any], Any]
 
 
 class Weight(nn.Module):
-    """Its gradient is the input."""
+    """A layer with the input as its weight's gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_a_hook_inside_of_a_wrapper_averages_over_the_models_group(ranks: Callab
 
 
 def joined(by_initial: bool) -> list[float]:
-    """Rank 1 makes a second step, with 4 as its gradient, when rank 0 has run out of data: the gradient there."""
+    """Run a second step on rank 1, with gradient 4, when rank 0 has run out of data. Return its gradients."""
     found = []
     for wrapper in WRAPPERS.values():
         ddp = DistributedDataParallel(Weight())
@@ -121,7 +121,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def shared() -> list[str]:
-    """One hook for two models, in each way of registering it."""
+    """Register one hook for two models, in each way of registering it."""
     group, found = pair(), []
     for wrapper in (WRAPPERS["none"], WRAPPERS["function"]):
         hook = fap.ddp_hook(CONFIG)
@@ -143,7 +143,7 @@ def test_a_hook_of_two_models_is_refused(ranks: Callable[[int], Ranks]) -> None:
 
 
 def wrapped_again() -> list[float]:
-    """A hook of a model that is wrapped again over another group, when the former wrapper is garbage."""
+    """Wrap a model with a hook again over another group, when the former wrapper is garbage."""
     group, found = pair(), []
     for wrapper in (WRAPPERS["none"], WRAPPERS["function"]):
         hook, module = fap.ddp_hook(CONFIG), Weight()
@@ -162,7 +162,7 @@ def test_a_hook_of_a_model_that_is_wrapped_again(ranks: Callable[[int], Ranks]) 
 
 
 def unfound() -> list[Any]:
-    """Two wrappers of one module; a model that the garbage collector does not see, without and with its name."""
+    """Build two wrappers of one module, and a model hidden from the garbage collector, without and with its name."""
     module = Weight()
     two = [DistributedDataParallel(module) for _ in range(2)]
     for ddp in two:
@@ -219,7 +219,7 @@ def test_the_python_reducer_averages_over_the_models_group(ranks: Callable[[int]
 
 
 def attached_to_dtensors(config: fap.FlashConfig | None) -> torch.Tensor:
-    """Gradients of a tensor-parallel model by the Python reducer, attached with device_mesh; config None: torch's."""
+    """Return gradients of a tensor-parallel model by the Python reducer, attached with device_mesh. None: torch's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(7)
     model = Block()

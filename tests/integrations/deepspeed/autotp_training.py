@@ -66,7 +66,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
 
 
 class Language(nn.Module):
-    """tied: the head has the embedding's weight."""
+    """A language model; tied: the head has the embedding's weight."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def words(number: int) -> Tensor:
 
 
 def copies_are_equal(engine: Any) -> bool:
-    """True if every replicated parameter has the same bits on all ranks."""
+    """Return True if every replicated parameter has the same bits on all ranks."""
     copies = [p for p in engine.module.parameters() if not getattr(p, "tensor_model_parallel", False)]
     mine = torch.cat([p.detach().float().flatten() for p in copies])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -12,7 +12,7 @@ from tests.distributed import Pool, Ranks
 
 @pytest.fixture(scope="session")
 def engines() -> Iterator[Callable[[int], Ranks]]:
-    """engines(n): n running ranks on which DeepSpeed engines are built; they live as long as no case kills them."""
+    """Yield engines(n): n running ranks to build DeepSpeed engines on. They live as long as no case kills them."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     pool = Pool()

@@ -23,7 +23,7 @@ STEPS = 3
 
 
 def deepspeed() -> Any:
-    """The package, on the CPU, with engines that have a section served."""
+    """Return the package, on the CPU, with the plugin attached to engines that have a section."""
     theirs = package()
     from flash_allreduce_plugin.integrations.deepspeed import engine
 
@@ -32,7 +32,7 @@ def deepspeed() -> Any:
 
 
 def package() -> Any:
-    """The package, on the CPU."""
+    """Return the package, on the CPU."""
     first = "deepspeed" not in sys.modules
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed as theirs
@@ -61,7 +61,7 @@ def skip_if_nothing_is_reduced(zero: dict[str, Any]) -> None:
 
 
 def model(width: int = 48) -> nn.Module:
-    """Odd sizes: partitions of parameters that no world divides, and buckets with two owners."""
+    """Return a model of odd sizes: partitions of parameters that no world divides, and buckets with two owners."""
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(width, 97), nn.Tanh(), nn.Linear(97, 65, bias=False), nn.Tanh(), nn.Linear(65, width)

@@ -204,7 +204,7 @@ def test_an_exchange_is_what_rounding_each_run_and_exchanging_plainly_gives(
 
 
 def with_groups(make: Callable[..., nn.Module], sizes: tuple[int, int]) -> dict[str, Any]:
-    """With an object that tells which ranks share a sequence; register_with_transformers makes such a one."""
+    """Pass an object with the ranks that share a sequence, as register_with_transformers makes it."""
     theirs = package()
     from deepspeed.runtime.sequence_parallel import parallel_state_sp as mpu
 
@@ -239,7 +239,7 @@ def test_where_deepspeed_has_to_be_told_which_ranks_share_a_sequence(
 
 
 class Stream:
-    """Do nothing: without an accelerator there is one queue, so there is nothing to wait for."""
+    """A stream that does nothing: without an accelerator there is one queue, and nothing to wait for."""
 
     def wait_stream(self, _other: Any) -> None: ...
 
@@ -247,7 +247,7 @@ class Stream:
 
 
 def overlapped(flash: Any) -> dict[str, Any]:
-    """Gradients of queries and keys are exchanged asynchronously, and waited for where they are used."""
+    """Exchange gradients of queries and keys asynchronously, and wait for them where they are used."""
     package()
     from deepspeed.accelerator import get_accelerator
 

@@ -132,7 +132,7 @@ def test_another_number_of_ranks_begins_anew(
 
 
 def over_an_overflow(stage: int, folder: str, resume: bool) -> tuple[torch.Tensor, dict[str, int]]:
-    """A checkpoint between a step that overflows and the next one; the residuals that are dropped after it."""
+    """Save between a step that overflows and the next one; return the weights and the residuals dropped after it."""
     deepspeed()
     from deepspeed.accelerator import get_accelerator
 

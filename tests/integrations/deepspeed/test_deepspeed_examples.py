@@ -67,7 +67,7 @@ FIRST_LOSS = math.log(256)  # of a model that knows nothing
 
 
 def test_the_deepspeed_example(tmp_path: Path) -> None:
-    """At 4 bits as printed, and with the two JSON files that the README makes of it."""
+    """Train at 4 bits as printed, and with the two JSON files that the README makes of it."""
     printed, _ = train(tmp_path, command("deepspeed", "per-node 2", "ds_config.json"), 10)
     assert start_line("deepspeed") in printed.splitlines()
     four, *counts = loss_and_counts(printed, 10, stage=2)

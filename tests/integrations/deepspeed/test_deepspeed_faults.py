@@ -76,7 +76,7 @@ class Repeated(nn.Module):
 
 
 def calls_a_layer_more_often() -> tuple[str, float, float]:
-    """Rank 1 does; the error, how far weights that a layer was given are from its own, and the seconds."""
+    """Call a layer more often on rank 1. Return the message, the largest error of a layer's weight, and the seconds."""
     torch.set_num_threads(1)
     distributed_c10d.default_pg_timeout = TIMEOUT
     net, own = Repeated(), Repeated()

@@ -129,7 +129,7 @@ def test_attention_exchanges_in_full_precision_by_a_field(engines: Callable[[int
 
 
 def without_an_optimizer(flash: dict[str, Any]) -> dict[str, Any]:
-    """Stage 3, forward passes alone: one gather each."""
+    """Run forward passes alone at stage 3: one gather each."""
 
     def infer() -> Any:
         from deepspeed_training import configuration, deepspeed, model
@@ -154,7 +154,7 @@ def test_an_engine_that_only_infers_gets_the_notice(engines: Callable[[int], Ran
 
 
 def two_engines() -> list[str]:
-    """Interleaved: the first quantizes its gradients; those of the second are too small, or it has no section."""
+    """Interleave two engines: the first quantizes gradients, the second's are too small, or it has no section."""
 
     def train() -> None:
         options = {"zero_optimization": {"stage": 0}}

@@ -35,7 +35,7 @@ if not PATCH.is_file():
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the installed package with the patch applied."""
+    """Return a copy of the installed package with the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(SITE / "deepspeed", folder / "deepspeed")
     # patch rather than git apply: that one skips files in a folder that another repository ignores.
@@ -65,7 +65,7 @@ OPTIONS += [{"stage": 2, "use_multi_rank_bucket_allreduce": False}]
 
 
 def observe(folder: str | None) -> bytes:
-    """Training with and without a section, with the DeepSpeed of `folder` (default: the installed one, attached)."""
+    """Train with and without a section, with the DeepSpeed of `folder` (default: the installed one, attached)."""
     if folder is not None:
         sys.path.insert(0, folder)
     # As where torch does not call the entry point.

@@ -37,7 +37,7 @@ from tests.distributed import Ranks
 
 
 def two_engines() -> dict[str, Any]:
-    """One at 8 bits, one at 4, one left alone, trained in turns."""
+    """Train three engines alternately: one at 8 bits, one at 4, one left alone."""
     fap.reset_stats()
     zero = {"zero_optimization": {"stage": 1}}
     eight, four = engine(zero, EIGHT), engine({"zero_optimization": {"stage": 3}}, {**EIGHT, "bits": 4})
@@ -277,7 +277,7 @@ def experts(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any
     ids=["0", "1", "2", "2-one-owner"],
 )
 def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int], Ranks], zero: dict[str, Any]) -> None:
-    """Four ranks, experts on two: their gradients are summed over two ranks and divided by four."""
+    """Check four ranks with experts on two: gradients are summed over two ranks and divided by four."""
     plain, off, eight = (engines(4).run(experts, zero, flash) for flash in (None, OFF, EIGHT))
     for rank in range(4):
         assert torch.equal(off[rank]["weights"], plain[rank]["weights"])
@@ -292,7 +292,7 @@ def test_experts_have_a_group_and_a_divisor_of_their_own(engines: Callable[[int]
 
 
 def test_a_slice_with_several_owners_is_for_everybody() -> None:
-    """Matrices of Muon; a rank by its number is how 0.17 and 0.18 say it."""
+    """Check matrices of Muon. Releases 0.17 and 0.18 give an owner as a rank's number."""
     bucket = [torch.zeros(3), torch.zeros(2, 2)]
     assert engine_seams._slices(bucket, [1, frozenset({0})]) == [(1, 3), (0, 4)]
     assert engine_seams._slices(bucket, [frozenset({1}), frozenset({0, 1})]) is None
@@ -354,7 +354,7 @@ def test_muon_has_a_line_below_8_bits(engines: Callable[[int], Ranks]) -> None:
 
 
 def train_by_muon(zero: dict[str, Any], flash: dict[str, Any] | None) -> dict[str, Any]:
-    """Twelve steps; a bias, which Adam moves, and matrices that the ranks' partitions cut."""
+    """Train twelve steps: a bias, which Adam moves, and matrices that the ranks' partitions cut."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(48, 64, bias=False), nn.Tanh(), nn.Linear(64, 64, bias=False), nn.Tanh())
     net.append(nn.Linear(64, 48))
@@ -440,7 +440,7 @@ def test_inference_that_is_not_served_is_said_once(engines: Callable[[int], Rank
 
 
 def without_reductions(stage: int) -> list[str]:
-    """Two healthy steps, then four without a reduction, as where a pipeline engine of the program's has the duty."""
+    """Run two healthy steps, then four without a reduction, as where the program's own pipeline engine reduces."""
     built, text = engine({"zero_optimization": {"stage": stage}}, EIGHT), io.StringIO()
     with contextlib.redirect_stdout(text):
         for number in range(2):
@@ -460,7 +460,7 @@ def test_steps_without_a_reduction_are_named(engines: Callable[[int], Ranks]) ->
 
 
 def many_groups() -> list[str]:
-    """Stage 3 steps its optimizer once for each of its sub-groups."""
+    """Train at stage 3, which steps its optimizer once for each of its sub-groups."""
     text = io.StringIO()
     built = engine({"zero_optimization": {"stage": 3, "sub_group_size": 100}}, EIGHT)
     with contextlib.redirect_stdout(text):

@@ -209,7 +209,7 @@ def test_everybody_else_gets_exact_parameters_and_is_counted(engines: Callable[[
 
 
 def in_flight() -> dict[str, Any]:
-    """When gathers begin and layers run; rank 1 comes late, and rank 0's handle must not wait for it."""
+    """Record when gathers begin and layers run. Rank 1 comes late, and rank 0's handle must not wait for it."""
     built = engine(
         zero3(**{**NO_REUSE, "stage3_max_live_parameters": 10**9, "stage3_prefetch_bucket_size": 4000}), VALUES
     )
@@ -383,7 +383,7 @@ def test_recomputed_activations_see_the_same_weights_or_the_widths_are_refused(
 
 
 def two_engines() -> dict[str, Any]:
-    """Only one of them is ours."""
+    """Train two engines, only one of them with the plugin."""
     fap.reset_stats()
     ours, alone = engine(zero3(**NO_REUSE), VALUES), engine(zero3(**NO_REUSE), EIGHT)
     theirs = exact(alone)

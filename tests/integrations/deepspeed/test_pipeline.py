@@ -33,7 +33,7 @@ def pipelines() -> Iterator[Callable[[int], Ranks]]:
 
 
 class Block(nn.Module):
-    """Pass on the other tensors of a tuple unchanged: token numbers, and a mask."""
+    """A block that passes on the other tensors of a tuple unchanged: token numbers, and a mask."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def tied(flash: dict[str, Any] | None, options: dict[str, Any] | None = None) ->
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_tied_weights_stay_the_same_bits_on_all_stages(pipelines: Callable[[int], Ranks], world: int) -> None:
-    """Their neighbours in the data-parallel buckets are other parameters on each stage."""
+    """Check tied weights: in data-parallel buckets their neighbours are other parameters on each stage."""
     plain = pipelines(world).run(tied, None)
     for flash in ({"bits": 8}, {"bits": 4, "error_feedback": True}, {"bits": 3, "hadamard": True, "codebook": True}):
         seen = pipelines(world).run(tied, {**flash, "group_size": 128, "min_bytes": 0})
@@ -157,7 +157,7 @@ def test_tied_weights_stay_the_same_bits_on_all_stages(pipelines: Callable[[int]
 
 
 def test_tied_weights_that_are_gathered_stay_the_same_bits(pipelines: Callable[[int], Ranks]) -> None:
-    """Stage 1, bf16: the differences of a weight have other neighbours on each stage too."""
+    """Check stage 1 in bf16: the differences of a weight have other neighbours on each stage too."""
     options = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     seen = pipelines(4).run(tied, {"bits": 8, "param_bits": 4, "min_bytes": 0}, options)
     for rank in seen:

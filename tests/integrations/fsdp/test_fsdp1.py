@@ -87,7 +87,7 @@ def in_wrappers(hook: Any) -> Any:
 
 
 def subgroups() -> dict[str, Any]:
-    """Two models side by side, each on two of four ranks: the hook finds the group."""
+    """Train two models, each on two of four ranks: the hook finds the group."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return train(EIGHT, "NO_SHARD", {"process_group": groups[dist.get_rank() // 2]}, in_wrappers)
 

@@ -107,7 +107,7 @@ def test_parameters_are_gathered_at_their_own_width(ranks: Callable[[int], Ranks
 
 
 def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Callable[[int], Ranks]) -> None:
-    """HSDP, 2 x 2: the reduce-scatter of 2 ranks is ours, the all-reduce across is torch's."""
+    """Check HSDP, 2 x 2: the reduce-scatter of 2 ranks is ours, the all-reduce across is torch's."""
     plain, eight = (ranks(4).run(train, c, None, None, None, (2, 2)) for c in (None, EIGHT))
     for rank in range(4):
         assert eight[rank]["losses"][-1] == pytest.approx(plain[rank]["losses"][-1], rel=5e-3)
@@ -116,7 +116,7 @@ def test_replicas_of_shards_reduce_quantized_inside_and_plain_between(ranks: Cal
 
 
 def two_models(shared: bool) -> list[torch.Tensor]:
-    """Weights of two models that train in turns, with one FlashReduceScatter for both or one for each."""
+    """Return weights of two models that train alternately, with one FlashReduceScatter for both or one for each."""
     config = fap.FlashConfig(bits=2, min_bytes=0, error_feedback=True)
     ours = [fap.FlashReduceScatter(config)]
     ours.append(ours[0] if shared else fap.FlashReduceScatter(config))
@@ -248,7 +248,7 @@ def test_replicas_in_full_precision_are_torchs_own_to_the_bit(
 
 
 def test_without_shards_too(ranks: Callable[[int], Ranks]) -> None:
-    """One shard, three replicas: torch has nothing to divide by, and sums divided by 3 are sums divided by 3."""
+    """Check one shard, three replicas: torch has nothing to divide by, and sums divided by 3 are sums divided by 3."""
     plain, full = (
         ranks(3).run(options(with_replicas, config, shape=(3, 1))) for config in (None, fap.FlashConfig(enabled=False))
     )
@@ -278,7 +278,7 @@ def test_shards_and_replicas_are_reduced_quantized(ranks: Callable[[int], Ranks]
 def test_replicas_with_gradient_accumulation(
     ranks: Callable[[int], Ranks], without: str, config: fap.FlashConfig
 ) -> None:
-    """Replicas are reduced in the last backward pass of a step."""
+    """Check that replicas are reduced in the last backward pass of a step."""
     plain, mine = (ranks(4).run(options(with_replicas, one, accumulate=without)) for one in (None, config))
     for rank in range(4):
         assert mine[rank]["sites"]["fsdp.replicas"]["calls"] == STEPS * LAYERS
@@ -413,8 +413,8 @@ SMALL = 4 * WIDTH + 1  # bytes: more than a norm's weight has, less than a modul
 def beside_tensor_parallelism(
     plan: str, unseen: bool, options: dict[str, Any], sizes: tuple[int, int] = (1, 2), steps: int = STEPS
 ) -> dict[str, Any]:
-    """Replicas x shards of these sizes x tensor parallel 2; how far copies are apart on the tensor-parallel ranks after
-    some steps.
+    """Train replicas x shards of these sizes x tensor parallel 2. Return the difference of copies between
+    tensor-parallel ranks after some steps.
     """
     fap.reset_stats()
     mesh = init_device_mesh("cpu", (*sizes, 2), mesh_dim_names=("replicate", "shard", "tp"))

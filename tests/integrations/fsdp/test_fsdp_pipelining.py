@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def train(name: str, how: str, config: fap.FlashConfig) -> dict[str, Any]:
-    """how: "stock", "by hand" (one object of all modules) or "attached"."""
+    """Train; how: "stock", "by hand" (one object of all modules) or "attached"."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))

@@ -173,7 +173,7 @@ def stub_rng() -> None:
 
 
 def stub_norms() -> None:
-    """torch's layer norm with the mark of sequence parallelism, which apex's has and Megatron's wrapper refuses."""
+    """Give torch's layer norm the mark of sequence parallelism. apex's has the mark. Megatron's wrapper refuses it."""
     norms: Any = sys.modules["megatron.core.transformer.torch_norm"]
     own = norms.WrappedTorchNorm
 
@@ -190,7 +190,7 @@ def stub_norms() -> None:
 
 
 def stub_attention() -> None:
-    """Attention with the head sizes of latent attention, which only Transformer Engine's has an argument for."""
+    """Give attention the head sizes of latent attention. Only Transformer Engine's has an argument for them."""
     attention: Any = sys.modules["megatron.core.transformer.dot_product_attention"]
     own = attention.DotProductAttention
 
@@ -211,7 +211,7 @@ def stub_latent_attention() -> None:
 
 
 def stub_experts() -> None:
-    """Without Transformer Engine core_v0.16.1 lacks a name. Without CUDA it leaves the split sizes as tensors."""
+    """Stand in for Transformer Engine's te_general_gemm, and for the copy of split sizes that needs CUDA."""
     moe: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
     moe.te_general_gemm = None
 

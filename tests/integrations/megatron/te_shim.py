@@ -54,7 +54,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(folder: Path) -> types.ModuleType:
-    """Return transformer_engine.pytorch of the sources in `folder`. Other tests cannot use the process after it."""
+    """Return transformer_engine.pytorch of the sources in `folder`. The process cannot be used for another test."""
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE loads no library
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.is_available = lambda: True

@@ -41,7 +41,7 @@ calls: list[str] = []
 
 
 def kernels() -> types.ModuleType:
-    """apex's extension: d_weight [out, in] += d_output [n, out]^T x input [n, in], in place."""
+    """Return apex's extension: d_weight [out, in] += d_output [n, out]^T x input [n, in], in place."""
     module = types.ModuleType(KERNELS)
 
     def accumulate(name: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:

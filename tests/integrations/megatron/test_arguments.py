@@ -156,7 +156,7 @@ def test_settings_without_the_switch_are_an_error() -> None:
 
 
 def test_yaml_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--yaml-cfg replaces the parsed arguments: the settings are read there, and flags are not dropped silently."""
+    """Check --yaml-cfg: it replaces the parsed arguments, its settings are read, and flags are not dropped silently."""
     given = argparse.Namespace(yaml_cfg="x.yaml", flash_allreduce=True, flash_allreduce_bits=4)
     assert arguments.config_from(given) == FlashConfig(bits=4)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "x.yaml", "--flash-allreduce"])

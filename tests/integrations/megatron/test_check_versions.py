@@ -67,7 +67,7 @@ def test_what_a_release_could_change_is_found(tmp_path, capsys, path, old, new, 
 
 
 def test_a_missing_module_and_a_wheel(tmp_path, capsys):
-    """A wheel that is there already is not downloaded."""
+    """Check that a wheel that is there already is not downloaded."""
     with zipfile.ZipFile(tmp_path / "megatron_core-0.99.0-py3-none-any.whl", "w") as wheel:
         wheel.write(SITE / MAPPINGS, MAPPINGS)
     assert script.main(["0.99.0", "--wheels", str(tmp_path)]) == 1

@@ -79,7 +79,7 @@ def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", 
 
 
 def training_package(**arguments: Any) -> tuple[types.ModuleType, types.ModuleType]:
-    """A megatron.training of a few lines, imported: the module with the functions, and the one that imports them."""
+    """Import a megatron.training of a few lines. Return the module with the functions, and its importing module."""
     names = ("", ".global_vars", ".checkpointing", ".training")
     package, theirs, checkpointing, training = (types.ModuleType(f"megatron.training{name}") for name in names)
     package.__path__ = []

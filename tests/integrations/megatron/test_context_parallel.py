@@ -225,7 +225,7 @@ def wrapped(**options: Any) -> None:
 
 
 def without_context_parallelism() -> str:
-    """Check that groups of one rank print nothing: a program may convert weights in them. A training model prints."""
+    """Return a training model's error. Groups of one rank alone raise none: a program may convert weights in them."""
     from megatron.core import parallel_state
 
     fap.megatron.enable(fap.FlashConfig(attention_bits=8))

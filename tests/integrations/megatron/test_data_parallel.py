@@ -430,7 +430,7 @@ def by_step(found: dict[str, Any], steps: int) -> tuple[int, dict[str, int]]:
 
 
 def test_tensor_and_data_parallel_side_by_side():
-    """TP 2 x DP 2: each kind of reduction on its own group, counted at its own seam."""
+    """Check TP 2 x DP 2: each kind of reduction on its own group, counted at its own seam."""
     micro_batches = 2 * STEPS
     ways = [WAYS[3]]
     for (runs,) in run_ranks(4, observe_training, 2, 8, ways, timeout=200, preload=MEGATRON):
@@ -517,8 +517,8 @@ def reduce_small_and_large() -> list[Any]:
 
 
 def test_copies_across_two_shards_stay_the_same_between_instances_of_the_distributed_optimizer():
-    """Megatron reduces shards between the instances: the part of a gradient that lies in one is exact there. In its
-    bucket, before that, the gradient is quantized if it is large.
+    """Check shards that Megatron reduces between the instances: the part of a gradient that lies in one is exact.
+    In its bucket, before that, the gradient is quantized if it is large.
     """
     pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
     outcomes = run_ranks(8, reduce_small_and_large, timeout=200)

@@ -161,7 +161,7 @@ def test_without_expert_parallelism_a_width_is_refused() -> None:
 
 
 def without_expert_parallelism() -> str:
-    """Check that groups of one rank print nothing: a program may convert weights in them. A training model prints."""
+    """Return a training model's error. Groups of one rank alone raise none: a program may convert weights in them."""
     from megatron.core import parallel_state
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
     from megatron.core.transformer import TransformerConfig

@@ -64,7 +64,7 @@ class Groups:
 
 
 class CpuForCuda(TorchFunctionMode):
-    """Tensors that Megatron asks for on "cuda" are made on the CPU."""
+    """A mode that makes tensors on the CPU when Megatron asks for "cuda"."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -89,7 +89,7 @@ def warned() -> list[str]:
         warnings.simplefilter("always")
         with enabled(FlashConfig(error_feedback=True)):
             pass
-        with enabled(FlashConfig(preset="int4", grad_bits="full")):  # no setting asks for feedback
+        with enabled(FlashConfig(preset="int4", grad_bits="full")):  # the user has not asked for feedback
             pass
     return [str(warning.message) for warning in caught if "error_feedback" in str(warning.message)]
 

@@ -507,7 +507,7 @@ def test_the_distance_from_the_exact_values_does_not_grow(four):
 
 
 def test_bytes_of_the_step(four):
-    """TP 2 x DP 2 with the distributed optimizer, min_bytes=0 (a micro-batch's hidden states are 256 KiB here)."""
+    """Check TP 2 x DP 2, distributed optimizer, min_bytes=0 (a micro-batch's hidden states are 256 KiB here)."""
     for seen in four:
         share = {bits: found["sent"] / found["whole"] for bits, found in seen["bytes"].items()}
         whole = {found["whole"] for found in seen["bytes"].values()}
@@ -589,7 +589,7 @@ def several() -> list[dict[str, Any]]:
 
 
 def test_experts_chunks_and_instances():
-    """DP 4: experts on two pairs of ranks; then two instances of the distributed optimizer, each of two ranks."""
+    """Check DP 4: experts on two pairs of ranks; then two instances of the distributed optimizer, each of two ranks."""
     pytest.importorskip("einops")  # Megatron makes the groups of the instances with it
     for plain, overlapped, instances in run_ranks(4, several, timeout=200, preload=MEGATRON):
         for found in (plain, overlapped, instances):

@@ -77,7 +77,7 @@ def train(model: torch.nn.Module) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def observe(folder: str | None) -> bytes:
-    """Training without, with and again without the plugin, with the megatron-core of `folder` (default: installed)."""
+    """Train without, with and again without the plugin, with the megatron-core of `folder` (default: installed)."""
     if folder is not None:
         sys.path.insert(0, folder)
     from megatron.core import parallel_state

@@ -71,14 +71,14 @@ SEQUENCE_PARALLEL = {
 
 
 class Way(NamedTuple):
-    """How a model is trained."""
+    """The settings of one training."""
 
     sequence_parallel: bool
     distributed: bool
     query_groups: int | None = None
 
     def sites(self) -> set[str]:
-        """The sites that a step quantizes."""
+        """Return the sites that a step quantizes."""
         found = GRADIENTS | (SEQUENCE_PARALLEL if self.sequence_parallel else TENSOR_PARALLEL)
         found |= {parameters.PARAMETERS.name} if self.distributed else set()
         if self.query_groups is not None:

@@ -85,7 +85,7 @@ def loss_and_gradients(model: torch.nn.Module) -> tuple[float, list[torch.Tensor
 
 
 def model_runs(with_sequence_parallel: bool) -> dict[str, Any]:
-    """The same step of a GPT with nothing patched, then enabled in several ways, then disabled."""
+    """Run the same step of a GPT with nothing patched, then enabled in several ways, then disabled."""
     model = build_model(SIZE, tensor_parallel=WORLD, sequence_parallel=with_sequence_parallel, seed=3)
 
     def run() -> Any:
@@ -112,7 +112,7 @@ def model_runs(with_sequence_parallel: bool) -> dict[str, Any]:
 
 
 def linear_runs(config: Any, group: Any, with_sequence_parallel: bool, frozen: bool = False) -> dict[str, Any]:
-    """Input gradient of a column-parallel layer, stock and enabled with 8 and full backward bits."""
+    """Return the input gradient of a column-parallel layer, stock and enabled with 8 and full backward bits."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     torch.manual_seed(11)
@@ -393,7 +393,7 @@ def test_backward_bits_decide_the_input_gradient(runs, layer):
 
 @pytest.mark.parametrize("layer", ["linear", "frozen linear"])
 def test_backward_rounding_takes_the_bias_of_input_gradients_away(runs, layer):
-    """Rounded to the nearest, the same gradient errs in the same way at every step; at random it does not."""
+    """Check rounding bias: to the nearest, a gradient errs in the same way at every step; at random it does not."""
     for seen in runs[0]:
         stock = seen[layer]["stock"][0]
         nearest, *again = seen[layer]["nearest"]

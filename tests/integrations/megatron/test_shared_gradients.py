@@ -264,7 +264,7 @@ def sharded(frozen: bool, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_the_distributed_optimizer_keeps_both_copies_of_a_tied_embedding_equal(frozen: bool) -> None:
-    """Megatron-LM#844, #656 and, frozen, #1544: after each of 50 steps, and after a resume bit for bit."""
+    """Check Megatron-LM#844, #656 and, frozen, #1544: after each of 50 steps, and after a resume bit for bit."""
     steps = 6 if frozen else 50
     for rank in run_ranks(4, sharded, frozen, steps, preload=MEGATRON, timeout=240):
         assert all(rank["equal"]) and len(rank["equal"]) == 2 * steps + steps // 2
@@ -276,7 +276,7 @@ def test_the_distributed_optimizer_keeps_both_copies_of_a_tied_embedding_equal(f
 
 
 def positions_over_two_stages() -> Any:
-    """An encoder and a decoder that share their positions, as far as Megatron's function looks at them."""
+    """Return an encoder and a decoder that share their positions, as far as Megatron's function looks at them."""
     from megatron.core import parallel_state
 
     start_megatron(1, pipeline_model_parallel_size=2)

@@ -196,7 +196,7 @@ def model_runs(sequence_parallel: bool, group: Any) -> dict[str, Any]:
 
 
 def older_forward(model: torch.nn.Module) -> None:
-    """The backward of a forward pass that ran before `enable` is a backward all the same."""
+    """Run the backward pass of a forward pass that ran before `enable`. It is a backward pass all the same."""
     model.zero_grad()
     loss = loss_of(model, DATA, torch.tensor([0, 1000]), SIZE.sequence)
     megatron.enable(changed(backward_bits="full"))
@@ -281,7 +281,7 @@ class Log(TorchDispatchMode):
 
 
 def order(step: Callable[[], Any]) -> list[str]:
-    """Products, starts of collectives and waits, as a step makes them, and whether gathers and re-gathers agree."""
+    """Return products, starts of collectives and waits of a step, and if gathers and re-gathers agree."""
     log, gathered = Log(), []
     reals = {name: getattr(reductions, name) for name in ("all_reduce", "reduce_scatter", "all_gather")}
 
@@ -353,7 +353,7 @@ def refusals() -> dict[str, str]:
 
 
 def other_engines() -> dict[str, Any]:
-    """`enable` with a Transformer Engine that is imported late, one of another shape, and one with stale imports."""
+    """Call `enable` with a Transformer Engine imported late, one of another shape, and one with stale imports."""
     said: dict[str, Any] = {"before": "transformer_engine" in sys.modules}
     sys.path.insert(0, str(STUB))
     from transformer_engine.pytorch.module import linear

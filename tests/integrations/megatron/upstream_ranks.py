@@ -35,7 +35,7 @@ def pytest_configure() -> None:
     real = dist.init_process_group
 
     def init_process_group(backend: str, world_size: int, rank: int, store: Any) -> None:
-        """Gloo for NCCL; a store of its own for every group, for one that was given up leaves keys behind."""
+        """Use gloo for NCCL, with a separate store for every group, because an abandoned group leaves keys behind."""
         global groups_made
         groups_made += 1
         own = dist.FileStore(str(FOLDER / f"group-{groups_made}"), world_size)

@@ -72,7 +72,7 @@ class Transformer(nn.Module):
 
 
 def parallel(model: Transformer, mesh: DeviceMesh, sequence: bool = False, loss: bool = False) -> Transformer:
-    """sequence: with sequence parallelism. loss: logits stay split, for loss_parallel."""
+    """Split the model; sequence: with sequence parallelism; loss: logits stay split, for loss_parallel."""
     split, whole = Shard(1), Replicate()
     head = {"output_layouts": Shard(-1) if loss else whole, "use_local_output": not loss}
     layer: dict[str, Any] = {
@@ -129,8 +129,9 @@ def train(
     forward: Callable[[Tensor], Tensor] | None = None,
     data_rank: int = 0,
 ) -> dict[str, Any]:
-    """group: tensor-parallel. forward: instead of the model. Return losses, and whether copies were equal after each
-    step.
+    """Train and return the losses, and True for each step after which the copies were equal.
+
+    group: tensor-parallel. forward: instead of the model.
     """
     generator = torch.Generator().manual_seed(1 + data_rank)
     text = torch.randint(WORDS // 4, (64, TOKENS + 1), generator=generator)

@@ -12,7 +12,7 @@ ops = SimpleNamespace(Sequential=object, FusibleOperation=object)  # Megatron na
 
 
 class GroupedLinear(torch.nn.Module):
-    """Megatron's experts inherit from it; it communicates nothing."""
+    """A base class of Megatron's experts. This class communicates nothing."""
 
 
 class DotProductAttention(torch.nn.Module):

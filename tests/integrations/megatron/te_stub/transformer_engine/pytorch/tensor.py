@@ -4,7 +4,7 @@ import torch
 
 
 class QuantizedTensor(torch.Tensor):
-    """Megatron asks whether its parameters are of this kind."""
+    """A type that Megatron tests its parameters for."""
 
 
 class Float8Quantizer:
