@@ -80,7 +80,7 @@ def hostile() -> str:
 def test_the_words_of_a_peer_are_shown_and_nothing_else() -> None:
     with Ranks(2) as ranks:
         message = ranks.run(hostile)[1]
-    assert "rank 0 sends ?[2J??`, and rank 1 expects float32 [10] as it is" in message
+    assert "rank 0 sends ?[2J??`, and rank 1 expects float32 [10] in full precision" in message
 
 
 def left() -> list[str | None]:
