@@ -60,6 +60,7 @@ _OF_PRESETS = '{"codebook": true, "backward_rounding": "stochastic"}'
 #: A label for each command of the table "training".
 _TRAINING = texts.training("TP 2, ", "TP 2, codebook, stochastic backward, ", "sequence parallel, ", "TP 4, ")
 _FINE = '"codebook": true, "error_feedback": true'
+_AVX2 = "ATEN_CPU_CAPABILITY=avx2"
 _QUICK = "-b 64K -e 64K --rounds 1 -n 1"
 _QUICK_TRAINING = "--steps 12 --seeds 1234 --hidden 64 --layers 1 --no-noise-control"
 _QUICK_TUNING = "--steps 8 --pretraining 4 --validation 1 --seeds 1 --folder /tmp/quick"
@@ -71,6 +72,8 @@ CODEC = Table(
     (
         Command("python -m lab.benchmarks.codec", "--numel 131072 --rounds 1"),
         Command("python -m lab.benchmarks.codec --numel 1048576 --rounds 60", "--numel 131072 --rounds 1"),
+        Command(f"{_AVX2} python -m lab.benchmarks.codec", "--numel 131072 --rounds 1"),
+        Command(f"{_AVX2} python -m lab.benchmarks.codec --numel 1048576 --rounds 60", "--numel 131072 --rounds 1"),
     ),
     texts.codec,
     names_codec=True,

@@ -46,16 +46,18 @@ def columns(rows: Rows, *shown: int) -> Rows:
 
 
 def codec(results: list[Any]) -> Rows:
-    """Return a row for each width from lab.benchmarks.codec, measured in memory and in the cache."""
+    """Return a row for each width and instruction set of lab.benchmarks.codec, measured in memory and in the cache."""
     memory = {"encode GB/s": ".1f", "decode GB/s": ".1f", "encode / memcpy": ".2f", "sum of 2 / add_": ".2f"}
-    cache = {"encode / memcpy": ".2f", "encode x fbgemm": ".2f", "decode x fbgemm": ".1f"}
+    cache = {"encode / memcpy": ".2f", "sum of 2 / add_": ".2f", "encode x fbgemm": ".2f", "decode x fbgemm": ".2f"}
     header = ["bits", *memory, *(f"4 MiB: {key}" for key in cache)]
     rows: Rows = [[name.replace("fbgemm", "FBGEMM") for name in header]]
-    for large, small in zip(*(result["rows"] for result in results), strict=True):
-        if large["bits"] in (7, 5, 3):
-            continue  # they lie between their neighbours
-        cells = [_number(large.get(key), form) for key, form in memory.items()]
-        rows.append([large["bits"], *cells, *(_number(small.get(key), form) for key, form in cache.items())])
+    for in_memory, in_cache in zip(results[::2], results[1::2], strict=True):
+        for large, small in zip(in_memory["rows"], in_cache["rows"], strict=True):
+            if large["bits"] in (7, 5, 3):
+                continue  # they lie between their neighbours
+            cells = [_number(large.get(key), form) for key, form in memory.items()]
+            more = [_number(small.get(key), form) for key, form in cache.items()]
+            rows.append([f"{large['bits']}, {in_memory['about']['instruction_set']}", *cells, *more])
     return rows
 
 

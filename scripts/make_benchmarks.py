@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,16 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
     for number, command in enumerate(table.commands, 1):
         file = folder / f"{table.name.replace(' ', '_').lower()}-{number}.json"
         name, *arguments = shlex.split(command.line)
+        chosen = {}
+        while "=" in name:  # a variable of the environment, as in a shell
+            key, _, chosen[key] = name.partition("=")
+            name, *arguments = arguments
         program = ["-m", "flash_allreduce_plugin"] if name == "flash-allreduce" else []
         line = [sys.executable, *program, *arguments, *(shlex.split(command.quick) if quick else [])]
         print(f"{table.name}: {command.line}{' ' + command.quick if quick else ''}", flush=True)
         begin = time.monotonic()
         file.unlink(missing_ok=True)
-        run([*line, "--json", os.path.relpath(file, ROOT)], command.fine)
+        run([*line, "--json", os.path.relpath(file, ROOT)], command.fine, chosen)
         took = time.monotonic() - begin
         write_json(file, json.loads(file.read_text()))  # the commands of the plugin write one figure a line
         seconds += took
@@ -123,12 +127,12 @@ def measure(table: Table, results: Path, quick: bool) -> dict[str, Any]:
     return {**kept, "seconds": round(seconds), "codec": default_codec(), "files": files}
 
 
-def run(command: list[str], fine: Sequence[int] = (0,)) -> None:
-    """Raises CalledProcessError for an exit status that is not fine.
+def run(command: list[str], fine: Sequence[int] = (0,), chosen: Mapping[str, str] | None = None) -> None:
+    """Raises CalledProcessError for an exit status that is not fine. chosen: added to the environment.
 
     At Ctrl-C the command, which gets it too, has the time to clean up.
     """
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(chosen or {})}) as process:
         try:
             status = process.wait()
         except KeyboardInterrupt:
