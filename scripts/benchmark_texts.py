@@ -47,7 +47,7 @@ def columns(rows: Rows, *shown: int) -> Rows:
 
 def codec(results: list[Any]) -> Rows:
     """Return a row for each width and instruction set of lab.benchmarks.codec, measured in memory and in the cache."""
-    memory = {"encode GB/s": ".1f", "decode GB/s": ".1f", "encode / memcpy": ".2f", "sum of 2 / add_": ".2f"}
+    memory = {"encode / memcpy": ".2f", "sum of 2 / add_": ".2f"}
     cache = {"encode / memcpy": ".2f", "sum of 2 / add_": ".2f", "encode x fbgemm": ".2f", "decode x fbgemm": ".2f"}
     header = ["bits", *memory, *(f"4 MiB: {key}" for key in cache)]
     rows: Rows = [[name.replace("fbgemm", "FBGEMM") for name in header]]
