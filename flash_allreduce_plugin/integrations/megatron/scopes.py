@@ -362,7 +362,7 @@ def _say_what_is_lost(steps: int, config: FlashConfig) -> None:
     lost += ["residuals of error_feedback begin with zeros"] * (config.error_feedback and config.grad_bits != "full")
     if attached and steps and lost:
         notices.say(
-            f"the optimizer goes on from step {steps}, and no state of the plugin was loaded: {'; '.join(lost)}. "
+            f"the optimizer resumes from step {steps}, and no state of the plugin was loaded: {'; '.join(lost)}. "
             f"{environment.AUTOSAVE}=FOLDER:STEPS saves the state"
         )
 

@@ -63,7 +63,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert one["steps"] == other["steps"] == STEPS
     assert [one["said"] for one in whole] == [[], []]
     [line] = again[0]["said"]
-    assert f"goes on from the state of step {SAVED}" in line and again[1]["said"] == []
+    assert f"resumes from the state of step {SAVED}" in line and again[1]["said"] == []
 
 
 @pytest.mark.thorough
@@ -74,5 +74,5 @@ def test_without_it_rank_0_says_what_a_resume_loses(tmp_path: Path) -> None:
     assert not torch.equal(whole[0]["weights"], again[0]["weights"])
     [line] = again[0]["said"]
     lost = "warmup_steps=1 counts from 0; residuals of error_feedback begin with zeros"
-    assert f"the optimizer goes on from step {SAVED}, and no state of the plugin was loaded: {lost}." in line
+    assert f"the optimizer resumes from step {SAVED}, and no state of the plugin was loaded: {lost}." in line
     assert again[1]["said"] == []
