@@ -194,7 +194,7 @@ def test_a_last_line_that_was_cut_off_is_said(log: Log) -> None:
     done = report(log(RUN[:-1], end='{"kind": "end", "seco'))
     assert done.exit_code == 0
     assert "1 line was cut off and left out." in done.output
-    assert "The last line is missing: the run goes on, or was killed" in done.output
+    assert "The last line is missing: the run continues, or was killed" in done.output
     assert rows(done.output)[G][0] == "20"
 
 
