@@ -11,7 +11,8 @@
 // Step 3 detects NaNs, for half an instruction a vector: the code of a NaN is far out of range, and so is every code of
 // a group with a scale of NaN. Only then the groups are checked one by one.
 //
-// Groups of 128, the default, have a separate copy of the code, with unrolled loops.
+// Groups of 128, the default, have a separate copy of the code, with unrolled loops; not for x86 without AVX2, where
+// it is seconds of every build that nobody gains from.
 //
 // No function here may be visible outside its translation unit: the linker would be free to hand a copy
 // compiled for AVX-512 to a machine without it.
@@ -342,6 +343,14 @@ FLASH_INLINE void encode_batch(const uint8_t* x, int count, const Bounds& now, i
   }
 }
 
+// Groups of any number of elements share one copy of the code, whole and ragged ones.
+template <DType kType, int kBits, Layout kLayout>
+__attribute__((noinline)) void encode_any_batch(const uint8_t* x, int count, const Bounds& now,
+                                                int next_count, Bounds& next, const Codec& c,
+                                                uint8_t* records) {
+  encode_batch<kType, kBits, kLayout>(x, count, now, next_count, next, c, records);
+}
+
 // The last group of a tensor, of n < g elements, filled up with its first one.
 template <int kBytes>
 FLASH_INLINE void fill_ragged(const uint8_t* first, int64_t n, int g, uint8_t* group) {
@@ -369,23 +378,31 @@ FLASH_INLINE void encode_groups(const uint8_t* x, int64_t numel, const Codec& c,
   }
   int now = 0;
   for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
-    encode_batch<kType, kBits, kLayout, kGroup>(x + i * g * kBytes, count_from(i), bounds_of[now],
-                                                count_from(i + batch), bounds_of[now ^ 1], c,
-                                                payload + i * record);
+    const uint8_t* from = x + i * g * kBytes;
+    uint8_t* to = payload + i * record;
+    const int count = count_from(i), next_count = count_from(i + batch);
+    Bounds &bounds = bounds_of[now], &next = bounds_of[now ^ 1];
+    if constexpr (kGroup > 0) {
+      encode_batch<kType, kBits, kLayout, kGroup>(from, count, bounds, next_count, next, c, to);
+    } else {
+      encode_any_batch<kType, kBits, kLayout>(from, count, bounds, next_count, next, c, to);
+    }
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize] = {};
     fill_ragged<kBytes>(x + whole * g * kBytes, numel - whole * g, g, group);
     Bounds& ragged = bounds_of[0];
     take_bounds<kType, kZeros>(group, g, ragged, 0);
-    encode_batch<kType, kBits, kLayout>(group, 1, ragged, 0, ragged, c, payload + whole * record);
+    encode_any_batch<kType, kBits, kLayout>(group, 1, ragged, 0, ragged, c, payload + whole * record);
   }
 }
 
 template <DType kType, int kBits, Layout kLayout>
 void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                   int64_t end) {
+#if FLASH_LANES > 4 || !defined(__x86_64__)
   if (c.group_size == 128) return encode_groups<kType, kBits, kLayout, 128>(x, numel, c, payload, begin, end);
+#endif
   encode_groups<kType, kBits, kLayout, 0>(x, numel, c, payload, begin, end);
 }
 

@@ -120,7 +120,7 @@ struct Groups : Ranges {
 };
 
 // Least and greatest of each group; a NaN may be passed over.
-FLASH_INLINE void bounds_of(const float* x, int count, int g, Groups& b) {
+__attribute__((noinline)) void bounds_of(const float* x, int count, int g, Groups& b) {
   VecF lo[kBatch] = {}, hi[kBatch] = {};
   for (int j = 0; j < count; ++j) {
     VecF least = load<VecF>(x + j * g), greatest = least;
@@ -169,7 +169,7 @@ FLASH_INLINE void places_of(const float* x, int count, int g, Groups& b) {
 }
 
 // The extremes out of the groups, something that is none in their places.
-FLASH_INLINE void take_spikes(float* x, int count, const Codec& c, uint64_t number, Groups& b) {
+__attribute__((noinline)) void take_spikes(float* x, int count, const Codec& c, uint64_t number, Groups& b) {
   const int g = c.group_size;
   bounds_of(x, count, g, b);
   places_of(x, count, g, b);
@@ -193,7 +193,7 @@ FLASH_INLINE void take_spikes(float* x, int count, const Codec& c, uint64_t numb
 }
 
 // pair_random of elements 0 to count - 1.
-FLASH_INLINE void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
+__attribute__((noinline)) void random_pairs(uint64_t of_group, int count, uint32_t* pairs) {
   const uint32_t step = static_cast<uint32_t>(of_group >> 32) | 1u;
   VecU from = static_cast<uint32_t>(of_group) + cast<VecU>(lane_numbers()) * step;
   for (int i = 0; i < count; i += kLanes, from = from + kLanes * step) {
@@ -339,21 +339,23 @@ FLASH_INLINE void write_turned_back(float* sums, int g, float factor, uint8_t* y
   }
 }
 
-template <DType kType, int kBits, Layout kLayout>
-FLASH_INLINE void sum_with_options(const Payloads& p, int64_t group, float factor, uint8_t* y) {
-  using E = Element<kType>;
+// The sums of a group over the payloads, in rank order, not turned back: a function for all dtypes.
+template <int kBits, Layout kLayout>
+__attribute__((noinline)) void add_groups(const Payloads& p, int64_t group, float* sums) {
   const Codec& c = p.codec;
-  const int g = c.group_size;
-  alignas(64) float sums[kMaxGroupSize];
   const uint8_t* record = p.data + group * record_bytes(c);
   add_group<kBits, kLayout, true>(record, c, sums);
   for (int64_t rank = 1; rank < p.count; ++rank) {
     add_group<kBits, kLayout, false>(record + rank * p.stride, c, sums);
   }
-  if (c.options & kHadamard) {
-    write_turned_back<kType>(sums, g, factor, y);
-  } else {
-    for (int i = 0; i < g; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+}
+
+template <DType kType>
+void write_sums(float* sums, const Codec& c, float factor, uint8_t* y) {
+  using E = Element<kType>;
+  if (c.options & kHadamard) return write_turned_back<kType>(sums, c.group_size, factor, y);
+  for (int i = 0; i < c.group_size; i += kLanes) {
+    E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
   }
 }
 
@@ -363,12 +365,15 @@ void decode_sum_with_options(const Payloads& p, float factor, uint8_t* y, int64_
   constexpr int kBytes = Element<kType>::kBytes;
   const int g = p.codec.group_size;
   const int64_t whole = numel / g < end ? numel / g : end;
+  alignas(64) float sums[kMaxGroupSize];
   for (int64_t i = begin; i < whole; ++i) {
-    sum_with_options<kType, kBits, kLayout>(p, i, factor, y + i * g * kBytes);
+    add_groups<kBits, kLayout>(p, i, sums);
+    write_sums<kType>(sums, p.codec, factor, y + i * g * kBytes);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_with_options<kType, kBits, kLayout>(p, whole, factor, group);
+    add_groups<kBits, kLayout>(p, whole, sums);
+    write_sums<kType>(sums, p.codec, factor, group);
     __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
   }
 }
