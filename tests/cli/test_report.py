@@ -203,7 +203,8 @@ def test_the_decision_of_auto_is_said(log: Log) -> None:
     decided = {"kind": "auto", "seconds": 2.2, "step": 21, "on": True, "but": [], "line": line}
     done = CliRunner().invoke(app, ["report", str(log([*RUN[:3], decided, *RUN[3:]]))])
     assert done.exit_code == 0 and f"A{line[1:]}." in " ".join(done.output.split())
-    done = CliRunner().invoke(app, ["report", str(log([*RUN[:3], {**decided, "line": 7}]))])
+    edited = str(log([*RUN[:3], {**decided, "line": 7}]))
+    done = CliRunner().invoke(app, ["report", edited], env={"COLUMNS": "1000"})
     assert done.exit_code == 2 and 'line 4: "line" is 7; expected a sentence' in " ".join(done.output.split())
 
 

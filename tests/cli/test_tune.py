@@ -148,7 +148,7 @@ def test_a_size_that_is_slower_than_allowed_is_exit_status_1(tmp_path: Path, mon
         (["-b", "2M", "-e", "1M"], "the first size is larger than the last one"),
         (["-b", "4"], "expected at least 8 bytes"),
         (["--config", "[]"], "expected a JSON object"),
-        (["--config", '{"min_bytes": 5}'], "min_bytes is what tune finds"),
+        (["--config", '{"min_bytes": 5}'], "min_bytes is a result of tune"),
         (["--config", '{"bts": 5}'], "bts=5 is not a known key; the nearest is bits"),
         (["--ranks", "2,4"], "--ranks 2,4: expected one number"),
         (["--ranks", "1"], "expected whole numbers from 2"),

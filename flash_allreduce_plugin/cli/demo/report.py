@@ -30,7 +30,7 @@ SWITCH_ON = {
     "DeepSpeed": ("add to the JSON configuration:", '"flash_allreduce": {"preset": "int8", "enabled": "auto"}'),
     "DDP, FSDP": (
         "set before the command:",
-        "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 FLASH_ALLREDUCE_ENABLED=auto torchrun ...",
+        "FLASH_ALLREDUCE_ATTACH=all FLASH_ALLREDUCE_PRESET=int8 FLASH_ALLREDUCE_ENABLED=auto",
     ),
 }
 

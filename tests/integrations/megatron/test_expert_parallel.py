@@ -171,7 +171,8 @@ def without_expert_parallelism() -> str:
     fap.megatron.enable(FlashConfig(expert_bits=7))
 
     def wrapped(**sizes: int) -> None:
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_experts=2, **sizes)
+        layer = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+        config = TransformerConfig(**layer, num_moe_experts=2, add_bias_linear=False, **sizes)
         _BaseDataParallel(config=config, module=torch.nn.Linear(1, 1))
 
     wrapped(expert_model_parallel_size=2)

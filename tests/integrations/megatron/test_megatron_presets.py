@@ -48,7 +48,7 @@ def test_what_cannot_be_served_is_left_out() -> None:
 
 def test_a_preset_says_that_the_flex_dispatcher_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
     settings = SimpleNamespace(moe_token_dispatcher_type="flex")
-    refusals._left_out.clear()
+    refusals._said.clear()
     for _ in range(2):
         assert refusals.of_experts(settings, FlashConfig(preset="int8"), refusals.field) == []
     said = capsys.readouterr().out
