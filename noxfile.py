@@ -268,7 +268,7 @@ def fuzz(session: nox.Session) -> None:
 
 @here
 def fuzz_check(session: nox.Session) -> None:
-    """Fuzz the codec and its CUDA text for seconds, three of the widths."""
+    """Fuzz the codec and its CUDA text for seconds, two of the widths."""
     ready(session)
     python(session, "-m", "scripts.fuzz", "codec", "device", "--quick", "--seconds", "5", *session.posargs)
 

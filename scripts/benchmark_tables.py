@@ -216,6 +216,19 @@ STEPS = (
         needs=("root",),
     ),
     Table(
+        "AVX2 steps",
+        (
+            Command(f"{_AVX2} python -m lab.benchmarks.ddp_step --rates 1gbit", "--width 128 --layers 2 --rounds 1"),
+            Command(
+                f"{_AVX2} python -m lab.benchmarks.deepspeed_step --rate 1gbit"
+                " --stages 2 3 --bits 4 --presets --differences 4",
+                "--width 128 --layers 1 --rounds 1",
+            ),
+        ),
+        texts.avx2_steps,
+        needs=("root", "deepspeed"),
+    ),
+    Table(
         "FSDP2 step",
         (Command("python -m lab.benchmarks.fsdp_step", "--width 128 --layers 2 --rounds 1 --rates 1gbit"),),
         texts.timed_steps(texts.ddp_training),
@@ -334,6 +347,11 @@ TRAINING = (
 )
 
 
+def _shown_rivals(result: dict[str, Any]) -> texts.Rows:
+    """Return the rows of rivals' formats without two that lead to the conclusions of their neighbours."""
+    return [row for row in accuracy_report.rivals(result) if row[0] not in ("DynamiQ 4", "FBGEMM 2 searched")]
+
+
 def _accuracy(name: str, rows: Callable[[dict[str, Any]], texts.Rows], picture: bool = False) -> Table:
     return Table(
         name,
@@ -395,7 +413,7 @@ REAL_MODEL = (
 )
 
 ACCURACY = (
-    _accuracy("accuracy", lambda result: texts.columns(accuracy_report.rivals(result), 0, 1, 2, 4), picture=True),
+    _accuracy("accuracy", lambda result: texts.columns(_shown_rivals(result), 0, 1, 2, 4), picture=True),
     _accuracy("accuracy of settings", lambda result: texts.columns(accuracy_report.settings(result), 0, 1, 2, 3, 4)),
 )
 BF16_RING = Table(

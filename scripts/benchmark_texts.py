@@ -114,9 +114,8 @@ def sizes(results: list[Any]) -> Rows:
             full = row["variant"] == "full precision"
             column = columns.setdefault(f"{result['about']['link']}: {'ms' if full else row['variant']}", {})
             column[row["size"]] = _number(row["seconds"], ".2f", 1e3) if full else _number(row["speedup"])
-    every = sorted(
-        {size for column in columns.values() for size in column} - {KIB << 6, KIB << 14}
-    )  # as their neighbours
+    as_neighbours = {KIB << 6, KIB << 8, KIB << 14}
+    every = sorted({size for column in columns.values() for size in column} - as_neighbours)
     rows = [[_number(size / KIB, "g"), *(column.get(size, "") for column in columns.values())] for size in every]
     return [["KiB", *columns], *rows]
 
@@ -263,6 +262,35 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
     return rows
 
 
+def avx2_steps(results: list[Any]) -> Rows:
+    """Return a row for each variant of ddp_step and deepspeed_step: its time against what a step can reach.
+
+    The least possible time is that of a step with nothing sent and of the variant's bytes at the link's rate. The step
+    of ZeRO 2 with nothing sent stands for ZeRO 3's too, without the time of the gathers that it still sends.
+    """
+    ddp, zero = results
+    [steps] = ddp["tables"]
+    variants = steps["variants"]
+    rows: Rows = [["", "step, ms", "of the fp16 hook's", "least possible, of the step"]]
+
+    def add(name: str, row: dict[str, Any], alone: float, hook: float | None) -> None:
+        seconds = row["step, seconds"]
+        least = alone + 8 * row["wire, bytes"] / 1e9
+        share = _number(seconds / hook) if hook else ""
+        rows.append([name, _number(seconds, ".0f", 1e3), share, _number(least / seconds)])
+
+    alone, hook = (variants[name]["step, seconds"] for name in ("no communication", "fp16_compress_hook"))
+    for variant in variants:
+        name = _section(variant)
+        if name in ("preset int4", "preset thin"):
+            add(f"DDP, {name}", variants[variant], alone, hook)
+    unsent = zero["tables"][0]["variants"]["nothing sent"]
+    alone = unsent["step, seconds"] - 8 * unsent["wire, bytes"] / 1e9
+    for table, name in zip(zero["tables"], ("INT4 + 4", "INT4 + 8"), strict=True):
+        add(f"ZeRO {table['stage']}, {_parameters_too(name)}", table["variants"][name], alone, None)
+    return rows
+
+
 def timed_steps(training: Callable[[list[Any]], Rows], column: str = "") -> Callable[..., Rows]:
     """Return the rows of a benchmark of steps.py: time and speed-up for each rate, then the bytes and the loss.
 
@@ -405,7 +433,7 @@ def bf16_ring(results: list[Any]) -> Rows:
         names = [name for name in row["sqnr_db"] if name != "INT6"]
         if not rows:
             rows.append(["correlation", "ranks", *names])
-        if row["ranks"] in (8, 32, 64, 256, 1024):
+        if row["ranks"] in (8, 32, 64, 1024):
             rows.append([row["correlation"], row["ranks"], *(f"{row['sqnr_db'][name]:.1f}" for name in names)])
     return rows
 
@@ -415,7 +443,7 @@ def scale(results: list[Any]) -> Rows:
     (result,) = results
     rows: Rows = [["ranks", "MiB", "bf16 ms", *(f"INT{result['bits']} {way} ms" for way in ("flat", "two levels"))]]
     for row in result["rows"]:
-        if row["ranks"] != 64 and row["bytes"] != 128 * KIB**2:  # between their neighbours
+        if row["ranks"] not in (64, 256) and row["bytes"] != 128 * KIB**2:  # between their neighbours
             full = f"{1e3 * row['full precision']:.2f} ({row['by']})"
             cells = (f"{1e3 * row[way]['seconds']:.2f}" for way in ("flat", "two levels"))
             rows.append([row["ranks"], row["bytes"] // KIB**2, full, *cells])

@@ -11,8 +11,8 @@
 // Step 3 detects NaNs, for half an instruction a vector: the code of a NaN is far out of range, and so is every code of
 // a group with a scale of NaN. Only then the groups are checked one by one.
 //
-// Groups of 128, the default, have a separate copy of the code, with unrolled loops; not for x86 without AVX2, where
-// it is seconds of every build that nobody gains from.
+// Groups of 128, the default, have a separate copy of the code, with unrolled loops; x86 without AVX2
+// has none: it would make every build longer.
 //
 // No function here may be visible outside its translation unit: the linker would be free to hand a copy
 // compiled for AVX-512 to a machine without it.
@@ -570,26 +570,6 @@ void encode_lost(float* x, int64_t groups, const Codec& c, float share, float* k
     }
     encode_batch<kType, kBits, kLayout, 0, true>(part, count, bounds, 0, bounds, c,
                                                  payload + i * record_bytes(c), share, kept + i * g);
-  }
-}
-
-// The same of any format, after encoding and decoding. n: a multiple of kLanes.
-void lose(const float* x, const float* arrives, int64_t n, float share, float* kept) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const VecF v = load<VecF>(x + i), a = load<VecF>(arrives + i);
-    const VecI waits = (cast<VecI>(v) == cast<VecI>(-VecF{})) & (a == a);
-    const VecF lost = (waits ? VecF{} : v - a) * share + load<VecF>(kept + i);
-    const VecI finite = (cast<VecI>(lost) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
-    store(kept + i, finite ? lost : VecF{});
-  }
-}
-
-// Converts floats to bf16, nearest even, and non-finite ones to 0. n: a multiple of kLanes.
-void narrow(const float* x, int64_t n, uint8_t* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const VecF v = load<VecF>(x + i);
-    const VecI finite = (cast<VecI>(v) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
-    Element<DType::kBFloat16>::write(out + 2 * i, finite ? v : VecF{});
   }
 }
 

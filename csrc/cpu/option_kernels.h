@@ -378,6 +378,28 @@ void decode_sum_with_options(const Payloads& p, float factor, uint8_t* y, int64_
   }
 }
 
+// ---- error feedback ------------------------------------------------------------------------------------
+
+// encode_lost of any format, after encoding and decoding. n: a multiple of kLanes.
+void lose(const float* x, const float* arrives, int64_t n, float share, float* kept) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecF v = load<VecF>(x + i), a = load<VecF>(arrives + i);
+    const VecI waits = (cast<VecI>(v) == cast<VecI>(-VecF{})) & (a == a);
+    const VecF lost = (waits ? VecF{} : v - a) * share + load<VecF>(kept + i);
+    const VecI finite = (cast<VecI>(lost) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
+    store(kept + i, finite ? lost : VecF{});
+  }
+}
+
+// Converts floats to bf16, nearest even, and non-finite ones to 0. n: a multiple of kLanes.
+void narrow(const float* x, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecF v = load<VecF>(x + i);
+    const VecI finite = (cast<VecI>(v) & 0x7fffffff) < static_cast<int32_t>(kInfBits);
+    Element<DType::kBFloat16>::write(out + 2 * i, finite ? v : VecF{});
+  }
+}
+
 // ---- the table: codebook_kernels.h has the whole of it -----------------------------------------------
 
 template <int kBits, Layout kLayout>
