@@ -114,7 +114,7 @@ def sizes(results: list[Any]) -> Rows:
             full = row["variant"] == "full precision"
             column = columns.setdefault(f"{result['about']['link']}: {'ms' if full else row['variant']}", {})
             column[row["size"]] = _number(row["seconds"], ".2f", 1e3) if full else _number(row["speedup"])
-    as_neighbours = {KIB << 6, KIB << 8, KIB << 14}
+    as_neighbours = {KIB << 6, KIB << 8, KIB << 12, KIB << 14}
     every = sorted({size for column in columns.values() for size in column} - as_neighbours)
     rows = [[_number(size / KIB, "g"), *(column.get(size, "") for column in columns.values())] for size in every]
     return [["KiB", *columns], *rows]
@@ -263,7 +263,7 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
 
 
 def avx2_steps(results: list[Any]) -> Rows:
-    """Return a row for each variant of ddp_step and deepspeed_step: its time against what a step can reach.
+    """Return the time of each variant of ddp_step and deepspeed_step, and its share of the least possible time.
 
     The least possible time is that of a step with nothing sent and of the variant's bytes at the link's rate. The step
     of ZeRO 2 with nothing sent stands for ZeRO 3's too, without the time of the gathers that it still sends.
