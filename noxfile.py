@@ -145,6 +145,12 @@ def ptx(session: nox.Session, every: int, *words: str, **env: str) -> None:
     pytest(session, "tests/ptx", "tests/gpu/test_gpu_codec.py", *words, **env)
 
 
+def passed(session: nox.Session) -> None:
+    """Record that the check has passed on these files, unless words of the command line changed it."""
+    if not session.posargs:
+        python(session, "-m", "scripts.passed", "--record", session.name)
+
+
 # Tests.
 
 
@@ -219,6 +225,14 @@ def test_upstream_deepspeed(session: nox.Session) -> None:
     pytest(session, "-s", "tests/integrations/deepspeed/test_deepspeed_upstream.py", "-m", "", *session.posargs)
 
 
+@above
+def test_upstream_megatron(session: nox.Session) -> None:
+    """Megatron-LM's own tests with the plugin and without it, from MEGATRON_LM_PATH=<checkout of core_v0.16.1>."""
+    ready(session)
+    on_top(session, "six")  # megatron.training imports it
+    pytest(session, "-s", "tests/integrations/megatron/test_upstream.py", "-m", "", *session.posargs)
+
+
 # Checks that train nothing.
 
 
@@ -243,6 +257,7 @@ def check_cuda(session: nox.Session) -> None:
     ready(session)
     tools = {"NVCC": cuda_tool(session, "nvcc"), "NVDISASM": cuda_tool(session, "nvdisasm")}
     python(session, "-m", "scripts.check_cuda", *session.posargs, **tools)
+    passed(session)
 
 
 @here
@@ -250,6 +265,7 @@ def check_ptx(session: nox.Session) -> None:
     """Some cases of the kernels' PTX on the CPU against the CPU codec; GPU_TESTS_EVERY=1, PTX_ARCHITECTURE=80."""
     ready(session)
     ptx(session, 37, *session.posargs)
+    passed(session)
 
 
 @here
@@ -257,6 +273,7 @@ def check_arm(session: nox.Session) -> None:
     """Build the CPU library for aarch64; the bytes of its kernels under qemu-aarch64 are this machine's: 3 minutes."""
     ready(session)
     python(session, "-m", "scripts.check_arm", *session.posargs)
+    passed(session)
 
 
 @here
@@ -271,6 +288,7 @@ def fuzz_check(session: nox.Session) -> None:
     """Fuzz the codec and its CUDA text for seconds, two of the widths."""
     ready(session)
     python(session, "-m", "scripts.fuzz", "codec", "device", "--quick", "--seconds", "5", *session.posargs)
+    passed(session)
 
 
 @here

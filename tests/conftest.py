@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,16 +43,37 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 DURATIONS = Path(__file__).with_name("durations.json")
 _seconds: dict[str, float] = defaultdict(float)
+_start = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"update {DURATIONS.name}, on a quiet machine")
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help=f"of the tests above {selection.MOST_SECONDS:g} s skip those that would start later; each commit starts "
+        "with another third of the files",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if not selection.is_product(item.nodeid):
             item.add_marker("thorough")
+    if config.getoption("--minutes") is not None:
+        items[:] = selection.rotated(items, lambda item: item.nodeid.partition("::")[0], selection.commits())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _start > 60 * minutes and item.nodeid in _long_tests():
+        pytest.skip(f"no time: the {minutes:g} minutes for long tests are over; `make test-all` runs it")
+
+
+@cache
+def _long_tests() -> frozenset[str]:
+    return frozenset(json.loads(DURATIONS.read_text(encoding="utf-8"))["long tests"])
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,20 @@ def test_long_tests_are_thorough() -> None:
     recorded = RECORDED["long tests"].items()
     long = {test: s for test, s in recorded if selection.is_product(test) and not test.startswith(selection.LONG)}
     assert not long, f"above {selection.MOST_SECONDS} s: {long}"
+
+
+def test_every_commit_starts_with_another_third() -> None:
+    tests = [f"{file}::{test}" for file in "abcdef" for test in "xyz"]
+    orders = [selection.rotated(tests, lambda test: test[0], number) for number in range(4)]
+    assert [order[0] for order in orders] == ["a::x", "c::x", "e::x", "a::x"] and orders[0] == tests
+    assert all(sorted(order) == tests for order in orders)
+
+
+def test_long_tests_are_skipped_when_time_is_over() -> None:
+    long = [name for name in RECORDED["long tests"] if name.startswith("tests/test_clusters.py")]
+    command = (sys.executable, "-m", "pytest", "-m", "thorough", "--minutes", "0", long[0])
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "1 skipped" in done.stdout and "the 0 minutes for long tests are over" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("name", selection.OTHERS)

@@ -109,7 +109,7 @@ def by_hand(folder: Path, kind: str, *words: str) -> Run:
 
 
 def torchrun(folder: Path, words: tuple[str, ...], variables: dict[str, str], *path: Path) -> Run:
-    launcher = ("torch.distributed.run", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--local-addr", "127.0.0.1")
     return start(folder, ("-m", *launcher, *words), variables, *path)
 
 

@@ -112,7 +112,14 @@ def train(folder: Path, mode: Mode, variables: Mapping[str, str], by_hand: bool 
     lines = [json.dumps({"text": " ".join(chance.choices(WORDS, k=200))}) for _ in range(100)]
     (folder / "c4" / "data.json").write_text("\n".join(lines))
     (folder / "on-cpu" / "sitecustomize.py").write_text(ON_CPU + BY_HAND * by_hand)
-    launcher = ("torch.distributed.run", "--nproc-per-node", str(mode.ranks), "--local-addr", "127.0.0.1")
+    launcher = (
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(mode.ranks),
+        "--local-addr",
+        "127.0.0.1",
+    )
     words = ("-m", *launcher, "-m", "torchtitan.train", *ARGUMENTS, *mode.arguments.split())
     return start(folder, words, dict(variables), folder / "on-cpu", timeout=600)
 

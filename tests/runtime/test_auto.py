@@ -162,9 +162,9 @@ def two_nodes(levels_are_slow: bool) -> tuple[bool, bool, int]:
     groups.state_of(dist.group.WORLD).hosts = None
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(topology, "host", lambda: "aabb"[dist.get_rank()]))
-        stack.enter_context(slowly(transport, "all_reduce", 0.1))
+        stack.enter_context(slowly(transport, "all_reduce", 5 * SLOW))
         name = "exchange" if levels_are_slow else "all_to_all"
-        stack.enter_context(slowly(transport, name, 0.01))
+        stack.enter_context(slowly(transport, name))
         train(range(60), config)
         decision = auto.decision()
         fap.reset_stats()

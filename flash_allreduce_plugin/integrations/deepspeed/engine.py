@@ -378,7 +378,7 @@ def _with_section(original: Function) -> Function:
             bind(self, config)
             sums = reduction_of(self).sums
             doubts = *gathering.doubts(self, config), *(() if sums is None else sums.unmatched())
-            for line in (start_line(self, config), *doubts):
+            for line in (start_line(self, config, trained), *doubts):
                 notices.say(line)
 
     return __init__
@@ -452,11 +452,14 @@ def _config_for(deepspeed: Any) -> FlashConfig | None:
     return config
 
 
-def start_line(engine: Any, config: FlashConfig) -> str:
-    """Return one line: the attached engine, its bits, and every other setting that is not at its default."""
+def start_line(engine: Any, config: FlashConfig, trained: bool) -> str:
+    """Return one line: the attached engine, its bits, and every other setting that is not at its default.
+
+    trained: False for an engine that was given nothing to train, as a reference model is.
+    """
     stage = int(engine.zero_optimization_stage())
     to = f"{type(engine).__name__} {_with(getattr(engine, 'optimizer', None))}, ZeRO stage {stage}"
-    gives = f"gradients in {config.bits} bits"
+    gives = f"gradients{'' if trained else ', if it reduces any,'} in {config.bits} bits"
     if config.param_bits != "full":
         what = "parameters" if stage == 3 else "differences of parameters"
         gives += f", {what} in {config.param_bits}"
