@@ -225,14 +225,6 @@ def test_upstream_deepspeed(session: nox.Session) -> None:
     pytest(session, "-s", "tests/integrations/deepspeed/test_deepspeed_upstream.py", "-m", "", *session.posargs)
 
 
-@above
-def test_upstream_megatron(session: nox.Session) -> None:
-    """Megatron-LM's own tests with the plugin and without it, from MEGATRON_LM_PATH=<checkout of core_v0.16.1>."""
-    ready(session)
-    on_top(session, "six")  # megatron.training imports it
-    pytest(session, "-s", "tests/integrations/megatron/test_upstream.py", "-m", "", *session.posargs)
-
-
 # Checks that train nothing.
 
 

@@ -13,6 +13,7 @@ In a graph of torch.compile a collective is an operator of ours (runtime/traced.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,8 +64,11 @@ def all_reduces(how: How) -> Callable[[Function], Function]:
                     return _theirs("all_reduce")(self, reduceOp=reduceOp, group=group, tag=tag)
                 return _operator("all_reduce", tensor, _OPS[reduceOp].name, group=group, how=call)
             output, later = tensor.clone(), activation.async_op
-            handle = reductions.all_reduce(output, _OPS[reduceOp], _members(group), async_op=later, **call)
-            return _result(output, handle)
+            theirs = _Functional(output, "all_reduce", tensor, reduceOp=reduceOp, group=group, tag=tag)
+            handle = reductions.all_reduce(
+                *(output, _OPS[reduceOp], _members(group)), async_op=later, plain=theirs, **call
+            )
+            return _result(output, handle, theirs)
 
         return rebound(original, "funcol.all_reduce", all_reduce)
 
@@ -90,10 +94,11 @@ def reduce_scatters(how: How) -> Callable[[Function], Function]:
                 if call["full_precision"]:
                     return _theirs(name)(self, reduceOp, scatter_dim=scatter_dim, group=group, tag=tag)
                 return _operator("reduce_scatter", output, input, _OPS[reduceOp].name, group=group, how=call)
+            theirs = _Functional(output, name, _waited(self), reduceOp, scatter_dim=scatter_dim, group=group, tag=tag)
             handle = reductions.reduce_scatter(
-                *(output, input, _OPS[reduceOp], _members(group)), async_op=later, **call
+                *(output, input, _OPS[reduceOp], _members(group)), async_op=later, plain=theirs, **call
             )
-            return _result(output, handle)
+            return _result(output, handle, theirs)
 
         return rebound(original, f"funcol.{name}", reduce_scatter)
 
@@ -122,7 +127,11 @@ def all_gathers(how: How) -> Callable[[Function], Function]:
                     return _theirs(name)(self, gather_dim=gather_dim, group=group, tag=tag)
                 output = _operator("all_gather", output, tensor, group=group, how=call)
             else:
-                output = _result(output, reductions.all_gather(output, tensor, _members(group), async_op=later, **call))
+                theirs = _Functional(output, name, tensor, gather_dim=gather_dim, group=group, tag=tag)
+                handle = reductions.all_gather(*(output, tensor, _members(group)), async_op=later, plain=theirs, **call)
+                if (result := theirs.result_of(handle)) is not None:
+                    return result
+                output = _result(output, handle, theirs)
             return output if gather_dim == 0 else torch.cat(output.chunk(ranks), gather_dim)
 
         return rebound(original, f"funcol.{name}", all_gather)
@@ -151,7 +160,37 @@ def _operator(name: str, *given: Any, group: Any, how: dict[str, Any]) -> Tensor
     return result
 
 
-def _result(output: Tensor, handle: Any) -> Tensor:
+class _Functional:
+    """Torch's functional collective, for a call in full precision. It allocates its result: `output` is a placeholder.
+
+    gather_dim: of a gather; output's is 0.
+    """
+
+    def __init__(self, output: Tensor, name: str, *arguments: Any, **keywords: Any) -> None:
+        self._output, self._run = output, partial(_theirs(name), *arguments, **keywords)
+        self._gather_dim = keywords.get("gather_dim", 0)
+        self._result: Tensor | None = None
+
+    def __call__(self) -> _Functional:
+        self._result = self._run()
+        return self
+
+    def wait(self) -> None:
+        """Fill `output`: called only where the quality of a call is watched."""
+        assert self._result is not None
+        result, dim = self._result, self._gather_dim
+        if dim:  # as the parts of the ranks lie in `output`
+            result = torch.cat(result.chunk(self._output.shape[0] // result.shape[0], dim))
+        self._output.copy_(result)
+
+    def result_of(self, handle: Any) -> Tensor | None:
+        """Return the result of a call in full precision, else None. handle: of our call."""
+        return self._result if handle is None or handle is self else None
+
+
+def _result(output: Tensor, handle: Any, theirs: _Functional) -> Tensor:
+    if (result := theirs.result_of(handle)) is not None:
+        return result
     if handle is None:
         return output
     from flash_allreduce_plugin.integrations.tensor_parallel.in_flight import InFlight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_allreduce_plugin as fap
 from tests.distributed import run_ranks
@@ -79,6 +81,50 @@ def test_a_training_reaches_the_loss_of_full_precision_and_copies_stay_equal(
         assert {site: rank["counts"][site] for site in expected} == expected
     sent, full = found[0]["bytes"]
     assert sent < (0.95 if "warmup_steps" in updates else 0.55) * full
+
+
+class Functional(TorchDispatchMode):
+    """Counts torch's functional collectives, as profilers and CommDebugMode see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def in_full_precision(updates: dict[str, Any]) -> tuple[list[float], list[float], Any, dict[str, Any]]:
+    """Return the losses of two steps without the plugin and with it, torch's functional collectives of both, and the
+    calls of our sites.
+    """
+
+    def one() -> tuple[list[float], Counter[str]]:
+        with Functional() as seen:
+            losses = train(new_model(True), dist.group.WORLD, steps=2)["losses"]
+        return losses, seen.counts
+
+    (stock, theirs), (ours, seen) = one(), served(EIGHT.model_copy(update=updates), one)
+    return stock, ours, (theirs, seen), counts()
+
+
+@pytest.mark.parametrize("updates", [{"enabled": False}, {"warmup_steps": 2}])
+def test_full_precision_is_torchs_own_functional_collective(updates: dict[str, Any]) -> None:
+    for stock, ours, (theirs, seen), calls in run_ranks(2, in_full_precision, updates):
+        assert stock == ours and theirs == seen
+        assert calls["reduce.forward"][:2] == (8, 0) and calls["gather.backward"][:2] == (10, 0)
+
+
+def test_what_the_guard_watches_is_torchs_too() -> None:
+    """8 bits have no 200 dB: after a call of each site the guard keeps full precision, and measures on."""
+    updates = {"quality_interval": 1, "min_sqnr_db": 200.0}
+    for stock, ours, _, calls in run_ranks(2, in_full_precision, updates):
+        assert ours == pytest.approx(stock, rel=1e-3)
+        for site in ("reduce.forward", "reduce.backward", "gather.backward"):
+            number, quantized, reasons = calls[site]
+            assert 0 < quantized < number == quantized + sum(reasons.values()), calls[site]
 
 
 # ---- bits ----
