@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from pathlib import Path
 
@@ -22,8 +23,10 @@ def corpus(path: Path | None, limit: int = CORPUS_BYTES) -> bytes:
     if path is not None:
         return path.read_bytes()
     root = Path(sysconfig.get_path("stdlib"))
-    names = [file.relative_to(root) for file in root.rglob("*.py")]
-    names = [name for name in names if not _LEFT_OUT & set(name.parts)]
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _LEFT_OUT  # site-packages may have a hundred thousand files
+        names += [Path(folder, file).relative_to(root) for file in files if file.endswith(".py")]
     text = bytearray()
     for name in sorted(names, key=lambda name: hashlib.sha256(name.as_posix().encode()).digest()):
         text += (root / name).read_bytes()
