@@ -70,7 +70,8 @@ class Compiler:
         self.name = name
         self.quick = quick
         self.flags = [*FLAGS, *(["-O0", _define(QUICK_WIDTHS)] if quick else ["-O1"])]
-        self.folder = BUILD / (Path(name).name.replace("+", "p") + ("-quick" if quick else ""))
+        widths = "-".join(["", "quick", *map(str, QUICK_WIDTHS)]) if quick else ""  # no object of other widths
+        self.folder = BUILD / (Path(name).name.replace("+", "p") + widths)
 
     def objects(self, sources: Iterable[Path], flags: Sequence[str] = (), folder: Path | None = None) -> list[Path]:
         """Compile the programs in parallel, into `folder` or the compiler's. Up-to-date programs are kept."""
