@@ -309,6 +309,7 @@ def package(session: nox.Session) -> None:
     ready(session)
     on_top(session, *PACKAGING)
     session.run("python", "-m", "scripts.package", *session.posargs)
+    passed(session)
 
 
 @above

@@ -3,8 +3,8 @@
     python -m scripts.passed                        # names on stdout; stderr says when the others passed
     python -m scripts.passed --record check-cuda    # nox does it where the session has passed
 
-The checks below compile for many minutes and read the codec's sources only: for the same files they have the same
-result. `.ci/passed.json` has the digest of a check's files and the day on which it passed.
+The checks below compile for many minutes, and what they compile are the codec's sources: for the same files they have
+the same result. (The Python files of a package: tests/test_packaging.py.) `.ci/passed.json` has the digest of a check's files and the day on which it passed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ FILES = {
     "check-cuda": (*_CODEC, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),
     "check-ptx": (*_CODEC, "tests/ptx/*", "tests/gpu/*.py"),
     "fuzz-check": (*_CODEC, "scripts/fuzz.py", "tests/fuzz/**/*"),
+    "package": (
+        "csrc/**/*",
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "scripts/*package.py",
+        "scripts/environments.py",
+    ),
     "check-arm": (
         *_CODEC,
         "scripts/check_*.py",
