@@ -3,9 +3,9 @@
     python -m scripts.passed                        # names on stdout; stderr says when the others passed
     python -m scripts.passed --record check-cuda    # nox does it where the session has passed
 
-The checks below compile for many minutes, and what they compile are the codec's sources: for the same files they have the
-same result. The Python files of a package are those of tests/test_packaging.py. `.ci/passed.json` has the digest of a
-check's files and the day on which it passed.
+The checks below compile the codec's sources for many minutes: for the same files they have the same result. The Python
+files of a package are those of tests/test_packaging.py. `.ci/passed.json` has the digest of a check's files and the day
+on which it passed.
 """
 
 from __future__ import annotations

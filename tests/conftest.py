@@ -7,7 +7,6 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,7 @@ _start = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"update {DURATIONS.name}, on a quiet machine")
     parser.addoption(
-        "--minutes",
-        type=float,
-        help=f"of the tests above {selection.MOST_SECONDS:g} s skip those that would start later; each commit starts "
-        "with another third of the files",
+        "--minutes", type=float, help="skip tests that would start later; each commit starts with other files"
     )
 
 
@@ -67,13 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
-    if minutes is not None and time.monotonic() - _start > 60 * minutes and item.nodeid in _long_tests():
-        pytest.skip(f"no time: the {minutes:g} minutes for long tests are over; `make test-all` runs it")
-
-
-@cache
-def _long_tests() -> frozenset[str]:
-    return frozenset(json.loads(DURATIONS.read_text(encoding="utf-8"))["long tests"])
+    if minutes is not None and time.monotonic() - _start > 60 * minutes:
+        pytest.skip(f"no time: {minutes:g} minutes are over; `make test-all` runs it, and CI at another commit")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
+GOLDEN_SECTION = (5**0.5 - 1) / 2
 #: Seconds that a test of `make test` may take on two quiet cores (tests/durations.json), if LONG does not name it.
 MOST_SECONDS = 3.0
 #: Tests that wait for a group's timeout or for a program to end, and the first test of a module that trains.
@@ -92,7 +93,9 @@ def commits() -> int:
 
 
 def rotated(items: Sequence[Item], file: Callable[[Item], str], number: int) -> list[Item]:
-    """Return the items by file, from the first, second or third third of the files on, by `number`."""
+    """Return the items by file, from another file on for each `number`: a golden section further, so that the first
+    files of a few numbers lie evenly.
+    """
     files = [list(group) for _, group in groupby(items, file)]
-    first = number % 3 * len(files) // 3
+    first = int(number * GOLDEN_SECTION % 1 * len(files))
     return [item for group in files[first:] + files[:first] for item in group]
