@@ -47,24 +47,20 @@ _start = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"update {DURATIONS.name}, on a quiet machine")
-    parser.addoption(
-        "--minutes", type=float, help="skip tests that would start later; each commit starts with other files"
-    )
+    parser.addoption("--minutes", type=float, help="skip the tests that would start later")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not selection.is_product(item.nodeid):
             item.add_marker("thorough")
-    if config.getoption("--minutes") is not None:
-        items[:] = selection.rotated(items, lambda item: item.nodeid.partition("::")[0], selection.commits())
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.getoption("--minutes")
     if minutes is not None and time.monotonic() - _start > 60 * minutes:
-        pytest.skip(f"no time: {minutes:g} minutes are over; `make test-all` runs it, and CI at another commit")
+        pytest.skip(f"no time: {minutes:g} minutes are over; `make test-all` runs it")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -6,15 +6,6 @@ counted and undone, the script of the README, and the gates.
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from pathlib import Path
-from typing import TypeVar
-
-Item = TypeVar("Item")
-
-GOLDEN_SECTION = (5**0.5 - 1) / 2
 #: Seconds that a test of `make test` may take on two quiet cores (tests/durations.json), if LONG does not name it.
 MOST_SECONDS = 3.0
 #: Tests that wait for a group's timeout or for a program to end, and the first test of a module that trains.
@@ -83,19 +74,3 @@ def is_product(test: str) -> bool:
     if test.endswith(EXCEPT):
         return False
     return test.startswith(_WHOLE) or any(test == one or test.startswith((f"{one}::", f"{one}[")) for one in OTHERS)
-
-
-def commits() -> int:
-    """Return the number of commits up to this one; 0 without git."""
-    words = ("git", "rev-list", "--count", "HEAD")
-    done = subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return int(done.stdout) if done.returncode == 0 else 0
-
-
-def rotated(items: Sequence[Item], file: Callable[[Item], str], number: int) -> list[Item]:
-    """Return the items by file, from another file on for each `number`: a golden section further, so that the first
-    files of a few numbers lie evenly.
-    """
-    files = [list(group) for _, group in groupby(items, file)]
-    first = int(number * GOLDEN_SECTION % 1 * len(files))
-    return [item for group in files[first:] + files[:first] for item in group]

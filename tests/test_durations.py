@@ -23,13 +23,6 @@ def test_long_tests_are_thorough() -> None:
     assert not long, f"above {selection.MOST_SECONDS} s: {long}"
 
 
-def test_every_commit_starts_with_other_files() -> None:
-    tests = [f"{file}::{test}" for file in "abcdefgh" for test in "xyz"]
-    orders = [selection.rotated(tests, lambda test: test[0], number) for number in range(13)]
-    assert orders[0] == tests and all(sorted(order) == tests for order in orders)
-    assert {order[0] for order in orders} == {f"{file}::x" for file in "abcdefgh"}
-
-
 def test_tests_are_skipped_when_time_is_over() -> None:
     command = (sys.executable, "-m", "pytest", "--minutes", "0", "tests/test_changed_tests.py")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
