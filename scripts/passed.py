@@ -1,11 +1,10 @@
-"""Names the checks whose files have changed since they passed. `.ci/run` runs these, and says which it leaves out.
+"""Name the checks for CI to run: their files have changed since they passed. Say of the others when they passed.
 
     python -m scripts.passed                        # names on stdout; stderr says when the others passed
     python -m scripts.passed --record check-cuda    # nox does it where the session has passed
 
-The checks below compile the codec's sources for many minutes: for the same files they have the same result. The Python
-files of a package are those of tests/test_packaging.py. `.ci/passed.json` has the digest of a check's files and the day
-on which it passed.
+The checks below compile for many minutes. `.ci/passed.json` has the digest of a check's files and the day on which it
+passed. The digest knows files of this repository only: after a change of nvcc or the C++ compiler run the checks again.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ _CODEC = ("csrc/**/*", "setup.py", "flash_allreduce_plugin/codec/*.py")
 #: Of each check the patterns of its files.
 FILES = {
     "check-cuda": (*_CODEC, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),
-    "check-ptx": (*_CODEC, "tests/ptx/*", "tests/gpu/*.py"),
-    "fuzz-check": (*_CODEC, "scripts/fuzz.py", "tests/fuzz/**/*"),
+    "check-ptx": (*_CODEC, "tests/ptx/*", "tests/gpu/*.py", "tests/codecs.py", "tests/simulation.py"),
+    "fuzz-check": (*_CODEC, "scripts/fuzz.py", "tests/fuzz/**/*", "tests/host/*"),
     "package": (
         "csrc/**/*",
+        "flash_allreduce_plugin/**/*.py",
         "setup.py",
         "pyproject.toml",
         "MANIFEST.in",
