@@ -113,7 +113,7 @@ def in_full_precision(updates: dict[str, Any]) -> tuple[list[float], list[float]
 @pytest.mark.parametrize("updates", [{"enabled": False}, {"warmup_steps": 2}])
 def test_full_precision_is_torchs_own_functional_collective(updates: dict[str, Any]) -> None:
     for stock, ours, (theirs, seen), calls in run_ranks(2, in_full_precision, updates):
-        assert stock == ours and theirs == seen
+        assert stock == ours and theirs == seen and sum(seen.values()) > 20
         assert calls["reduce.forward"][:2] == (8, 0) and calls["gather.backward"][:2] == (10, 0)
 
 
