@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from flash_allreduce_plugin.errors import PatchError
 from flash_allreduce_plugin.integrations.deepspeed import engine as engines_of
 from flash_allreduce_plugin.integrations.deepspeed import section, tensor_parallel
 from flash_allreduce_plugin.integrations.deepspeed.reduction import LOGITS
-from tests.distributed import Ranks
+from tests.distributed import POOLS, Pool, Ranks
 
 pytestmark = NEWEST
 
@@ -34,6 +34,15 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "stage2-gathered-head": (options(2, head=HEAD), GRADIENTS + 1),
     "stage3": (options(3), GRADIENTS),
 }
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Callable[[int], Ranks]]:
+    """Yield ranks of this file's own: later engines of a process would find AutoTP's groups in DeepSpeed's globals."""
+    pool = Pool()
+    yield pool
+    pool.close()
+    POOLS.remove(pool)
 
 
 def exact_and_eight(given: dict[str, Any], flash: Any = EIGHT, tied: bool = False) -> list[dict[str, Any]]:
