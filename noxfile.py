@@ -58,6 +58,30 @@ SPDX = {
     "Python Software Foundation License": "PSF-2.0",
 }
 
+# Prints the packages that the package and its extras need, without `dev`.
+NEEDED = """
+import re
+from importlib.metadata import PackageNotFoundError, requires
+from packaging.requirements import Requirement
+
+def walk(name, extras=("",)):
+    name = re.sub("[-_.]+", "-", name).lower()
+    if name in found:
+        return
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:
+        return  # for another platform
+    found.append(name)
+    for needed in map(Requirement, lines):
+        if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+            walk(needed.name)
+
+found = []
+walk("flash-allreduce-plugin", ("", "cli", "megatron", "deepspeed"))
+print(*found)
+"""
+
 nox.options.sessions = []  # bare `nox` lists them
 nox.options.reuse_existing_virtualenvs = True
 nox.needs_version = ">=2025.2"
@@ -225,6 +249,14 @@ def test_upstream_deepspeed(session: nox.Session) -> None:
     pytest(session, "-s", "tests/integrations/deepspeed/test_deepspeed_upstream.py", "-m", "", *session.posargs)
 
 
+@above
+def test_upstream_megatron(session: nox.Session) -> None:
+    """Megatron-LM's own tests with the plugin and without it, from MEGATRON_LM_PATH=<checkout of core_v0.16.1>."""
+    ready(session)
+    on_top(session, "six")  # megatron.training imports it
+    pytest(session, "-s", "tests/integrations/megatron/test_upstream.py", "-m", "", *session.posargs)
+
+
 # Checks that train nothing.
 
 
@@ -330,14 +362,20 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv")
 def licences(session: nox.Session) -> None:
-    """The licences of everything that .venv has, into the table of the docs. The GPL or an unknown one is an error."""
+    """The licences of what the package needs, into the table of the docs.
+
+    The GPL or an unknown licence is an error in any package of .venv.
+    """
     ready(session, deepspeed=True)
     session.install("--quiet", "pip-licenses")
     options = ["--python", PYTHON, "--with-system", "--ignore-packages", "flash-allreduce-plugin", "--format", "json"]
     refused = ["--fail-on", "GPL;UNKNOWN", "--partial-match"]
     said = json.loads(session.run("pip-licenses", *options, *refused, silent=True))
+    needed = session.run(PYTHON, "-c", NEEDED, silent=True, external=True).split()
     packages: dict[str, list[str]] = {}
     for package in said:
+        if re.sub(r"[-_.]+", "-", package["Name"]).lower() not in needed:
+            continue
         packages.setdefault(SPDX.get(package["License"], package["License"]), []).append(package["Name"])
     rows = [f"- {licence}: {', '.join(sorted(names, key=str.lower))}\n" for licence, names in sorted(packages.items())]
     begin, end = "<!-- licences -->\n", "<!-- end of licences -->"

@@ -29,7 +29,7 @@ VARIABLES = {
 }
 
 
-def train(folder: Path, first: int, saves: bool) -> dict[str, Any]:
+def train(folder: Path, first: int, saves: bool, overlap: bool = False) -> dict[str, Any]:
     """Train from step `first`, of the program's own checkpoint, to the end; all in one process of this rank."""
     os.environ.update({f"FLASH_ALLREDUCE_{key}": value for key, value in VARIABLES.items()})
     if saves:
@@ -39,7 +39,8 @@ def train(folder: Path, first: int, saves: bool) -> dict[str, Any]:
     with contextlib.redirect_stdout(printed), CudaIsCpu():
         attach.by_environment()
         start_megatron()
-        training = Training(seed=8 if first else 3)
+        options = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+        training = Training(seed=8 if first else 3, **options)
         if first:
             pickle.loads(checkpoint.read_bytes()).load(training)
         for number in range(first, STEPS):
@@ -49,6 +50,7 @@ def train(folder: Path, first: int, saves: bool) -> dict[str, Any]:
     return {
         "weights": training.gathered(),
         "losses": training.losses,
+        "replicas": training.replicas(),
         "steps": scopes.step(),
         "said": [line for line in printed.getvalue().splitlines() if "AUTOSAVE" in line],
     }
@@ -64,6 +66,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert [one["said"] for one in whole] == [[], []]
     [line] = again[0]["said"]
     assert f"resumes from the state of step {SAVED}" in line and again[1]["said"] == []
+
+
+@pytest.mark.thorough
+def test_overlap_param_gather_resumes_with_whole_values(tmp_path: Path) -> None:
+    """The gather of the saved step comes after the state. So the first gather of a resumed run sends values."""
+    whole = run_ranks(2, train, tmp_path, 0, True, True, preload=MEGATRON)
+    again = run_ranks(2, train, tmp_path, SAVED, True, True, preload=MEGATRON)
+    for one, other in zip(whole, again, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"][SAVED:], rel=1e-3)
+        assert one["replicas"] and other["replicas"]
+    [line] = again[0]["said"]
+    assert f"resumes from the state of step {SAVED}" in line
 
 
 @pytest.mark.thorough
