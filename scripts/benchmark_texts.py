@@ -441,7 +441,8 @@ def bf16_ring(results: list[Any]) -> Rows:
 def scale(results: list[Any]) -> Rows:
     """Return a row for each size and some numbers of ranks of lab.planning.scale."""
     (result,) = results
-    rows: Rows = [["ranks", "MiB", "bf16 ms", *(f"INT{result['bits']} {way} ms" for way in ("one level", "two levels"))]]
+    ways = ("one level", "two levels")
+    rows: Rows = [["ranks", "MiB", "bf16 ms", *(f"INT{result['bits']} {way} ms" for way in ways)]]
     for row in result["rows"]:
         if row["ranks"] not in (64, 256) and row["bytes"] != 128 * KIB**2:  # between their neighbours
             full = f"{1e3 * row['full precision']:.2f} ({row['by']})"

@@ -13,15 +13,17 @@ import argparse
 import datetime
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(".ci/passed.json")
+_TABLES = re.compile(r"^<!-- python -m .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 _CODEC = ("csrc/**/*", "setup.py", "flash_allreduce_plugin/codec/*.py")
 #: Of each check the patterns of its files.
 FILES = {
-    "check-cuda": (*_CODEC, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),
+    "check-cuda": (*_CODEC, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),  # its table
     "check-ptx": (*_CODEC, "tests/ptx/*", "tests/gpu/*.py", "tests/codecs.py", "tests/simulation.py"),
     "fuzz-check": (*_CODEC, "scripts/fuzz.py", "tests/fuzz/**/*", "tests/host/*"),
     "package": (
@@ -54,8 +56,15 @@ def digest(check: str, root: Path = ROOT) -> str:
         found |= files
     hashed = hashlib.sha256()
     for path in sorted(found):
-        hashed.update(f"{path.relative_to(root)}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        hashed.update(f"{path.relative_to(root)}\0{hashlib.sha256(_checked(path)).hexdigest()}\n".encode())
     return hashed.hexdigest()
+
+
+def _checked(path: Path) -> bytes:
+    """Return the contents of a file; of a page of the docs, the tables that a command has written into it."""
+    if path.suffix != ".md":
+        return path.read_bytes()
+    return "\n".join(_TABLES.findall(path.read_text(encoding="utf-8"))).encode()
 
 
 def records(root: Path = ROOT) -> dict[str, dict[str, str]]:

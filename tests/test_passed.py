@@ -41,6 +41,16 @@ def test_a_check_runs_until_it_has_passed_and_again_after_a_change(files: Path) 
     assert "check-cuda" in passed.to_run(files)
 
 
+def test_of_a_page_the_tables_count(files: Path) -> None:
+    page = files / "docs/trust/cuda.md"
+    page.write_text("Prose.\n\n<!-- python -m scripts.check_cuda --write -->\n| 1 |\n<!-- end -->\n")
+    passed.record("check-cuda", files)
+    page.write_text(page.read_text().replace("Prose", "Other prose"))
+    assert "check-cuda" not in passed.to_run(files)
+    page.write_text(page.read_text().replace("| 1 |", "| 2 |"))
+    assert "check-cuda" in passed.to_run(files)
+
+
 def test_a_pattern_without_a_file_is_an_error(files: Path) -> None:
     (files / "scripts/fuzz.py").unlink()
     with pytest.raises(FileNotFoundError, match=r"fuzz-check: no file is named scripts/fuzz\.py"):
