@@ -16,7 +16,7 @@ LONG = (
     "tests/telemetry/test_run_log.py::test_the_last_line_comes_when_the_process_ends",
     "tests/api/test_operators.py::test_a_plain_import_places_the_namespace_before_torch_and_after",
     "tests/integrations/megatron/test_data_parallel.py::test_training",
-    "tests/test_docs.py::test_the_readmes_script_prints_what_the_readme_says",
+    "tests/test_docs.py::test_the_readmes_script_prints_the_readmes_output",
 )
 FOLDERS = ("codec", "config", "policy", "telemetry", "collectives", "quality", "runtime", "api")
 GATES = ("aliases", "autoload", "changed_tests", "docs", "durations", "environment", "house", "layering")
@@ -26,7 +26,7 @@ OTHERS = (
     "tests/integrations/test_registry.py",
     "tests/integrations/test_undo.py",
     "tests/integrations/test_apex.py",
-    "tests/integrations/test_context_parallel.py::test_an_exchange_is_what_rounding_and_exchanging_plainly_gives",
+    "tests/integrations/test_context_parallel.py::test_an_exchange_equals_rounding_and_a_full_precision_exchange",
     "tests/integrations/test_pipelining.py::test_every_schedule_sends_quantized_and_full_precision_is_torchs",
     "tests/integrations/test_pipelining.py::test_undoing_restores_every_function",
     "tests/integrations/ddp/test_ddp_attach.py::test_the_same_bits_as_a_hook_registered_by_hand",
@@ -55,14 +55,14 @@ OTHERS = (
 EXCEPT = (
     "[inductor]",
     "[aot_eager]",
-    "::test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result[5]",
-    "::test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result[8]",
-    "::test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result[8-3]",
+    "::test_guarantee_8_zeros_of_all_ranks_are_zero_in_the_result[5]",
+    "::test_guarantee_8_zeros_of_all_ranks_are_zero_in_the_result[8]",
+    "::test_guarantee_8_zeros_of_all_ranks_are_zero_in_the_result[8-3]",
     "tests/integrations/tensor_parallel/test_placements.py::"
     "test_a_training_reaches_the_loss_of_full_precision_and_copies_stay_equal[4-True-False-updates3-expected3]",
     "::test_the_program_ends[in flight]",
     "::test_the_program_ends[waited]",
-    "::test_whatever_else_stands_in_a_state_is_found",
+    "::test_additional_entries_of_a_state_are_found",
     "::test_compiled_is_reference[mse]",
     "::test_compiled_is_reference[hadamard+mse]",
 )

@@ -98,7 +98,7 @@ def test_the_hook_costs_next_to_nothing_per_import(room: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "false", "off", "no", " OFF "])
-def test_the_switch_turns_it_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_turns_it_off(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.AUTOLOAD, value)
     monkeypatch.setattr(autoload, "install", lambda: pytest.fail("installed"))
     autoload.load()
@@ -127,7 +127,7 @@ def test_install_twice_waits_once(room: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("order", [MODULES, MODULES[::-1]])
-def test_the_action_runs_once_after_both_and_the_finder_goes(room: Path, order: tuple[str, str]) -> None:
+def test_the_action_runs_once_after_both_and_the_finder_is_removed(room: Path, order: tuple[str, str]) -> None:
     seen: list[bool] = []
 
     def action() -> None:

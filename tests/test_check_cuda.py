@@ -31,7 +31,7 @@ def test_a_report_is_read_kernel_by_kernel() -> None:
     assert parse(REPORT) == [GOOD, Kernel("_Z6decodei", "sm_90", registers=168, stack=8, spills=16, shared=0)]
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     assert problems([GOOD]) == []
     assert problems([]) == ["the compiler reported no kernel"]
     spilled, large = problems(parse(REPORT))

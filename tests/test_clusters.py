@@ -71,7 +71,7 @@ def test_torchrun_as_written(lab: netlab.Lab, tmp_path: Path) -> None:
     assert float(sent) / float(full) == pytest.approx((between + inside) / (1.5 * 32), rel=0.03)
 
 
-def test_hosts_with_other_variables_are_told_so(lab: netlab.Lab, tmp_path: Path) -> None:
+def test_hosts_with_other_variables_get_an_error(lab: netlab.Lab, tmp_path: Path) -> None:
     script = block("torchrun", "torchrun --nnodes").replace("HIERARCHICAL=auto", "BITS=$((4 + 4 * NODE_RANK))")
     with pytest.raises(netlab.RankError) as caught:
         on_each_host(lab, tmp_path, script)

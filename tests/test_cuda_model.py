@@ -75,7 +75,7 @@ def test_a_share_is_bounded_by_the_bandwidth_the_issue_and_the_waits() -> None:
     assert share(Work(400, 0, 0, 9), 3.0, 1, h100) < share(Work(400, 0, 0, 9), 3.0, 4, h100)
 
 
-def test_what_a_full_block_moves() -> None:
+def test_bytes_that_a_full_block_moves() -> None:
     by_name = {case.name: case for case in CASES}
     assert len(by_name) == 8
     assert by_name["encode, 8 bits"].bytes_an_element == 2 + 1 + 4 / 128

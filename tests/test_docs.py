@@ -28,7 +28,7 @@ def texts() -> dict[str, str]:
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
 
 
-def test_nobody_is_told_to_install_the_package_by_its_name() -> None:
+def test_no_message_installs_the_package_by_its_name() -> None:
     """Check the texts: no index has the package, and a stranger could register its name."""
     found = [
         f"{name}: {line.strip()}"
@@ -90,7 +90,7 @@ def test_the_readme_is_read_in_two_minutes_and_leads_to_every_page() -> None:
     assert pages == {page for page, _ in links if page.startswith("docs/")}
 
 
-def test_the_readmes_script_prints_what_the_readme_says(tmp_path: Path) -> None:
+def test_the_readmes_script_prints_the_readmes_output(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [(script, says)] = re.findall(r"^```python\n(.*?)^```\n+```\n(.*?)^```", readme, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "try_it.py").write_text(script)

@@ -91,7 +91,7 @@ def test_the_summaries_of_compute_sanitizer() -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_steps_name_what_is_there(tmp_path: Path, quick: bool) -> None:
+def test_the_steps_name_existing_files(tmp_path: Path, quick: bool) -> None:
     found = gpu_check.steps(argparse.Namespace(quick=quick, slow=False), tmp_path)
     assert [step.name for step in found][:2] == ["build", "load"]
     for step in found:

@@ -41,7 +41,7 @@ def test_one_version_everywhere() -> None:
     assert f"| {'.'.join(VERSION.split('.')[:2])}.x |" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 
-def test_the_supported_pythons_are_said_alike() -> None:
+def test_the_supported_pythons_agree_everywhere() -> None:
     prefix = "Programming Language :: Python :: "
     said = [c.removeprefix(prefix) for c in PYPROJECT["classifiers"] if re.match(prefix + r"\d+\.\d+$", c)]
     assert tuple(said) == support_matrix.PYTHONS
@@ -110,7 +110,7 @@ NEW, OLD = "compute_80\\ncompute_90\\ncompute_100\\n", "compute_70\\ncompute_80\
         ("12.8", NEW, "13.0", "sm_90 sm_100", "9.0;10.0+PTX"),  # an older runtime serves a newer driver
     ],
 )
-def test_the_gpus_are_those_that_nvcc_and_torch_know(
+def test_the_gpus_are_supported_by_nvcc_and_torch(
     tmp_path: Path, release: str, knows: str, torch_cuda: str | None, torch_knows: str, expected: str
 ) -> None:
     status, said = built(tmp_path, release, knows, torch_cuda, torch_knows)
@@ -133,7 +133,7 @@ def test_an_nvcc_newer_than_torchs_cuda_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_in_common_is_said(tmp_path: Path) -> None:
+def test_no_common_gpu_is_an_error(tmp_path: Path) -> None:
     status, said = built(tmp_path, "13.0", "compute_120\\n", "13.0", "sm_90")
     assert status == 1 and "have none of 8.0, 9.0, 10.0 in common; name the GPUs in TORCH_CUDA_ARCH_LIST." in said
 
@@ -174,7 +174,7 @@ def sdist(checkout: Path) -> Path:
     return path
 
 
-def test_the_sdist_has_what_it_is_to_have(checkout: Path) -> None:
+def test_the_sdist_has_its_files(checkout: Path) -> None:
     assert check_package.sdist_problems(sdist(checkout)) == []
 
 
@@ -243,7 +243,7 @@ def _report(**levels: str) -> dict[str, object]:
     return {"findings": findings}
 
 
-def test_what_speaks_against_an_installation() -> None:
+def test_problems_of_an_installation() -> None:
     assert doctor_problems(_report()) == []
     assert doctor_problems(_report(_C="problem")) == ["_C (CPU): a text", "_C (CPU) is not ok"]
     assert doctor_problems(_report(entry="note")) == ["entry point is not ok"]
@@ -252,7 +252,7 @@ def test_what_speaks_against_an_installation() -> None:
     assert len(doctor_problems({"findings": []})) == 7
 
 
-def test_the_table_of_the_document_reads_and_writes_alike() -> None:
+def test_the_table_of_the_document_is_written_as_read() -> None:
     document = support_matrix.DOCUMENT.read_text(encoding="utf-8")
     rows = support_matrix.read(document)
     row = ["3.12.1", "2.11.0+cu130", "deepspeed 0.19.8", "no problem", "3 passed", "2026-01-02"]

@@ -57,7 +57,7 @@ def test_a_pattern_without_a_file_is_an_error(files: Path) -> None:
         passed.digest("fuzz-check", files)
 
 
-def test_every_check_is_a_session_of_nox_and_is_run_or_said() -> None:
+def test_every_check_is_a_session_of_nox_and_is_run_or_reported() -> None:
     sessions = (ROOT / "noxfile.py").read_text(encoding="utf-8")
     assert all(f"def {check.replace('-', '_')}(" in sessions for check in passed.FILES)
     done = subprocess.run(

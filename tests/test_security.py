@@ -205,7 +205,7 @@ SOURCES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py
 
 
 @pytest.mark.parametrize("file", SOURCES)
-def test_a_file_does_what_its_list_says_and_nothing_else(file: str) -> None:
+def test_a_file_has_exactly_its_listed_calls(file: str) -> None:
     found: dict[str, int] = {}
     for line, what in uses(SOURCES[file].read_text(encoding="utf-8")):
         found.setdefault(what, line)

@@ -201,7 +201,7 @@ def taken() -> list[str]:
     return wrong
 
 
-def test_in_full_precision_just_what_torch_refuses_is_refused(ranks: GetRanks) -> None:
+def test_in_full_precision_only_torch_refuses(ranks: GetRanks) -> None:
     assert ranks(2).run(taken) == [[]] * 2
 
 

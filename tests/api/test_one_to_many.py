@@ -240,7 +240,7 @@ def plainly(dtype: torch.dtype, async_op: bool) -> list[tuple[str, bool, dict[st
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64])
-def test_small_and_integer_tensors_go_as_they_are(ranks: GetRanks, dtype: torch.dtype, async_op: bool) -> None:
+def test_small_and_integer_tensors_are_exact(ranks: GetRanks, dtype: torch.dtype, async_op: bool) -> None:
     """Pass torch's arguments in torch's order, and use its default roots."""
     small = "message below min_bytes"
     reason = small if dtype in (torch.float32, torch.bfloat16) else f"dtype {str(dtype).removeprefix('torch.')}"
@@ -335,7 +335,7 @@ def counted(call: Call) -> tuple[int, int, int]:
     return site["quantized"], site["bytes_sent"], site["bytes_full_precision"]
 
 
-def test_bytes_are_those_that_a_rank_sends(ranks: GetRanks) -> None:
+def test_bytes_are_the_ones_that_a_rank_sends(ranks: GetRanks) -> None:
     payload, exact = Format(4, 128).payload_bytes(9999), 4 * 9999
     one, none = (1, aligned(payload), exact), (1, 0, 0)
     for collective, expected in {
@@ -355,7 +355,7 @@ def alone() -> tuple[bool, int, dict[str, int]]:
     return right, counted["bytes_sent"] + counted["bytes_full_precision"], counted["full_precision"]
 
 
-def test_one_rank_is_left_alone(ranks: GetRanks) -> None:
+def test_one_rank_stays_in_full_precision(ranks: GetRanks) -> None:
     assert ranks(1).run(alone) == [(True, 0, {"one-rank group": 4})]
 
 
@@ -388,7 +388,7 @@ def guarded(collective: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_the_guard_goes_to_full_precision(ranks: GetRanks, collective: str) -> None:
+def test_the_guard_switches_to_full_precision(ranks: GetRanks, collective: str) -> None:
     seen = ranks(2).run(guarded, collective)
     assert seen[0] == seen[1] and seen[0].get("below min_sqnr_db", 0) >= 3
 

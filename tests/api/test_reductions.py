@@ -166,7 +166,7 @@ def other_dtypes() -> list[tuple[str, bool, dict[str, int]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_guarantee_5_other_dtypes_go_in_full_precision_and_are_counted(ranks: GetRanks, world_size: int) -> None:
+def test_guarantee_5_other_dtypes_stay_in_full_precision_and_are_counted(ranks: GetRanks, world_size: int) -> None:
     for outcomes in ranks(world_size).run(other_dtypes):
         for name, equal, reasons in outcomes:
             assert equal, name
@@ -206,7 +206,7 @@ def alone() -> tuple[bool, dict[str, int]]:
     return all(torch.equal(x, t) for t in (y, shard, whole, exchanged)), counted["full_precision"]
 
 
-def test_one_rank_is_left_alone(ranks: GetRanks) -> None:
+def test_one_rank_stays_in_full_precision(ranks: GetRanks) -> None:
     assert ranks(1).run(alone) == [(True, {"one-rank group": 4})]
 
 
@@ -259,7 +259,7 @@ def known_to_go_plainly() -> list[dict[str, int]]:
     return found
 
 
-def test_a_call_that_went_in_full_precision_is_remembered_as_what_it_was(ranks: GetRanks) -> None:
+def test_a_call_in_full_precision_keeps_its_reason(ranks: GetRanks) -> None:
     small, quantized = {"message below min_bytes": 1}, {}
     other = [{"dtype float64": 1}, {"operator max": 1}]
     expected = [small, small, small, *other, small, quantized, small, {"warm-up": 1}, quantized]

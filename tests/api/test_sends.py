@@ -163,7 +163,7 @@ def drawn(stages: bool) -> Tensor:
     return y
 
 
-def test_ranks_that_draw_as_one_round_alike(ranks: GetRanks) -> None:
+def test_ranks_with_one_seed_round_equally(ranks: GetRanks) -> None:
     assert same_bits(*ranks(2).run(drawn, True))
     assert not same_bits(*ranks(2).run(drawn, False))
 
@@ -196,7 +196,7 @@ def untouched() -> bool:
     return same_bits(x.detach(), gaussian(5000))
 
 
-def test_the_senders_tensor_stays_as_it_is(ranks: GetRanks) -> None:
+def test_the_senders_tensor_does_not_change(ranks: GetRanks) -> None:
     assert ranks(2).run(untouched) == [True, True]
 
 
@@ -218,7 +218,7 @@ def as_they_are(dtype: torch.dtype) -> tuple[bool, dict[str, int]]:
 @pytest.mark.parametrize(
     "name", ["float32", "bfloat16", "int64", "int16", "uint8", "bool", "float64", "complex64", "float8_e4m3fn"]
 )
-def test_small_messages_integers_and_masks_arrive_as_they_are(ranks: GetRanks, name: str) -> None:
+def test_small_messages_integers_and_masks_are_exact(ranks: GetRanks, name: str) -> None:
     reason = "message below min_bytes" if name in DTYPES else f"dtype {name}"
     assert ranks(2).run(as_they_are, getattr(torch, name)) == [(True, {reason: 1})] * 2
 
@@ -380,7 +380,7 @@ def continued() -> bool:
     return rank == 0 or (same_bits(second, again) and not same_bits(first, second))
 
 
-def test_a_resumed_run_goes_on_with_its_random_numbers(ranks: GetRanks) -> None:
+def test_a_resumed_run_continues_with_its_random_numbers(ranks: GetRanks) -> None:
     assert ranks(2).run(continued) == [True, True]
 
 

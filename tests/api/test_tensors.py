@@ -71,7 +71,7 @@ def test_the_public_functions_check_their_arguments() -> None:
         fap.decode(payload, (129,), torch.float32, config)
 
 
-def test_encoding_a_leaf_that_needs_its_gradient_leaves_the_graph_alone() -> None:
+def test_encoding_a_leaf_that_needs_its_gradient_adds_nothing_to_the_graph() -> None:
     x = torch.ones(40, requires_grad=True)
     payload = fap.encode(x, fap.FlashConfig())
     assert not payload.requires_grad and x.grad_fn is None

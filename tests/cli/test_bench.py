@@ -163,7 +163,7 @@ def test_every_collective(tmp_path: Path) -> None:
     assert "# wrong elements: 0" in done.stdout
 
 
-def test_a_ring_beside_two_steps_and_several_numbers_of_ranks(tmp_path: Path) -> None:
+def test_a_ring_and_two_steps_with_several_numbers_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     sizes = ["-b", "64K", "-e", "64K", "--bits", "4"]
     done = run("--algorithm", "ring,two-step", "--ranks", "2,4", *sizes, *SHORT, "--json", str(file))
@@ -233,7 +233,7 @@ def break_something(settings: dict[str, Any], say: ranks.Say) -> Any:
     ("what", "wrong"),
     [("one rank", {"INT8", "INT4"}), ("the codec", {"INT4"}), ("full precision", {"full precision"})],
 )
-def test_what_is_wrong_is_counted_and_not_timed(
+def test_wrong_results_are_counted_and_not_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, wrong: set[str]
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), str(ROOT)]))
@@ -353,7 +353,7 @@ def test_progress_goes_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--algorithm", "ring"], "--algorithm ring needs lab/benchmarks/ring.py, which is only in a checkout"),
     ],
 )
-def test_installed_without_the_checkout_it_says_what_is_needed(
+def test_installed_without_the_checkout_it_names_the_missing_checkout(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(checkout, "ROOT", tmp_path)

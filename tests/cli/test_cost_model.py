@@ -101,7 +101,7 @@ def test_two_levels_of_one_half(collective, volumes):
     assert narrow.bytes_sent == 3 / 4 * inside + 1 / 2 * 68_000 / 4
 
 
-def test_the_codec_is_busy_with_what_its_kernels_move():
+def test_the_codec_is_busy_for_the_bytes_that_its_kernels_move():
     c = replace(BOX, codec=1e9, intra=math.inf)
     tensor, payload = 256_000, 68_000
     assert cost(call(), c, INT4).busy == pytest.approx((2 * tensor + 3 * payload + payload / 4) / 1e9)
@@ -166,7 +166,7 @@ def test_the_start_of_a_quantized_call_comes_on_top_and_is_not_hidden():
     assert cost(call(), c).exposed == cost(call(), BOX).exposed
 
 
-def test_a_gather_by_differences_sends_the_same_and_goes_over_the_weights_again():
+def test_a_gather_by_differences_sends_as_much_and_reads_the_weights_again():
     """Check that the ranks also compare their checksums before the first byte, which nothing hides."""
     c = replace(BOX, codec=1e9, latency=0.5)
     values, differences = (cost(call("all_gather", hide=9.0, differences=d), c, INT4) for d in (False, True))
@@ -176,7 +176,7 @@ def test_a_gather_by_differences_sends_the_same_and_goes_over_the_weights_again(
     assert cost(call("all_gather", differences=True), c) == cost(call("all_gather"), c)
 
 
-def test_a_device_that_sends_by_itself_is_busy_with_it():
+def test_a_device_that_sends_is_busy():
     c = replace(BOX, transport=1e6)
     assert cost(call(), c).busy == pytest.approx(2 * 3 / 4 * 256_000 / 1e6) == cost(call(), c).exposed
 
@@ -541,7 +541,7 @@ def test_advice_never_makes_a_step_slower(c, layout, bits):
         assert not widths
 
 
-def test_what_pays_is_found_beside_what_does_not():
+def test_settings_that_pay_are_separated_from_the_others():
     """Check that forward reductions pay; backward ones are hidden anyway and would cost their kernels."""
     c, layout = replace(BOX, flops=1e13, codec=1e11, intra=2e10), Layout(tp=4)
     assert advise(LARGE, c, layout, 8) == {FORWARD: 8}
@@ -567,7 +567,7 @@ def test_fsdp_quantizes_parameters_too():
     assert quantizable(LARGE, BOX, replace(layout, zero=0)) == (GRADIENT,)
 
 
-def test_what_each_framework_can_quantize():
+def test_traffic_that_each_framework_can_quantize():
     """Check that parameters need a gather (not stage 0, not one rank), and check the requirements of gradients."""
     ulysses = Layout(dp=2, cp=2, framework="deepspeed")
     assert quantizable(LARGE, BOX, ulysses) == (GRADIENT, ATTENTION, BACKWARD)

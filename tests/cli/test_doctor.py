@@ -271,7 +271,7 @@ def test_a_seam_that_does_not_fit_is_a_problem(tmp_path: Path) -> None:
     assert does_not["remedy"] == "install another json"
 
 
-def test_what_the_ranks_answer_is_compared() -> None:
+def test_answers_of_the_ranks_are_compared() -> None:
     def finding(**changed: object) -> tuple[str, str]:
         good = {"digest": "1", "sqnr_db": 41.5, "quantized": True}
         compared = doctor_selftest._compared("all_reduce", "8", [{"8": good}, {"8": {**good, **changed}}])

@@ -203,7 +203,7 @@ def test_the_arguments_of_megatron(tmp_path):
 # Output ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_link_pays_and_says_what_to_set(tmp_path, layout):
+def test_a_slow_link_pays_and_its_settings_are_printed(tmp_path, layout):
     line = f"{layout()} --tp 4 --dp 2"
     found = planned(tmp_path, line)
     eight, four = found["widths"]["8"], found["widths"]["4"]
@@ -292,7 +292,7 @@ def test_the_hooks_of_torch(tmp_path, layout):
         ("", {"overlap": False}, False),
     ],
 )
-def test_what_is_sent_beside_the_arithmetic(tmp_path, layout, more, training, overlap):
+def test_traffic_that_arithmetic_hides(tmp_path, layout, more, training, overlap):
     assert planned(tmp_path, f"{layout(**training)} --dp 4 {more}")["layout"]["overlap"] is overlap
 
 

@@ -25,7 +25,7 @@ def test_model_states_are_those_of_the_zero_paper(zero: int, gigabytes: float) -
 @pytest.mark.parametrize(
     ("tp", "sequence_parallel", "expected"), [(1, False, 34), (8, False, 10 + 24 / 8), (8, True, 34 / 8)]
 )
-def test_a_layer_of_gpt_keeps_what_the_paper_says(tp: int, sequence_parallel: bool, expected: float) -> None:
+def test_a_layer_of_gpt_keeps_the_activations_of_the_paper(tp: int, sequence_parallel: bool, expected: float) -> None:
     """Compare with table 2 of arXiv 2205.05198, without the scores of attention: s b h times the figure, of a layer."""
     layout = Layout(tp=tp, pp=2, micro_batch=3, accumulation=8, sequence_parallel=sequence_parallel)
     layer = 3 * GPT.sequence * GPT.hidden * expected

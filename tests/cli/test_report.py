@@ -114,7 +114,7 @@ def test_sites_with_nothing_to_send_are_one_line(log: Log, tmp_path: Path) -> No
     assert page.read_text().count(EMBEDDING) == 1 and "one-rank group" not in page.read_text()
 
 
-def test_what_was_sent_beside_us_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path) -> None:
+def test_other_traffic_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path) -> None:
     gathers, hostile = "all_gather, DATA_PARALLEL_GROUP of 2 ranks", "send, <b>&[red] of 2 ranks"
     first = {gathers: {"calls": 3, "bytes_sent": 3000}, hostile: {"calls": 1, "bytes_sent": 5}}
     lines = [
@@ -144,7 +144,7 @@ def test_what_was_sent_beside_us_is_in_the_table_and_on_the_page(log: Log, tmp_p
         ({"x": 1}, "is none of such a log's"),
     ],
 )
-def test_what_is_no_count_beside_us_is_refused(log: Log, beside: Any, said: str) -> None:
+def test_bad_counts_of_other_traffic_are_refused(log: Log, beside: Any, said: str) -> None:
     done = report(log([HEADER, {**interval(1.0, 1, "end"), "beside": beside}]))
     assert done.exit_code == 2 and f"line 2{'' if said[0] == 'i' else ':'} {said}".replace(" ", "") in unwrapped(
         done.output
@@ -190,7 +190,7 @@ def test_several_logs(log: Log) -> None:
     assert "rank 0 of 8" in done.output and "rank 1 of 8" in done.output and done.output.count(f"│ {G} ") == 2
 
 
-def test_a_last_line_that_was_cut_off_is_said(log: Log) -> None:
+def test_an_incomplete_last_line_is_reported(log: Log) -> None:
     done = report(log(RUN[:-1], end='{"kind": "end", "seco'))
     assert done.exit_code == 0
     assert "1 line was cut off and left out." in done.output
@@ -198,7 +198,7 @@ def test_a_last_line_that_was_cut_off_is_said(log: Log) -> None:
     assert rows(done.output)[G][0] == "20"
 
 
-def test_the_decision_of_auto_is_said(log: Log) -> None:
+def test_the_decision_of_auto_is_printed(log: Log) -> None:
     line = "auto: a step takes 9 ms in full precision and 7 ms quantized (4 steps): on; to pin it: enabled=true"
     decided = {"kind": "auto", "seconds": 2.2, "step": 21, "on": True, "but": [], "line": line}
     done = CliRunner().invoke(app, ["report", str(log([*RUN[:3], decided, *RUN[3:]]))])
@@ -247,7 +247,7 @@ def test_a_log_without_calls(log: Log, tmp_path: Path) -> None:
         ("\x00\xff\xfe binary", "no log of a run"),
     ],
 )
-def test_what_is_no_log_is_refused_in_one_sentence(tmp_path: Path, text: str | None, said: str) -> None:
+def test_other_files_than_logs_are_refused_in_one_sentence(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "run.jsonl"
     if text is not None:
         file.write_bytes(text.encode("latin-1"))

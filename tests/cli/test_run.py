@@ -123,7 +123,7 @@ def test_a_training_is_served_and_reported(site: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_status_of_a_failing_training_is_kept_beside_its_report(site: Path) -> None:
+def test_the_exit_status_of_a_failing_training_is_kept_with_a_report(site: Path) -> None:
     done = run(site, "--no-check", "--bits", "8", sys.executable, *TORCHRUN, "train.py", "3")
     assert done.returncode == 1, "torchrun's own, for a rank that failed"
     assert "ddp.gradients" in done.stderr

@@ -76,7 +76,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder / "tuned.json", result, done.stdout
 
 
-def test_what_it_writes_is_read(tuned: tuple[Path, dict[str, Any], str]) -> None:
+def test_a_written_file_is_read(tuned: tuple[Path, dict[str, Any], str]) -> None:
     file, result, _ = tuned
     config = fap.FlashConfig.from_file(file)
     assert config == fap.FlashConfig.from_dict(result["config"])
@@ -87,7 +87,7 @@ def test_what_it_writes_is_read(tuned: tuple[Path, dict[str, Any], str]) -> None
         assert config.min_bytes == max(pays)
 
 
-def test_what_it_measures(tuned: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_measured_quantity(tuned: tuple[Path, dict[str, Any], str]) -> None:
     file, result, printed = tuned
     config = fap.FlashConfig.from_file(file)
     sizes = [64 << 10, 128 << 10, 256 << 10]

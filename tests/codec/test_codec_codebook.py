@@ -81,7 +81,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
     data=st.binary(min_size=1, max_size=64),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_bytes_decode_alike(options: dict[str, bool], bits: int, group_size: int, data: bytes) -> None:
+def test_any_bytes_decode_to_the_same_values(options: dict[str, bool], bits: int, group_size: int, data: bytes) -> None:
     codec = of(bits, group_size, **options)
     size = 3 * 2 * codec.record_bytes
     payloads = torch.frombuffer(bytearray((data * (size // len(data) + 1))[:size]), dtype=torch.uint8).view(3, -1)

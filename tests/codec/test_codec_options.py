@@ -84,7 +84,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
     data=st.binary(min_size=1, max_size=64),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_bytes_decode_alike(options: dict[str, bool], bits: int, group_size: int, data: bytes) -> None:
+def test_any_bytes_decode_to_the_same_values(options: dict[str, bool], bits: int, group_size: int, data: bytes) -> None:
     """Decode places of spikes too that lie outside of the group."""
     codec = of(bits, group_size, **options)
     size = 3 * 2 * codec.record_bytes
@@ -151,7 +151,7 @@ def test_guarantee_6_the_error_stays_below_half_a_step(options: dict[str, bool],
         assert ((decoded - groups).abs() <= allowed.unsqueeze(1)).all(), name
 
 
-def test_spikes_travel_as_bf16_and_the_rest_in_the_range_that_they_leave() -> None:
+def test_spikes_are_bf16_and_the_rest_has_the_remaining_range() -> None:
     x = gaussian(1, 128).clamp(-2, 2)
     x[0, 17], x[0, 90] = 1000.0, -3000.0
     plain = Both(of(2, 128)).round_trip(x)
@@ -178,7 +178,7 @@ def test_the_rotation_is_undone_exactly_where_nothing_is_rounded() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_rotation_spreads_what_is_constant_and_what_sticks_out(bits: int) -> None:
+def test_rotation_spreads_constants_and_outliers(bits: int) -> None:
     both, plain = Both(of(bits, 128, hadamard=True)), Both(of(bits, 128))
     constant = torch.full((1, 128), 3.0)
     assert sqnr_db(constant, both.round_trip(constant)) > 6.02 * bits - 9  # Gaussian: 6.02 * bits - 6 to - 3.6

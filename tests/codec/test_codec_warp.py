@@ -230,7 +230,7 @@ def test_any_bit_pattern(
     data=st.binary(min_size=1, max_size=64),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_bytes_decode_alike(
+def test_any_bytes_decode_to_the_same_values(
     warps: Warps, options: dict[str, bool], bits: int, group_size: int, data: bytes
 ) -> None:
     """Decode places of spikes too that lie outside of the group: nothing is read or written elsewhere."""

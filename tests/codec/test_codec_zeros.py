@@ -57,7 +57,7 @@ def test_guarantee_8_zeros_stay_zero_at_every_width_and_group_size(options: dict
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("ends", [(-15681487.0, 1.0), (-1.0, 15681487.0), (-1e30, 1e-30), (-1e-30, 1e30)])
-def test_guarantee_8_an_end_that_is_next_to_nothing_beside_the_other(ends: tuple[float, float], bits: int) -> None:
+def test_guarantee_8_a_range_with_one_end_near_zero(ends: tuple[float, float], bits: int) -> None:
     """Check stochastic rounding, which has no slack: the code of 0 must leave one for the small end."""
     for layout in ({}, {"compact": True}):
         both = Both(Format(bits, 32, stochastic=True, **layout))
@@ -115,7 +115,7 @@ def test_guarantee_2_holds_in_a_group_with_zeros(options: dict[str, bool], value
 @pytest.mark.parametrize("lo", [-3.4e38, -3e38, -1.8e38, -1e38, 0.0])
 @pytest.mark.parametrize("hi", [3.4e38, 3e38, 1.8e38, 1e38, 0.0])
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_what_float32_cannot_hold_is_lost_and_never_hidden(options: dict[str, bool], lo: float, hi: float) -> None:
+def test_values_beyond_float32_become_non_finite(options: dict[str, bool], lo: float, hi: float) -> None:
     for bits in BITS:
         size = 32 if fits(32, options) else 128
         both, x = Both(Format(bits, size, **options)), torch.zeros(1, size)
@@ -167,7 +167,7 @@ def test_guarantee_6_the_step_of_a_group_with_a_zero(options: dict[str, bool]) -
     ("bits", "asymmetric", "compact"),
     [(8, 44.4, 44.0), (6, 32.3, 31.9), (4, 20.0, 19.7), (3, 13.6, 13.3), (2, 6.2, 5.9)],
 )
-def test_what_a_zero_costs_on_average(bits: int, asymmetric: float, compact: float) -> None:
+def test_mean_cost_of_a_zero_in_the_group(bits: int, asymmetric: float, compact: float) -> None:
     """Check Gaussian groups of 128 with one 0 each: the figures of docs/trust/numerics.md."""
     x = gaussian(1, 1 << 18)
     x[0, ::128] = 0.0
@@ -176,7 +176,7 @@ def test_what_a_zero_costs_on_average(bits: int, asymmetric: float, compact: flo
         assert 10 * torch.log10(x.double().square().sum() / (decoded - x).double().square().sum()) >= floor
 
 
-def test_stochastic_rounding_is_unbiased_beside_a_zero_and_on_spikes() -> None:
+def test_stochastic_rounding_is_unbiased_with_a_zero_and_on_spikes() -> None:
     x, calls = gaussian(1, 256), 600
     x[0, ::9] = 0.0
     x[0, 20], x[0, 70], x[0, 200] = 10.03, -9.97, 10.01  # between two bf16, 1/16 apart

@@ -118,7 +118,7 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_package_without_its_library_works_and_says_so_once(tmp_path: Path) -> None:
+def test_a_package_without_its_library_works_and_warns_once(tmp_path: Path) -> None:
     copy_without_library(tmp_path)
     script = (
         "import torch, flash_allreduce_plugin as fap; config = fap.FlashConfig(bits=4)\n"

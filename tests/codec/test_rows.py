@@ -265,7 +265,7 @@ def test_compiled_is_reference_for_any_bit_pattern(
 
 @given(codec=codecs, payload=st.binary(min_size=1, max_size=64), ranks=st.integers(1, 3), dtype=dtypes)
 @settings(max_examples=80, deadline=None)
-def test_any_bytes_decode_alike(codec: Format, payload: bytes, ranks: int, dtype: torch.dtype) -> None:
+def test_any_bytes_decode_to_the_same_values(codec: Format, payload: bytes, ranks: int, dtype: torch.dtype) -> None:
     """Decode bytes that a broken or hostile peer may send: both codecs give the same result."""
     size = ranks * 2 * codec.record_bytes
     data = (payload * (size // len(payload) + 1))[:size]
@@ -275,7 +275,7 @@ def test_any_bytes_decode_alike(codec: Format, payload: bytes, ranks: int, dtype
     Both(codec).decode_sum(payloads, numel, dtype)
 
 
-def test_rows_may_be_strided_and_nothing_beside_them_is_written() -> None:
+def test_rows_may_be_strided_and_no_other_memory_is_written() -> None:
     codec = Format(6, 64)
     wide = gaussian(3, 400)
     payload = torch.full((3, 500), 0xEE, dtype=torch.uint8)
@@ -316,7 +316,7 @@ def test_a_value_that_is_not_finite_takes_its_group_and_no_other(value: float, l
             assert same_bits(decoded[0, ~group], expected[0, ~group])
 
 
-def test_zeros_come_back_as_zeros_and_their_signs_do_not_travel() -> None:
+def test_zeros_stay_zeros_and_lose_their_signs() -> None:
     for layout in (*LAYOUTS, CODEBOOK):
         both = Both(Format(8, 128, **layout))
         plus, minus = both.encode(torch.zeros(1, 128)), both.encode(-torch.zeros(1, 128))

@@ -135,7 +135,7 @@ def test_every_run_is_a_tensor_of_its_own(ranks: GetRanks, world: int) -> None:
     check(ranks, world, calls)
 
 
-def test_nobody_sends_anything(ranks: GetRanks) -> None:
+def test_no_rank_sends_a_byte(ranks: GetRanks) -> None:
     empty = ((0,) * 3,) * 3
     check(ranks, 3, [Call(empty), Call(empty, 64, async_op=True), Call(empty, config={"min_bytes": 1 << 20})])
 
@@ -194,7 +194,7 @@ def test_any_stride(ranks: GetRanks) -> None:
 # ---- min_bytes: which runs are quantized ----
 
 
-def test_a_run_below_min_bytes_arrives_as_it_is(ranks: GetRanks) -> None:
+def test_a_run_below_min_bytes_is_exact(ranks: GetRanks) -> None:
     """Compare a run of 1000 elements x 4 bytes x 3 ranks = 12000 bytes with one of 999: its two ends agree alone."""
     table = ((1000, 999, 0), (999, 999, 1), (5000, 1000, 998))
     calls = [
@@ -218,7 +218,7 @@ def counted(call: Call) -> dict[str, Any]:
     return fap.stats()["sites"]["all_to_all"]
 
 
-def test_bytes_count_what_goes_to_the_others(ranks: GetRanks) -> None:
+def test_bytes_count_messages_to_other_ranks(ranks: GetRanks) -> None:
     table = ((1000, 999, 0), (999, 999, 1), (5000, 1000, 998))
     seen = ranks(3).run(counted, Call(table, config={"bits": 4, "min_bytes": 12_000}))
     codec = Format(4, 128)
@@ -404,7 +404,7 @@ def without_a_wait() -> tuple[bool, bool]:
     return same_bits(output, expected), bool((x - world).abs().max() < 0.1) and work.get_future().value()[0] is output
 
 
-def test_a_call_progresses_by_itself(ranks: GetRanks) -> None:
+def test_a_call_progresses_without_a_wait(ranks: GetRanks) -> None:
     assert ranks(2).run(without_a_wait) == [(True, True)] * 2
 
 

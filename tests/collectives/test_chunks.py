@@ -43,7 +43,7 @@ def test_a_whole_number_of_groups_has_a_whole_number_of_16_bytes() -> None:
     assert [aligned(n) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
 
 
-def test_what_is_filled_up_is_at_most_a_thirtieth() -> None:
+def test_padding_is_at_most_a_thirtieth() -> None:
     one = Format(8, 128)
     for world in (2, 3, 8):
         for groups in range(1, 4000):

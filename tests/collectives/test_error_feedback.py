@@ -248,7 +248,7 @@ def poisoned(collective: str, bad: float) -> tuple[bool, bool, float, dict[str, 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
-def test_what_is_not_finite_leaves_nothing(ranks: Callable[[int], Ranks], collective: str, bad: float) -> None:
+def test_non_finite_values_leave_no_residual(ranks: Callable[[int], Ranks], collective: str, bad: float) -> None:
     outcomes = ranks(2).run(poisoned, collective, bad)
     for finite, left, error, _ in outcomes:
         assert finite and left
@@ -385,7 +385,7 @@ def test_ddp(ranks: Callable[[int], Ranks], rebuilds: bool, accumulate: bool) ->
             assert set(one["on dropped"]) <= {"DDP rebuilt its buckets", error_feedback.LAYOUT}
 
 
-def test_a_bucket_that_ddp_rebuilt_from_parameters_as_large_begins_anew() -> None:
+def test_a_bucket_that_ddp_rebuilt_starts_without_residuals() -> None:
     fap.reset_stats()
     reduction = _Reduction(configuration())
     owner, (a, b) = reduction.feedback, (nn.Parameter(torch.zeros(8)) for _ in range(2))

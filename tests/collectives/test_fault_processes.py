@@ -152,7 +152,7 @@ def forks(used: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_a_forked_child_is_told_that_the_groups_are_not_its(used: bool) -> None:
+def test_a_forked_child_gets_an_error_for_groups_of_its_parent(used: bool) -> None:
     with Ranks(2, TIMEOUT) as ranks:
         for refused, correct in ranks.run(forks, used, timeout=60):
             assert [line.split(" from ")[0] for line in refused.splitlines()] == [

@@ -130,7 +130,7 @@ def test_guarantee_6_the_error_of_two_roundings(kind: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(ranks: GetRanks, world_size: int) -> None:
+def test_guarantee_8_zeros_of_all_ranks_are_zero_in_the_result(ranks: GetRanks, world_size: int) -> None:
     """Check every width and layout with each option but the rotation, some of them bit for bit as simulated."""
     options = [
         *({}, {"compact": True}, {"symmetric": True}),
@@ -192,7 +192,7 @@ def values_of(call: Call) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_guarantee_2_what_is_not_finite_stays_so_and_takes_its_group_only(
+def test_guarantee_2_non_finite_values_stay_and_take_their_group_only(
     ranks: GetRanks, world_size: int, kind: str
 ) -> None:
     bad = torch.arange(4099) % 1000 == 5
@@ -343,7 +343,7 @@ def measured_bytes(calls: list[Call]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
-def test_the_bytes_that_are_counted_are_those_that_are_sent(ranks: GetRanks, world_size: int) -> None:
+def test_counted_bytes_equal_sent_bytes(ranks: GetRanks, world_size: int) -> None:
     calls = [
         Call(collective, numel, "bfloat16", config)
         for collective in ("all_reduce", "reduce_scatter", "all_gather")

@@ -61,7 +61,7 @@ def test_a_rank_that_calls_plain_torch_is_named_in_seconds_and_in_the_error() ->
         assert "layer 7" in error
 
 
-def test_ranks_are_named_by_their_number_among_all_and_groups_are_told_apart() -> None:
+def test_errors_name_global_ranks_and_the_group() -> None:
     with Ranks(3, group_timeout=timedelta(seconds=3)) as ranks:
         ranks.run(used)  # all three have reported it in the default group
         outcomes = ranks.run(without_it, 2, 0.5, True)

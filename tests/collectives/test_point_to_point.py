@@ -26,7 +26,7 @@ def ends(**changes: Any) -> Ends:
     return Ends(**{"shape": (30, 40), "numel": 1200, "dtype": torch.float32, "plan": PLAN, **changes})
 
 
-def test_a_header_is_as_long_whatever_it_says() -> None:
+def test_a_header_has_one_length() -> None:
     widest = Format(8, 1024, spikes=True, hadamard=True, mse=True, stochastic=True, compact=True, codebook=True)
     for one in (
         ends(),
@@ -37,7 +37,7 @@ def test_a_header_is_as_long_whatever_it_says() -> None:
         assert len(header(one)) == HEADER_BYTES and header(one)[16:].isascii()
 
 
-def test_what_has_to_be_alike_is_in_the_digest_and_nothing_else() -> None:
+def test_the_digest_has_exactly_the_facts_that_must_be_equal() -> None:
     digest = header(ends())[:16]
     others = [
         ends(numel=1201),
@@ -95,7 +95,7 @@ def left() -> list[str | None]:
     return found
 
 
-def test_what_a_rank_leaves_is_found_once(ranks: GetRanks) -> None:
+def test_messages_of_an_earlier_rank_are_found_once(ranks: GetRanks) -> None:
     assert ranks(2).run(left) == [[None], [None, "Fehler: ä", None]]
 
 
@@ -185,5 +185,5 @@ def waits_a_little() -> tuple[str, bool]:
     return message, work.wait() and bool((y == 1).all())
 
 
-def test_descriptions_name_what_differs_from_the_plain_format() -> None:
+def test_descriptions_name_the_differences_from_the_plain_format() -> None:
     assert point_to_point._described(Format(3, 64, hadamard=True)) == "3 bits, groups of 64, hadamard"

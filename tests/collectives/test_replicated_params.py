@@ -84,7 +84,7 @@ def reduced(form: str, op: Any, dtype: torch.dtype, asynchronous: bool) -> dict[
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist.ReduceOp.AVG], ids=["sum", "avg"])
 @pytest.mark.parametrize("form", ["all_reduce", "strided", "reduce_scatter", "parts"])
-def test_ranges_are_reduced_exactly_beside_the_quantized_call(
+def test_ranges_are_reduced_exactly_next_to_the_quantized_call(
     ranks: Callable[[int], Ranks], form: str, op: Any, dtype: torch.dtype, asynchronous: bool
 ) -> None:
     for outcome in ranks(3).run(reduced, form, op, dtype, asynchronous):

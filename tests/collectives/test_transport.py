@@ -44,7 +44,7 @@ import os; os._exit(0)
 
 
 @pytest.mark.slow  # a busy machine is late for reasons of its own
-def test_ranks_that_are_not_aligned_use_the_link_in_both_directions_at_once() -> None:
+def test_late_ranks_use_both_directions_of_the_link() -> None:
     if os.geteuid() or not shutil.which("tc"):
         pytest.skip("hosts of rate-limited links need root and iproute2")
     with netlab.hosts(2, RATE) as lab:
@@ -101,7 +101,7 @@ def exchanged(sizes: list[list[int]]) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_every_part_arrives_whatever_its_size(ranks: Callable[[int], Ranks], world: int) -> None:
+def test_parts_of_every_size_are_received(ranks: Callable[[int], Ranks], world: int) -> None:
     sizes = [[(7 * i + 5 * j) % 4 * 1000 for j in range(world)] for i in range(world)]  # some are empty
     assert all(ranks(world).run(exchanged, sizes))
 

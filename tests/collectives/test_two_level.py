@@ -178,7 +178,7 @@ def test_many_slabs_asynchronous_or_not(ranks: GetRanks, world_size: int, ranks_
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 2), (3, 2), (4, 2), (5, 3), (8, 3)])
-def test_guarantee_8_what_is_zero_on_all_ranks_is_zero_in_the_result(
+def test_guarantee_8_zeros_of_all_ranks_are_zero_in_the_result(
     ranks: GetRanks, world_size: int, ranks_per_node: int
 ) -> None:
     """Check zeros through three roundings, each at a different width."""
@@ -271,7 +271,7 @@ def values_of(call: Call) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["nan", "inf", "-inf"])
-def test_guarantee_2_what_is_not_finite_takes_its_group_only(ranks: GetRanks, kind: str) -> None:
+def test_guarantee_2_non_finite_values_take_their_group_only(ranks: GetRanks, kind: str) -> None:
     bad = torch.arange(4099) % 1000 == 5
     lost = torch.zeros(4224, dtype=torch.bool)
     lost[:4099] = bad
@@ -395,9 +395,7 @@ def measured_bytes(calls: list[Call]) -> list[tuple[tuple[int, int], tuple[int, 
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(3, 2), (4, 2), (5, 3)])
-def test_the_bytes_that_are_counted_are_those_that_are_sent(
-    ranks: GetRanks, world_size: int, ranks_per_node: int
-) -> None:
+def test_counted_bytes_equal_sent_bytes(ranks: GetRanks, world_size: int, ranks_per_node: int) -> None:
     calls = [
         Call(collective, numel, "bfloat16", {**widths(ranks_per_node), "gather_bits": 6})
         for collective in COLLECTIVES
@@ -410,7 +408,7 @@ def test_the_bytes_that_are_counted_are_those_that_are_sent(
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3, 4)), ((0, 3), (1,), (2, 4, 5))])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_between_nodes_goes_one_payload_a_node(collective: str, nodes: Nodes) -> None:
+def test_between_nodes_each_node_sends_one_payload(collective: str, nodes: Nodes) -> None:
     """Check 2 (N-1)/N of the tensor's payload for any number of ranks in the node; flat, each rank sends as much."""
     plan = Plan(Format(4, 128), Format(4, 128), 1 << 20, Format(8, 128), nodes)
     world, numel = sum(map(len, nodes)), 6 * 10_000_000

@@ -377,7 +377,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> two_shot.Workspace:
     return w
 
 
-def test_what_the_operator_is_called_with(monkeypatch: pytest.MonkeyPatch, workspace: two_shot.Workspace) -> None:
+def test_arguments_of_the_operator(monkeypatch: pytest.MonkeyPatch, workspace: two_shot.Workspace) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(two_shot, "_op", SimpleNamespace(two_shot_all_reduce=lambda *a: calls.append(a)))
     label = Label("all_reduce", "here", Group())  # type: ignore[arg-type]

@@ -64,7 +64,7 @@ def counted(sizes: tuple[int, ...], config: fap.FlashConfig) -> dict[str, Any]:
     return {**counters.stats(), "error": float((output - exact).abs().max()) if len(exact) else 0.0}
 
 
-def test_bytes_count_what_goes_to_the_others(ranks: Callable[[int], Ranks]) -> None:
+def test_bytes_count_messages_to_other_ranks(ranks: Callable[[int], Ranks]) -> None:
     sizes = (100, 3000, 0)
     for rank, stats in enumerate(ranks(3).run(counted, sizes, CONFIG)):
         others = [size for owner, size in enumerate(sizes) if owner != rank]

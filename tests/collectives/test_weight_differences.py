@@ -183,7 +183,9 @@ def changes(what: str) -> dict[str, Any]:
         ("forgotten", {weight_differences.FIRST: 1}),
     ],
 )
-def test_changed_weights_travel_whole_once(ranks: Callable[[int], Ranks], what: str, reasons: dict[str, int]) -> None:
+def test_changed_weights_are_gathered_whole_once(
+    ranks: Callable[[int], Ranks], what: str, reasons: dict[str, int]
+) -> None:
     assert ranks(2).run(changes, what) == [reasons] * 2
 
 
@@ -203,7 +205,7 @@ def loses_a_group() -> tuple[list[bool], list[int], dict[str, int]]:
     return found, lost, dict(counters.stats()["sites"]["weights"]["full_precision"])
 
 
-def test_what_is_not_finite_does_not_stay(ranks: Callable[[int], Ranks]) -> None:
+def test_non_finite_residuals_are_dropped(ranks: Callable[[int], Ranks]) -> None:
     for found, lost, reasons in ranks(2).run(loses_a_group):
         assert found == [True, True] and reasons == {weight_differences.CHANGED: 1}
         assert 3100 in lost and all(3064 <= at < 3128 for at in lost)
@@ -226,7 +228,7 @@ def with_copies(uneven: bool, config: fap.FlashConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("uneven", [False, True])
-def test_values_of_copies_travel_as_they_are(ranks: Callable[[int], Ranks], uneven: bool) -> None:
+def test_values_of_copies_are_gathered_in_full_precision(ranks: Callable[[int], Ranks], uneven: bool) -> None:
     for reasons in ranks(3).run(with_copies, uneven, CONFIG):
         assert reasons == {weight_differences.FIRST: 1, REASON: 2}
 
@@ -266,7 +268,7 @@ def test_the_quality_is_that_of_the_weights(ranks: Callable[[int], Ranks], measu
         assert stats["sqnr_db"] == pytest.approx(stats["now"], abs=0.5) and stats["now"] > 50
 
 
-def test_the_guard_goes_by_it(ranks: Callable[[int], Ranks]) -> None:
+def test_the_guard_uses_it(ranks: Callable[[int], Ranks]) -> None:
     """Ask for more than bf16 itself reaches: more bits do not help, so the guard stays at full precision."""
     for stats in ranks(2).run(measured, "local", 50.0):
         assert LOW_SQNR not in stats["full_precision"] and stats["bits"] == 4

@@ -66,7 +66,7 @@ def test_a_pool_is_registered_once_after_the_ranks_have_met() -> None:
         assert asked[3:] == [("allocate in", pool)] * 4
 
 
-def test_a_backend_that_has_none_is_said() -> None:
+def test_a_backend_without_support_is_reported() -> None:
     with queued(4), on(object()), pytest.warns(RuntimeWarning, match="FLASH_ALLREDUCE_NCCL_WINDOWS has no effect"):
         assert windows.open(dist.group.WORLD, CPU) is None
 

@@ -381,7 +381,7 @@ def issued(queue: Queue) -> list[tuple[str, str]]:
     return [(one.what, one.on) for one in queue.issued if one.what != "record_stream"]
 
 
-def test_an_asynchronous_call_is_issued_at_once_on_the_stream_of_its_group() -> None:
+def test_an_asynchronous_call_is_issued_immediately_on_the_stream_of_its_group() -> None:
     with queued(4) as queue:
         work = fap.all_reduce(torch.empty(100_000), config=QUEUED, async_op=True)
         own = queue.issued[0].on

@@ -210,7 +210,7 @@ def test_frozen() -> None:
     assert config.to_dict() == before
 
 
-def test_the_text_of_a_configuration_says_what_differs_from_the_defaults() -> None:
+def test_the_text_of_a_configuration_names_differences_from_the_defaults() -> None:
     """Check the text that torch.compile keeps in its graphs."""
     config = FlashConfig(bits=4, include=["a"])
     for same in (config, copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
@@ -238,7 +238,7 @@ def test_wrong_value_is_named(make: Any, key: str, value: Any) -> None:
     assert "is not valid; expected " in line
 
 
-def test_a_rounding_of_what_is_not_quantized_is_refused() -> None:
+def test_a_rounding_of_unquantized_traffic_is_refused() -> None:
     assert problems(FlashConfig, backward_rounding="stochastic") == [
         "backward_rounding='stochastic' has no effect: backward_bits is \"full\"; set it, or drop backward_rounding."
     ]

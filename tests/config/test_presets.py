@@ -35,7 +35,7 @@ def test_a_preset_is_the_fields_that_it_stands_for(name: Any) -> None:
     assert FlashConfig.from_dict({"preset": name, **config.to_dict()}) == config
 
 
-def test_given_keys_go_before_it_and_the_rest_stays() -> None:
+def test_given_keys_override_it_and_the_rest_stays() -> None:
     config = FlashConfig(preset="int4", bits=6, range="min-max")
     assert config == FlashConfig(**{**PRESETS["int4"], "bits": 6})
     assert config.given() == {"preset": "int4", "bits": 6, "range": "min-max"}
@@ -43,7 +43,7 @@ def test_given_keys_go_before_it_and_the_rest_stays() -> None:
     assert FlashConfig(preset=None) == FlashConfig()
 
 
-def test_from_every_source_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_every_source_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check the order: environment, file, flags; the last preset is below every key that any of them gives."""
     monkeypatch.setenv("FLASH_ALLREDUCE_PRESET", "thin")
     monkeypatch.setenv("FLASH_ALLREDUCE_GROUP_SIZE", "64")
@@ -77,7 +77,9 @@ def test_a_copy_may_take_another_preset() -> None:
         ({"backward_bits": "full"}, {"backward_rounding": None}),
     ],
 )
-def test_what_a_given_key_excludes_is_left_out_of_the_preset(given: dict[str, Any], left: dict[str, Any]) -> None:
+def test_fields_that_a_given_key_excludes_are_left_out_of_the_preset(
+    given: dict[str, Any], left: dict[str, Any]
+) -> None:
     config = FlashConfig(preset="int4", **given)
     assert config == FlashConfig(**{**PRESETS["int4"], **left, **given})
     for key, value in left.items():

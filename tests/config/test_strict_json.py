@@ -8,7 +8,7 @@ from flash_allreduce_plugin.config import strict_json
 
 
 @pytest.mark.parametrize("text", ['{"a": 1, "b": [{"c": 2}]}', "[]", '"\\ufeff"', "7"])
-def test_it_reads_what_json_reads(text: str) -> None:
+def test_it_reads_json_values(text: str) -> None:
     expected = {"a": 1, "b": [{"c": 2}]} if text.startswith("{") else eval(text)
     for given in (text, "\ufeff" + text, text.encode(), text.encode("utf-8-sig")):
         assert strict_json.loads(given) == expected

@@ -158,7 +158,7 @@ def integers_and_small_messages() -> list[bool]:
     return [torch.equal(whole.cpu(), world * torch.arange(1000)), bool((small == world).all())]
 
 
-def test_what_goes_in_full_precision(gpu_ranks: GetRanks) -> None:
+def test_calls_in_full_precision(gpu_ranks: GetRanks) -> None:
     assert gpu_ranks(2, "gloo").run(integers_and_small_messages) == [[True, True]] * 2
 
 

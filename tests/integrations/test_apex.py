@@ -276,7 +276,7 @@ def poisoned(bad: float, settings: dict[str, Any]) -> list[bool]:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_on_one_rank_reaches_all_and_does_not_stay(group: Ranks, bad: float) -> None:
+def test_non_finite_values_of_one_rank_reach_all_and_are_dropped(group: Ranks, bad: float) -> None:
     assert group.run(poisoned, bad, {"message_size": MESSAGE}) == WORLD * [[False, False, True]]
 
 
@@ -348,7 +348,7 @@ def unrelated(config: fap.FlashConfig) -> tuple[float, int]:
     return float(numbers[0]), fap.stats()["calls"]
 
 
-def test_what_is_no_gradient_is_left_alone(group: Ranks) -> None:
+def test_other_tensors_than_gradients_stay_in_full_precision(group: Ranks) -> None:
     assert group.run(unrelated, EIGHT) == WORLD * [((WORLD - 1) / 2, 0)]
 
 
@@ -397,7 +397,7 @@ def no_apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_what_does_not_fit_is_refused(
+def test_mismatching_input_is_refused(
     name: str, no_apex: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, sentence = MISFITS[name]

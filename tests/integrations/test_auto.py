@@ -45,7 +45,7 @@ def decided(layout: str, on: bool) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", [*LAYOUTS, *SLOW])
-def test_what_is_slower_is_switched_off(layout: str) -> None:
+def test_slower_sites_are_switched_off(layout: str) -> None:
     package = {"Megatron": "megatron.core", "DeepSpeed": "deepspeed"}.get(layout.split()[0])
     if package is not None and importlib.util.find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"needs {package}")
@@ -60,7 +60,7 @@ def test_what_is_slower_is_switched_off(layout: str) -> None:
             assert one["quantized"] == 0 and one["line"][0].endswith(": off; to pin it: enabled=false"), one
 
 
-def test_what_is_faster_stays_on() -> None:
+def test_faster_sites_stay_on() -> None:
     for one in run_ranks(2, decided, "DDP", True):
         assert one["quantized"] > 0 and policy.SLOWER not in one["why"], one
         assert one["line"][0].endswith(": on; to pin it: enabled=true"), one

@@ -76,7 +76,7 @@ def train(kind: str, folder: Path, begin: int, end: int, sgd: bool = False, ever
 
 
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("hsdp", 4), ("replicas", 4)])
-def test_a_resumed_run_goes_on_bit_for_bit(kind: str, world: int, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_for_bit(kind: str, world: int, tmp_path: Path) -> None:
     whole = run_ranks(world, train, kind, tmp_path, 0, STEPS, kind == "fsdp2")
     resumed = run_ranks(world, train, kind, tmp_path, SAVED, STEPS, kind == "fsdp2")
     for (weights, _, steps), (again, _, counted) in zip(whole, resumed, strict=True):
@@ -100,14 +100,14 @@ def test_without_the_states_it_is_another_run(tmp_path: Path) -> None:
     assert [steps for _, _, steps in resumed] == [STEPS, STEPS]
 
 
-def test_steps_go_on_by_adams_own_count(tmp_path: Path) -> None:
+def test_steps_continue_from_adams_count(tmp_path: Path) -> None:
     """Check a run without a saved state. The step with zeros of torch.distributed.checkpoint does not count."""
     run_ranks(2, train, "fsdp2", tmp_path, 0, SAVED, False, "100")
     resumed = run_ranks(2, train, "fsdp2", tmp_path, SAVED, STEPS, False, "100")
     assert [steps for _, _, steps in resumed] == [STEPS, STEPS]
 
 
-def test_other_weights_begin_anew_and_are_told(tmp_path: Path) -> None:
+def test_other_weights_start_without_state_and_get_a_line(tmp_path: Path) -> None:
     first = run_ranks(2, train, "ddp", tmp_path, 0, SAVED)
     second = run_ranks(2, train, "ddp", tmp_path, 0, SAVED)
     for (weights, said, _), (again, _, _) in zip(first, second, strict=True):
@@ -139,7 +139,7 @@ def refused(kind: str, text: str) -> object:
         ("part", "f:1"),
     ],
 )
-def test_what_cannot_be_served_ends_the_program(kind: str, text: str) -> None:
+def test_unsupported_models_end_the_program(kind: str, text: str) -> None:
     assert run_ranks(2, refused, kind, text) == [2, 2]
 
 

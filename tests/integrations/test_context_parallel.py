@@ -160,7 +160,7 @@ def side_by_side(kind: str, causal: bool) -> dict[str, Any]:
     ("kind", "causal"),
     [("allgather", False), ("alltoall", False), ("allgather", True), ("alltoall", True), ("flex", False)],
 )
-def test_an_exchange_is_what_rounding_and_exchanging_plainly_gives(world: int, kind: str, causal: bool) -> None:
+def test_an_exchange_equals_rounding_and_a_full_precision_exchange(world: int, kind: str, causal: bool) -> None:
     hops = {"allgather": 1, "alltoall": world - 1, "flex": 1}[kind]
     calls = {FORWARD.name: 2 * hops, BACKWARD.name: world}  # keys and values are sent again for the backward pass
     if kind == "flex":
@@ -211,7 +211,7 @@ print("enabled:", fap.context_parallel.is_enabled())
         ("context_parallel", None, 2, 'attention_bits is "full": context_parallel would quantize nothing'),
     ],
 )
-def test_a_program_that_nobody_edits(named: str, bits: str | None, status: int, said: str) -> None:
+def test_an_unedited_program(named: str, bits: str | None, status: int, said: str) -> None:
     given = {"FLASH_ALLREDUCE_ATTACH": named, "RANK": "0", "WORLD_SIZE": "1"}
     given |= {} if bits is None else {"FLASH_ALLREDUCE_ATTENTION_BITS": bits}
     command = [sys.executable, "-c", PROGRAM]

@@ -180,7 +180,7 @@ def test_a_failure_half_way_puts_back_what_was_already_replaced(library):
     assert not patches.applied
 
 
-def test_somebody_elses_later_patch_is_not_clobbered(library):
+def test_a_later_patch_of_another_library_is_kept(library):
     original = library.plain
     patches = Patchset("test", [METHOD, PLAIN])
     patches.apply()
@@ -210,7 +210,7 @@ def test_two_patchsets_cannot_stack_on_one_symbol(library):
     second.restore()
 
 
-def test_report_says_what_is_in_place(library):
+def test_report_lists_the_seams_in_place(library):
     patches = Patchset("test", [PLAIN, STATIC])
     assert [entry["in_place"] for entry in patches.report().values()] == [False, False]
     patches.apply()
@@ -254,7 +254,7 @@ def test_rebound_reaches_through_a_decorator(library):
     assert wrapped(None, 1) == (2, None)
 
 
-def test_rebound_refuses_what_would_have_no_effect(library):
+def test_rebound_refuses_names_without_effect(library):
     with pytest.raises(PatchError, match="does not use _reduce"):
         rebound(library.uses_helper, "_reduce", None)
     with pytest.raises(PatchError, match=r"does not use math\.sqrt"):

@@ -209,7 +209,7 @@ def arrived() -> Any:
     return found, sites
 
 
-def test_what_arrives_is_what_the_codec_makes_of_it_and_numbers_are_exact() -> None:
+def test_received_tensors_are_decoded_payloads_and_integers_are_exact() -> None:
     (_, (found, sites)) = run_ranks(2, arrived)
     x = torch.randn(MICRO_BATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     wire = fap.FlashConfig(**EIGHT)
@@ -242,7 +242,7 @@ def test_stages_that_differ_are_named() -> None:
         assert "pipeline_bits" in said
 
 
-def test_what_has_no_effect_is_refused() -> None:
+def test_fields_without_effect_are_refused() -> None:
     with pytest.raises(fap.ConfigError, match='pipeline_bits and pipeline_backward_bits are "full"'):
         pipelining.enable(fap.FlashConfig())
     for field, value in {
@@ -259,7 +259,7 @@ def test_what_has_no_effect_is_refused() -> None:
     assert not pipelining.is_enabled()
 
 
-def test_a_torch_that_differs_is_refused_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_differs_is_refused_and_not_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.pipelining import schedules, stage
 
     monkeypatch.setattr(schedules, "_batch_p2p", lambda operations: [])

@@ -260,7 +260,7 @@ def megatron_fails_later() -> None:
     frameworks.check()
 
 
-def test_integrations_go_on_and_off_in_every_order() -> None:
+def test_integrations_attach_and_detach_in_every_order() -> None:
     (names,) = run_ranks(1, every_order)
     assert "apex" in names
 
@@ -276,7 +276,7 @@ def test_megatron_fails_before_and_after_it_has_replaced_its_functions() -> None
     run_ranks(1, megatron_fails_later)
 
 
-def test_somebody_elses_patch_in_between_stays() -> None:
+def test_a_patch_of_another_library_in_between_stays() -> None:
     run_ranks(1, patched_by_others)
 
 

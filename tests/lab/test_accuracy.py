@@ -135,7 +135,7 @@ def test_the_measured_all_reduce_is_two_roundings() -> None:
     assert torch.equal(accuracy.our_all_reduce(c, ranks), accuracy.all_reduce(ours, ranks))
 
 
-def test_what_ranks_send_adds_up() -> None:
+def test_bytes_of_the_ranks_add_up() -> None:
     """Check that 2 ranks and 8 give the sum that one rank computes."""
     seen = accuracy_tensors._Seen(gaussian(4, 8, 32).double(), gaussian(24, 32).double(), gaussian(4, 8, 24).double())
     assert seen.input is not None and seen.weight is not None and seen.gradient is not None
@@ -256,7 +256,7 @@ def test_the_table_on_real_tensors_stands_first(
     assert alone["tensors"] == found["tensors"]
 
 
-def test_simplest_setting_of_those_alike() -> None:
+def test_simplest_of_equal_settings() -> None:
     assert accuracy.simplest({"4/64 Hm": 21.0, "4/64 m": 20.97, "4/64": 20.9, "4/128 m": 20.96}) == "4/64 m"
 
 

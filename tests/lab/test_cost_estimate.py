@@ -62,7 +62,7 @@ def test_a_flat_call_between_nodes_waits_for_the_slower_link() -> None:
     assert flat(NUMEL, INT4, fast, PERFECT).link == pytest.approx(2 * 68_000 / 4 / 1e8)
 
 
-def test_two_levels_send_what_hierarchical_md_says() -> None:
+def test_two_levels_send_the_bytes_of_the_formula() -> None:
     """Check both shares, between: 2 (N-1)/N P(inter) / L, and inside: (L-1)/L (P(intra) + P(inter)), in one call."""
     assert two_levels(NUMEL, INT4, PAIR, PERFECT).link == pytest.approx(2 * 1 / 2 * 68_000 / 2 / 1e7)
     fast = replace(PAIR, wire=1e12)
@@ -106,7 +106,7 @@ def test_measured_kernels_are_interpolated_and_cost_a_launch_at_least() -> None:
     assert kernels.seconds("encode", 4, 3e9, BOX) == pytest.approx(3 / 0.9)
 
 
-def test_the_bytes_of_the_kernels_are_those_that_are_timed() -> None:
+def test_the_timed_kernels_have_the_counted_bytes() -> None:
     """Check that the estimate of a shard and its row of the benchmark count the same bytes."""
     n, c = 128 * 800, INT4
     whole = {k: cuda_codec.counted_bytes(k, n, 2, c) for k in ("encode", "decode")}

@@ -179,7 +179,7 @@ print(*sorted(peer.recv(1)[0] for peer in peers))
         ]
 
 
-def test_the_rate_holds_in_both_directions_at_once(nothing_left: None) -> None:
+def test_the_rate_holds_in_both_directions_together(nothing_left: None) -> None:
     with netlab.hosts(2, "200mbit") as lab:
         rates = lab.measure_rate(seconds=1.0)
     for rate in rates:

@@ -41,7 +41,7 @@ def test_three_steps_without_a_limit_are_the_only_inputs(measured):
     assert plan_measured.calibrated(steps) == before
 
 
-def test_bytes_are_those_that_the_runs_counted():
+def test_bytes_equal_the_counts_of_the_runs():
     steps = json.loads((RESULTS / "step_time.json").read_text())
     core = plan_measured.calibrated(steps)
     model, layout = plan_measured._model(steps["about"]["arguments"])
@@ -84,7 +84,7 @@ def test_parameters_quantized_too_are_rows_of_their_own(tmp_path):
         assert row.communication == pytest.approx((row.measured - rest, row.predicted - rest))
 
 
-def test_what_the_preset_of_a_core_says_is_what_was_measured():
+def test_the_speed_of_a_core_is_the_measured_one():
     steps = json.loads((RESULTS / "step_time.json").read_text())
     core, preset = plan_measured.calibrated(steps), plan_inputs.cluster_of("cpu")[0]
     for field in ("flops", "start", "transport", "codec"):

@@ -28,7 +28,7 @@ def finished(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_ended_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_terminated_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = subprocess.run([*COMMAND, f"--folder={whole}"], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

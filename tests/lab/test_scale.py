@@ -31,7 +31,7 @@ def test_exchanges_do_not_grow_with_the_nodes() -> None:
     assert quantized(16384, 128, 2)["exchanges"] <= quantized(1024, 128, 2)["exchanges"] <= 32
 
 
-def test_bytes_between_nodes_are_those_that_the_collective_sends() -> None:
+def test_bytes_between_nodes_equal_the_sent_ones() -> None:
     plan = scale.plan_of(16 * MIB, 64, 8, 2)
     numel = 16 * MIB // 2
     by_hand = 2 * 7 / 8 * plan.gather.payload_bytes(numel) / 8  # a rank has an eighth of the tensor in its node

@@ -42,7 +42,7 @@ def test_chunks_grow_with_large_groups(world_size: int, times: int) -> None:
     assert isinstance(planned, Plan) and planned.chunk_bytes == times * FlashConfig().chunk_bytes
 
 
-def test_the_widest_codec_is_the_inner_one_where_nodes_are_alike() -> None:
+def test_the_inner_codec_is_the_widest_where_nodes_are_equal() -> None:
     nodes = ((0, 1), (2, 3))
     levels = plan(config=FlashConfig(bits=4, hierarchical="auto"), nodes=nodes)
     assert isinstance(levels, Plan) and levels.widest == levels.inside == Format(8, 128)
@@ -222,7 +222,7 @@ def test_gathered_and_exchanged_gradients_need_backward_bits_as_well(role: Role)
 
 
 @pytest.mark.parametrize("role", Role)
-def test_what_needs_backward_bits_may_be_rounded_in_another_way(role: Role) -> None:
+def test_backward_rounding_rounds_traffic_of_backward_bits(role: Role) -> None:
     widths = {key: 4 for _, key, _ in ROLES} | {"quantize_embedding": True, "quantize_layernorm": True}
     options = {"codebook": True, "spike_reserving": True, "range": "mse", "hadamard": True}
     nearest = FlashConfig.from_dict({**widths, **options})
@@ -286,7 +286,7 @@ def test_warm_up(step: int | None, quantized: bool) -> None:
     st.integers(4096, 1 << 30),
     st.sampled_from([Role.ANY, Role.FORWARD, Role.BACKWARD]),
 )
-def test_a_plan_says_what_the_configuration_says(
+def test_a_plan_has_the_widths_of_the_configuration(
     collective: str,
     numel: int,
     dtype: torch.dtype,
@@ -327,7 +327,7 @@ def test_an_exchange_is_decided_without_its_sizes() -> None:
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "gather", "scatter", "send", "recv"])
-def test_what_is_not_summed_has_one_level_and_the_width_after_the_sum(collective: str) -> None:
+def test_other_collectives_than_sums_have_one_level_and_gather_bits(collective: str) -> None:
     nodes, levels = ((0, 1), (2, 3)), {"intra_bits": 8, "inter_bits": 2, "ranks_per_node": 2}
     config = FlashConfig(reduce_bits=3, gather_bits=5, hierarchical=levels)
     for op in ("sum", "max"):

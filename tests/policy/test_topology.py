@@ -38,7 +38,7 @@ def test_every_node_has_every_group_of_a_slab_once(nodes: Nodes, numel: int) -> 
         assert sorted(owned) == list(range(len(owned)))  # every group of the call has one owner
 
 
-def test_ranks_of_one_place_meet_where_nodes_are_alike() -> None:
+def test_ranks_of_one_position_form_groups_where_nodes_are_equal() -> None:
     nodes = topology.neighbours(12, 4)
     (slab,) = topology.slabs_of_tensor(12 * 64, 1 << 20, nodes, 4)
     (shards,) = (slab for _, slab in topology.slabs_of_shards((64,) * 12, 1 << 20, nodes, 4))

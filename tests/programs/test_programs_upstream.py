@@ -125,7 +125,7 @@ def test_at_8_bits() -> None:
     assert results(WHEEL, "8 bits").run.sites["ddp.gradients"]["quantized"] > 0
 
 
-def test_threads_as_ranks_are_left_alone() -> None:
+def test_threads_as_ranks_stay_in_full_precision() -> None:
     """Check that FSDP2's tests on a CPU are left alone: their group has no backends. On GPUs they are served."""
     run = results(FSDP2, "full precision").run
     assert run.sites.get("fsdp.gradients") or any("is left alone: its process group" in line for line in run.lines)

@@ -95,7 +95,7 @@ def test_fmad_is_seen() -> None:
     assert all("fma." not in body for module in machine().modules for _, body, _ in module.entries.values())
 
 
-def test_an_access_beside_the_tensors_is_seen() -> None:
+def test_an_access_outside_of_the_tensors_is_detected() -> None:
     """Pass tensors that the machine has not registered, or has registered as read-only."""
     x = ROWS[:1, :1024].contiguous()
     payload = torch.empty(1, PLAIN.payload_bytes(1024), dtype=torch.uint8)

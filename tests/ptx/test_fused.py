@@ -53,7 +53,7 @@ needs_multicast = pytest.mark.skipif(build.ARCHITECTURE < "90", reason="GPUs bef
 
 @needs_multicast
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_a_store_to_a_multicast_address_goes_to_all(world: int) -> None:
+def test_a_store_to_a_multicast_address_reaches_all(world: int) -> None:
     """Store the sums to it; in one shot, the encoded tensors of every rank. No rank's own address is written."""
     calls = [make(world, numel, i) for i, numel in enumerate((1025, 33, 9000, 2048, 700))]
     assert {call.one_shot for call in calls} == {False, True}
@@ -62,7 +62,7 @@ def test_a_store_to_a_multicast_address_goes_to_all(world: int) -> None:
 
 
 @needs_multicast
-def test_a_store_beside_the_multicast_address_is_seen() -> None:
+def test_a_store_outside_of_the_multicast_address_is_detected() -> None:
     def further(_: str, text: str) -> str:
         return re.sub(r"(multimem\.st\S+\s+\[%rd\d+)", r"\1+16", text)
 

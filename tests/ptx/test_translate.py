@@ -78,7 +78,7 @@ def test_a_line_of_another_language_is_refused() -> None:
         ("mov.u32 %r1, unknown;", "mov.u32 %r1, unknown, line 2 of k"),
     ],
 )
-def test_what_the_machine_cannot_do_is_named(line: str, named: str) -> None:
+def test_missing_abilities_of_the_machine_are_named(line: str, named: str) -> None:
     with pytest.raises((UnknownInstruction, UnknownText)) as refused:
         program(line)
     assert named in str(refused.value)

@@ -28,7 +28,7 @@ def test_the_interval_decides_when(ranks: GetRanks) -> None:
     ],
     ids=["flat", "two levels"],
 )
-def test_full_precision_is_watched_for_what_8_bits_would_give(
+def test_full_precision_is_measured_as_if_at_8_bits(
     ranks: GetRanks, world: int, changes: dict[str, Any], tolerance: float
 ) -> None:
     for outcome in ranks(world).run(all_measures, ["correlated", "channels"], {"bits": 8, **changes}, 90.0):

@@ -56,7 +56,7 @@ def test_back_when_it_has_recovered() -> None:
     assert course([10.0] * 4 + [40.0] * 12) == [4, 5, 5, 6] + [6, 6, 6, 5] + [5, 5, 5, 4] + [4] * 4
 
 
-def test_full_precision_is_left_by_what_8_bits_would_give() -> None:
+def test_full_precision_ends_if_8_bits_would_suffice() -> None:
     full, enough = Stand(FULL), FLOOR + MARGIN_DB
     for sqnr_db in (enough - 0.1, -50.0):
         assert decide(full, sqnr_db, FLOOR, 4) == full
@@ -136,7 +136,7 @@ def check_turns(bits: list[int], measurements: int) -> None:
 
 
 @pytest.mark.parametrize("measured", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf), (0.0, 0.0)])
-def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> None:
+def test_measurements_without_a_difference_decide_nothing(measured: tuple[float, float]) -> None:
     guard = SiteGuard("site", 4, FLOOR, symmetric=False)
     for call in range(2 * LOW):
         guard.update(*measured, call=call, log=False)
@@ -147,7 +147,7 @@ def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> Non
     assert guard.bits == 5
 
 
-def test_what_was_measured_at_another_width_is_left_out() -> None:
+def test_measurements_at_another_width_are_left_out() -> None:
     guard = SiteGuard("site", 4, FLOOR, symmetric=False)
     guard.record(4, sample.alone(torch.ones(10), torch.full((10,), 0.1)))
     guard.record(5, sample.alone(torch.ones(1), torch.ones(1)))
@@ -304,7 +304,7 @@ def test_an_overflow_and_a_spike_change_nothing(ranks: GetRanks, times: float) -
         (2, {"min_sqnr_db": 60.0, "target_sqnr_db": 60.0, "bits": 4}, "all_reduce", [4, 8, FULL]),
     ],
 )
-def test_what_is_guarded(
+def test_calls_that_the_guard_measures(
     ranks: GetRanks, world: int, changes: dict[str, Any], collective: str, expected: list[int]
 ) -> None:
     outcomes = ranks(world).run(reduces, [(16, 0.0)], changes, collective)
@@ -343,7 +343,7 @@ def floors(floors_db: list[float]) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_floors_are_told(ranks: GetRanks) -> None:
+def test_ranks_with_different_floors_get_an_error(ranks: GetRanks) -> None:
     for message in ranks(2).run(floors, [14.0, 15.0]):
         assert "min_sqnr_db is 14.0 on rank 0; 15.0 on rank 1" in message
 

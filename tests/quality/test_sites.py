@@ -46,7 +46,7 @@ def test_one_measurement_that_is_not_finite_cancels_the_whole_decision(
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_what_it_saves_is_what_it_goes_on_from(make: Callable[[], SiteBits]) -> None:
+def test_a_run_resumes_from_the_state_that_it_saved(make: Callable[[], SiteBits]) -> None:
     site, other = make(), make()
     for call in range(7):
         site.update(*((1.0, 1.0) if call < 3 else (1e6, 1.0)), call=call, log=False)

@@ -45,7 +45,7 @@ def test_gaussian_values_are_not_poor(bits: int) -> None:
     assert f" dB at {bits} bits; codebook=true and spike_reserving=true would have " in line
 
 
-def test_calls_are_tried_only_where_they_may_be_told_of() -> None:
+def test_calls_are_tried_only_where_a_line_may_be_printed() -> None:
     (site, tally), x = site_of("t40.some"), gaussian(1 << 14)
     for wire in (Format(5, 128), Format(4, 128, stochastic=True), Format(4, 128, codebook=True, spikes=True)):
         trial.try_codebook(site, wire, x)

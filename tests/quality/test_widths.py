@@ -105,7 +105,7 @@ def test_it_settles_at_the_least_width_and_does_not_flap(
 
 
 @pytest.mark.parametrize("measured", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf), (0.0, 0.0)])
-def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> None:
+def test_measurements_without_a_difference_decide_nothing(measured: tuple[float, float]) -> None:
     width = SiteWidth("site", 2, 18.0, symmetric=False)
     width.update(*measured, call=1, log=False)
     assert width.bits == 2
@@ -113,7 +113,7 @@ def test_what_says_nothing_decides_nothing(measured: tuple[float, float]) -> Non
     assert width.bits == 5
 
 
-def test_what_was_measured_at_another_width_is_left_out() -> None:
+def test_measurements_at_another_width_are_left_out() -> None:
     width = SiteWidth("site", 4, 18.0, symmetric=False)
     width.record(4, sample.alone(torch.ones(10), torch.full((10,), 0.1)))
     width.record(5, sample.alone(torch.ones(1), torch.ones(1)))
@@ -293,7 +293,7 @@ def with_config(changes: dict[str, Any], collective: str) -> tuple[list[int], li
         (2, {"error_feedback": True}, "all_reduce", [2, 5]),
     ],
 )
-def test_what_adapts(
+def test_fields_that_adapt(
     ranks: GetRanks, world: int, changes: dict[str, Any], collective: str, expected: list[int]
 ) -> None:
     outcomes = ranks(world).run(with_config, changes, collective)
@@ -319,6 +319,6 @@ def targets(targets_db: list[float]) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_different_targets_are_told(ranks: GetRanks) -> None:
+def test_ranks_with_different_targets_get_an_error(ranks: GetRanks) -> None:
     for message in ranks(2).run(targets, [18.0, 20.0]):
         assert "target_sqnr_db is 18.0 on rank 0; 20.0 on rank 1" in message

@@ -80,7 +80,7 @@ def test_a_difference_of_five_percent_is_seen(ratio: float, spread: float) -> No
 
 
 @pytest.mark.parametrize("ratio", [1 - MARGIN / 2, 1.0, 1 + MARGIN])
-def test_what_gains_less_than_the_margin_stays_off(ratio: float) -> None:
+def test_sites_that_gain_less_than_the_margin_stay_off(ratio: float) -> None:
     assert not any(judged(ratio, 0.0, seed)[0] for seed in range(20))
 
 

@@ -100,7 +100,7 @@ def decided(slow: Callable[[], Any], sites: tuple[fap.Site, ...] = (FIRST,), ste
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_faster_stays_on_every_rank(ranks: Callable[[int], Ranks], world: int) -> None:
+def test_faster_sites_stay_on_at_every_rank(ranks: Callable[[int], Ranks], world: int) -> None:
     off = ranks(world).run(decided, slow_codec)
     assert off == [off[0]] * world and off[0]["decision"] == {"on": False, "but": []}
     quantized, reasons = off[0]["counts"]["first"]
@@ -128,7 +128,7 @@ def first_is_slow_to_encode_second_to_send() -> Any:
     return stack
 
 
-def test_each_site_is_switched_by_itself(ranks: Callable[[int], Ranks]) -> None:
+def test_each_site_is_switched_alone(ranks: Callable[[int], Ranks]) -> None:
     found = ranks(2).run(decided, first_is_slow_to_encode_second_to_send, (FIRST, SECOND), 120)
     assert found[0] == found[1]
     switches = Switches.of(found[0]["decision"])
@@ -335,7 +335,7 @@ def two_decisions() -> tuple[bool, list[str]]:
         return checkpoint.resume(state, {}, "the test"), [str(one.message) for one in said]
 
 
-def test_all_ranks_go_on_from_one_decision(ranks: Callable[[int], Ranks]) -> None:
+def test_all_ranks_continue_from_one_decision(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(one_has_no_decision) == [False, False]
     (resumed, [line]), others = ranks(2).run(two_decisions)
     assert not resumed and "the ranks' states are not of one checkpoint" in line and others == (False, [])
@@ -360,7 +360,7 @@ def late(rank_of_late: int) -> bool:
     return decision.on
 
 
-def test_a_rank_that_comes_late_goes_with_the_others(ranks: Callable[[int], Ranks]) -> None:
+def test_a_late_rank_takes_part(ranks: Callable[[int], Ranks]) -> None:
     found = ranks(4).run(late, 3)
     assert found == [found[0]] * 4
 
@@ -419,11 +419,11 @@ def renewed(folder: str) -> list[Any]:
     return found
 
 
-def test_a_new_default_group_is_measured_anew(tmp_path: Path) -> None:
+def test_a_new_default_group_is_measured_again(tmp_path: Path) -> None:
     assert run_ranks(2, renewed, str(tmp_path)) == [[False, True]] * 2
 
 
-def test_what_the_switches_say() -> None:
+def test_values_of_the_switches() -> None:
     on = Switches(True, frozenset({"a"}))
     assert not on.has("a") and on.has("b") and on.toggled("a") == Switches(True)
     for switches in (on, Switches(False), Switches(False).toggled("b")):

@@ -110,7 +110,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return folder, run_ranks(2, straight, str(folder))
 
 
-def test_new_processes_go_on_bit_for_bit(saved: tuple[Path, list[dict[str, torch.Tensor]]]) -> None:
+def test_new_processes_resume_bit_for_bit(saved: tuple[Path, list[dict[str, torch.Tensor]]]) -> None:
     folder, expected = saved
     for ours in ("state", "folder"):
         for rank, seen in enumerate(run_ranks(2, resumed, str(folder), ours)):
@@ -119,7 +119,7 @@ def test_new_processes_go_on_bit_for_bit(saved: tuple[Path, list[dict[str, torch
                 assert torch.equal(seen["weights"][name], expected[rank][name]), (ours, name)
 
 
-def test_without_the_state_they_begin_anew_and_rank_0_says_so(
+def test_without_the_state_they_start_again_and_rank_0_prints_it(
     saved: tuple[Path, list[dict[str, torch.Tensor]]],
 ) -> None:
     folder, expected = saved
@@ -195,7 +195,7 @@ DAMAGES = {
 }
 
 
-def test_a_damaged_file_of_one_rank_is_one_sentence_and_all_begin_anew(
+def test_a_damaged_file_of_one_rank_is_one_sentence_and_all_start_without_state(
     saved: tuple[Path, list[dict[str, torch.Tensor]]],
 ) -> None:
     folder, _ = saved
@@ -222,7 +222,7 @@ def replaced(state: Any, path: tuple[Any, ...], new: Any) -> Any:
     return state
 
 
-def test_whatever_else_stands_in_a_state_is_found(saved: tuple[Path, list[dict[str, torch.Tensor]]]) -> None:
+def test_additional_entries_of_a_state_are_found(saved: tuple[Path, list[dict[str, torch.Tensor]]]) -> None:
     folder, _ = saved
     state = torch.load(folder / "flash_allreduce" / "rank_00000.pt", weights_only=True)
     state["world_size"] = 1
@@ -272,7 +272,7 @@ def not_finite() -> list[dict[str, int]]:
     return seen
 
 
-def test_a_checkpoint_after_an_overflow_knows_of_it(ranks: Callable[[int], Ranks]) -> None:
+def test_a_checkpoint_after_an_overflow_records_it(ranks: Callable[[int], Ranks]) -> None:
     for old, new in ranks(2).run(not_finite):
         assert old == {NOT_FINITE: 1, "left": 0} and new == {"left": 0}, "a loaded one has no site yet to be counted at"
 
@@ -309,7 +309,7 @@ def fsdp(folder: str, resume: bool) -> tuple[bool, torch.Tensor]:
     return went_on, torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])
 
 
-def test_fsdp_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_fsdp_resumes_bit_for_bit(tmp_path: Path) -> None:
     straight, again = (run_ranks(2, fsdp, str(tmp_path), resume) for resume in (False, True))
     for (_, expected), (went_on, found) in zip(straight, again, strict=True):
         assert went_on and torch.equal(found, expected)

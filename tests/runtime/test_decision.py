@@ -154,7 +154,7 @@ def switched_off() -> tuple[bool, dict[str, int]]:
         del os.environ[environment.DISABLE]
 
 
-def test_switched_off_everywhere_all_goes_in_full_precision(ranks: GetRanks) -> None:
+def test_disabled_everything_stays_in_full_precision(ranks: GetRanks) -> None:
     assert ranks(2).run(switched_off) == [(True, {"FLASH_ALLREDUCE_DISABLE": 1})] * 2
 
 

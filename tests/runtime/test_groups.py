@@ -37,7 +37,7 @@ def states_left_behind() -> tuple[int, int]:
     return len(groups._states) - before, helpers() - threads
 
 
-def test_what_is_remembered_of_a_group_dies_with_it(ranks: GetRanks) -> None:
+def test_the_state_of_a_group_ends_with_it(ranks: GetRanks) -> None:
     assert ranks(2).run(states_left_behind) == [(0, 0), (0, 0)]
 
 

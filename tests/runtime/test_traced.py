@@ -177,7 +177,7 @@ def changing() -> list[bool]:
     return found
 
 
-def test_a_graph_is_made_anew_for_another_configuration_site_operator_or_step(ranks: Ranks) -> None:
+def test_a_graph_is_recompiled_for_another_configuration_site_operator_or_step(ranks: Ranks) -> None:
     assert ranks.run(changing) == [[True] * 9] * 2
 
 
@@ -311,7 +311,7 @@ def broken(backend: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_no_graph_can_hold_breaks_it_and_runs_as_ever(ranks: Ranks, backend: str) -> None:
+def test_calls_that_no_graph_can_hold_break_it_and_run_eagerly(ranks: Ranks, backend: str) -> None:
     for found in ranks.run(broken, backend):
         assert found == [(case.__name__, True) for case in BREAKS for _ in range(2)]
 

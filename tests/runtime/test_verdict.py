@@ -73,7 +73,7 @@ def test_a_site_that_pays_alone_is_switched_on() -> None:
     assert Switches.of(found["base"]) == Switches(False, of("b"))
 
 
-def test_a_site_of_few_bytes_goes_with_the_others() -> None:
+def test_a_site_of_few_bytes_follows_the_others() -> None:
     found = trial({of(): 0.1, of("a", "b"): 0.08, of("a"): 0.08, of("b"): 0.1}, {"a": 1000, "b": 40})
     assert found["base"] == QUANTIZED.said() and found["trials"] == 2, "a alone, b never"
 

@@ -232,7 +232,7 @@ def test_totals_outlive_a_reset_and_differences_are_between_two_of_them() -> Non
     assert counters.difference(end, end) == {}
 
 
-def test_what_is_sent_beside_us_outlives_a_reset_too() -> None:
+def test_counts_of_other_traffic_survive_a_reset() -> None:
     before = counters.beside()
     record_beside("all_gather, dp of 2 ranks", 10)
     reset_stats()

@@ -108,7 +108,7 @@ def test_small_messages_are_named_once_on_rank_0(train: Any, to: str, calls: str
 
 
 @pytest.mark.parametrize("train", [ddp, fsdp, fsdp1])
-def test_what_quantizes_is_left_in_peace(train: Any) -> None:
+def test_sites_that_quantize_print_nothing(train: Any) -> None:
     first, _ = run_ranks(2, train, fap.FlashConfig(min_bytes=0, bits=4))
     assert any("gradients in 4 bits" in line for line in first)
     assert not any("calls" in line for line in first)
@@ -123,7 +123,7 @@ def test_what_quantizes_is_left_in_peace(train: Any) -> None:
         (apex, "apex.parallel: preset int4", ", error_feedback=true"),
     ],
 )
-def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: str) -> None:
+def test_a_preset_is_named_with_its_fields(train: Any, said: str, left: str) -> None:
     first, _ = run_ranks(2, train, fap.FlashConfig(preset="int4", min_bytes=0))
     [line] = [line for line in first if "gradients in" in line]
     assert line == (
@@ -132,7 +132,7 @@ def test_a_preset_is_named_and_what_it_stands_for(train: Any, said: str, left: s
     )
 
 
-def test_switched_off_is_not_said_to_be_in_8_bits() -> None:
+def test_a_disabled_plugin_prints_no_width() -> None:
     first, _ = run_ranks(2, ddp, fap.FlashConfig(enabled=False))
     assert first == [
         "flash all-reduce: attached to DistributedDataParallel, but switched off (enabled is false): every call runs "
@@ -198,7 +198,7 @@ def printed_by(models: Sequence[nn.Module], *after: Callable[[], Any]) -> list[s
         (two_apex_reducers, "apex.reducer", "4 KiB"),
     ],
 )
-def test_the_second_model_is_told_its_own_numbers(train: Callable[[], list[str]], site: str, largest: str) -> None:
+def test_the_second_model_gets_its_own_numbers(train: Callable[[], list[str]], site: str, largest: str) -> None:
     first, second = run_ranks(2, train)
     said = SMALL.format(largest) if site != "apex.reducer" else SMALL.format(largest).replace("1 MiB", "16 KiB")
     assert first == [f"{site} has quantized none of its 2 calls: {said}"]
@@ -288,7 +288,7 @@ def better(tally: counters.Tally, **fields: Any) -> list[str]:
     return list(notices.better_at_few_bits(tally, config, lambda key: f"--{key}").values())
 
 
-def test_a_poor_site_is_told_what_codebook_and_spikes_would_have() -> None:
+def test_a_site_with_low_sqnr_gets_a_line_about_codebook_and_spikes() -> None:
     said = "t40.gradients has 14 dB at 4 bits; codebook=true and spike_reserving=true would have 24 dB (set --codebook "
     assert better(with_trial(14.0, 23.8)) == [said + "and --spike_reserving)"]
     assert better(with_trial(14.0, 23.8), codebook=True) == [
@@ -318,7 +318,7 @@ def spoilt(config: fap.FlashConfig) -> list[str]:
     return [line for line in text.getvalue().splitlines() if "would have" in line]
 
 
-def test_a_training_at_4_bits_by_hand_is_told_once_without_any_measurement_switched_on(
+def test_a_training_at_4_bits_gets_one_line_without_measurements(
     ranks: Callable[[int], Ranks],
 ) -> None:
     first, second = ranks(2).run(spoilt, fap.FlashConfig(min_bytes=0, bits=4))
@@ -414,7 +414,7 @@ def program(script: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_fields_that_nobody_read_are_named_at_the_end() -> None:
+def test_unread_fields_are_named_at_the_end() -> None:
     said = program(PLAIN, FLASH_ALLREDUCE_BITS="4", FLASH_ALLREDUCE_LOG="")
     assert said.startswith("flash all-reduce: set, and read by nothing in this program: FLASH_ALLREDUCE_BITS; ")
     assert said.count("\n") == 1
@@ -435,6 +435,6 @@ def test_else_the_end_is_silent(script: str, environment: dict[str, str]) -> Non
     assert program(script, **environment) == ""
 
 
-def test_nothing_is_said_by_importing() -> None:
+def test_importing_prints_nothing() -> None:
     assert not dist.is_initialized()
     assert program("import flash_allreduce_plugin.api.reductions", FLASH_ALLREDUCE_BITS="4") == ""

@@ -114,7 +114,7 @@ def our_calls() -> dict[str, Any]:
     return stats
 
 
-def test_our_own_calls_are_not_beside_us() -> None:
+def test_our_own_calls_are_not_other_traffic() -> None:
     for stats in run_ranks(2, our_calls):
         assert stats["calls"] == 36 and stats["quantized"] == 24
         assert stats["beside"] == {}
@@ -135,7 +135,7 @@ def test_methods_are_put_back_exactly_with_the_last_owner() -> None:
     assert all(methods()[name] is before[name] for name in before)
 
 
-def test_somebody_elses_wrapper_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrapper_of_another_library_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before, owner = methods(), Owner()
     other_traffic.attach(owner)
     ours = dist.ProcessGroup.allreduce

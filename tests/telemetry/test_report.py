@@ -45,7 +45,7 @@ def test_sites_are_there_with_and_without_calls() -> None:
     ]
 
 
-def test_what_sent_nothing_is_named_in_one_line() -> None:
+def test_sites_that_sent_nothing_share_one_line() -> None:
     names = ("absent", "idle", "a", "alone", "idle 2")
     attached = {name: {"target": "m.f", "covers": "the sum", "in_place": name != "absent"} for name in names}
     record_full_precision(A, "warm-up", 7)
@@ -58,7 +58,7 @@ def test_what_sent_nothing_is_named_in_one_line() -> None:
     ]
 
 
-def test_a_report_says_what_all_of_it_was() -> None:
+def test_a_report_accounts_for_all_bytes() -> None:
     record_quantized(A, 400_000, 1_600_000)
     record_full_precision(A, "warm-up", 200_000)
     assert str(report.Report()) == ""

@@ -70,7 +70,7 @@ def write_now() -> None:
     run_log._running._counts("interval")
 
 
-def test_the_first_line_says_what_runs(path: Path) -> None:
+def test_the_first_line_names_the_command(path: Path) -> None:
     before = time.time()
     run_log.start(CONFIG)
     [header] = lines(path)
@@ -82,7 +82,7 @@ def test_the_first_line_says_what_runs(path: Path) -> None:
     assert fap.FlashConfig.from_dict(header["configuration"]) == CONFIG
 
 
-def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) -> None:
+def test_every_line_has_the_counts_since_the_last_one(path: Path, site: Site) -> None:
     steps = iter((7, 8, None))
     run_log.start(CONFIG, lambda: next(steps))
     record_full_precision(site, "warm-up", 400)
@@ -117,7 +117,7 @@ def test_every_line_says_what_came_since_the_last_one(path: Path, site: Site) ->
     assert sorted(line["seconds"] for line in rest) == [line["seconds"] for line in rest]
 
 
-def test_what_is_sent_beside_us_has_a_line(path: Path, site: Site) -> None:
+def test_other_traffic_has_a_line(path: Path, site: Site) -> None:
     run_log.start(CONFIG)
     what = f"all_gather, {site.name} of 2 ranks"
     counters.record_beside(what, 400)
@@ -130,7 +130,7 @@ def test_what_is_sent_beside_us_has_a_line(path: Path, site: Site) -> None:
     assert found == [{"calls": 1, "bytes_sent": 400}, {"calls": 2, "bytes_sent": 200}]
 
 
-def test_a_thread_writes_by_itself_within_seconds(path: Path, site: Site) -> None:
+def test_a_thread_writes_within_seconds(path: Path, site: Site) -> None:
     run_log.start(CONFIG)
     record_quantized(site, 50, 400, bits=4)
     deadline = time.monotonic() + 20
@@ -139,7 +139,7 @@ def test_a_thread_writes_by_itself_within_seconds(path: Path, site: Site) -> Non
         time.sleep(0.05)
 
 
-def test_configurations_are_said_once(path: Path) -> None:
+def test_configurations_are_printed_once(path: Path) -> None:
     other = fap.FlashConfig(bits=2)
     for config in (CONFIG, other, CONFIG, other):
         run_log.start(config)
@@ -310,7 +310,7 @@ def test_the_last_line_comes_when_the_process_ends(tmp_path: Path, how: str) -> 
     assert last["kind"] == "end" and last["sites"]["here"]["calls"] == 1
 
 
-def test_what_a_killed_process_wrote_is_there(tmp_path: Path) -> None:
+def test_lines_of_a_killed_process_are_kept(tmp_path: Path) -> None:
     process, file = a_process(tmp_path, "wait")
     deadline = time.monotonic() + 60
     while not file.exists() or len(file.read_text().splitlines()) < 2:
@@ -367,7 +367,7 @@ def test_the_steps_of_ddp_are_known_to_the_last(tmp_path: Path) -> None:
         assert lines(file)[-1]["step"] == 3 and counted >= 3
 
 
-def test_what_takes_a_configuration_begins_the_log(tmp_path: Path) -> None:
+def test_functions_that_take_a_configuration_start_the_log(tmp_path: Path) -> None:
     """Check that the log begins before anything is sent, so that a bad name is found out early."""
     for number, begin in enumerate((fap.ddp_hook, fap.FlashReduceScatter)):
         folder = tmp_path / str(number)

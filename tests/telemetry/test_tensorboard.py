@@ -30,7 +30,7 @@ def site() -> Site:
     return Site(uuid.uuid4().hex)
 
 
-def test_each_interval_by_itself(site: Site) -> None:
+def test_each_interval_alone(site: Site) -> None:
     writer = Writer()
     record_full_precision(site, "warm-up", 400)
     fap.log_to(writer, 10)
@@ -49,7 +49,7 @@ def test_each_interval_by_itself(site: Site) -> None:
     }
 
 
-def test_every_writer_is_told_everything(site: Site) -> None:
+def test_every_writer_gets_all_scalars(site: Site) -> None:
     first, second = Writer(), Writer()
     record_quantized(site, 50, 400, bits=4)
     fap.log_to(first, 1)
@@ -68,6 +68,6 @@ def test_only_finite_numbers(site: Site) -> None:
     assert all(math.isfinite(value) for values in writer.given.values() for _, value in values)
 
 
-def test_what_is_no_writer_is_refused() -> None:
+def test_other_objects_than_writers_are_refused() -> None:
     with pytest.raises(TypeError, match="writer is str; expected one with add_scalar"):
         fap.log_to("runs", 1)  # type: ignore[arg-type]

@@ -275,7 +275,7 @@ def left_alone() -> list[str]:
     return lines
 
 
-def test_a_group_beside_which_there_may_be_copies_is_left_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_a_group_that_may_have_copies_stays_in_full_precision(ranks: Callable[[int], Ranks]) -> None:
     first, second, third = ranks(3).run(left_alone)
     assert first == second and third == []
     assert "is left alone: its group has 2 of 3 ranks" in first[0]
@@ -296,7 +296,7 @@ def mixed() -> tuple[list[str], int]:
     torch.version.cuda is not None and not torch.cuda.is_available(),
     reason="a CUDA build of torch makes no torch.Stream without a GPU",
 )
-def test_torchs_own_mixed_precision_is_left_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_torchs_own_mixed_precision_stays_in_full_precision(ranks: Callable[[int], Ranks]) -> None:
     for lines, calls in ranks(2).run(mixed):
         assert calls == 0
         assert "it has a hook already (torch's mixed precision registers one)" in lines[0]
@@ -352,7 +352,7 @@ def fed_back() -> bool:
     return all(torch.equal(a, b.detach()) for a, b in zip(expected, resumed.parameters(), strict=True))
 
 
-def test_error_feedback_goes_on_from_a_state(alone: Callable[..., list[Any]]) -> None:
+def test_error_feedback_continues_from_a_state(alone: Callable[..., list[Any]]) -> None:
     assert alone(fed_back) == [True, True]
 
 
@@ -368,7 +368,7 @@ def test_bad_arguments_change_nothing() -> None:
     assert not fap.ddp.is_enabled()
 
 
-def test_somebody_elses_replacement_is_kept() -> None:
+def test_a_replacement_of_another_library_is_kept() -> None:
     fap.ddp.enable(QUANTIZED)
     ours = DistributedDataParallel.register_comm_hook
     try:
@@ -385,7 +385,7 @@ def test_somebody_elses_replacement_is_kept() -> None:
 # ---- by the environment, in a program that does not import the package ----
 
 
-def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path) -> None:
+def test_one_variable_attaches_an_unedited_program(tmp_path: Path) -> None:
     (tmp_path / "fap.json").write_text('{"bits": 8, "min_bytes": 0}')
     wanted = {"FLASH_ALLREDUCE_ATTACH": "ddp", "FLASH_ALLREDUCE_CONFIG": "fap.json", "FLASH_ALLREDUCE_BITS": "4"}
     served = program(tmp_path, "ddp", FLASH_ALLREDUCE_LOG="log.jsonl", **wanted)
@@ -403,7 +403,7 @@ def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path) 
     assert "ddp.gradients" in report.stdout
 
 
-def test_a_program_that_builds_no_such_model_is_told(tmp_path: Path) -> None:
+def test_a_program_that_builds_no_such_model_gets_a_line(tmp_path: Path) -> None:
     done = program(tmp_path, "ddp", FLASH_ALLREDUCE_ATTACH="fsdp")
     assert loss_of(done)
     [line] = said(done)

@@ -188,7 +188,7 @@ def uneven(hook: bool, by_initial: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("by_initial", [True, False])
-def test_uneven_inputs_are_divided_as_join_is_told(ranks: Callable[[int], Ranks], by_initial: bool) -> None:
+def test_uneven_inputs_are_divided_as_join_is_configured(ranks: Callable[[int], Ranks], by_initial: bool) -> None:
     plain, eight = (ranks(3).run(uneven, hook, by_initial) for hook in (False, True))
     other = ranks(3).run(uneven, False, not by_initial)
     for rank in range(3):
@@ -321,7 +321,7 @@ def test_copies_are_the_same_after_many_steps_and_the_large_ones_are_quantized(
         assert site["bytes_sent"] < 0.2 * site["bytes_full_precision"], "the first layer alone would be a fifth"
 
 
-def test_copies_that_nobody_tells_of_drift_apart(ranks: Callable[[int], Ranks]) -> None:
+def test_unnamed_copies_drift_apart(ranks: Callable[[int], Ranks]) -> None:
     assert all(outcome["apart"] > 1e-4 for outcome in ranks(4).run(beside_tensor_parallelism, False, {}))
 
 
@@ -340,7 +340,7 @@ def as_dtensors(options: dict[str, Any], wrapper: Any = unwrapped, bucket_cap_mb
     return {"apart": train_on(ddp, same, mesh), **fap.stats()}
 
 
-def test_dtensors_say_what_is_a_copy(ranks: Callable[[int], Ranks]) -> None:
+def test_dtensors_tell_copies_from_shards(ranks: Callable[[int], Ranks]) -> None:
     for outcome in ranks(4).run(as_dtensors, {}):
         assert outcome["apart"] == 0
         assert outcome["sites"]["ddp.gradients"]["full_precision"][replicated_params.REASON] > 0
@@ -360,7 +360,7 @@ def widths_that_are_chosen() -> str:
     return str(refused.value)
 
 
-def test_widths_that_each_group_chooses_are_refused_beside_dtensors(ranks: Callable[[int], Ranks]) -> None:
+def test_widths_that_each_group_chooses_are_refused_with_dtensors(ranks: Callable[[int], Ranks]) -> None:
     assert set(ranks(4).run(widths_that_are_chosen)) == {replicated_params.ADAPTIVE}
 
 

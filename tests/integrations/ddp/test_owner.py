@@ -100,7 +100,7 @@ def joined(by_initial: bool) -> list[float]:
     return found
 
 
-def test_join_divides_inside_of_a_wrapper_as_it_is_told(ranks: Callable[[int], Ranks]) -> None:
+def test_join_divides_inside_of_a_wrapper_as_configured(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(joined, True)[1] == pytest.approx([2.0] * len(WRAPPERS), rel=1e-3)
     assert ranks(2).run(joined, False)[1] == pytest.approx([4.0] * len(WRAPPERS), rel=1e-3)
 
@@ -179,7 +179,7 @@ def unfound() -> list[Any]:
     return found
 
 
-def test_a_hook_that_does_not_find_one_model_raises_and_says_how_to_name_it(ranks: Callable[[int], Ranks]) -> None:
+def test_a_hook_that_does_not_find_one_model_raises_with_the_remedy(ranks: Callable[[int], Ranks]) -> None:
     for several, none, served in ranks(2).run(unfound):
         assert several.startswith("ddp_hook found 2 of DistributedDataParallel")
         assert none.startswith("ddp_hook found none of DistributedDataParallel")

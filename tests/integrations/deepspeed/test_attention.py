@@ -193,7 +193,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_an_exchange_is_what_rounding_each_run_and_exchanging_plainly_gives(
+def test_an_exchange_equals_rounding_each_run_and_a_full_precision_exchange(
     engines: Callable[[int], Ranks], name: str
 ) -> None:
     world, sizes, options = SHAPES[name]
@@ -231,7 +231,7 @@ UNEVEN = pytest.mark.skipif(release() < (0, 19, 8), reason="one number of heads 
     [(2, OfTransformers, (4, 4)), (4, OfTransformers, (4, 2)), pytest.param(2, Block, (3, 3), marks=UNEVEN)],
     ids=["transformers", "transformers-grouped", "uneven"],
 )
-def test_where_deepspeed_has_to_be_told_which_ranks_share_a_sequence(
+def test_deepspeed_versions_that_need_the_sequence_group(
     world: int, make: Callable[..., nn.Module], sizes: tuple[int, int]
 ) -> None:
     for found in run_ranks(world, with_groups, make, sizes):
@@ -344,7 +344,7 @@ def test_attention_bits_without_attention_across_ranks_is_refused_in_one_sentenc
     ]
 
 
-def test_backward_bits_go_with_a_width_of_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_bits_need_a_width_of_exchanges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = section.parse({"flash_allreduce": EIGHT})
     assert config is not None and (config.attention_bits, config.backward_bits) == (8, 8)
     assert attention.wanted(config)

@@ -53,7 +53,7 @@ def test_the_installed_release_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (COORDINATOR, "def __all_gather_params_(self, params", "def __gather(self, params", "it does not exist"),
     ],
 )
-def test_what_a_release_could_change_is_found(
+def test_changes_of_a_release_are_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, old: str, new: str, said: str
 ) -> None:
     for name in (ENGINE, ZERO, STAGE3, PARTITIONING, COORDINATOR, LAYERS):
@@ -68,6 +68,6 @@ def test_what_a_release_could_change_is_found(
     assert any(re.search(said, line) for line in output.splitlines()), output
 
 
-def test_what_cannot_be_had_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_input_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([str(tmp_path)]) == 2
     assert "neither a release nor a folder" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def resumed(
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_new_processes_go_on_bit_for_bit(
+def test_new_processes_resume_bit_for_bit(
     begun: Callable[[int], Ranks], restarted: Callable[[int], Ranks], stage: int, tmp_path: Path
 ) -> None:
     zero, accumulate = {"stage": stage}, 1 + (stage == 3)
@@ -100,7 +100,7 @@ def test_new_processes_go_on_bit_for_bit(
         assert seen["stats"]["full_precision"] == {}, "DeepSpeed knows the steps of the warm-up"
 
 
-def test_what_is_left_out_and_what_is_damaged(
+def test_missing_and_damaged_files(
     begun: Callable[[int], Ranks], restarted: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     zero = {"stage": 1}
@@ -119,7 +119,7 @@ def _loaded_with(zero: dict[str, Any], folder: str, how: dict[str, Any]) -> dict
     return resumed(zero, 1, folder, **how)
 
 
-def test_another_number_of_ranks_begins_anew(
+def test_another_number_of_ranks_starts_without_state(
     begun: Callable[[int], Ranks], restarted: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Check stage 0: DeepSpeed itself loads its checkpoints on any number of ranks."""
@@ -160,7 +160,7 @@ def over_an_overflow(stage: int, folder: str, resume: bool) -> tuple[torch.Tenso
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_checkpoint_after_an_overflow_knows_of_it(
+def test_a_checkpoint_after_an_overflow_records_it(
     begun: Callable[[int], Ranks], restarted: Callable[[int], Ranks], stage: int, tmp_path: Path
 ) -> None:
     skip_defects_of_older_releases({"stage": stage}, 1)

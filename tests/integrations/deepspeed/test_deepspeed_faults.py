@@ -163,7 +163,7 @@ def half_way() -> int:
     return failed
 
 
-def test_an_engine_that_is_served_half_way_is_as_it_was(engines: Callable[[int], Ranks]) -> None:
+def test_an_engine_that_fails_half_way_is_restored(engines: Callable[[int], Ranks]) -> None:
     assert min(engines(2).run(half_way)) >= 5
 
 
@@ -183,6 +183,6 @@ def replaced_since() -> str:
     return str(refused.value)
 
 
-def test_a_function_of_an_engine_that_somebody_has_replaced_since(engines: Callable[[int], Ranks]) -> None:
+def test_a_function_of_an_engine_that_was_replaced_since(engines: Callable[[int], Ranks]) -> None:
     for message in engines(2).run(replaced_since):
         assert message.startswith("deepspeed: save_checkpoint of a DeepSpeedEngine was replaced again after us by ")

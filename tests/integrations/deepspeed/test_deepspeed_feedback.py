@@ -118,5 +118,5 @@ def not_served() -> str:
     return "no error"
 
 
-def test_an_engine_without_a_section_is_told(engines: Callable[[int], Ranks]) -> None:
+def test_an_engine_without_a_section_gets_a_line(engines: Callable[[int], Ranks]) -> None:
     assert "has no flash_allreduce section" in engines(2).run(not_served)[0]

@@ -171,7 +171,7 @@ def two_engines() -> list[str]:
 
 
 @NEWEST
-def test_the_second_engine_is_told_its_own_numbers(engines: Callable[[int], Ranks]) -> None:
+def test_the_second_engine_gets_its_own_numbers(engines: Callable[[int], Ranks]) -> None:
     first, second = engines(2).run(two_engines)
     assert first == [
         "deepspeed.stage0.gradients has quantized none of its 2 calls: message below min_bytes (largest 55.57 KiB, "

@@ -43,7 +43,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_patch_is_what_the_script_writes() -> None:
+def test_the_patch_equals_the_scripts_output() -> None:
     assert PATCH.read_text(encoding="utf-8") == patch(lambda path: (SITE / path).read_text(encoding="utf-8")), (
         "the seams have changed: python -m scripts.make_deepspeed_patches"
     )

@@ -151,7 +151,7 @@ def test_engines_are_not_kept_alive(engines: Callable[[int], Ranks]) -> None:
     engines(2).run(an_engine_that_is_gone)
 
 
-def test_enable_wants_a_configuration() -> None:
+def test_enable_needs_a_configuration() -> None:
     with pytest.raises(TypeError, match="config is dict; expected FlashConfig or None"):
         fap.deepspeed.enable({"bits": 4})  # type: ignore[arg-type]
 
@@ -430,7 +430,7 @@ def inference(tensor_parallel: int) -> list[str]:
 
 
 @NEWEST
-def test_inference_that_is_not_served_is_said_once(engines: Callable[[int], Ranks]) -> None:
+def test_unsupported_inference_gets_one_line(engines: Callable[[int], Ranks]) -> None:
     first, second = engines(2).run(inference, 2)
     assert second == [] and first == [
         "flash all-reduce: deepspeed.init_inference is not served: the model has no layers of AutoTP, and what its 2 "

@@ -118,7 +118,7 @@ def side_by_side(options: dict[str, Any], k: int) -> dict[str, Any]:
     ],
     ids=["two", "bf16", "four"],
 )
-def test_an_exchange_is_what_rounding_each_run_and_exchanging_plainly_gives(
+def test_an_exchange_equals_rounding_each_run_and_a_full_precision_exchange(
     engines: Callable[[int], Ranks], world: int, options: dict[str, Any], k: int
 ) -> None:
     for found in engines(world).run(side_by_side, options, k):
@@ -212,7 +212,7 @@ def signatures_of_layers(site: str) -> list[int]:
 
 @NEWEST
 @pytest.mark.parametrize("site", [experts.COMBINE.name, experts.DISPATCH_BACKWARD.name])
-def test_what_one_layer_sends_never_reaches_another_layer(engines: Callable[[int], Ranks], site: str) -> None:
+def test_messages_of_one_layer_never_reach_another_layer(engines: Callable[[int], Ranks], site: str) -> None:
     here, there = engines(2).run(signatures_of_layers, site)
     first, second, again = here
     assert first == again != second and here == there
@@ -247,7 +247,7 @@ def test_expert_bits_without_experts_on_several_ranks_are_refused_in_one_sentenc
     assert engines(2).run(refused) == 2 * [2 * [sentence]]
 
 
-def test_backward_bits_go_with_a_width_of_exchanges() -> None:
+def test_backward_bits_need_a_width_of_exchanges() -> None:
     config = section.parse({"flash_allreduce": EIGHT})
     assert config is not None and (config.expert_bits, config.backward_bits) == (8, 8) and experts.wanted(config)
     with pytest.raises(fap.ConfigError, match=r"^flash_allreduce.backward_bits=8 has no effect in DeepSpeed"):

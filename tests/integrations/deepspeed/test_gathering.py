@@ -273,7 +273,7 @@ def padded() -> dict[str, Any]:
     return {"spoiled": spoiled, "errors": errors(found["forward"], whole)}
 
 
-def test_padding_reaches_nobody(engines: Callable[[int], Ranks]) -> None:
+def test_padding_reaches_no_rank(engines: Callable[[int], Ranks]) -> None:
     outcomes = engines(3).run(padded)
     assert sum(outcome["spoiled"] for outcome in outcomes) > 0
     for outcome in outcomes:
@@ -281,7 +281,7 @@ def test_padding_reaches_nobody(engines: Callable[[int], Ranks]) -> None:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_padding_is_what_lies_behind_the_last_element(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_padding_begins_after_the_last_element(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     """Clear the padding of 7 elements in shards of 3, and of hpZ's shards where there are any."""
     monkeypatch.setattr(gathering.dist, "get_rank", lambda group: rank)
     shards = [torch.ones(3), torch.ones(3), torch.ones(3, dtype=torch.int8)]
@@ -519,7 +519,7 @@ EXCLUDED = [
 
 
 @pytest.mark.parametrize(("zero", "named"), EXCLUDED, ids=["all-reduce", "nvme"])
-def test_what_bypasses_the_gathers_is_refused(zero: dict[str, Any], named: str) -> None:
+def test_options_that_bypass_the_gathers_are_refused(zero: dict[str, Any], named: str) -> None:
     for given in ({"param_bits": 8}, {"param_backward_bits": 8}):
         key = f"flash_allreduce.{next(iter(given))}"
         with pytest.raises(fap.ConfigError, match=f"^{named}{key} exclude each other: "):
@@ -529,7 +529,7 @@ def test_what_bypasses_the_gathers_is_refused(zero: dict[str, Any], named: str) 
 
 
 @pytest.mark.parametrize(("zero", "named"), EXCLUDED, ids=["all-reduce", "nvme"])
-def test_what_bypasses_the_gathers_is_left_out_of_a_preset(
+def test_options_that_bypass_the_gathers_leave_param_bits_out_of_a_preset(
     zero: dict[str, Any], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = section.of_gathers(settled(**zero), fap.FlashConfig(preset="int4"))

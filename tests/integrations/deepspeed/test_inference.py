@@ -79,7 +79,7 @@ def test_sums_of_inference_are_quantized_between_enable_and_disable(engines: Cal
     ]
 
 
-def test_the_environment_serves_programs_that_nobody_edits(engines: Callable[[int], Ranks]) -> None:
+def test_the_environment_attaches_unedited_programs(engines: Callable[[int], Ranks]) -> None:
     assert ATTACHABLE["deepspeed"].attach_module == engines_of_inference.__name__
     for found in engines(2).run(served, CONFIG, True):
         assert found["sites"][FORWARD]["quantized"] == 2 * LAYERS * BATCHES

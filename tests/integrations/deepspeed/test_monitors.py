@@ -79,7 +79,7 @@ def test_scalars_come_with_every_step(
         assert log.starts[0].header["versions"]["deepspeed"]
 
 
-def test_an_engine_without_a_section_writes_what_it_always_wrote(
+def test_an_engine_without_a_section_writes_deepspeeds_own_files(
     engines: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     for seen in engines(2).run(trains, str(tmp_path), 1, None):

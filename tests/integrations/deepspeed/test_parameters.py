@@ -190,7 +190,7 @@ def is_changed(what: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", ["averaged", "one rank", "load_state_dict"])
-def test_parameters_that_somebody_changed_travel_whole_once(engines: Any, what: str) -> None:
+def test_changed_parameters_are_gathered_whole_once(engines: Any, what: str) -> None:
     for found in engines(2).run(is_changed, what):
         assert found["why"] == {weight_differences.CHANGED: 1} and found["alike"] and found["again"] == 1
         assert found["far"] < 2e-3, "the exact values count"
@@ -241,7 +241,7 @@ def resumes(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["stage 1", "stage 2", "BF16_Optimizer", "fp32"])
-def test_a_resumed_run_goes_on_bit_for_bit(engines: Any, way: str, tmp_path: Any) -> None:
+def test_a_resumed_run_continues_bit_for_bit(engines: Any, way: str, tmp_path: Any) -> None:
     for found in run(engines, way, resumes, str(tmp_path), WAYS[way]):
         assert found["same"] and found["quantized"] == 3 and not found["full_precision"], found
 
@@ -288,7 +288,7 @@ def beside_an_empty_group(stage: int, flash: dict[str, Any] | None, folder: str)
 
 @training.NEWEST
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_adapters_beside_an_empty_group(engines: Any, stage: int, tmp_path: Any) -> None:
+def test_adapters_with_an_empty_group(engines: Any, stage: int, tmp_path: Any) -> None:
     plain = engines(2).run(beside_an_empty_group, stage, None, str(tmp_path / "plain"))
     four = engines(2).run(beside_an_empty_group, stage, FOUR, str(tmp_path / "four"))
     for (losses, resumed), (theirs, theirs_resumed) in zip(four, plain, strict=True):
@@ -312,7 +312,7 @@ def loads_another(folder: str) -> dict[str, int]:
     return reasons
 
 
-def test_a_loaded_module_travels_whole_once(engines: Any, tmp_path: Any) -> None:
+def test_a_loaded_module_is_gathered_whole_once(engines: Any, tmp_path: Any) -> None:
     assert engines(2).run(loads_another, str(tmp_path)) == [{weight_differences.FIRST: 1}] * 2
 
 
@@ -421,7 +421,7 @@ def test_a_preset_leaves_a_reference_model_exact(engines: Any) -> None:
 
 
 @training.NEWEST
-def test_a_reference_model_leaves_every_width_out_that_it_has_no_use_for(engines: Any) -> None:
+def test_a_reference_model_leaves_unused_widths_out(engines: Any) -> None:
     widths = {"param_backward_bits": 4, "pipeline_bits": 8, "pipeline_backward_bits": 6, "attention_bits": 8}
     widths |= {"expert_bits": 8, "expert_combine_bits": 4, "backward_bits": 8}
     (lines, exact, _), _ = engines(2).run(reference, 2, {}, {**FOUR, **widths})

@@ -110,7 +110,7 @@ def settled(optimizer: str | None = None, deepcompile: bool = False, **zero: Any
     ],
     ids=str,
 )
-def test_what_cannot_go_together(given: dict[str, Any], named: str) -> None:
+def test_settings_that_exclude_each_other(given: dict[str, Any], named: str) -> None:
     with pytest.raises(fap.ConfigError, match=f"^{re.escape(named)} and flash_allreduce exclude each other"):
         section.refuse_incompatible(settled(**given))
     section.refuse_incompatible(settled("adam", zero_quantized_gradients=False, mics_shard_size=-1))
@@ -389,7 +389,7 @@ def printed(options: dict[str, Any], flash: Any, steps: int) -> tuple[list[str],
     return [line for line in text.getvalue().splitlines() if "flash all-reduce" in line], report, stats
 
 
-def test_silence_is_broken_once_and_what_is_sent_beside_us_is_counted(engines: Callable[[int], Ranks]) -> None:
+def test_a_program_without_calls_gets_one_line_and_other_traffic_is_counted(engines: Callable[[int], Ranks]) -> None:
     options = {"zero_optimization": {"stage": 1}, "flash-allreduce": {"bits": 2}}
     outcomes = engines(2).run(printed, options, {"bits": 8, "min_bytes": 1 << 30}, 5)
     assert outcomes[1][0] == []
@@ -407,6 +407,6 @@ def test_silence_is_broken_once_and_what_is_sent_beside_us_is_counted(engines: C
         assert "0.0 % were quantized" in report and "% not ours" in report
 
 
-def test_switched_off_is_not_said_to_be_in_8_bits(engines: Callable[[int], Ranks]) -> None:
+def test_a_disabled_plugin_prints_no_width(engines: Callable[[int], Ranks]) -> None:
     lines, _, _ = engines(2).run(printed, {"zero_optimization": {"stage": 2}}, {"enabled": False}, 1)[0]
     assert len(lines) == 1 and "but switched off (enabled is false)" in lines[0] and "bits" not in lines[0]

@@ -300,7 +300,7 @@ def test_keys_without_an_effect_are_refused_in_a_sentence(engines: Callable[[int
     ]
 
 
-def test_the_section_knows_whether_autotp_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_section_depends_on_autotp(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"bits": 6, "backward_bits": 6, "backward_rounding": "stochastic", "include": ["*.o_proj"]}
     config = section.parse({"tensor_parallel": {"autotp_size": 2}, "flash_allreduce": fields})
     assert config == fap.FlashConfig(**fields)

@@ -88,7 +88,7 @@ def test_trains_as_without_and_counts_every_call(ranks: Callable[[int], Ranks], 
 
 
 @pytest.mark.parametrize("case", ["a divisor of one's own", "fp16, which divides before and after", "bf16"])
-def test_the_divisor_is_what_fsdp_asks_for(ranks: Callable[[int], Ranks], case: str) -> None:
+def test_the_divisor_is_fsdps(ranks: Callable[[int], Ranks], case: str) -> None:
     arguments = {
         "a divisor of one's own": (None, 5.0, None),
         "fp16, which divides before and after": (None, None, torch.float16),
@@ -323,7 +323,7 @@ def test_micro_batches_of_different_parameters_are_refused(ranks: Callable[[int]
     assert all("leave set_requires_all_reduce at True" in message for message in ranks(4).run(other_parameters))
 
 
-def test_replicas_go_on_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
+def test_replicas_resume_from_a_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     config = fap.FlashConfig(bits=3, min_bytes=0, error_feedback=True, rounding="stochastic")
     straight, again = (
         run_ranks(4, options(with_replicas, config, config, folder=str(tmp_path), resume=resume))
@@ -509,7 +509,7 @@ def widths_that_are_chosen() -> str:
     return str(refused.value)
 
 
-def test_widths_that_each_group_chooses_are_refused_beside_tensor_parallelism(ranks: Callable[[int], Ranks]) -> None:
+def test_widths_that_each_group_chooses_are_refused_with_tensor_parallelism(ranks: Callable[[int], Ranks]) -> None:
     assert set(ranks(4).run(widths_that_are_chosen)) == {replicated_params.ADAPTIVE}
 
 

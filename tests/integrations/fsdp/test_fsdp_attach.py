@@ -228,7 +228,7 @@ def beside_tensor_parallelism() -> tuple[bool, dict[str, Any], torch.Tensor]:
     return torch.equal(*gathered), counts, norm
 
 
-def test_copies_beside_tensor_parallelism_stay_the_same(ranks: Callable[[int], Ranks]) -> None:
+def test_copies_under_tensor_parallelism_stay_equal(ranks: Callable[[int], Ranks]) -> None:
     for same, counts, _ in ranks(4).run(beside_tensor_parallelism):
         assert same
         # Of each block one call of its split weights, and one of each copy: a norm's weight and bias, the last bias.
@@ -255,7 +255,7 @@ def by_the_program() -> tuple[bool, tuple[str, ...]]:
     return same and all(group._reduce_scatter_comm is own for group in groups), lines
 
 
-def test_what_the_program_sets_wins(ranks: Callable[[int], Ranks]) -> None:
+def test_the_programs_own_settings_override_the_environment(ranks: Callable[[int], Ranks]) -> None:
     for same, lines in ranks(2).run(by_the_program):
         assert same
         assert any("the program's own Theirs replaces ours" in line for line in lines)
@@ -274,7 +274,7 @@ def with_torchs_buffers() -> tuple[list[str], tuple[str, ...]]:
     return found, lines
 
 
-def test_buffers_of_the_process_group_are_left_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_buffers_of_the_process_group_stay_unchanged(ranks: Callable[[int], Ranks]) -> None:
     for found, lines in ranks(2).run(with_torchs_buffers):
         assert found == ["ProcessGroupAllocReduceScatter"] * 2
         assert all("left alone: set_allocate_memory_from_process_group needs torch's own" in line for line in lines)
@@ -365,7 +365,7 @@ def test_a_hook_of_the_programs_wins_in_fsdp1(ranks: Callable[[int], Ranks]) -> 
         assert "the program's own hook" in lines[-1]
 
 
-def test_hybrid_strategies_of_fsdp1_are_left_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_hybrid_strategies_of_fsdp1_stay_in_full_precision(ranks: Callable[[int], Ranks]) -> None:
     for _, counts, lines in ranks(4).run(first_generation, ShardingStrategy.HYBRID_SHARD, False):
         assert counts is None
         assert "is left alone: torch takes no hook for the hybrid strategies" in lines[0]
@@ -386,7 +386,7 @@ def test_bad_arguments_change_nothing() -> None:
     ("generation", "name"),
     [pytest.param("fsdp1", "FullyShardedDataParallel", marks=pytest.mark.slow), ("fsdp2", "FSDP2")],
 )
-def test_one_variable_serves_a_program_that_knows_nothing_of_us(tmp_path: Path, generation: str, name: str) -> None:
+def test_one_variable_attaches_an_unedited_program(tmp_path: Path, generation: str, name: str) -> None:
     quantized = {"FLASH_ALLREDUCE_BITS": "4", "FLASH_ALLREDUCE_MIN_BYTES": "0"}
     quantized["FLASH_ALLREDUCE_BACKWARD_BITS"] = "8"  # for tensor parallelism in the same job
     served = program(tmp_path, generation, FLASH_ALLREDUCE_ATTACH="all", **quantized)
@@ -406,7 +406,7 @@ class OfAProgram(dist.ProcessGroup):
     """A group without backends, as programs that write their own have it, and torch's tests with threads as ranks."""
 
 
-def test_a_group_that_is_not_torchs_own_is_left_alone(ranks: Callable[[int], Ranks]) -> None:
+def test_a_group_of_a_custom_backend_stays_in_full_precision(ranks: Callable[[int], Ranks]) -> None:
     assert unknown_group([OfAProgram(0, 2)], torch.device("cpu")) == (
         "its process group (OfAProgram) has no backend of torch's for cpu tensors"
     )

@@ -186,7 +186,7 @@ def test_fusion_on_and_off_give_the_same_bits(present, with_sequence_parallel):
 
 
 @BOTH_WAYS
-def test_the_input_gradient_travels_during_the_weights_product_either_way(present, with_sequence_parallel):
+def test_the_input_gradient_is_sent_during_the_weights_product_either_way(present, with_sequence_parallel):
     for seen in present:
         for fused in (False, True):
             assert seen["order", with_sequence_parallel, fused] == ["product", "start", "product", "wait"]

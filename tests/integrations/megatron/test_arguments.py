@@ -74,9 +74,7 @@ def test_flags_reach_the_configuration() -> None:
     assert arguments.config_from(given) == expected
 
 
-def test_a_preset_and_what_is_said_beside_it(
-    enabled: list[FlashConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_preset_and_its_lines(enabled: list[FlashConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "flash.json"
     file.write_text('{"preset": "int4", "bits": 6}')
     words = ("--flash-allreduce", "--flash-allreduce-config", str(file), "--flash-allreduce-backward-bits", "8")
@@ -173,7 +171,7 @@ def test_yaml_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized"),
     ],
 )
-def test_what_bypasses_our_collectives_is_refused(
+def test_options_that_bypass_our_collectives_are_refused(
     others: dict[str, Any], named: str, enabled: list[FlashConfig]
 ) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -218,7 +216,7 @@ def test_pipeline_widths_without_a_pipeline_are_refused(enabled: list[FlashConfi
     assert enabled == [FlashConfig(), FlashConfig(pipeline_bits=8)]
 
 
-def test_what_only_zero_3_has_is_refused() -> None:
+def test_fields_of_zero_3_alone_are_refused() -> None:
     config = FlashConfig(param_backward_bits=4)
     said = "=4 has no effect in Megatron, which gathers no parameters for the backward pass alone; leave it out."
     with pytest.raises(ConfigError, match=f"^--flash-allreduce-param-backward-bits{said}$"):
@@ -282,7 +280,7 @@ def test_a_presets_width_of_gradients_that_cannot_be_served_is_named(
     assert len(capsys.readouterr().out.splitlines()) == 1, "without a preset no width of gradients was asked for"
 
 
-def test_rank_0_says_what_is_attached(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_prints_the_attached_models(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--flash-allreduce", "--flash-allreduce-bits", "8", "--flash-allreduce-backward-bits", "6")
     arguments.start(parse(*words, rank=1))
     assert capsys.readouterr().out == ""
@@ -337,9 +335,7 @@ def test_the_summary_of_a_run_without_calls() -> None:
     assert arguments.summary().splitlines()[0] == "flash all-reduce, rank 0, whole run: 0.00 MB saved of 0.00 MB"
 
 
-def test_switched_off_is_not_said_to_be_in_8_bits(
-    enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disabled_plugin_prints_no_width(enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]) -> None:
     arguments.start(parse("--flash-allreduce", "--flash-allreduce-enabled", "false", rank=0, transformer_impl="local"))
     start = capsys.readouterr().out.splitlines()[0]
     assert start.endswith("seams attached, but switched off: every call runs in full precision")
@@ -347,7 +343,7 @@ def test_switched_off_is_not_said_to_be_in_8_bits(
 
 
 @pytest.mark.parametrize(("cp", "message"), [(1, "64 KiB"), (2, "32 KiB")])
-def test_a_layer_below_min_bytes_is_told_at_the_start(
+def test_a_layer_below_min_bytes_is_reported_at_the_start(
     cp: int, message: str, enabled: list[FlashConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = {"seq_length": 128, "micro_batch_size": 2, "hidden_size": 128, "params_dtype": torch.bfloat16}
@@ -452,7 +448,7 @@ def test_attach_and_detach(
     assert (parsing.add_megatron_arguments, variables.set_args) == own
 
 
-def test_another_megatron_lm_is_left_alone(training: tuple[types.ModuleType, types.ModuleType]) -> None:
+def test_another_megatron_lm_is_not_patched(training: tuple[types.ModuleType, types.ModuleType]) -> None:
     parsing, variables = training
     exec("def set_args(args, more):\n    pass\n", vars(variables))
     own = parsing.add_megatron_arguments

@@ -57,7 +57,7 @@ def train(folder: Path, first: int, saves: bool, overlap: bool = False) -> dict[
 
 
 @pytest.mark.thorough
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:
     whole = run_ranks(2, train, tmp_path, 0, True, preload=MEGATRON)
     again = run_ranks(2, train, tmp_path, SAVED, True, preload=MEGATRON)
     for one, other in zip(whole, again, strict=True):
@@ -81,7 +81,7 @@ def test_overlap_param_gather_resumes_with_whole_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_without_it_rank_0_says_what_a_resume_loses(tmp_path: Path) -> None:
+def test_without_it_rank_0_names_the_losses_of_a_resume(tmp_path: Path) -> None:
     whole = run_ranks(2, train, tmp_path, 0, False, preload=MEGATRON)
     again = run_ranks(2, train, tmp_path, SAVED, False, preload=MEGATRON)
     assert [one["said"] for one in whole] == [[], []]

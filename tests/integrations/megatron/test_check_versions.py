@@ -52,7 +52,7 @@ def test_the_installed_release_fits(capsys):
         ),
     ],
 )
-def test_what_a_release_could_change_is_found(tmp_path, capsys, path, old, new, said):
+def test_changes_of_a_release_are_found(tmp_path, capsys, path, old, new, said):
     for seam in megatron.seams():
         name = seam.module.replace(".", "/") + ".py"
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def test_a_missing_module_and_a_wheel(tmp_path, capsys):
     assert "mappings" not in output
 
 
-def test_what_cannot_be_had_has_a_status_of_its_own(tmp_path, capsys):
+def test_unavailable_input_has_its_own_exit_status(tmp_path, capsys):
     assert script.main([str(tmp_path)]) == 2
     assert "neither a release nor a folder that holds megatron/core" in capsys.readouterr().err
 

@@ -149,7 +149,7 @@ def trained(folder: str, tensor_parallel: int, resume: bool, non_persistent: boo
 @pytest.mark.parametrize(
     ("tensor_parallel", "non_persistent"), [(1, False), (2, True)], ids=["data-parallel", "tensor-parallel"]
 )
-def test_new_processes_go_on_bit_for_bit(tmp_path: Path, tensor_parallel: int, non_persistent: bool) -> None:
+def test_new_processes_resume_bit_for_bit(tmp_path: Path, tensor_parallel: int, non_persistent: bool) -> None:
     expected = run_ranks(2, trained, str(tmp_path), tensor_parallel, False, non_persistent, preload=MEGATRON)
     folder = tmp_path / ("non_persistent" if non_persistent else "") / f"iter_{SAVED:07d}" / OURS
     assert sorted(path.name for path in folder.iterdir()) == ["rank_00000.pt", "rank_00001.pt"]
@@ -201,7 +201,7 @@ def left_alone(folder: str) -> dict[str, Any]:
     return {"steps": steps, "files": [str(path.relative_to(folder)) for path in Path(folder).rglob(f"{OURS}/*")]}
 
 
-def test_what_does_not_resume_is_left_alone(tmp_path: Path) -> None:
+def test_loads_without_a_resume_change_nothing(tmp_path: Path) -> None:
     [seen] = run_ranks(1, left_alone, str(tmp_path), preload=MEGATRON)
     assert seen["steps"] == [9, 9, 9, 9, 4, 9]
     assert seen["files"] == [f"iter_0000004/{OURS}/rank_00000.pt"]
@@ -220,7 +220,7 @@ def does_not_fit() -> dict[str, Any]:
     return {"told": [str(one.message) for one in told], "kept": kept, "in place": in_place}
 
 
-def test_a_training_package_that_does_not_fit_is_warned_about_and_left_alone() -> None:
+def test_an_unsupported_training_package_is_a_warning_and_not_patched() -> None:
     [seen] = run_ranks(1, does_not_fit, preload=MEGATRON)
     [told] = [line for line in seen["told"] if "checkpoints" in line]
     assert told.startswith("flash_allreduce: Megatron-LM's checkpoints have no state of it: megatron: cannot patch ")

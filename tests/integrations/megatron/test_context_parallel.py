@@ -176,7 +176,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_an_exchange_is_what_rounding_each_run_and_exchanging_plainly_gives(world: int) -> None:
+def test_an_exchange_equals_rounding_each_run_and_a_full_precision_exchange(world: int) -> None:
     outcomes = run_ranks(world, side_by_side, world, preload=MEGATRON)
     for found in outcomes:
         plain, eight, expected = found["plain"], found["eight"], found["expected"]

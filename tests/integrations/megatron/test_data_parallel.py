@@ -167,7 +167,7 @@ def test_every_bucket_of_a_group_is_reduced_and_quantized(calls, way, operator):
 
 
 @pytest.mark.parametrize("way", range(len(WAYS)), ids=str)
-def test_a_small_bucket_beside_a_quantized_one_goes_megatrons_way(calls, way):
+def test_a_small_bucket_next_to_a_quantized_one_is_megatrons_own(calls, way):
     for rank, seen in enumerate(calls):
         (large, small), _, fired = seen[f"{way} small"]
         assert fired == {SITE: (1, {policy.SMALL: 1})}
@@ -198,7 +198,7 @@ def test_full_precision_on_request(calls):
             assert relative_error(bucket, mean) < (0.01 if bucket.dtype == torch.bfloat16 else 1e-6)
 
 
-def test_parameters_are_gathered_and_broadcast_as_they_are(calls):
+def test_parameters_are_gathered_and_broadcast_in_full_precision(calls):
     for seen in calls:
         assert seen["parameters"] == (True, {})
 

@@ -57,7 +57,7 @@ def test_version_2_is_refused(given: dict[str, int]) -> None:
     assert not built
 
 
-def test_a_preset_leaves_version_2_in_full_precision_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_leaves_version_2_in_full_precision_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     built: list[Any] = []
     for _ in range(2):
         (seam,) = fsdp.version_2(host(FlashConfig(preset="int8")))

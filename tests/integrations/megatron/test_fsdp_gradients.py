@@ -125,7 +125,7 @@ def test_at_8_bits_both_ways_at_most_four_tenths_of_the_bytes(ranks: list[dict[s
         assert share <= 0.40
 
 
-def test_full_precision_and_switched_off_are_stocks_own_bits(ranks: list[dict[str, Any]]) -> None:
+def test_full_precision_and_disabled_have_stocks_bits(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         for name in ("full", "off"):
             assert torch.equal(seen["ZeRO 3", name]["masters"], seen["ZeRO 3", "stock"]["masters"])

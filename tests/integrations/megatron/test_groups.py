@@ -428,7 +428,7 @@ def test_hidden_states_of_experts_are_quantized_forward_and_backward(dispatcher)
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_experts_are_left_alone_by_default(dispatcher):
+def test_experts_stay_in_full_precision_by_default(dispatcher):
     for seen in observed(partial(moe, dispatcher, 1, "full", 8)):
         assert of_experts(seen["sites"]) == {
             site: (0, {policy.is_full("expert_bits"): 2}) for site in EXPERT_SITES[dispatcher]

@@ -220,7 +220,7 @@ leave()
 """
 
 
-def test_the_shim_of_cuda_knows_bf16_and_draws_other_weights_on_each_rank(tmp_path: Path) -> None:
+def test_the_shim_of_cuda_has_bf16_and_draws_other_weights_on_each_rank(tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     shutil.copy(ROOT / "tests" / "integrations" / "megatron" / "cuda_shim.py", tmp_path / "site" / "sitecustomize.py")
     (tmp_path / "shimmed.py").write_text(SHIMMED)

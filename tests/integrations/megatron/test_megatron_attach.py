@@ -169,7 +169,7 @@ def test_warmup_follows_the_optimizer(program: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "script", ["own.py", pytest.param("own_early.py", marks=pytest.mark.slow)], ids=["after the groups", "before"]
 )
-def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str], script: str) -> None:
+def test_the_programs_own_enable_overrides_the_environment(program: Path, by_hand: list[str], script: str) -> None:
     done = train(program, script, **{**ATTACH, "FLASH_ALLREDUCE_BITS": "8"})
     assert trained(done) == by_hand
     said = done.stdout.count("flash all-reduce: the program has enabled Megatron's seams itself")
@@ -191,7 +191,7 @@ def test_what_the_program_enables_itself_wins(program: Path, by_hand: list[str],
     ],
     ids=["an option that bypasses the seams", "a field without effect"],
 )
-def test_what_cannot_be_served_ends_the_program_with_a_sentence(
+def test_unsupported_models_end_the_program_with_a_sentence(
     program: Path, variables: dict[str, str], words: tuple[str, ...], said: str
 ) -> None:
     done = train(program, "train.py", *words, **ATTACH, **variables)
@@ -216,7 +216,7 @@ def test_a_width_without_a_pipeline_ends_the_program_after_its_first_step(progra
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_with_one_tensor_parallel_rank_it_says_what_is_missing(program: Path) -> None:
+def test_with_one_tensor_parallel_rank_the_missing_parallelism_is_named(program: Path) -> None:
     done = train(program, "train.py", "{'tensor_model_parallel_size': 1}", **ATTACH)
     assert "tensor_model_parallel_size is 1: there is no tensor-parallel collective to quantize." in done.stdout
     assert "FLASH_ALLREDUCE_GRAD_BITS" in done.stdout

@@ -75,7 +75,7 @@ def layers(folder: str) -> dict[str, tuple[bool, int, int]]:
     return found
 
 
-def test_compiled_layers_give_the_bits_of_those_that_are_not() -> None:
+def test_compiled_and_eager_layers_have_the_same_bits() -> None:
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         for found in ranks.run(layers, folder):
             assert len(found) == 12

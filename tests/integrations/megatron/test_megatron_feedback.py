@@ -141,7 +141,7 @@ def test_training_uses_them_and_replicas_agree(observed):
         assert on["losses"][0] == off["losses"][0]
 
 
-def test_a_preset_trains_as_what_it_stands_for(observed):
+def test_a_preset_trains_as_its_fields_do(observed):
     for seen in observed:
         preset, spelled_out = seen["preset"]
         assert preset["replicas equal"]

@@ -65,7 +65,7 @@ def test_tensor_parallel_reductions_go_to_full_precision() -> None:
             assert len(said) == (rank == 0)
 
 
-def test_data_parallel_gradients_go_to_full_precision() -> None:
+def test_data_parallel_gradients_change_to_full_precision() -> None:
     for outcome in run_ranks(2, trains, 1, WAYS[:1], preload=MEGATRON):
         for seen in outcome["seen"]:
             quantized, full = seen["counts"][SITE]

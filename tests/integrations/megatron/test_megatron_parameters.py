@@ -331,7 +331,7 @@ def runs_of(ranks: list[dict[str, Any]], name: str) -> Iterator[tuple[dict[str, 
 
 
 @pytest.mark.parametrize("name", ["4", "stochastic"])
-def test_differences_travel_and_every_rank_holds_the_same_bits(ranks, name):
+def test_differences_are_sent_and_every_rank_holds_the_same_bits(ranks, name):
     for way, found, stock in runs_of(ranks, name):
         assert found["equal"]
         assert found["steps"] == STEPS and not any(found["meta"])
@@ -399,7 +399,7 @@ def test_full_precision_on_request(ranks):
         assert found["then"][1] == {**reasons, weight_differences.FIRST: reasons["full_precision()"]}
 
 
-def test_what_is_written_between_a_step_and_its_gather_stays(ranks):
+def test_values_written_between_a_step_and_its_gather_stay(ranks):
     for seen in ranks:
         found = seen["changes"]["between step and gather"]
         quantized, reasons = found["fired"]
@@ -407,14 +407,14 @@ def test_what_is_written_between_a_step_and_its_gather_stays(ranks):
         assert found["kept"]
 
 
-def test_nothing_of_a_step_is_lost_when_the_plugin_goes_before_its_gather(ranks):
+def test_disabling_before_a_gather_loses_no_step(ranks):
     for seen in ranks:
         for found in seen["undone"]:
             assert found["rounded"] and found["equal"]
         assert [found["left"] > 0 for found in seen["undone"]] == [False, False, True]
 
 
-def test_what_cannot_be_served_is_refused(ranks):
+def test_unsupported_settings_are_refused(ranks):
     for seen in ranks:
         said = seen["refused"]
         assert said["fp8"].startswith("fp8_param_gather and param_bits exclude each other: it is not for parameters in")
@@ -424,7 +424,7 @@ def test_what_cannot_be_served_is_refused(ranks):
         assert all("\n" not in line and line.endswith("leave param_bits at full.") for line in list(said.values())[:3])
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(ranks):
+def test_a_resumed_run_continues_bit_for_bit(ranks):
     for seen in ranks:
         for way, with_ours, went_on, same, reasons, buckets in seen["resumed"]:
             assert with_ours == went_on == same
@@ -434,7 +434,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks):
             assert reasons == (before if with_ours else {weight_differences.FIRST: (1 + overlap) * buckets})
 
 
-def test_float32_parameters_have_nothing_beside_them(ranks):
+def test_float32_parameters_have_no_exact_copies(ranks):
     for seen in ranks:
         (quantized, reasons), equal = seen["float32"]
         assert quantized == 0 and set(reasons) == {parameters.NO_MASTERS} and equal

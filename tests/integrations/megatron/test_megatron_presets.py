@@ -39,14 +39,14 @@ def left_out() -> tuple[list[bool], bool, bool, list[str]]:
     return [one is None for one in pieces + again], gathered == 0, training.replicas(), lines
 
 
-def test_what_cannot_be_served_is_left_out() -> None:
+def test_unsupported_fields_are_left_out() -> None:
     for rank, (unserved, exactly, same, lines) in enumerate(run_ranks(2, left_out, preload=MEGATRON)):
         assert all(unserved) and exactly and same
         assert len(lines) == (rank == 0), "once, on rank 0"
         assert all("use_precision_aware_optimizer and param_bits exclude each other" in line for line in lines)
 
 
-def test_a_preset_says_that_the_flex_dispatcher_is_not_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_prints_that_the_flex_dispatcher_is_not_supported(capsys: pytest.CaptureFixture[str]) -> None:
     settings = SimpleNamespace(moe_token_dispatcher_type="flex")
     refusals._said.clear()
     for _ in range(2):

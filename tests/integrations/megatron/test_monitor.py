@@ -116,7 +116,7 @@ def does_not_fit() -> dict[str, Any]:
     return {"told": [str(one.message) for one in told], "kept": kept, "in place": in_place, "seams": monitor.seams()}
 
 
-def test_a_training_package_that_does_not_fit_is_warned_about_and_left_alone() -> None:
+def test_an_unsupported_training_package_is_a_warning_and_not_patched() -> None:
     [seen] = run_ranks(1, does_not_fit, preload=MEGATRON)
     [told] = [line for line in seen["told"] if "monitors" in line]
     assert told.startswith("flash_allreduce: Megatron-LM's monitors get no scalars: megatron: cannot patch ")
@@ -137,7 +137,7 @@ def writes_a_log(folder: str) -> None:
     run_log.close()
 
 
-def test_the_log_knows_the_step(tmp_path: Path) -> None:
+def test_the_log_has_the_step(tmp_path: Path) -> None:
     from flash_allreduce_plugin.cli.report.log import read
 
     run_ranks(1, writes_a_log, str(tmp_path), preload=MEGATRON)

@@ -44,7 +44,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_patch_is_what_the_script_writes():
+def test_the_patch_equals_the_scripts_output():
     read = lambda path: (SITE / path).read_text(encoding="utf-8")  # noqa: E731
     assert PATCH.read_text(encoding="utf-8") == patch(read, megatron.seams()), (
         "the seams have changed: python -m scripts.make_megatron_patches"

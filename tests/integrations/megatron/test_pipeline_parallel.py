@@ -173,7 +173,7 @@ def messages(seen: dict[str, Any]) -> dict[str, int]:
     return {name: quantized + sum(reasons.values()) for name, (quantized, reasons) in seen["sites"].items()}
 
 
-def test_full_precision_is_bit_for_bit_what_it_is_without_us(case: Any) -> None:
+def test_full_precision_has_the_bits_of_a_run_without_the_plugin(case: Any) -> None:
     for seen in case[1]:
         for how, reason in (("full", None), ("small", policy.SMALL)):
             assert seen[how]["losses"] == seen["stock"]["losses"]
@@ -271,7 +271,7 @@ def arrives(x: torch.Tensor, config: dict[str, Any], bits: int | None) -> torch.
     return decoded(encoded(flat, codec, NO_DRAW), flat, codec).view(x.shape)
 
 
-def test_what_arrives_is_quantized_at_the_width_of_its_direction() -> None:
+def test_messages_have_the_width_of_their_direction() -> None:
     world = 4
     for rank, pickled in enumerate(run_ranks(world, exchanges, preload=MEGATRON)):
         for (function, name), (before, after, counts, every, beside) in pickle.loads(pickled).items():
@@ -338,7 +338,7 @@ def left_behind() -> list[int]:
     return found
 
 
-def test_what_megatron_does_not_wait_for_does_not_add_up() -> None:
+def test_traffic_that_megatron_hides_is_not_added() -> None:
     for found in run_ranks(2, left_behind, preload=MEGATRON):
         assert found[1] == found[0] <= 4
 

@@ -308,7 +308,7 @@ NAMES = [
 ]
 
 
-def test_every_collective_knows_its_module_forward_and_backward(plain):
+def test_every_collective_has_its_module_forward_and_backward(plain):
     for seen in plain:
         assert seen["all"] == NAMES
         assert seen["in a wrapper"] == NAMES
@@ -369,7 +369,7 @@ def test_full_precision_on_request_is_bitwise_stock_and_counted(plain):
         assert found["after"] == (2 * L, {})
 
 
-def test_evaluation_mode_goes_in_full_precision_if_the_configuration_says_so(plain):
+def test_quantize_evaluation_false_leaves_evaluation_in_full_precision(plain):
     for seen in plain:
         found = seen["evaluation"]
         assert found["training"] == found["evaluating, quantized"] == (2 * L, {})
@@ -397,7 +397,7 @@ def test_the_embedding_is_quantized_on_request(plain, sequence):
         assert seen["embedding"][SP_G_BACKWARD] == (2 * L + 1, {})
 
 
-def test_cross_entropy_is_left_alone(plain):
+def test_cross_entropy_stays_in_full_precision(plain):
     assert all(seen["cross entropy"] for seen in plain)
 
 

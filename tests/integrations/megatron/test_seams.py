@@ -431,7 +431,7 @@ def test_integers_through_g_are_exact_and_counted(plain):
         assert fired == {G: (0, {"dtype int64": 1})}
 
 
-def test_another_group_of_the_same_ranks_is_left_alone_and_counted(plain):
+def test_another_group_of_the_same_ranks_stays_in_full_precision_and_is_counted(plain):
     for seen in plain:
         found, fired = seen["other group"]
         assert torch.equal(found, seen["total"])

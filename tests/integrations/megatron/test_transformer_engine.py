@@ -428,7 +428,7 @@ def same(found: list[torch.Tensor], truth: list[torch.Tensor]) -> bool:
     return len(found) == len(truth) and all(map(torch.equal, found, truth))
 
 
-def test_the_stand_in_computes_what_megatrons_own_layers_do(run):
+def test_the_stand_in_equals_megatrons_own_layers(run):
     for seen in run[1]:
         assert seen["stock"][0][0] == pytest.approx(seen["local"], abs=1e-5)
         assert seen["stock"][1] == {}
@@ -530,7 +530,7 @@ def test_report(run):
         assert G in seen["printed"]
 
 
-def test_input_gradients_travel_during_the_weight_gradients_product(plain, sequence):
+def test_input_gradients_are_sent_during_the_weight_gradients_product(plain, sequence):
     for seen in plain:
         assert seen["layers"]["column order"] == [
             "product",
@@ -606,7 +606,7 @@ def test_options_that_bypass_the_collectives_are_refused(plain):
         assert said["enabled"] == "False", "a refused enable changes nothing"
 
 
-def test_transformer_engines_of_another_shape_are_warned_about_and_left_alone():
+def test_unsupported_transformer_engines_are_a_warning_and_not_patched():
     (said,) = run_ranks(1, other_engines)
     assert not said["before"]
     assert said["as known"] == (sorted(SITES), [])
@@ -629,7 +629,7 @@ def test_without_transformer_engine_there_is_no_trace_of_it():
     assert "transformer_engine" not in sys.modules
 
 
-def test_the_check_of_versions_finds_what_does_not_fit(tmp_path, capsys):
+def test_the_check_of_versions_finds_differences(tmp_path, capsys):
     check = check_transformer_engine_versions.main
     assert check([str(STUB)]) == 0
     assert "21 of 21 seams" in capsys.readouterr().out

@@ -117,7 +117,7 @@ def test_full_precision_is_torchs_own_functional_collective(updates: dict[str, A
         assert calls["reduce.forward"][:2] == (8, 0) and calls["gather.backward"][:2] == (10, 0)
 
 
-def test_what_the_guard_watches_is_torchs_too() -> None:
+def test_measured_calls_in_full_precision_have_torchs_bits() -> None:
     """8 bits have no 200 dB: after a call of each site the guard keeps full precision, and measures on."""
     updates = {"quality_interval": 1, "min_sqnr_db": 200.0}
     for stock, ours, _, calls in run_ranks(2, in_full_precision, updates):
@@ -181,7 +181,7 @@ def layers_bit_for_bit(sequence: bool) -> dict[str, bool]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sequence", [False, True])
-def test_layers_give_what_our_functions_give(world: int, sequence: bool) -> None:
+def test_layers_equal_our_functions(world: int, sequence: bool) -> None:
     for found in run_ranks(world, layers_bit_for_bit, sequence):
         assert found == {"forward": True, "backward": True}
 

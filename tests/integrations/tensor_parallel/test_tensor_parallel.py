@@ -130,7 +130,7 @@ print("enabled:", fap.tensor_parallel.is_enabled())
         ("tensor_parallel", {"BITS": "9"}, 2, "FLASH_ALLREDUCE_BITS=9 is not valid"),
     ],
 )
-def test_a_program_that_nobody_edits(named: str, given: dict[str, str], status: int, said: str) -> None:
+def test_an_unedited_program(named: str, given: dict[str, str], status: int, said: str) -> None:
     variables = {f"FLASH_ALLREDUCE_{name}": value for name, value in given.items()}
     variables |= {"FLASH_ALLREDUCE_ATTACH": named, "RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-c", PROGRAM]
