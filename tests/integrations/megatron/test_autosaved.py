@@ -46,6 +46,7 @@ def train(folder: Path, first: int, saves: bool, overlap: bool = False) -> dict[
         for number in range(first, STEPS):
             training.step(number)
             if number + 1 == SAVED:
+                training.gathered()  # with overlap the gather is due: Megatron-LM too makes it before it saves
                 checkpoint.write_bytes(pickle.dumps(Stopped(training)))
     return {
         "weights": training.gathered(),
