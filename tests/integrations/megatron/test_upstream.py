@@ -1,6 +1,6 @@
 """Megatron-LM's own unit tests of tensor_parallel, unedited: without the plugin, in pass-through and at 8 bits.
 
-    MEGATRON_LM_PATH=<a Megatron-LM checkout, core_v0.16.1> pytest -s tests/integrations/megatron/test_upstream.py
+    MEGATRON_LM_PATH=<a Megatron-LM checkout, core_v0.16.1> nox -s test-upstream-megatron
 
 Eight ranks on gloo and the CPU; cuda_shim.py makes "cuda" the CPU in them, upstream_ranks.py writes down how each
 test ended. Megatron-LM's conftest.py is left out: it downloads data that these tests do not use, and the packages it
@@ -97,6 +97,7 @@ def ranks(mode: str) -> list[dict[str, Any]]:
             "PYTHONDONTWRITEBYTECODE": "1",
             "FLASH_ALLREDUCE_AUTOLOAD": "0",
             "OMP_NUM_THREADS": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",  # a test makes dozens of groups, and uses few
             "TORCHDYNAMO_DISABLE": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "UPSTREAM_CONFIG": "" if config is None else json.dumps(config.to_dict()),

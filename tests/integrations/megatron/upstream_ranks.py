@@ -5,11 +5,13 @@ UPSTREAM_CONFIG is the FlashConfig to enable as JSON, empty for none. Into the f
 rank-<n>.json: how each test ended here, why, and the counts of each site in it.
 
 A test that fails on one rank leaves the others waiting in a collective. So the group times out soon, and after a
-test that failed anywhere every rank gives its groups up and the next test starts with new ones.
+test that failed anywhere every rank gives its groups up and the next test starts with new ones. So it does after a
+test that has destroyed its model-parallel groups: Megatron only forgets them, and each keeps threads of gloo's.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Generator
@@ -27,18 +29,18 @@ GROUP_TIMEOUT, PATIENCE = timedelta(seconds=30), timedelta(seconds=120)
 outcomes: dict[str, tuple[str, str]] = {}
 sites: dict[str, dict[str, Any]] = {}
 groups_made = 0
-meeting = dist.FileStore(str(FOLDER / "meeting"), WORLD_SIZE)
-meeting.set_timeout(PATIENCE)
+of_torchrun, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+meeting = dist.PrefixStore("meeting", of_torchrun)
 
 
 def pytest_configure() -> None:
     real = dist.init_process_group
 
     def init_process_group(backend: str, world_size: int, rank: int, store: Any) -> None:
-        """Use gloo for NCCL, with a separate store for every group, because an abandoned group leaves keys behind."""
+        """Use gloo for NCCL, with a separate prefix for every group, because an abandoned group leaves keys behind."""
         global groups_made
         groups_made += 1
-        own = dist.FileStore(str(FOLDER / f"group-{groups_made}"), world_size)
+        own = dist.PrefixStore(f"group {groups_made}", of_torchrun)
         real("gloo", store=own, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
 
     dist.init_process_group = init_process_group
@@ -72,9 +74,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_runtest_logfinish(nodeid: str) -> None:
-    """Meet the other ranks; a group that a test has failed in is not used again by any."""
-    meeting.set(f"{nodeid} {RANK}", outcomes[nodeid][0])
-    if any(meeting.get(f"{nodeid} {rank}") == b"failed" for rank in range(WORLD_SIZE)):
+    """Meet the other ranks; all give their groups up if one cannot use them again."""
+    from tests.unit_tests.test_utilities import Utils  # Megatron-LM's, not this project's
+
+    outcome = outcomes[nodeid][0]
+    meeting.set(f"{nodeid} {RANK}", "used" if outcome != "failed" and Utils.inited else "give up")
+    if any(meeting.get(f"{nodeid} {rank}") == b"give up" for rank in range(WORLD_SIZE)):
         give_up_groups()
 
 
@@ -85,6 +90,7 @@ def give_up_groups() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # models of the test hold groups
     Utils.inited = False
 
 
