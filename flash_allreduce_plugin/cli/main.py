@@ -13,11 +13,12 @@ from flash_allreduce_plugin.cli.plan.command import plan
 from flash_allreduce_plugin.integrations import registry
 
 Json = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, the text to stderr.")
+    Path | None,
+    typer.Option("--json", dir_okay=False, help="Write JSON too. With -, JSON is on stdout and text on stderr."),
 ]
-_RANKS = "Ranks on this machine, 2 by default; with --link, hosts of one rank each."
+_RANKS = "Ranks on this machine, 2 by default. With --link each rank has a host."
 _LINK = "Rate of each host's link, such as 1gbit (in a checkout, as root)."
-_CONFIG = 'The rest of the configuration: a JSON file, or JSON such as \'{"range": "mse"}\'.'
+_CONFIG = 'The other fields: a JSON file, or JSON such as \'{"range": "mse"}\'.'
 
 app = typer.Typer(
     name="flash-allreduce",
@@ -48,17 +49,17 @@ def _fields(options: str) -> dict[str, Any]:
 @app.command()
 def demo(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks: 2, 4 or 8.")] = 2,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Sequence parallelism too.")] = False,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Use sequence parallelism.")] = False,
     long: Annotated[bool, typer.Option("--long", help="A larger model for more steps: about 6 minutes.")] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps of each variant. Default: 120, with --long 300.")
     ] = None,
     presets: Annotated[
-        str | None, typer.Option(help="Presets to train with. Default: int8,int4, or none beside --bits.")
+        str | None, typer.Option(help="Presets to train with. Default: int8,int4, or none if --bits is given.")
     ] = None,
     bits: Annotated[str | None, typer.Option(help="Widths to train with, forward and backward: 8,4.")] = None,
     options: Annotated[
-        str, typer.Option(help='More of the configuration of these, as JSON: \'{"range": "mse"}\'.')
+        str, typer.Option(help='Other fields of these configurations, as JSON: \'{"range": "mse"}\'.')
     ] = "{}",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the batches.")] = 1234,
     data: Annotated[
@@ -68,18 +69,18 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the JSON and the PNG.")] = Path("demo-output"),
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", dir_okay=False, help="File for the JSON, in place of OUTPUT/demo.json."),
+        typer.Option("--json", dir_okay=False, help="File for the JSON instead of OUTPUT/demo.json."),
     ] = None,
     noise_control: Annotated[
         bool,
-        typer.Option("--noise-control", help="Also train with tiny and with large noise instead of quantization."),
+        typer.Option("--noise-control", help="Also train with tiny and with large noise."),
     ] = False,
     hidden: Annotated[
         int | None, typer.Option(min=8, help="Hidden size of the model. Default: 192, with --long 256.")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model. Default: 3, with --long 4.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 256,
-    link: Annotated[bool, typer.Option(help="As root: measure steps on a slow link too.")] = True,
+    link: Annotated[bool, typer.Option(help="Measure steps on a slow link too; needs root.")] = True,
 ) -> None:
     """Train a small tensor-parallel GPT of megatron-core in full precision and with quantized reductions.
 
@@ -142,12 +143,12 @@ app.command()(plan)
 def bench(
     minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "16K",
     maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "64M",
-    stepfactor: Annotated[int, typer.Option("--stepfactor", "-f", min=2, help="From one size to the next.")] = 4,
-    iters: Annotated[int, typer.Option("--iters", "-n", min=1, help="Calls in a row in a round.")] = 5,
+    stepfactor: Annotated[int, typer.Option("--stepfactor", "-f", min=2, help="Factor between two sizes.")] = 4,
+    iters: Annotated[int, typer.Option("--iters", "-n", min=1, help="Calls of a round.")] = 5,
     warmup_iters: Annotated[int, typer.Option("--warmup_iters", "-w", min=0, help="Calls before the rounds.")] = 1,
-    check: Annotated[int, typer.Option("--check", "-c", min=0, max=1, help="1: check results first; 0: do not.")] = 1,
+    check: Annotated[int, typer.Option("--check", "-c", min=0, max=1, help="1: check results first. 0: no check.")] = 1,
     datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "float32",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each times every variant once, in turn.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds. Each times every variant once.")] = 10,
     collective: Annotated[
         str, typer.Option(help="all_reduce, reduce_scatter, all_gather, all_to_all, codec; several with commas.")
     ] = "all_reduce",
@@ -155,8 +156,8 @@ def bench(
         str, typer.Option(help="two-step, ring (all_reduce alone, in a checkout), or both.")
     ] = "two-step",
     bits: Annotated[str | None, typer.Option(help="Widths to measure. Default: those of --config, else 8,4.")] = None,
-    config: Annotated[str | None, typer.Option(help=f"{_CONFIG} min_bytes is 0 unless a file says otherwise.")] = None,
-    ranks: Annotated[str | None, typer.Option(help=f"{_RANKS} 2,4,8: one after the other.")] = None,
+    config: Annotated[str | None, typer.Option(help=f"{_CONFIG} min_bytes is 0 unless a file sets it.")] = None,
+    ranks: Annotated[str | None, typer.Option(help=f"{_RANKS} 2,4,8: one run each.")] = None,
     link: Annotated[str, typer.Option(help=_LINK)] = "loopback",
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
     json_file: Json = None,
@@ -195,20 +196,20 @@ def tune(
     minbytes: Annotated[str, typer.Option("--minbytes", "-b", help="First size, in bytes or with K, M, G.")] = "1K",
     maxbytes: Annotated[str, typer.Option("--maxbytes", "-e", help="Last size.")] = "256M",
     datatype: Annotated[str, typer.Option("--datatype", "-d", help="float32, bfloat16 or float16.")] = "bfloat16",
-    seconds: Annotated[float, typer.Option(min=0.0, help="To measure a size for; at least five rounds.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Seconds for a size; at least five rounds.")] = 2.0,
     collective: Annotated[
         str, typer.Option(help="all_reduce, reduce_scatter, all_gather; several with commas.")
     ] = "all_reduce",
-    bits: Annotated[str, typer.Option(help="Widths to measure; the configuration is for the first.")] = "8,4",
+    bits: Annotated[str, typer.Option(help="Widths to measure. The written configuration has the first.")] = "8,4",
     config: Annotated[str | None, typer.Option(help=_CONFIG)] = None,
     ranks: Annotated[str | None, typer.Option(help=_RANKS)] = None,
     link: Annotated[str, typer.Option(help=_LINK)] = "loopback",
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank).")] = "cpu",
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="The configuration.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="File for the configuration.")] = Path(
         "flash_allreduce.json"
     ),
     json_file: Json = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="A picture of the sweep, PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="File for a picture of the sweep, PNG.")] = None,
 ) -> None:
     """Measure the smallest size at which quantizing is faster here, and write chunk_bytes and min_bytes to a file.
 
@@ -240,9 +241,9 @@ def tune(
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command: torchrun train.py ...")],
     bits: Annotated[str | None, typer.Option(help="Width of the codes, 2 to 8.")] = None,
-    preset: Annotated[str | None, typer.Option(help="int8, int4, thin: a configuration with a name.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A named configuration: int8, int4 or thin.")] = None,
     config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A JSON file, keys as in FlashConfig.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A JSON file with fields of FlashConfig.")
     ] = None,
     attach: Annotated[
         str | None,
@@ -252,10 +253,11 @@ def run(
         ),
     ] = None,
     fields: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other field; may be given repeatedly.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any other field. May be repeated.")
     ] = None,
     report_file: Annotated[
-        Path | None, typer.Option("--report", dir_okay=False, help="Keep the log there, for `flash-allreduce report`.")
+        Path | None,
+        typer.Option("--report", dir_okay=False, help="File to keep the log in, for `flash-allreduce report`."),
     ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Check the installation first.")] = True,
 ) -> None:

@@ -65,7 +65,10 @@ def test_steps() -> None:
         (["-f", "1"], "not in the range x>=2|greater than or equal to 2"),
         (["-d", "int8"], "expected one of float32, bfloat16, float16"),
         (["-d", "float32,float16"], "expected one of float32, bfloat16, float16"),
-        (["-d", "float16", "-n", "21"], "so many calls in a row overflow float16; expected at most 20"),
+        (
+            ["-d", "float16", "-n", "21"],
+            "so many all-reduces in place on 2 ranks overflow float16; expected at most 20",
+        ),
         (["--collective", "broadcast"], "of all_reduce, reduce_scatter, all_gather, all_to_all, codec"),
         (["--algorithm", "tree"], "of two-step, ring"),
         (["--algorithm", "ring", "--collective", "all_gather"], "expected --collective all_reduce"),

@@ -106,14 +106,14 @@ def test_a_healthy_installation(tmp_path: Path) -> None:
     assert found["versions", "deepspeed"]["text"].endswith(" (supported: >=0.17.6,<0.20)")
     assert found["autoload", "entry point"]["text"] == "registered; torch has called it"
     assert found["environment", "FLASH_ALLREDUCE_BITS"]["level"] == "ok"
-    assert found["environment", "configuration"]["text"] == "the defaults but for bits=4"
+    assert found["environment", "configuration"]["text"] == "the defaults except bits=4"
     seams = {name for section, name in found if section == "Megatron seams"}
     assert seams == {seam.id for seam in megatron.seams()}
     assert {"apex.gradients", "apex.reducer"} == {name for section, name in found if section == "apex seams"}
     assert len([name for section, name in found if section == "Transformer Engine seams"]) == 21
-    assert "bit for bit the same" in found["self-test", "codec on cpu"]["text"]
+    assert "the compiled codec equals plain PyTorch bit for bit" in found["self-test", "codec on cpu"]["text"]
     reduced = [line["text"] for (_, name), line in found.items() if name.startswith("all_reduce, 2 ranks, ")]
-    assert len(reduced) == 3 and all(line.startswith("the same bits on all ranks, ") for line in reduced)
+    assert len(reduced) == 3 and all(line.startswith("bit for bit equal on all ranks, ") for line in reduced)
     # To be pasted: plain, and narrow but for paths.
     assert text.isascii() and "\033" not in text
     assert all(len(line) <= doctor.WIDTH or len(line.split()) == 1 for line in text.splitlines())
@@ -277,8 +277,8 @@ def test_answers_of_the_ranks_are_compared() -> None:
         compared = doctor_selftest._compared("all_reduce", "8", [{"8": good}, {"8": {**good, **changed}}])
         return compared.level, compared.text
 
-    assert finding() == ("ok", "the same bits on all ranks, 41.5 dB")
-    assert finding(digest="2") == ("problem", "rank 1 ends with other bits than rank 0 (41.5 dB)")
+    assert finding() == ("ok", "bit for bit equal on all ranks, 41.5 dB")
+    assert finding(digest="2") == ("problem", "the result of rank 1 differs from rank 0's (41.5 dB)")
     assert finding(sqnr_db=20.0)[0] == finding(quantized=False)[0] == "problem"
 
 
@@ -298,7 +298,7 @@ def test_other_bits_than_the_reference_are_found(
     report = Findings(str(tmp_path / "results"))
     doctor_selftest.codec(report)
     assert (
-        "other bits than the codec in plain PyTorch: 8 bits of float32 with no option"
+        "bits differ from those of the codec in plain PyTorch: 8 bits of float32 with no option"
         in (tmp_path / "results").read_text()
     )
 

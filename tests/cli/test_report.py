@@ -140,8 +140,8 @@ def test_other_traffic_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path)
     [
         ({"x": {}}, '"bytes_sent" is missing'),
         ({"x": {"calls": -1, "bytes_sent": 1}}, '"calls" is -1'),
-        ([1], "is none of such a log's"),
-        ({"x": 1}, "is none of such a log's"),
+        ([1], "is no line of such a log"),
+        ({"x": 1}, "is no line of such a log"),
     ],
 )
 def test_bad_counts_of_other_traffic_are_refused(log: Log, beside: Any, said: str) -> None:
@@ -212,7 +212,7 @@ def test_a_run_that_was_started_again_is_added_up(log: Log) -> None:
     again = [{**HEADER, "time": 1_790_001_000.0}, interval(2.0, 35, "end", **{G: quantized(6)})]
     file = log(RUN[:-1], end='{"kind": "end", "seco\n' + "".join(json.dumps(line) + "\n" for line in again))
     done = report(file)
-    assert done.exit_code == 0 and "2 starts are in the file, added up." in done.output
+    assert done.exit_code == 0 and "The file has 2 starts; their counts are added." in done.output
     assert rows(done.output)[G][0] == "26"
     found = read(file)
     assert [one.seconds for one in found.intervals] == [1, 2, 3, 5] and found.seconds == 5
@@ -238,8 +238,8 @@ def test_a_log_without_calls(log: Log, tmp_path: Path) -> None:
         ('{"kind": "start"}\n', "version None of the log"),
         ('{"flash_allreduce_log": 1, "kind": "start"}\n', 'line 1: "time" is missing; was it edited?'),
         (json.dumps(HEADER) + '\n{"kind": "interval"}\n', 'line 2: "sites" is missing; was it edited?'),
-        (json.dumps(HEADER) + '\n{"kind": "other"}\n', "line 2 is none of such a log's"),
-        (json.dumps(HEADER) + "\n7\n", "line 2 is none of such a log's"),
+        (json.dumps(HEADER) + '\n{"kind": "other"}\n', "line 2 is no line of such a log"),
+        (json.dumps(HEADER) + "\n7\n", "line 2 is no line of such a log"),
         (
             json.dumps(HEADER) + '\n{"kind": "interval", "seconds": 1, "sites": {"a": {"quantized": "x"}}}\n',
             "line 2: site 'a': \"quantized\" is 'x'; expected a whole number, 0 or more; was it edited?",

@@ -178,7 +178,7 @@ def test_the_exit_status_is_the_commands_own(site: Path, program: str, status: i
         (("--bits", "4"), {"FLASH_ALLREDUCE_BITS": "8"}, "--bits 4 and FLASH_ALLREDUCE_BITS=8 contradict each other"),
         (("--attach", "ddp"), {"FLASH_ALLREDUCE_ATTACH": "fsdp"}, "contradict each other"),
         (("--report", "a"), {"FLASH_ALLREDUCE_LOG": "b"}, "--report a and FLASH_ALLREDUCE_LOG=b contradict"),
-        ((), {"FLASH_ALLREDUCE_DISABLE": "1"}, "FLASH_ALLREDUCE_DISABLE=1: every call would go in full precision"),
+        ((), {"FLASH_ALLREDUCE_DISABLE": "1"}, "FLASH_ALLREDUCE_DISABLE=1: every call would run in full precision"),
         ((), {"FLASH_ALLREDUCE_AUTOLOAD": "0"}, "FLASH_ALLREDUCE_AUTOLOAD=0: nothing can be attached"),
         ((), {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "TORCH_DEVICE_BACKEND_AUTOLOAD=0: nothing can be attached"),
         ((), {"FLASH_ALLREDUCE_BITZ": "4"}, "FLASH_ALLREDUCE_BITZ='4' is not a known variable"),
@@ -218,7 +218,7 @@ def test_a_problem_of_the_installation_is_found_first(site: Path) -> None:
     done = run(site, "--", *program)
     assert done.returncode == 1
     assert "versions, flash-allreduce-plugin:" in done.stderr and "installed is 0.0.1" in done.stderr
-    assert "nothing was started; --no-check starts it all the same" in done.stderr
+    assert "the command was not started; --no-check starts it without this check" in done.stderr
     assert not (site / "started").exists()
     assert run(site, "--no-check", "--", *program).returncode == 0
     assert (site / "started").exists()

@@ -76,7 +76,7 @@ def run_bench(
     wrong = sum(row["wrong"] or 0 for row in rows)
     if check:
         output.results.print(f"# wrong elements: {wrong}")
-    output.results.print('# with enabled="auto" a training measures which is faster')
+    output.results.print('# with enabled="auto" a training run measures which is faster')
     output.write_json({"about": {**about, "link": link}, "settings": settings, "rows": rows})
     return wrong == 0
 
@@ -156,7 +156,9 @@ def configs(bits: str | None, config: str | None) -> dict[str, FlashConfig]:
     """
     file, fields = fields_of(config)
     if fields.get("target_sqnr_db") is not None and file is None:
-        raise ValueError("--config: target_sqnr_db finds a width while a job runs; bench measures widths: give --bits")
+        raise ValueError(
+            "--config: target_sqnr_db chooses widths during a run; bench measures fixed widths: give --bits"
+        )
     given = fields if file is not None else {"min_bytes": 0, **fields}
     base = {**given, "target_sqnr_db": None, "min_sqnr_db": None, "quality_interval": 0}
     if bits is None and (file is not None or {"bits", "preset"} & fields.keys()):
@@ -210,7 +212,7 @@ def worlds_of(rank_counts: str | None, link: str, collectives: list[str]) -> lis
     """Return the numbers of ranks, one run each."""
     if ranks.launched():
         if rank_counts or link != LOOPBACK:
-            raise ValueError("--ranks and --link are for ranks that bench starts; a launcher started these")
+            raise ValueError("--ranks and --link: bench starts no ranks under a launcher; leave both out")
         return [int(os.environ["WORLD_SIZE"])]
     if link != LOOPBACK:
         _line_speed(link)  # refuses a bad rate
@@ -245,8 +247,8 @@ def _check_together(settings: Mapping[str, Any], world: int) -> None:
     most = _EXPONENTS[settings["datatype"]] // max(1, (world - 1).bit_length())
     if "all_reduce" in settings["collectives"] and settings["iters"] > most:
         raise ValueError(
-            f"-n {settings['iters']}: in place on {world} ranks so many calls in a row overflow "
-            f"{settings['datatype']}; expected at most {most}"
+            f"-n {settings['iters']}: so many all-reduces in place on {world} ranks overflow {settings['datatype']}; "
+            f"expected at most {most}"
         )
     if "ring" in settings["algorithms"]:
         checkout.need("--algorithm ring", "ring")
@@ -255,5 +257,5 @@ def _check_together(settings: Mapping[str, Any], world: int) -> None:
         for config in settings["configs"].values():
             if config["reduce_bits"] != config["gather_bits"] or config["hierarchical"] != "off":
                 raise ValueError(
-                    "--algorithm ring: it has one width and one level; drop reduce_bits, gather_bits, hierarchical"
+                    "--algorithm ring: it has one width and one level; remove reduce_bits, gather_bits, hierarchical"
                 )

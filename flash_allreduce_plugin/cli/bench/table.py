@@ -46,7 +46,7 @@ _COLUMNS: tuple[tuple[str, str, int, Callable[[Row], str]], ...] = (
     ("rival", "(dB)", 7, _number("rival_sqnr_db", ".1f")),
     ("speed-up", "", 9, _number("speedup", ".2f")),
 )
-_LINE = ("of the line", "", 12, _number("of_the_line", ".1%"))
+_LINE = ("line rate", "", 12, _number("of_the_line", ".1%"))
 _RING: tuple[tuple[str, str, int, Callable[[Row], str]], ...] = (
     ("formula", "(B/rank)", 12, _number("wire_bytes_formula", ".0f")),
     ("steps", "", 6, _word("steps")),
@@ -68,8 +68,8 @@ def heading(about: Mapping[str, Any], settings: Mapping[str, Any], link: str) ->
         f"torch {about['torch']}; {wire}\n"
         f"# {calls}, {settings['rounds']} rounds, alternating; medians of the slowest rank; speed-up over full "
         "precision of the same run (codec: over copy_, add_)\n"
-        "# SQNR against the exact sum; rival: that of full precision, which adds in its own dtype at every hop\n"
-        "# * runs in full precision, as its configuration says"
+        "# SQNR against the exact sum; rival: SQNR of full precision, which adds in the tensor's dtype at every hop\n"
+        "# * in full precision, by its configuration"
     )
 
 

@@ -155,8 +155,8 @@ def _progress(console: Console, settings: Settings) -> Iterator[Callable[[int, d
     """Yield the function to call after each step: a bar on a terminal, a line at times elsewhere."""
     names = ", ".join(variant.name for variant in settings.variants)
     console.print(
-        f"Training {names} in turn on {settings.tensor_parallel} ranks, {settings.steps} steps each; "
-        "the first step comes after some seconds",
+        f"Training {names} alternately on {settings.tensor_parallel} ranks, {settings.steps} steps each; "
+        "the first step takes some seconds",
         highlight=False,
     )
     losses = TextColumn("{task.fields[losses]}")
@@ -214,7 +214,7 @@ def _listen(messages: Any, ranks: list[Any], on_step: Callable[[int, dict[str, f
                 if process.exitcode:
                     raise DemoError(f"rank {rank} ended with exit status {process.exitcode}") from None
             if time.monotonic() - heard > SILENCE_SECONDS:
-                raise DemoError(f"the ranks have said nothing for {SILENCE_SECONDS:.0f} s") from None
+                raise DemoError(f"no rank has reported for {SILENCE_SECONDS:.0f} s") from None
             continue
         heard = time.monotonic()
         if kind == "step":

@@ -74,7 +74,7 @@ def checks(result: dict[str, Any], settings: Settings) -> list[dict[str, Any]]:
         first = variant["losses"][0]
         check(f"{name}: losses are finite", finite, f"{len(variant['losses'])} steps")
         check(
-            f"{name}: it learned",
+            f"{name}: the loss fell",
             variant["validation_loss"] < first,
             f"loss {first:.3f} at the first step, {variant['validation_loss']:.3f} held out",
         )
@@ -108,7 +108,7 @@ def show(console: Console, result: dict[str, Any], files: list[Path]) -> None:
     """Print the comparison, the checks, the estimate for slow links and how to switch the plugin on."""
     variants = result["variants"]
     console.print(_comparison(variants))
-    console.print("One seed: differences of this size vary by as much from seed to seed.", highlight=False)
+    console.print("One seed. Another seed changes differences of this size by as much.", highlight=False)
     _show_checks(console, result["checks"])
     _show_slow_links(console, slow_link.costs(variants))
     _show_link(console, result["link"])
@@ -147,8 +147,8 @@ def _show_checks(console: Console, checks: list[dict[str, Any]]) -> None:
         console.print(f"[red]FAIL[/red] {check['check']} ({check['detail']})", highlight=False)
     if not failed:
         console.print(
-            f"[green]ok[/green]   {len(checks)} checks: losses finite, every variant learned, every expected call was "
-            "quantized, ranks equal bit for bit",
+            f"[green]ok[/green]   {len(checks)} checks: losses are finite and fell, every expected call was quantized, "
+            "ranks are equal bit for bit",
             highlight=False,
         )
 
@@ -164,10 +164,10 @@ def _show_slow_links(console: Console, found: dict[str, tuple[float, float]]) ->
     console.print("")
     console.print(table)
     console.print(f"Estimate: {slow_link.FORMULA}.", highlight=False)
-    console.print("Nothing overlaps, latency is left out; bf16 is full precision with half of the bytes.")
+    console.print("Without overlap and latency. bf16: full precision with half of the bytes.")
     for name in list(found)[2:]:
         console.print(slow_link.verdict(name, found), highlight=False)
-    console.print("A CPU core computes and encodes here. For a cluster of GPUs: flash-allreduce plan --help")
+    console.print("Here one CPU core a rank computes and encodes. For a cluster of GPUs: flash-allreduce plan --help")
 
 
 def _show_link(console: Console, link: dict[str, Any]) -> None:

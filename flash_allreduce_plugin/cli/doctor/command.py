@@ -101,7 +101,7 @@ def _outcome(child: Child, section: str, seconds: float, remedy: str = _UNEXPECT
     if failure is not None:
         section = findings[-1].section if findings else section
         if child.running:
-            remedy += "; for a slow machine or file system --timeout SECONDS"
+            remedy += "; on a slow machine or file system raise --timeout SECONDS"
         findings.append(Finding(section, "check", PROBLEM, failure, remedy))
     return findings
 

@@ -44,8 +44,8 @@ def check(report: Findings) -> None:
     except BaseException as error:
         report.problem(
             "import",
-            f"import torch failed: {described(error)}; all else needs it",
-            "python -c 'import torch' shows all of it; install torch again",
+            f"import torch failed: {described(error)}; every other check needs torch",
+            "python -c 'import torch' shows the traceback; install torch again",
         )
         return
     report.ok("build", f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA")
@@ -90,7 +90,7 @@ def libraries(report: Findings) -> None:
         asked = environment.is_on(environment.REFERENCE)
     except ConfigError:  # reported with the variables
         asked = False
-    without = "the codec in plain PyTorch is used, with the same bits, slower"
+    without = "the slower codec in plain PyTorch is used; its bits are the same"
     if asked:
         report.note("used", f"{environment.REFERENCE} is on: {without}", "unset it to use the libraries")
     if ops.unavailable is None:
@@ -101,7 +101,7 @@ def libraries(report: Findings) -> None:
         report.problem(
             "_C (CPU)",
             f"{ops.unavailable}: {without}",
-            f"install a C++ compiler and run {versions.INSTALL}; or, if this is meant, set {environment.REFERENCE}=1",
+            f"install a C++ compiler and run {versions.INSTALL}; if this is intended, set {environment.REFERENCE}=1",
         )
     if ops.cuda_unavailable is None:
         report.ok("_cuda (GPU)", "loaded")
@@ -186,7 +186,7 @@ def entry_point(report: Findings) -> None:
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":  # as torch reads it
         off.append("TORCH_DEVICE_BACKEND_AUTOLOAD")
     if off:
-        report.note("entry point", f"off: {off[0]}={os.environ[off[0]]}; {instead}", f"unset {off[0]} to have it on")
+        report.note("entry point", f"off: {off[0]}={os.environ[off[0]]}; {instead}", f"unset {off[0]} to switch it on")
     elif not registered:
         report.note("entry point", f"not registered, the package is not installed; {instead}", versions.INSTALL)
     elif waiting:
@@ -195,7 +195,7 @@ def entry_point(report: Findings) -> None:
         report.problem(
             "entry point",
             "registered, but torch has not called it, or it failed",
-            "python -c 'import torch' says why; take other copies of the package off the path",
+            "python -c 'import torch' shows why; remove other copies of the package from the path",
         )
 
 
@@ -240,9 +240,9 @@ def variables(report: Findings) -> None:
         defaults = FlashConfig().to_dict()
         changed = {key: value for key, value in config.to_dict().items() if value != defaults[key]}
         text = ", ".join(f"{key}={value!r}" for key, value in changed.items())
-        report.ok("configuration", f"the defaults but for {text}" if text else "the defaults")
+        report.ok("configuration", f"the defaults except {text}" if text else "the defaults")
     others = sorted(variable for variable in os.environ if _SHOWN.fullmatch(variable))
-    report.ok("other variables", " ".join(f"{name}={os.environ[name]}" for name in others) or "none that matter")
+    report.ok("other variables", " ".join(f"{name}={os.environ[name]}" for name in others) or "none")
 
 
 def _first_match(path: str, pattern: str) -> str | None:

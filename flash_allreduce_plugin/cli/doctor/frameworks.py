@@ -68,7 +68,7 @@ def _transformer_engine(report: Findings) -> None:
         report.note(
             "transformer_engine",
             "installed, but megatron-core does not use it: nothing to attach",
-            "python -c 'import transformer_engine.pytorch' says why, if it should",
+            "python -c 'import transformer_engine.pytorch' shows why, if Megatron should use it",
         )
         return
     seams = transformer_engine.seams(FlashConfig)  # no call is made
@@ -99,7 +99,7 @@ def _imported(report: Findings, module: str, package: str) -> bool:
 
 def remedy(module: str) -> str:
     """Return the remedy for a framework that cannot be imported."""
-    return f"`python -c 'import {module}'` shows all of it; install it again, or uninstall it if it is not used"
+    return f"`python -c 'import {module}'` shows the traceback; reinstall the package, or uninstall it if it is unused"
 
 
 def _verify(report: Findings, seams: Sequence[Seam], mend: str, together: str | None = None) -> None:

@@ -74,13 +74,13 @@ def codec(report: Findings) -> None:
         shown = ", ".join(f"{width} bits {error:.1f} dB" for width, error in errors.items())
         low = [width for width, error in errors.items() if error < LEAST_SQNR[width]]
         if wrong:
-            report.problem(name, f"other bits than the codec in plain PyTorch: {', '.join(wrong)}", REPORT_IT)
+            report.problem(name, f"bits differ from those of the codec in plain PyTorch: {', '.join(wrong)}", REPORT_IT)
         elif low:
             report.problem(name, f"{shown}; expected at least {[LEAST_SQNR[width] for width in low]} dB", REPORT_IT)
         elif plain:
-            report.ok(name, f"{shown}; the codec in plain PyTorch, nothing to compare it with")
+            report.ok(name, f"{shown}; this is the codec in plain PyTorch, nothing was compared")
         else:
-            report.ok(name, f"{shown}; compiled and in plain PyTorch bit for bit the same")
+            report.ok(name, f"{shown}; the compiled codec equals plain PyTorch bit for bit")
 
 
 def sqnr_db(exact: Tensor, found: Tensor) -> float:
@@ -107,8 +107,8 @@ def all_reduce(folder: Path, ranks: int, seconds: float) -> list[Finding]:
         if failure is not None:
             interface = os.environ.get("GLOO_SOCKET_IFNAME")
             chosen = f" (GLOO_SOCKET_IFNAME is {interface})" if interface else ""
-            remedy = f"check that gloo's interface is there{chosen} and that no firewall cuts the host from itself"
-            return [Finding(SECTION, name, PROBLEM, failure, f"{remedy}; for a slow machine --timeout")]
+            remedy = f"check that gloo's interface exists{chosen} and that no firewall blocks it"
+            return [Finding(SECTION, name, PROBLEM, failure, f"{remedy}; on a slow machine raise --timeout")]
         answers = [child.results()[0] for child in started]
     return [_compared(name, width, answers) for width in map(str, WIDTHS)]
 
@@ -137,13 +137,13 @@ def _compared(name: str, width: str, answers: list[dict[str, dict[str, object]]]
     name, shown = f"{name}, {width} bits", f"{error:.1f} dB"
     if len(set(digests)) > 1:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        return Finding(SECTION, name, PROBLEM, f"rank {other} ends with other bits than rank 0 ({shown})", REPORT_IT)
+        return Finding(SECTION, name, PROBLEM, f"the result of rank {other} differs from rank 0's ({shown})", REPORT_IT)
     if not quantized:
         return Finding(SECTION, name, PROBLEM, "the call was not quantized", REPORT_IT)
     least = LEAST_SQNR[int(width)] - SECOND_ROUNDING
     if error < least:
         return Finding(SECTION, name, PROBLEM, f"{shown}; expected at least {least} dB", REPORT_IT)
-    return Finding(SECTION, name, OK, f"the same bits on all ranks, {shown}")
+    return Finding(SECTION, name, OK, f"bit for bit equal on all ranks, {shown}")
 
 
 def plain_environment() -> dict[str, str | None]:

@@ -42,7 +42,7 @@ def own(report: Findings) -> None:
         report.problem(
             PACKAGE,
             f"{version} is imported, from {where}; installed is {installed}",
-            "take one of the two off the path (PYTHONPATH, or the folder the program is started in)",
+            "remove one of the two from the path (PYTHONPATH, or the folder of the started program)",
         )
 
 
@@ -56,7 +56,7 @@ def python(report: Findings) -> None:
     if fits(found, window):
         report.ok("python", shown)
     else:
-        report.problem("python", f"{shown} is not supported (supported: {window})", "take another Python")
+        report.problem("python", f"{shown} is not supported (supported: {window})", "use another Python")
 
 
 def of(report: Findings, package: str, module: str) -> None:

@@ -46,7 +46,8 @@ def plan(
         typer.Option(dir_okay=False, help="JSON file with everything else: own sizes, links, efficiencies, memory."),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write it as JSON too; -: to stdout, text to stderr.")
+        Path | None,
+        typer.Option("--json", dir_okay=False, help="Write JSON too. With -, JSON is on stdout and text on stderr."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="File for a PNG.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Print the presets with their sources.")] = False,
@@ -81,7 +82,7 @@ def _print_help(output: Output, presets: bool) -> None:
         show_presets(output.results)
         return
     output.results.print(layout_file.example(), markup=False, soft_wrap=True)
-    output.note("# A file for --layout. Every key may be left out; flags go before it.")
+    output.note("# A file for --layout. Every key is optional. Flags have priority over the file.")
     for line in layout_file.meanings():
         output.note(f"# {line}")
 
@@ -92,7 +93,9 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except ArithmeticError:
-        raise typer.BadParameter("numbers this large or small cannot be planned with; expected a machine's.") from None
+        raise typer.BadParameter(
+            "a number is too large or too small for an estimate; expected those of a real machine."
+        ) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -146,7 +146,7 @@ DEVICES = {
     "a800": _device(312e12, 2039e9, 80e9, "NVIDIA's A100 80GB data sheet (the A800 differs in NVLink)"),
     "h100": Device(
         989e12,
-        Speed(3.0e12, 3.35e12, "3.0 TB/s, of 3.35 in NVIDIA's H100 SXM data sheet; what an H100 80GB HBM3 reached"),
+        Speed(3.0e12, 3.35e12, "3.0 TB/s, reached by an H100 80GB HBM3, of 3.35 in NVIDIA's H100 SXM data sheet"),
         "NVIDIA's H100 SXM data sheet",
         80e9,
         _H100,
@@ -157,9 +157,9 @@ DEVICES = {
     "v100": _device(125e12, 900e9, 32e9, "NVIDIA's V100 SXM data sheet (fp16)"),
 }
 
-_NCCL = "of the peak reach applications (NCCL's maintainer, github.com/NVIDIA/nccl/issues/1054)"
+_NCCL = "of the peak, which applications reach (NCCL's maintainer, github.com/NVIDIA/nccl/issues/1054)"
 _TCP = "1448 of 1538 bytes of a frame are TCP's payload"
-_IB = "46 to 48 of 50 GB/s a 400 Gbit/s adapter (github.com/NVIDIA/nccl-tests/issues/290)"
+_IB = "a 400 Gbit/s adapter reaches 46 to 48 of 50 GB/s (github.com/NVIDIA/nccl-tests/issues/290)"
 
 
 def _share(gbit: float, share: float, source: str) -> Speed:

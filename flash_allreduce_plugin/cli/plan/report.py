@@ -35,7 +35,7 @@ _WIDE = 150  # columns that the table of traffic needs for bytes and times of th
 LEFT_OUT = (
     "An estimate. Left out: contention inside switches and between sockets, the slowdown of GEMMs by the "
     "codec and the transfers, stragglers, messages too small to fill a link, trees and reductions inside the network, "
-    "what the framework takes of the host, the optimizer's time, accuracy. Never quantized here: the embedding."
+    "the host's time in the framework, the optimizer's time, accuracy. Never quantized here: the embedding."
 )
 
 
@@ -192,24 +192,24 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
     words = {"traffic": ", ".join(f"{kind}: {names[kind]}" for kind in names if kind in kinds)}
     if any("(g)" in part.kind or "(f)" in part.kind for part in plan.full.parts):
         words["g, f"] = "Megatron's names of the all-reduces of a layer's forward and backward pass"
-    words["setting"] = "the field of the configuration that quantizes it; never: it stays in full precision"
-    words["sent, ms"] = "the bytes that a rank sends in a step, and the time of the sends"
-    words["exposed"] = "the ms without computation at the same time: the step waits for them"
+    words["setting"] = "the field of the configuration that quantizes this traffic; never: in full precision always"
+    words["sent, ms"] = "bytes that a rank sends in a step, and their time"
+    words["exposed"] = "the ms that computation does not hide: the step waits for them"
     if not both:
-        words["INT8 and such"] = "exposed ms at that width"
+        words["INT8, ..."] = "exposed ms at that width"
     if plan.layout.zero == 3 and any(part.field == PARAMETERS for part in plan.full.parts):
-        words[PARAMETERS] = (
-            f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with the rounded ones"
-        )
+        words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with rounded values"
     if plan.layout.cp > 1 and plan.layout.cp_comm_type == "p2p":
-        words["CP ring"] = 'Transformer Engine\'s own sends, which are not served; with "cp_comm_type": "a2a" they are'
+        words["CP ring"] = 'Transformer Engine\'s own sends, never quantized; those of "cp_comm_type": "a2a" are'
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
-    words["host"] = "the host's ms of quantized calls, besides the framework's own work"
-    words["speed-up"] = "with the settings below; everything quantized: with every setting; at most: if it cost nothing"
+    words["host"] = "the host's ms in quantized calls, without the framework's own work"
+    words["speed-up"] = (
+        "with the settings below; everything quantized: with every setting; at most: if that traffic took no time"
+    )
     if ratios(plan):
         words["t_comm / t_compute"] = (
-            "time of a transfer over that of the computation that hides it; above 1 the step waits"
+            "time of a transfer over the time of the computation that hides it; above 1 the step waits"
         )
     return words
 
@@ -269,7 +269,7 @@ def _advice(plan: Forecast) -> str:
     for bits in plan.widths:
         settings = settings_of(plan, bits)
         if not settings:
-            lines.append(f"INT{bits}: leave it off, no setting makes this step faster by half a percent.")
+            lines.append(f"INT{bits}: leave the plugin off; no setting makes this step faster by half a percent.")
             continue
         if plan.layout.framework == "deepspeed":
             lines.append(f'INT{bits}: "flash_allreduce": {json.dumps(settings)}')

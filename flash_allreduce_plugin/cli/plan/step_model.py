@@ -96,7 +96,9 @@ def check(model: Model, layout: Layout) -> None:
     _check_context(model, layout)
     _check_experts(model, layout)
     if layout.zero >= 2 and layout.pp > 1:
-        raise ValueError(f"--zero {layout.zero} does not go with --pp {layout.pp}: with stages, choose --zero 0 or 1.")
+        raise ValueError(
+            f"--zero {layout.zero} and --pp {layout.pp} exclude each other: with stages, choose --zero 0 or 1."
+        )
     if layout.framework == "torch" and (layout.zero not in (0, 3) or layout.dp < layout.ranks or layout.ep > 1):
         raise ValueError(
             "--framework torch is data-parallel, --zero 0 (DDP) or 3 (FSDP2), without --tp, --pp, --cp and --ep."
@@ -129,7 +131,7 @@ def _check_experts(model: Model, layout: Layout) -> None:
     if layout.tp > 1 and not layout.sequence_parallel:
         raise ValueError(f"experts with --tp {layout.tp} need --sequence-parallel, in Megatron too.")
     if layout.zero == 3 and layout.ep > 1:
-        raise ValueError(f"--zero 3 does not go with --ep {layout.ep}; choose --zero 0, 1 or 2.")
+        raise ValueError(f"--zero 3 and --ep {layout.ep} exclude each other; choose --zero 0, 1 or 2.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,7 +178,7 @@ def _take(line: Any, starts: list[Start], path: Path, number: int) -> None:
     except _WrongField as error:
         raise LogError(f"{path}: line {number}: {error}; was it edited?") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        raise LogError(f"{path}: line {number} is none of such a log's; was it edited?") from None
+        raise LogError(f"{path}: line {number} is no line of such a log; was it edited?") from None
 
 
 def _start(line: dict[str, Any]) -> Start:

@@ -85,11 +85,11 @@ def notes(log: Log) -> list[str]:
     """Return the remarks about a log that its counts do not show."""
     lines = []
     if len(log.starts) > 1:
-        lines.append(f"{len(log.starts)} starts are in the file, added up.")
+        lines.append(f"The file has {len(log.starts)} starts; their counts are added.")
     if log.cut_off:
         lines.append(f"{log.cut_off} line{'s were' * (log.cut_off > 1) or ' was'} cut off and left out.")
     if not log.starts[-1].ended:
-        lines.append("The last line is missing: the run continues, or was killed; up to a minute of it is missing.")
+        lines.append("The last line is missing: the run continues or was killed. Up to its last minute is not counted.")
     lines += [f"{line[0].upper()}{line[1:]}." for start in log.starts for line in start.decisions if line]
     if not log.sites:
         lines.append("No call was counted.")

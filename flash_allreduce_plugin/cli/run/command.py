@@ -90,7 +90,7 @@ def run_run(command: Sequence[str], options: Sequence[Option], report_file: Path
             for problem in problems:
                 output.note(f"run: {problem.section}, {problem.name}: {problem.text} -> {problem.remedy}")
             if problems:
-                output.note("run: nothing was started; --no-check starts it all the same")
+                output.note("run: the command was not started; --no-check starts it without this check")
                 return FAILED_CHECK
         status = _until_its_end(program, command)
         _report(output, log, status)
@@ -101,7 +101,7 @@ def _refuse_switched_off() -> None:
     """Raise ValueError if the environment keeps the plugin from being attached or from quantizing."""
     if environment.is_on(environment.DISABLE):
         raise ValueError(
-            f"{environment.DISABLE}={os.environ[environment.DISABLE]}: every call would go in full precision; unset "
+            f"{environment.DISABLE}={os.environ[environment.DISABLE]}: every call would run in full precision; unset "
             "it, or start the program without `flash-allreduce run`."
         )
     for name in (environment.AUTOLOAD, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
@@ -232,7 +232,7 @@ def _why_nothing(log: _Log) -> str:
         f" (rank 0 writes {log.name}, if it runs on another machine)" if log.kept and "%r" not in log.name else ""
     )
     return (
-        "the program built nothing that the plugin serves (DDP, FSDP, Megatron; several ranks), or its ranks run in "
-        f"another Python than {sys.executable}, or in another environment: see `flash-allreduce doctor` there"
+        "the program built nothing that the plugin supports (DDP, FSDP, Megatron; several ranks), or its ranks run in "
+        f"another Python than {sys.executable}, or in another environment: run `flash-allreduce doctor` there"
         f"{elsewhere}"
     )

@@ -123,7 +123,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     console.print(f"{about['ranks']} ranks, {about['link']}, {about['datatype']}, {about['machine']}, {about['date']}")
     chunks = {int(c): times for c, times in result["chunk_bytes"].items() if times}
     if chunks:
-        table = Table(title="a quantized call by chunk_bytes, ms", title_justify="left")
+        table = Table(title="ms of a quantized call, by chunk_bytes", title_justify="left")
         sizes = list(next(iter(chunks.values())))
         for column in ("chunk_bytes", *(f"{bytes_text(int(size))}" for size in sizes)):
             table.add_column(column, justify="right")
@@ -134,7 +134,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     widths = [name for name in result["sweep"][0]["seconds"] if name != FULL_PRECISION]
     for collective, pays in result["pays_from"].items():
         table = Table(title=f"{collective}, ms of a call; * the faster one", title_justify="left")
-        for column in ("bytes", FULL_PRECISION, *widths, "tuned", "tuned / full precision", "the same again"):
+        for column in ("bytes", FULL_PRECISION, *widths, "tuned", "tuned / full precision", "full precision again"):
             table.add_column(column, justify="right")
         for row, check in zip(result["sweep"], result["check"], strict=True):
             if row["collective"] != collective:
@@ -152,13 +152,13 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             )
         console.print(table)
         for name, size in pays.items():
-            where = "nowhere up to the largest size" if size is None else f"from {bytes_text(size)}"
+            where = "at no measured size" if size is None else f"from {bytes_text(size)}"
             console.print(f"{name} pays {where}")
     worst = max(result["check"], key=lambda row: row["ratio"])
     control = max(result["check"], key=lambda row: row["control"])
     console.print(f"chosen: {json.dumps(written)}")
     if not written.get("enabled", True):
-        console.print("quantizing does not pay for every one of these collectives here: it is switched off")
+        console.print("quantizing is switched off: it does not pay for every one of these collectives here")
     console.print(
         f"slowest against full precision: {worst['ratio']:.3f} x ({worst['collective']} of "
         f"{bytes_text(worst['size'])}; allowed {LIMIT}); full precision against itself: {control['control']:.3f} x"
@@ -185,7 +185,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
                 sizes,
                 [row["seconds"][FULL_PRECISION] / row["seconds"][name] for row in sweep],
                 linewidth=1,
-                label=f"{name} whatever the size",
+                label=f"{name} at every size",
             )
         speedups = [1 / row["ratio"] for row in check]
         panel.plot(sizes, speedups, "o", color="black", markersize=4, label="tuned (the better of both)")
