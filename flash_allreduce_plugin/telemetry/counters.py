@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("flash_allreduce_plugin")
 
 
-NOT_OURS = "not ours"
+OUTSIDE = "outside the plugin"
 
 
 @dataclass(slots=True)
@@ -276,7 +276,7 @@ def record_beside(what: str, bytes: int) -> None:
         counters = _beside.get(what)
         if counters is None:
             counters = _beside[what] = Counters()
-        counters.full_precision[NOT_OURS] += 1
+        counters.full_precision[OUTSIDE] += 1
         counters.bytes_sent += bytes
         counters.bytes_full_precision += bytes
         counters.bytes_plain += bytes
@@ -325,8 +325,8 @@ def stats() -> dict[str, Any]:
      "beside": {collective and group: {"calls", "bytes_sent"}}}
 
     bytes_full_precision: bytes that would have been sent without this plugin.
-    bytes_plain: the part of bytes_sent in full precision, by our decision. "beside": torch.distributed's other traffic
-    while an integration was attached (other_traffic.py).
+    bytes_plain: the part of bytes_sent that the plugin left in full precision. "beside": torch.distributed's other
+    traffic while an integration was attached (other_traffic.py).
     bytes_between_nodes: the part of bytes_sent to other nodes, in two-level calls; other calls have no nodes.
     residuals_dropped is of error feedback, see Feedback. guard: the changes that min_sqnr_db made.
     bits is the width of the last quantized call of the site, of its narrower half; in two levels that between nodes.
@@ -370,7 +370,7 @@ def _together(before: dict[str, Counters], now: dict[str, Counters]) -> dict[str
 
 
 def shares(sites: Iterable[Counters], others: Iterable[Counters]) -> str:
-    """Return a sentence: the shares of this rank's bytes quantized, in full precision by us, and in other traffic."""
+    """Return a sentence: the shares of this rank's bytes quantized, left in full precision, and outside the plugin."""
     sent = plain = 0
     for site in sites:
         sent, plain = sent + site.bytes_sent, plain + site.bytes_plain
@@ -379,7 +379,7 @@ def shares(sites: Iterable[Counters], others: Iterable[Counters]) -> str:
     parts = [f"{100 * part / whole:.1f} %" for part in (sent - plain, plain, other)]
     return (
         f"of {(sent + other) / 1e6:.2f} MB that this rank sent, {parts[0]} were quantized, "
-        f"{parts[1]} in full precision by our decision, {parts[2]} {NOT_OURS}"
+        f"{parts[1]} left in full precision by the plugin, {parts[2]} {OUTSIDE}"
     )
 
 
@@ -389,7 +389,7 @@ def beside_us() -> list[str]:
         if not _beside:
             return []
         largest = sorted(_beside.items(), key=lambda item: -item[1].bytes_sent)
-        lines = [f"{NOT_OURS}: {what}: {one.calls} calls, {one.bytes_sent / 1e6:.2f} MB sent" for what, one in largest]
+        lines = [f"{OUTSIDE}: {what}: {one.calls} calls, {one.bytes_sent / 1e6:.2f} MB sent" for what, one in largest]
         return [*lines, shares(_sites.values(), _beside.values())]
 
 

@@ -1,4 +1,4 @@
-"""Count the traffic of torch.distributed that is not ours, by collective and group, while an integration is attached.
+"""Count the traffic of torch.distributed outside the plugin, by collective and group, while an integration is attached.
 
 All functions of torch.distributed end in a method of ProcessGroup, under every imported name. Those methods are
 replaced on the class, and restored when the last integration is disabled. The package's own calls use them too, inside
@@ -73,7 +73,7 @@ def counted_at(site: Site, config: FlashConfig) -> Iterator[None]:
 
 
 def exchanges_of(group: dist.ProcessGroup, served: Callable[[], Served | None]) -> None:
-    """Count all-to-alls over `group` where `served` says at each of them; None: they are not ours.
+    """Count all-to-alls over `group` where `served` says at each of them; None: they are outside the plugin.
 
     For exchanges of layers, which autograd repeats in the backward pass, outside of any function of the framework's.
     """
@@ -160,7 +160,7 @@ def _record(site: Site, config: FlashConfig, name: str, bytes_: int, world: int)
     elif name != "all_to_all" and whole < config.min_bytes:
         reason = policy.SMALL
     else:
-        reason = answer.reason if isinstance(answer, policy.FullPrecision) else counters.NOT_OURS
+        reason = answer.reason if isinstance(answer, policy.FullPrecision) else counters.OUTSIDE
     counters.record_full_precision(site, reason, bytes_, message=whole)
 
 

@@ -616,7 +616,7 @@ def test_free_links_leave_arithmetic_and_bubble(c, layout):
     [
         ({"tp": 3}, "--tp 3 does not divide the 16 attention heads"),
         ({"pp": 3}, "--pp 3 does not divide the 8 layers"),
-        ({"zero": 2, "pp": 2, "framework": "deepspeed"}, "--zero 2 does not go with --pp 2"),
+        ({"zero": 2, "pp": 2, "framework": "deepspeed"}, "--zero 2 and --pp 2 exclude each other"),
         ({"zero": 3}, "--zero 3 is DeepSpeed's"),
         ({"cp": 3}, "--cp 3 does not divide the sequence of 1024"),
         ({"cp": 32}, "--cp 32 does not divide the 16 heads of keys and values"),
@@ -634,7 +634,7 @@ def test_layouts_that_cannot_be(change, said):
     for said, layout in (
         ("--ep 4 does not divide --cp 1 x --dp 2", Layout(dp=2, ep=4)),
         ("--tp 2 need --sequence-parallel", Layout(tp=2, dp=2, ep=2)),
-        ("--zero 3 does not go with --ep 2", Layout(dp=2, ep=2, zero=3, framework="deepspeed")),
+        ("--zero 3 and --ep 2 exclude each other", Layout(dp=2, ep=2, zero=3, framework="deepspeed")),
     ):
         with pytest.raises(ValueError, match=said):
             check(experts, layout)

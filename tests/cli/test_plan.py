@@ -375,7 +375,7 @@ def test_the_example_of_a_layout_is_json_that_can_be_planned(tmp_path):
         ("--model llama-7b --cluster h100-8x3 --tp 16", "= 16 does not divide the 24 ranks"),
         ("--model llama-7b --cluster h100 --dp 4 --global-batch 6", "--global-batch 6 is not a multiple"),
         ("--model llama-7b --cluster h100 --zero 3 --framework megatron", "--zero 3 is DeepSpeed's"),
-        ("--model llama-7b --cluster h100 --zero 2 --pp 2", "--zero 2 does not go with --pp 2"),
+        ("--model llama-7b --cluster h100 --zero 2 --pp 2", "--zero 2 and --pp 2 exclude each other"),
         ("--model llama-7b --cluster h100 --framework torch --tp 2", "--framework torch is data-parallel"),
         ("--model llama-7b --cluster h100 --framework torch --zero 1", "--framework torch is data-parallel"),
         ("--model llama-7b --cluster h100 --bits 9", "--bits 9: expected different whole numbers from 2 to 8"),

@@ -126,11 +126,11 @@ def test_other_traffic_is_in_the_table_and_on_the_page(log: Log, tmp_path: Path)
     done = report(log(lines), "--html", page, "--json", tmp_path / "x.json")
     assert done.exit_code == 0, done.output
     table = rows(done.output)
-    assert table[gathers] == ["4", "0 %", "4 kB", "4 kB", "0 %", "-", "-", "4 not ours"]
+    assert table[gathers] == ["4", "0 %", "4 kB", "4 kB", "0 %", "-", "-", "4 outside the plugin"]
     assert table["everything"] == ["6", "16.7 %", "4.14 kB", "5 kB", "17.3 %", "", "", ""]
-    assert "2.4 % were quantized, 0.8 % in full precision by our decision, 96.8 % not ours." in done.output
+    assert "2.4 % were quantized, 0.8 % left in full precision by the plugin, 96.8 % outside the plugin." in done.output
     assert ElementTree.fromstring(page.read_text().removeprefix("<!DOCTYPE html>")) is not None
-    assert f"not ours: {gathers}" in page.read_text() and "<b>&[red]" not in page.read_text()
+    assert f"outside the plugin: {gathers}" in page.read_text() and "<b>&[red]" not in page.read_text()
     [told] = json.loads((tmp_path / "x.json").read_text())["logs"]
     assert told["beside"] == {gathers: {"calls": 4, "bytes_sent": 4000}, hostile: {"calls": 1, "bytes_sent": 5}}
 
@@ -194,7 +194,7 @@ def test_an_incomplete_last_line_is_reported(log: Log) -> None:
     done = report(log(RUN[:-1], end='{"kind": "end", "seco'))
     assert done.exit_code == 0
     assert "1 line was cut off and left out." in done.output
-    assert "The last line is missing: the run continues, or was killed" in done.output
+    assert "The last line is missing: the run continues or was killed" in done.output
     assert rows(done.output)[G][0] == "20"
 
 

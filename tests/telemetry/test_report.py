@@ -65,8 +65,8 @@ def test_a_report_accounts_for_all_bytes() -> None:
     record_beside("broadcast, dp of 2 ranks", 0)
     record_beside("all_gather, dp of 2 ranks", 400_000)
     assert str(report.Report()).splitlines() == [
-        "not ours: all_gather, dp of 2 ranks: 1 calls, 0.40 MB sent",
-        "not ours: broadcast, dp of 2 ranks: 1 calls, 0.00 MB sent",
-        "of 1.00 MB that this rank sent, 40.0 % were quantized, 20.0 % in full precision by our decision, "
-        "40.0 % not ours",
+        "outside the plugin: all_gather, dp of 2 ranks: 1 calls, 0.40 MB sent",
+        "outside the plugin: broadcast, dp of 2 ranks: 1 calls, 0.00 MB sent",
+        "of 1.00 MB that this rank sent, 40.0 % were quantized, 20.0 % left in full precision by the plugin, "
+        "40.0 % outside the plugin",
     ]

@@ -170,10 +170,8 @@ LINKS = {
     "nvlink-v100": Speed(120e9, 150e9, f"0.8 {_NCCL}"),
     "nvlink-a100": Speed(240e9, 300e9, f"0.8 {_NCCL}"),
     "nvlink-h800": Speed(160e9, 200e9, f"0.8 {_NCCL}"),
-    "nvlink-h100": Speed(370e9, 450e9, "370 GB/s of 450, NCCL's maintainer in github.com/NVIDIA/nccl-tests/issues/212"),
-    "pcie4": Speed(
-        24e9, 31.5e9, "24 GB/s of 31.5, NCCL's own model of PCIe 4.0 x16 (github.com/NVIDIA/nccl-tests/issues/307)"
-    ),
+    "nvlink-h100": Speed(370e9, 450e9, "NCCL's maintainer in github.com/NVIDIA/nccl-tests/issues/212"),
+    "pcie4": Speed(24e9, 31.5e9, "NCCL's own model of PCIe 4.0 x16 (github.com/NVIDIA/nccl-tests/issues/307)"),
     "pcie5": Speed(48e9, 63e9, "the same share of PCIe 5.0 x16, an assumption"),
     "infiniband-100g": _share(100, 0.94, _IB + ", the same share assumed"),
     "infiniband-200g": _share(200, 0.94, _IB + ", the same share assumed"),

@@ -14,7 +14,7 @@ from typing import Any
 from flash_allreduce_plugin.codec.format import MAX_BITS, MIN_BITS
 from flash_allreduce_plugin.config import FlashConfig, strict_json
 from flash_allreduce_plugin.errors import ConfigError
-from flash_allreduce_plugin.telemetry.counters import NOT_OURS, Counters, sqnr_db
+from flash_allreduce_plugin.telemetry.counters import OUTSIDE, Counters, sqnr_db
 from flash_allreduce_plugin.telemetry.run_log import LOG_VERSION
 
 Sites = dict[str, Counters]
@@ -245,7 +245,7 @@ def _adds_up(fields: dict[str, Any], counters: Counters) -> None:
 
 def _beside(fields: dict[str, Any]) -> Counters:
     sent = _count(fields, "bytes_sent")
-    reasons = Counter({NOT_OURS: _count(fields, "calls")})
+    reasons = Counter({OUTSIDE: _count(fields, "calls")})
     return Counters(full_precision=reasons, bytes_sent=sent, bytes_full_precision=sent, bytes_plain=sent)
 
 

@@ -24,7 +24,7 @@ from flash_allreduce_plugin.cli.report.text import (
     sqnr,
 )
 from flash_allreduce_plugin.config import FlashConfig
-from flash_allreduce_plugin.telemetry.counters import NOT_OURS, Counters
+from flash_allreduce_plugin.telemetry.counters import OUTSIDE, Counters
 
 _POINTS = 240  # most points of a curve; more intervals are merged
 
@@ -52,7 +52,7 @@ th { color: var(--dim); font-weight: 500; font-size: 13px } tr:last-child td { b
 th:first-child, td:first-child, .left { text-align: left }
 td.wrap { white-space: normal; overflow-wrap: anywhere; min-width: 10em }
 tr.all td { font-weight: 600 } .pairs td:first-child { width: 17em }
-.bar { background: var(--full); height: 12px; border-radius: 2px; min-width: 2px } td.wide { width: 45% }
+.bar { background: var(--full); height: 12px; border-radius: 2px; min-width: 2px } td.wide { width: 34% }
 details { margin-top: 10px } summary { cursor: pointer; color: var(--dim) }
 svg { width: 100%; height: auto; display: block } svg text { fill: var(--dim); font: 8px system-ui, sans-serif }
 .points { fill: var(--ink) } .hidden use { opacity: 0 } .points use:hover { opacity: .35 }
@@ -135,7 +135,7 @@ def _table(log: Log) -> str:
     rows = [row(name, counters) for name, counters in sites.items()]
     if len(sites) > 1:
         rows.append(row("all", total(sites), ' class="all"'))
-    rows += [row(f"{NOT_OURS}: {name}", counters) for name, counters in log.beside.items()]
+    rows += [row(f"{OUTSIDE}: {name}", counters) for name, counters in log.beside.items()]
     if log.beside:
         rows.append(row("everything", log.all, ' class="all"'))
     head = "".join(f"<th>{name}</th>" for name in names)
@@ -214,7 +214,7 @@ def _site(name: str, intervals: list[Interval], across: Across) -> str:
     if len({width for _, width in widths}) > 1:
         svg = curve(widths, across, "bits", 2, 8, "bits", f"width at {name}, bits")
         curves.append(f"<div><h4>Bits of the last quantized call</h4>{svg}</div>")
-    quiet = "" if error else '<p class="quiet">SQNR was not measured; quality_interval sets how often it is.</p>'
+    quiet = "" if error else '<p class="quiet">SQNR was not measured. Set quality_interval to measure it.</p>'
     return f'<div class="card site"><h3>{escape(name)}</h3><div class="curves">{"".join(curves)}</div>{quiet}</div>'
 
 

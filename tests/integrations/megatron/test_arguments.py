@@ -407,9 +407,9 @@ def test_the_summary_is_about_all_that_was_sent() -> None:
     counters.reset_stats()
     assert lines[0] == "flash all-reduce, rank 0, whole run: 3.00 MB saved of 6.00 MB (50.0 %)"
     assert lines[-2:] == [
-        "  not ours: all_gather, DATA_PARALLEL_GROUP of 2 ranks: 1 calls, 2.00 MB sent",
-        "  of 3.00 MB that this rank sent, 33.3 % were quantized, 0.0 % in full precision by our decision, "
-        "66.7 % not ours",
+        "  outside the plugin: all_gather, DATA_PARALLEL_GROUP of 2 ranks: 1 calls, 2.00 MB sent",
+        "  of 3.00 MB that this rank sent, 33.3 % were quantized, 0.0 % left in full precision by the plugin, "
+        "66.7 % outside the plugin",
     ]
 
 

@@ -574,8 +574,8 @@ def test_the_summary_adds_up_to_all_that_leaves_a_rank():
         assert seen["8"]["quantized"] > 0 and seen["small"]["quantized"] == 0
         lines = seen["summary"].splitlines()
         assert f"of {whole / 1e6:.2f} MB" in lines[0]
-        assert any(line.startswith("  not ours: all_gather, DATA_PARALLEL_GROUP") for line in lines)
-        assert "by our decision" in lines[-1] and lines[-1].endswith("% not ours")
+        assert any(line.startswith("  outside the plugin: all_gather, DATA_PARALLEL_GROUP") for line in lines)
+        assert "by the plugin" in lines[-1] and lines[-1].endswith("% outside the plugin")
 
 
 # Steps without a reduction
