@@ -24,11 +24,28 @@ import torch.distributed as dist
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CONFIG, FOLDER = os.environ["UPSTREAM_CONFIG"], Path(os.environ["UPSTREAM_RESULTS"])
-GROUP_TIMEOUT, PATIENCE = timedelta(seconds=30), timedelta(seconds=120)
+GROUP_TIMEOUT, PATIENCE = timedelta(seconds=30), timedelta(seconds=300)
 
 outcomes: dict[str, tuple[str, str]] = {}
 sites: dict[str, dict[str, Any]] = {}
-groups_made = 0
+test, groups_made = "", 0  # the present test's, so that ranks that made other groups in the last one meet again
+
+
+class ProcessGroupGloo(dist.ProcessGroupGloo):
+    """Use one device for all groups until they are given up.
+
+    Each device has a thread that wakes 100 times a second, and a test may make 250 groups: on eight ranks these
+    threads took the whole machine.
+    """
+
+    device: dist.ProcessGroupGloo.Device
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [self.device], GROUP_TIMEOUT  # the callers' are half an hour
+        super().__init__(store, rank, size, options)
+
+
 of_torchrun, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
 meeting = dist.PrefixStore("meeting", of_torchrun)
 
@@ -36,14 +53,19 @@ meeting = dist.PrefixStore("meeting", of_torchrun)
 def pytest_configure() -> None:
     real = dist.init_process_group
 
-    def init_process_group(backend: str, world_size: int, rank: int, store: Any) -> None:
+    def init_process_group(backend: str = "gloo", **arguments: Any) -> None:
         """Use gloo for NCCL, with a separate prefix for every group, because an abandoned group leaves keys behind."""
         global groups_made
         groups_made += 1
-        own = dist.PrefixStore(f"group {groups_made}", of_torchrun)
-        real("gloo", store=own, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        ProcessGroupGloo.device = dist.ProcessGroupGloo.create_default_device()
+        own = dist.PrefixStore(f"{test} {groups_made}", of_torchrun)
+        real("gloo", store=own, rank=RANK, world_size=WORLD_SIZE, timeout=GROUP_TIMEOUT)
 
+    import megatron.core.utils
+
+    megatron.core.utils.is_te_min_version = lambda *args, **kwargs: False  # core_v0.16.1 compares None with a version
     dist.init_process_group = init_process_group
+    dist.distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
     if CONFIG:
         from flash_allreduce_plugin import FlashConfig
         from flash_allreduce_plugin.integrations import megatron
@@ -51,7 +73,19 @@ def pytest_configure() -> None:
         megatron.enable(FlashConfig.from_dict(json.loads(CONFIG)))
 
 
-def pytest_runtest_setup() -> None:
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        lines = [line for line in str(report.longrepr).splitlines() if line.startswith("E  ")]
+        outcomes[report.nodeid] = "failed", lines[-1].removeprefix("E").strip() if lines else "it cannot be imported"
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the modules' objects; give_up_groups collects after many tests
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global test, groups_made
+    test, groups_made = item.nodeid, 0
     if CONFIG:
         from flash_allreduce_plugin.telemetry import counters
 
