@@ -200,7 +200,9 @@ def legend(plan: Forecast, both: bool) -> dict[str, str]:
     if plan.layout.zero == 3 and any(part.field == PARAMETERS for part in plan.full.parts):
         words[PARAMETERS] = f"{VALUE_BITS} bits at every width: ZeRO-3 gathers values, and computes with rounded values"
     if plan.layout.cp > 1 and plan.layout.cp_comm_type == "p2p":
-        words["CP ring"] = 'Transformer Engine\'s own sends, never quantized; those of "cp_comm_type": "a2a" are'
+        words["CP ring"] = (
+            'Transformer Engine\'s own sends, never quantized; the exchanges of "cp_comm_type": "a2a" can be'
+        )
     if plan.layout.pp > 1:
         words["bubble"] = "ms that a pipeline stage waits for the others"
     words["host"] = "the host's ms in quantized calls, without the framework's own work"

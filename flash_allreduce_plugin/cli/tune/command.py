@@ -134,7 +134,8 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     widths = [name for name in result["sweep"][0]["seconds"] if name != FULL_PRECISION]
     for collective, pays in result["pays_from"].items():
         table = Table(title=f"{collective}, ms of a call; * the faster one", title_justify="left")
-        for column in ("bytes", FULL_PRECISION, *widths, "tuned", "tuned / full precision", "full precision again"):
+        columns = ("tuned", "tuned / full precision", "full precision against itself")
+        for column in ("bytes", FULL_PRECISION, *widths, *columns):
             table.add_column(column, justify="right")
         for row, check in zip(result["sweep"], result["check"], strict=True):
             if row["collective"] != collective:
@@ -152,13 +153,13 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             )
         console.print(table)
         for name, size in pays.items():
-            where = "at no measured size" if size is None else f"from {bytes_text(size)}"
+            where = "from no size on" if size is None else f"from {bytes_text(size)}"
             console.print(f"{name} pays {where}")
     worst = max(result["check"], key=lambda row: row["ratio"])
     control = max(result["check"], key=lambda row: row["control"])
     console.print(f"chosen: {json.dumps(written)}")
     if not written.get("enabled", True):
-        console.print("quantizing is switched off: it does not pay for every one of these collectives here")
+        console.print("quantizing is switched off: at least one of these collectives is never faster quantized here")
     console.print(
         f"slowest against full precision: {worst['ratio']:.3f} x ({worst['collective']} of "
         f"{bytes_text(worst['size'])}; allowed {LIMIT}); full precision against itself: {control['control']:.3f} x"

@@ -28,7 +28,7 @@ GROUP_TIMEOUT, PATIENCE = timedelta(seconds=30), timedelta(seconds=300)
 
 outcomes: dict[str, tuple[str, str]] = {}
 sites: dict[str, dict[str, Any]] = {}
-test, groups_made = "", 0  # the present test's, so that ranks that made other groups in the last one meet again
+test_id, groups_made = "", 0  # name a group, so that ranks that made other groups in the last test meet again
 
 
 class ProcessGroupGloo(dist.ProcessGroupGloo):
@@ -58,7 +58,7 @@ def pytest_configure() -> None:
         global groups_made
         groups_made += 1
         ProcessGroupGloo.device = dist.ProcessGroupGloo.create_default_device()
-        own = dist.PrefixStore(f"{test} {groups_made}", of_torchrun)
+        own = dist.PrefixStore(f"{test_id} {groups_made}", of_torchrun)
         real("gloo", store=own, rank=RANK, world_size=WORLD_SIZE, timeout=GROUP_TIMEOUT)
 
     import megatron.core.utils
@@ -84,8 +84,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global test, groups_made
-    test, groups_made = item.nodeid, 0
+    global test_id, groups_made
+    test_id, groups_made = item.nodeid, 0
     if CONFIG:
         from flash_allreduce_plugin.telemetry import counters
 
