@@ -55,7 +55,7 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
         key = shlex.join(words)
         if key not in printed:
             torchrun = ("-m", "torch.distributed.run", "--local-addr", "127.0.0.1")
-            done = run(folder, *torchrun, *words[1:], *SHORT, timeout=240)
+            done = run(folder, *torchrun, *words[1:], *SHORT, timeout=400)
             assert done.returncode == 0, done.stdout[-4000:]
             printed[key] = done.stdout
         return printed[key]
@@ -84,64 +84,46 @@ def counts(output: str, seam: str) -> tuple[int, int]:
 
 
 FULL = {"lacks": ("--flash-allreduce",)}
-INT8 = ("--flash-allreduce", "--flash-allreduce-bits", "--flash-allreduce-backward-bits")
+INT8 = ("--flash-allreduce", "--flash-allreduce-preset", "int8", "--bf16")
+#: The preset in bf16 moves the validation loss after these ten steps by less, relative to full precision.
+CLOSE = 0.005
 
 
 @pytest.mark.timeout(600)
 def test_in_full_precision_the_plugin_stays_out(train: Train) -> None:
-    output = train(command("torchrun", **FULL))
+    output = train(command("torchrun", "--bf16", **FULL))
     learned(output)
     assert "megatron.g.forward" not in output
 
 
 @pytest.mark.timeout(600)
-def test_8_bits_both_ways(train: Train) -> None:
+def test_preset_int8(train: Train) -> None:
     output = train(command(*INT8, lacks=("--sequence-parallel", "--use-distributed-optimizer")))
-    full = learned(train(command("torchrun", **FULL)))
-    assert learned(output) == pytest.approx(full, rel=0.005)
+    full = learned(train(command("torchrun", "--bf16", **FULL)))
+    assert learned(output) == pytest.approx(full, rel=CLOSE)
     assert counts(output, "g.forward") == (FORWARD, FORWARD)
     assert counts(output, "linear.dgrad") == (BACKWARD, BACKWARD)
-    assert counts(output, "embedding.forward") == (STEPS + EVALUATIONS, 0)
+    assert counts(output, "embedding.forward") == (STEPS + EVALUATIONS, STEPS + EVALUATIONS)
 
 
 @pytest.mark.timeout(600)
-def test_8_bits_with_sequence_parallelism(train: Train) -> None:
-    words = command(*INT8, "--sequence-parallel", "2", lacks=("4",))
-    full = learned(train(command("torchrun", **FULL)))
-    output = train(words)
-    assert learned(output) == pytest.approx(full, rel=0.005)
+def test_preset_int8_with_sequence_parallelism(train: Train) -> None:
+    output = train(command(*INT8, "--sequence-parallel"))
+    full = learned(train(command("torchrun", "--bf16", **FULL)))
+    assert learned(output) == pytest.approx(full, rel=CLOSE)
     assert counts(output, "sequence_parallel.g.forward") == (FORWARD, FORWARD)
     assert counts(output, "sequence_parallel.linear.dgrad") == (BACKWARD, BACKWARD)
+    gathers = FORWARD + STEPS + EVALUATIONS  # of column-parallel layers and of the LM head
+    assert counts(output, "sequence_parallel.linear.gather") == (gathers, gathers)
     assert counts(output, "g.forward") == counts(output, "linear.dgrad") == (0, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_8_bits_for_data_parallel_gradients_too(train: Train) -> None:
-    words = command(*INT8, "--flash-allreduce-grad-bits", "--use-distributed-optimizer", "4", lacks=("--bf16",))
-    output = train(words)
+def test_preset_int8_with_the_distributed_optimizer(train: Train) -> None:
+    output = train(command(*INT8, "--use-distributed-optimizer", "4"))
     learned(output)
     assert counts(output, "g.forward") == (FORWARD, FORWARD)
     assert counts(output, "linear.dgrad") == (BACKWARD, BACKWARD)
     assert counts(output, "data_parallel.gradients") == ((1 + COPIES) * STEPS, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_parameters_too(train: Train) -> None:
-    output = train(command(*INT8, "--flash-allreduce-param-bits", "--bf16"))
-    learned(output)
-    assert counts(output, "data_parallel.gradients") == ((1 + COPIES) * STEPS, STEPS)
     assert counts(output, "data_parallel.parameters") == (STEPS + COPIES * (STEPS - 1), STEPS - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_four_tensor_parallel_ranks(train: Train) -> None:
-    words = command(*INT8, "--sequence-parallel", "4")
-    assert words[words.index("--tensor-model-parallel-size") + 1] == "4"
-    full = learned(train(command("torchrun", **FULL)))
-    output = train(words)
-    assert learned(output) == pytest.approx(full, rel=0.005)
-    assert counts(output, "sequence_parallel.g.forward") == (FORWARD, FORWARD)
-    assert counts(output, "sequence_parallel.linear.dgrad") == (BACKWARD, BACKWARD)
