@@ -5,8 +5,8 @@ every message below min_bytes; those of the wheel at 8 bits too.
 
 Without a checkout the files come from GitHub, of the very commit that the installed torch was built from; those of
 `distributed_test` are in torch's wheel, where only the lines that start the ranks are missing. On gloo and the CPU:
-tests that need GPUs skip themselves, most tests of communication hooks among them. The ranks are torch's own, attached
-by the environment as any program is.
+tests that need GPUs skip themselves, most tests of communication hooks among them. FSDP2's have two ranks. Ranks are
+torch's own, attached by the environment as any program is.
 """
 
 from __future__ import annotations
@@ -43,6 +43,22 @@ class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
     def setUp(self):
         super().setUp()
         self._spawn_processes()
+"""
+# FSDPTest skips every test where torch.accelerator counts fewer devices than ranks, also those that torch allows on a
+# CPU. Two ranks: most tests have eight, and each rank imports torch in each test.
+ON_THE_CPU = """
+import unittest
+
+import test_fully_shard_training as upstream
+import torch
+
+torch.accelerator.device_count = lambda: 2
+for name, case in list(vars(upstream).items()):
+    if isinstance(case, type) and issubclass(case, unittest.TestCase) and case.__module__ == upstream.__name__:
+        threads = issubclass(case, upstream.FSDPTestMultiThread)
+        ranks = {} if threads else {"world_size": property(lambda self: 2)}
+        globals()[name] = type(name, (case,), {"__module__": __name__, **ranks})
+del case  # pytest would collect it
 """
 # Variables that distributed_test reads, and the others do not.
 OF_THE_WHEEL = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
@@ -81,12 +97,17 @@ def results(file: str, mode: str) -> Result:
     else:
         for name in (*BESIDE.get(file, ()), file):
             path, variables = source(REPOSITORY, torch.version.git_version, VARIABLE, name, folder), {}
+    beside: tuple[Path, ...] = ()
+    if file == FSDP2:
+        beside, variables = (path.parent,), {"OMP_NUM_THREADS": "1"}
+        path = folder / "test_on_the_cpu.py"
+        path.write_text(ON_THE_CPU)
     # Not pytorch's pytest.ini and conftest.py, which want plugins of pytest.
     (folder / "empty.ini").write_text("[pytest]\n")
     options = ("-p", "no:cacheprovider", "-c", "empty.ini", "--noconftest", "--junitxml", "ended.xml", "-rA", "-s")
     only = ("-k", ONLY[file]) if file in ONLY else ()
     variables = {**variables, "TEMP_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **MODES[mode]}
-    run = start(folder, ("-c", PYTEST, *options, *only, str(path)), variables, timeout=3600)
+    run = start(folder, ("-c", PYTEST, *options, *only, str(path)), variables, *beside, timeout=3600)
     return Result(run, ended(folder / "ended.xml"))
 
 
@@ -126,6 +147,7 @@ def test_at_8_bits() -> None:
 
 
 def test_threads_as_ranks_stay_in_full_precision() -> None:
-    """Check that FSDP2's tests on a CPU are left alone: their group has no backends. On GPUs they are served."""
+    """Check that FSDP2's tests with threads are left alone, whose group has no backends; ranks are served."""
     run = results(FSDP2, "full precision").run
-    assert run.sites.get("fsdp.gradients") or any("is left alone: its process group" in line for line in run.lines)
+    assert any("is left alone: its process group" in line for line in run.lines)
+    assert run.sites["fsdp.gradients"]["calls"] and run.sites["fsdp.replicas"]["calls"]
