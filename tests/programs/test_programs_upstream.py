@@ -1,5 +1,5 @@
 """torch's own tests of DDP, its communication hooks, replicate and FSDP2, unedited: without the plugin, attached with
-every message below min_bytes; those of the wheel at 8 bits too.
+every message below min_bytes; those of the wheel and of FSDP2 at 8 bits too.
 
     PYTORCH_PATH=<a checkout of pytorch> nox -s test-programs
 
@@ -77,6 +77,24 @@ AT_8_BITS: dict[str, set[str]] = {
         "TestDistBackendWithSpawn.test_DistributedDataParallelCPU",
         "TestDistBackendWithSpawn.test_DistributedDataParallelCPU_grad_is_view",
     },
+    "compares losses or parameters with those of a replicated model to 1e-5": {
+        "TestFullyShard1DTrainingCompose.test_partial_group_forward_grad_accum_chunked",
+        "TestFullyShard1DTrainingCompose.test_partial_group_forward_then_standalone",
+        "TestFullyShard1DTrainingCore.test_explicit_prefetching",
+        "TestFullyShard1DTrainingCore.test_multi_forward_module",
+        "TestFullyShard1DTrainingCore.test_non_root_forward_backward",
+        "TestFullyShard1DTrainingCore.test_train_parity_multi_group_cpu_offload_eager",
+        "TestFullyShard1DTrainingCore.test_train_parity_multi_group_unshard_async_op",
+        "TestFullyShard1DTrainingCore.test_train_parity_single_group_shard_dim0",
+        "TestFullyShard1DTrainingCore.test_train_parity_single_group_shard_largest_dim",
+        "TestFullyShardCustomForwardMethod.test_register_fsdp_forward_method",
+        "TestFullyShardGradientAccumulation.test_1f1b_microbatching",
+        "TestFullyShardGradientAccumulation.test_gradient_accumulation",
+        "TestFullyShardHSDPTraining.test_train_parity_hsdp",
+        "TestFullyShardShardPlacementFnMultiProcess.test_train_parity_shard_placement_fn_shard_largest_dim",
+        "TestFullyShardShareCommContext.test_share_comm_context",
+        "TestFullyShardSharedParams.test_train_parity_with_shared_params",
+    },
 }
 
 
@@ -141,9 +159,10 @@ def test_in_full_precision(file: str) -> None:
     assert not any(counts["quantized"] for counts in sites.values())
 
 
-def test_at_8_bits() -> None:
-    assert otherwise(WHEEL, "8 bits") == known(WHEEL, AT_8_BITS)
-    assert results(WHEEL, "8 bits").run.sites["ddp.gradients"]["quantized"] > 0
+@pytest.mark.parametrize(("file", "site"), [(WHEEL, "ddp.gradients"), (FSDP2, "fsdp.gradients")])
+def test_at_8_bits(file: str, site: str) -> None:
+    assert otherwise(file, "8 bits") == known(file, AT_8_BITS)
+    assert results(file, "8 bits").run.sites[site]["quantized"] > 0
 
 
 def test_threads_as_ranks_stay_in_full_precision() -> None:
