@@ -140,7 +140,7 @@ def plot(result: dict[str, Any], picture: Path) -> None:
         for height, name in ((22, "INT8"), (18, SCATTERED)):
             if (at := crossover(result["rows"], correlation, name)) is not None:
                 axis.axvline(at, color="gray", linewidth=0.8, linestyle=":")
-                axis.annotate(f" {at:.0f} ranks: {name}", (at, height), fontsize=8, color="gray")
+                axis.annotate(f" {math.ceil(at)} ranks: {name}", (at, height), fontsize=8, color="gray")
         axis.set_xscale("log", base=2)
         axis.set_xlabel("ranks")
         axis.set_title("independent gradients" if not correlation else f"correlation {correlation}")
