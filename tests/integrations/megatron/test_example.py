@@ -127,3 +127,15 @@ def test_preset_int8_with_the_distributed_optimizer(train: Train) -> None:
     assert counts(output, "linear.dgrad") == (BACKWARD, BACKWARD)
     assert counts(output, "data_parallel.gradients") == ((1 + COPIES) * STEPS, STEPS)
     assert counts(output, "data_parallel.parameters") == (STEPS + COPIES * (STEPS - 1), STEPS - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_tensor_parallel_ranks(train: Train) -> None:
+    words = ["4" if word == "2" else word for word in command(*INT8, "--sequence-parallel")]
+    assert words[words.index("--nproc-per-node") + 1] == words[words.index("--tensor-model-parallel-size") + 1] == "4"
+    full = learned(train(command("torchrun", "--bf16", **FULL)))
+    output = train(words)
+    assert learned(output) == pytest.approx(full, rel=CLOSE)
+    assert counts(output, "sequence_parallel.g.forward") == (FORWARD, FORWARD)
+    assert counts(output, "sequence_parallel.linear.dgrad") == (BACKWARD, BACKWARD)
