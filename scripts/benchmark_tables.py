@@ -52,6 +52,8 @@ def _sections(*sections: str) -> str:
     return "--sections " + " ".join(f"'{{{section}}}'" for section in sections)
 
 
+_WHOLE_STEP = _sections('"preset": "int8", "min_bytes": 0', '"preset": "int4", "min_bytes": 0')
+
 BENCH = "flash-allreduce bench"
 TRAIN = "python -m lab.benchmarks.training --steps 400 --no-noise-control"
 DEEPSPEED = "python -m lab.benchmarks.deepspeed_training"
@@ -316,14 +318,8 @@ TRAINING = (
     Table(
         "attention and experts",
         (
-            Command(f"{DEEPSPEED} --ulysses --stages 2 --noise 1", _QUICK_DEEPSPEED),
-            Command(
-                f"{DEEPSPEED} --experts --stages 2 --noise 1 "
-                + _sections(
-                    '"bits": 8, "min_bytes": 0', '"bits": 8, "min_bytes": 0, "expert_bits": 8, "backward_bits": 8'
-                ),
-                _QUICK_DEEPSPEED,
-            ),
+            Command(f"{DEEPSPEED} --ulysses --stages 2 --noise 1 {_WHOLE_STEP}", _QUICK_DEEPSPEED),
+            Command(f"{DEEPSPEED} --experts --stages 2 --noise 1 {_WHOLE_STEP}", _QUICK_DEEPSPEED),
         ),
         texts.exchange_training,
         slow=True,

@@ -408,15 +408,12 @@ def pretrained_tuning(results: list[Any]) -> Rows:
 
 
 def exchange_training(results: list[Any]) -> Rows:
-    """Return a row for each exchange of lab.benchmarks.deepspeed_training --ulysses and --experts, one stage each.
-
-    Gradients alone have no row: they are those of DeepSpeed's other trainings.
-    """
+    """Return a row for each exchange of lab.benchmarks.deepspeed_training --ulysses and --experts, one stage each."""
     rows: Rows = [["", WORST]]
     for label, result in zip(("Ulysses", "experts"), results, strict=True):
         seeds = list(next(iter(result["stages"].values())).values())
         for variant in seeds[0]:
-            if "noise" in variant or "backward_bits" in variant:
+            if variant != "full precision":
                 each = [_difference(losses, variant) for losses in seeds if variant in losses]
                 rows.append([f"{label}, {_section(variant)}", _mean(each)])
     return rows
