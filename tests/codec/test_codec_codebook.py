@@ -145,6 +145,14 @@ def test_guarantee_6_holds_where_an_element_is_clipped(bits: int, mse: bool) -> 
     assert worst > 0.3 or mse  # a search hardly ever chooses that code
 
 
+@pytest.mark.parametrize("bits", [5, 6])
+def test_the_largest_error_of_5_and_6_bits_is_that_of_clipping(bits: int) -> None:
+    """Check the bounds of the documentation: a part's scale is up to 1/8 below the one that clips nothing."""
+    book = reference._BOOKS[bits]
+    for levels, allowed in zip(book.levels, LARGEST_ERROR[bits], strict=False):
+        assert allowed - 0.005 < 1 - levels[-1] / (1.125 * book.reach) < allowed
+
+
 def sqnr_db(exact: Tensor, result: Tensor) -> float:
     return float(10 * (exact.double().square().sum() / (result.double() - exact.double()).square().sum()).log10())
 
