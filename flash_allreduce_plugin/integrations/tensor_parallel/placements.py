@@ -142,14 +142,24 @@ def all_gathers(how: How) -> Callable[[Function], Function]:
 def _ours(tensor: Tensor, op: str, group: Any, collective: Collective) -> Activation | None:
     """Return the activation that a collective of ours moves; None: torch's does, and it is counted."""
     activation = moving()
-    if activation is not None and op in _OPS:
-        return activation
-    if not tracing():
+    if tracing():
+        return activation if op in _OPS else None
+    reason = OTHER if activation is None else None if op in _OPS else f"reduction by {op}"
+    if reason is None and hasattr(_elements(tensor), "__tensor_flatten__"):  # LocalTensor: all ranks in one process
+        reason = f"{type(_elements(tensor)).__name__}, no plain tensor"
+    if reason is not None:
         ranks = _size(group)
         whole = tensor.numel() * tensor.element_size() * (ranks if collective == "all_gather" else 1)
-        reason = OTHER if activation is None else f"reduction by {op}"
         counters.record_full_precision(OTHERS, reason, ring_bytes(collective, whole, ranks), message=whole)
-    return None
+        return None
+    return activation
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or the one that it waits for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def _operator(name: str, *given: Any, group: Any, how: dict[str, Any]) -> Tensor:

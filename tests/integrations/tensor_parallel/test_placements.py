@@ -17,6 +17,8 @@ import flash_allreduce_plugin as fap
 from tests.distributed import run_ranks
 from tests.integrations.tensor_parallel.model import (
     EIGHT,
+    TOKENS,
+    WORDS,
     counts,
     mesh_of,
     new_model,
@@ -204,3 +206,26 @@ def test_uneven_sequences() -> None:
     for found in run_ranks(3, uneven, 7):
         assert found["counts"]["reduce.forward"] == (1, 1, {})
         assert found["shape"] == (2, 7, WIDE) and 0 < found["error"] < 0.02
+
+
+def test_ranks_that_are_simulated_stay_in_full_precision() -> None:
+    """Train in one process that stands for two ranks: torch's LocalTensor has a tensor for each of them."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def gradients() -> list[Tensor]:
+        with LocalTensorMode(2):
+            model = new_model(True, layers=1)
+            ids = torch.arange(4 * TOKENS).view(4, TOKENS) % WORDS
+            model(ids).square().mean().backward()
+            whole = (parameter.grad.full_tensor() for parameter in model.parameters())  # type: ignore[union-attr]
+            return [gradient.reconcile() for gradient in whole]
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        stock, ours = gradients(), served(EIGHT, gradients)
+    finally:
+        dist.destroy_process_group()
+    assert len(stock) > 5 and all(torch.equal(one, other) for one, other in zip(ours, stock, strict=True))
+    found = counts()
+    assert found.keys() == {"other"} and found["other"][2]["LocalTensor, no plain tensor"] > 10
