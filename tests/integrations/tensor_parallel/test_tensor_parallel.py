@@ -50,8 +50,10 @@ def compiled(sequence: bool, backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_compiled_model_trains_as_the_eager_one(sequence: bool, backend: str) -> None:
+    # Inductor's code rounds differently, by processor, and so do some codes.
+    close = 1e-5 if backend == "inductor" else 1e-6
     for found in run_ranks(2, compiled, sequence, backend, timeout=500):
-        assert found["ours"]["losses"] == pytest.approx(found["eager"]["losses"], rel=1e-6)
+        assert found["ours"]["losses"] == pytest.approx(found["eager"]["losses"], rel=close)
         assert found["ours"]["losses"] != found["stock"]["losses"]
         assert all(found["ours"]["copies are equal"])
         assert found["counts"]["reduce.forward"] == (6, 6, {})
