@@ -97,9 +97,9 @@ def build_engine(variant: str, stage: int, arguments: argparse.Namespace) -> Any
 def in_rank(arguments: argparse.Namespace) -> dict[int, Any]:
     """Time every variant's steps at every stage."""
     ranks.start_deepspeed()
-    from deepspeed.runtime.zero import stage_1_and_2
+    from deepspeed.runtime import utils
 
-    gathers = (stage_1_and_2.all_gather_dp_groups, lambda **_: None)
+    gathers = (utils.all_gather_dp_groups, lambda **_: None)
     quantized = [f"INT{bits}" for bits in arguments.bits]
     presets = [PRESET + preset for preset in arguments.presets]
     x = torch.randn(arguments.rows, arguments.width).bfloat16()
@@ -117,7 +117,7 @@ def in_rank(arguments: argparse.Namespace) -> dict[int, Any]:
             engine.step()
 
         def active(variant: str) -> Any:
-            return mock.patch.object(stage_1_and_2, "all_gather_dp_groups", gathers[variant == NOTHING_SENT])
+            return mock.patch.object(utils, "all_gather_dp_groups", gathers[variant == NOTHING_SENT])
 
         # The first round allocates, and parameters gathered by differences are sent whole once.
         times = steps.in_turn(variants, arguments.rounds, 2, step, active)
@@ -128,10 +128,15 @@ def in_rank(arguments: argparse.Namespace) -> dict[int, Any]:
 
 
 def table(rate: str, stage: int, found: dict[str, Any], elements: int) -> dict[str, Any]:
-    """Return the table of a stage, with the gradients' part of each step."""
+    """Return the table of a stage, with the gradients' part of each step.
+
+    Raises RuntimeError if the step with nothing sent sent something: DeepSpeed may gather in another place then.
+    """
     entry = steps.table(rate, found, FULL_PRECISION, stage=stage, optimizer=found["optimizer"])
     rows = entry["variants"]
     rest = rows[NOT_SENT]["step, seconds"]
+    if sent := rows.get(NOTHING_SENT, {}).get("bytes sent"):
+        raise RuntimeError(f"stage {stage}: the step with nothing sent has sent {sent} bytes")
     for variant, row in rows.items():
         row["gradients, seconds"] = row["step, seconds"] - rest
         full = rows[FULL_PRECISION]["step, seconds"] - rest
