@@ -1,5 +1,6 @@
-"""torch's own tests of DDP, its communication hooks, replicate and FSDP2, unedited: without the plugin, attached with
-every message below min_bytes; those of the wheel and of FSDP2 at 8 bits too.
+"""torch's own tests of DDP, its communication hooks, replicate, FSDP2 and DTensor's tensor parallelism, unedited:
+without the plugin, attached with every message below min_bytes; those of the wheel, FSDP2 and tensor parallelism at 8
+bits too.
 
     PYTORCH_PATH=<a checkout of pytorch> nox -s test-programs
 
@@ -28,7 +29,10 @@ FSDP2 = "test/distributed/_composable/fsdp/test_fully_shard_training.py"
 REPLICATE = "test/distributed/_composable/test_replicate.py"
 WHEEL = "distributed_test"
 C10D = "test/distributed/test_c10d_gloo.py"
-FILES = (WHEEL, C10D, REPLICATE, FSDP2)
+TENSOR_PARALLEL = "test/distributed/tensor/parallel/test_tp_examples.py"
+STYLES = "test/distributed/tensor/parallel/test_tp_style.py"
+PLANS = "test/distributed/tensor/parallel/test_parallelize_api.py"
+FILES = (WHEEL, C10D, REPLICATE, FSDP2, TENSOR_PARALLEL, STYLES, PLANS)
 BESIDE = {C10D: ("test/distributed/test_c10d_common.py",)}  # files that a test file imports
 # In these files, only some tests test attached modules (pytest's -k).
 ONLY = {
@@ -44,28 +48,50 @@ class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
         super().setUp()
         self._spawn_processes()
 """
-# FSDPTest skips every test where torch.accelerator counts fewer devices than ranks, also those that torch allows on a
-# CPU. Two ranks: most tests have eight, and each rank imports torch in each test.
+# These files skip on a machine without GPUs what torch allows on a CPU: FSDPTest every test (it counts devices), the
+# others their transformers. FSDP2's tests have two ranks: most have eight, and each rank imports torch in each test.
 ON_THE_CPU = """
-import unittest
-
-import test_fully_shard_training as upstream
+import functools, unittest
 import torch
+from torch.testing._internal import common_distributed
 
-torch.accelerator.device_count = lambda: 2
+{}
+import {} as upstream
+
 for name, case in list(vars(upstream).items()):
     if isinstance(case, type) and issubclass(case, unittest.TestCase) and case.__module__ == upstream.__name__:
-        threads = issubclass(case, upstream.FSDPTestMultiThread)
-        ranks = {} if threads else {"world_size": property(lambda self: 2)}
-        globals()[name] = type(name, (case,), {"__module__": __name__, **ranks})
+        threads = issubclass(case, common_distributed.MultiThreadedTestCase)
+        ranks = {{}} if threads else {}
+        globals()[name] = type(name, (case,), {{"__module__": __name__, **ranks}})
 del case  # pytest would collect it
 """
+COUNTS_TWO = ("torch.accelerator.device_count = lambda: 2", '{"world_size": property(lambda self: 2)}')
+# DTensor has no strategy for the flash attention of CPUs: its heads are sharded, or nothing is.
+SKIPS_NONE = (
+    """
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+common_distributed.skip_if_lt_x_gpu = functools.partial(common_distributed.skip_if_lt_x_gpu, allow_cpu=True)
+forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+for attention, results, tensors in ((forward, 2, 3), (backward, 3, 6)):
+    register_sharding(attention)(
+        lambda *given, results=results, tensors=tensors, **_: [
+            ([kind] * results, [kind] * tensors + [None] * (len(given) - tensors)) for kind in (Replicate(), Shard(1))
+        ]
+    )
+""",
+    "{}",
+)
+WITHOUT_GPUS = {FSDP2: COUNTS_TWO, TENSOR_PARALLEL: SKIPS_NONE}
 # Variables that distributed_test reads, and the others do not.
 OF_THE_WHEEL = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
+ATTACHED = {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp,tensor_parallel", **SETTINGS}
 MODES = {
     "without": OFF,
-    "full precision": {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp", **SETTINGS, "FLASH_ALLREDUCE_MIN_BYTES": str(1 << 40)},
-    "8 bits": {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp", **SETTINGS},
+    "full precision": {**ATTACHED, "FLASH_ALLREDUCE_MIN_BYTES": str(1 << 40)},
+    "8 bits": ATTACHED,
 }
 # The exit status 1 of pytest is that a test failed, which is no failure here.
 PYTEST = "import pytest, sys; sys.exit({0: 0, 1: 0, 5: 0}.get(int(pytest.main(sys.argv[1:])), 2))"
@@ -94,6 +120,20 @@ AT_8_BITS: dict[str, set[str]] = {
         "TestFullyShardShareCommContext.test_share_comm_context",
         "TestFullyShardSharedParams.test_train_parity_with_shared_params",
     },
+    "compares outputs with those of one process to 1e-5": {
+        "DistTensorParallelExampleTest.test_mlp_training_is_seq_parallel_False_recompute_activation_False",
+        "DistTensorParallelExampleTest.test_mlp_training_is_seq_parallel_True_recompute_activation_False",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_all",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_layers_0_attention_wv"
+        "__layers_0_feed_forward_w1__layers_1_feed_forward_w2__layers_1_ffn_norm__output__tok_embeddings",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_layers_1_ffn_norm__norm"
+        "__output__tok_embeddings",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_norm__output",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_norm__output__tok_embeddings",
+        "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_output__tok_embeddings",
+        "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_False_float32",
+        "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_True_float32",
+    },
     "counts torch's reduce-scatters, which the plugin replaces": {
         "TestFullyShardGradientAccumulation.test_gradient_accumulation",
     },
@@ -118,10 +158,11 @@ def results(file: str, mode: str) -> Result:
         for name in (*BESIDE.get(file, ()), file):
             path, variables = source(REPOSITORY, torch.version.git_version, VARIABLE, name, folder), {}
     beside: tuple[Path, ...] = ()
-    if file == FSDP2:
-        beside, variables = (path.parent,), {"OMP_NUM_THREADS": "1"}
+    if file in WITHOUT_GPUS:
+        before, ranks = WITHOUT_GPUS[file]
+        beside, text = (path.parent,), ON_THE_CPU.format(before, path.stem, ranks)
         path = folder / "test_on_the_cpu.py"
-        path.write_text(ON_THE_CPU)
+        path.write_text(text)
     # Not pytorch's pytest.ini and conftest.py, which want plugins of pytest.
     (folder / "empty.ini").write_text("[pytest]\n")
     options = ("-p", "no:cacheprovider", "-c", "empty.ini", "--noconftest", "--junitxml", "ended.xml", "-rA", "-s")
@@ -161,7 +202,14 @@ def test_in_full_precision(file: str) -> None:
     assert not any(counts["quantized"] for counts in sites.values())
 
 
-@pytest.mark.parametrize(("file", "site"), [(WHEEL, "ddp.gradients"), (FSDP2, "fsdp.gradients")])
+@pytest.mark.parametrize(
+    ("file", "site"),
+    [
+        (WHEEL, "ddp.gradients"),
+        (FSDP2, "fsdp.gradients"),
+        (TENSOR_PARALLEL, "tensor_parallel.reduce.forward"),
+    ],
+)
 def test_at_8_bits(file: str, site: str) -> None:
     assert otherwise(file, "8 bits") == known(file, AT_8_BITS)
     assert results(file, "8 bits").run.sites[site]["quantized"] > 0
