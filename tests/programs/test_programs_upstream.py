@@ -134,7 +134,8 @@ AT_8_BITS: dict[str, set[str]] = {
         "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_False_float32",
         "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_True_float32",
     },
-    "counts torch's reduce-scatters, which the plugin replaces": {
+    "counts torch's collectives, which the plugin replaces": {
+        "TensorParallelStyleTest.test_rowwise_parallel_style",
         "TestFullyShardGradientAccumulation.test_gradient_accumulation",
     },
 }
@@ -208,6 +209,7 @@ def test_in_full_precision(file: str) -> None:
         (WHEEL, "ddp.gradients"),
         (FSDP2, "fsdp.gradients"),
         (TENSOR_PARALLEL, "tensor_parallel.reduce.forward"),
+        (STYLES, "tensor_parallel.reduce.forward"),
     ],
 )
 def test_at_8_bits(file: str, site: str) -> None:
