@@ -1,5 +1,5 @@
 """torch's own tests of DDP, its communication hooks, replicate, FSDP2 and DTensor's tensor parallelism, unedited:
-without the plugin, attached with every message below min_bytes, and most at 8 bits too.
+without the plugin, attached with every message below min_bytes, and all but replicate's at 8 bits.
 
     PYTORCH_PATH=<a checkout of pytorch> nox -s test-programs
 
@@ -134,6 +134,10 @@ AT_8_BITS: dict[str, set[str]] = {
         "DistTensorParallelExampleTest.test_transformer_req_grad_seq_parallel_float32_thaw_output__tok_embeddings",
         "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_False_float32",
         "DistTensorParallelExampleTest.test_transformer_training_is_seq_parallel_True_float32",
+        "TensorParallelAPITests.test_linear_row_wise_parallel",
+        "TensorParallelAPITests.test_parallelize_module_multi_wildcard",
+        "TensorParallelAPITests.test_parallelize_module_with_no_match",
+        "TensorParallelAPITests.test_parallelize_module_with_root_module",
     },
     "counts torch's collectives, which the plugin replaces": {
         "TensorParallelStyleTest.test_rowwise_parallel_style",
@@ -212,6 +216,7 @@ def test_in_full_precision(file: str) -> None:
         (FSDP2, "fsdp.gradients"),
         (TENSOR_PARALLEL, "tensor_parallel.reduce.forward"),
         (STYLES, "tensor_parallel.reduce.forward"),
+        (PLANS, "tensor_parallel.reduce.forward"),
     ],
 )
 def test_at_8_bits(file: str, site: str) -> None:
