@@ -48,7 +48,7 @@ class TestDistBackendWithSpawn(TestDistBackend, DistributedTest._DistTestBase):
         self._spawn_processes()
 """
 # These files skip on a machine without GPUs what torch allows on a CPU: FSDPTest every test (it counts devices), the
-# others their transformers. FSDP2's tests have two ranks: most have eight, and each rank imports torch in each test.
+# other its transformers. FSDP2's tests have two ranks: most have eight, and each rank imports torch in each test.
 ON_THE_CPU = """
 import functools, unittest
 import torch
@@ -86,7 +86,8 @@ for attention, results, tensors in ((forward, 2, 3), (backward, 3, 6)):
 WITHOUT_GPUS = {FSDP2: COUNTS_TWO, TENSOR_PARALLEL: SKIPS_NONE}
 # Variables that distributed_test reads, and the others do not.
 OF_THE_WHEEL = {"BACKEND": "gloo", "WORLD_SIZE": "2"}
-ATTACHED = {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp,tensor_parallel", **SETTINGS}
+ATTACHED = {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp", **SETTINGS}
+OF_TENSOR_PARALLEL = {"FLASH_ALLREDUCE_ATTACH": "ddp,fsdp,tensor_parallel"}
 MODES = {
     "without": OFF,
     "full precision": {**ATTACHED, "FLASH_ALLREDUCE_MIN_BYTES": str(1 << 40)},
@@ -174,6 +175,8 @@ def results(file: str, mode: str) -> Result:
     options = ("-p", "no:cacheprovider", "-c", "empty.ini", "--noconftest", "--junitxml", "ended.xml", "-rA", "-s")
     only = ("-k", ONLY[file]) if file in ONLY else ()
     variables = {**variables, "TEMP_DIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **MODES[mode]}
+    if mode != "without" and file in (TENSOR_PARALLEL, STYLES, PLANS):
+        variables |= OF_TENSOR_PARALLEL
     run = start(folder, ("-c", PYTEST, *options, *only, str(path)), variables, *beside, timeout=3600)
     return Result(run, ended(folder / "ended.xml"))
 
