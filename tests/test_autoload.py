@@ -75,14 +75,15 @@ def test_it_imports_nothing_of_the_package_but_itself() -> None:
     assert not {"torch", "pydantic", "numpy", "megatron", "deepspeed"} & set(loaded)
 
 
-def test_it_costs_under_five_milliseconds() -> None:
-    """Measure processor time: best of five fresh processes, after the imports that torch has made by then."""
+def test_it_costs_under_a_part_in_250_of_torchs_own_import() -> None:
+    """Compare processor time in one process, best of three: 5 milliseconds held or not by the machine alone."""
     script = (
-        "import importlib, logging, time, typing; start = time.process_time(); "
-        "from flash_allreduce_plugin import autoload; autoload.load(); print(time.process_time() - start)"
+        "import time; start = time.process_time(); import torch; torchs = time.process_time() - start; "
+        "start = time.process_time(); from flash_allreduce_plugin import autoload; autoload.load(); "
+        "print((time.process_time() - start) / torchs)"
     )
-    compiled = {"PYTHONDONTWRITEBYTECODE": ""}  # as pip leaves it
-    assert min(float(python(script, **compiled)) for _ in range(5)) < 0.005
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # byte code as pip leaves it
+    assert min(float(python(script, **compiled)) for _ in range(3)) < 1 / 250
 
 
 def test_the_hook_costs_next_to_nothing_per_import(room: Path) -> None:
@@ -260,4 +261,5 @@ def test_a_framework_that_was_not_imported_is_the_reason(monkeypatch: pytest.Mon
     for name in missing:
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert autoload._why_nothing("megatron") == f"this program has not imported {' or '.join(missing)}"
+    importlib.import_module("torch.nn.parallel.distributed")  # imported whichever tests ran before
     assert autoload._why_nothing("megatron,ddp") == "this program has built no such model"
