@@ -90,7 +90,8 @@ def in_rank(arguments: argparse.Namespace) -> None:
     """Train every variant, one after the other. Rank 0 prints each result, for a later variant may end the process."""
     ranks.start(timeout=timedelta(seconds=arguments.timeout))  # it may be stopped for a while
     for variant in arguments.variants:
-        result = train(variant, arguments.seed, arguments)
+        with trainings.products():
+            result = train(variant, arguments.seed, arguments)
         if dist.get_rank() == 0:
             print(_DONE + json.dumps({variant: result}), flush=True)
 

@@ -81,3 +81,13 @@ def test_a_rank_gets_the_options_and_more() -> None:
     line = ranks.command(outcome, argparse.Namespace(folder=Path("runs"), seed=1), seed=2)  # type: ignore[arg-type]
     assert line[:3] == ["-m", "lab.benchmarks.ranks", "tests.lab.test_trainings:outcome"]
     assert json.loads(line[3]) == {"folder": "runs", "seed": 2}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_bf16_are_rounded_once_and_others_left_alone(dtype: torch.dtype) -> None:
+    a, b, c = (torch.randint(-50, 50, shape).to(dtype) for shape in ((5, 300), (300, 7), (5, 7)))
+    with trainings.Float32Products():
+        products = a @ b, torch.addmm(c, a, b), (a[None] @ b[None])[0]
+    exact = a.double() @ b.double()
+    for product, expected in zip(products, (exact, exact + c.double(), exact), strict=True):
+        assert product.dtype is dtype and torch.equal(product, expected.to(dtype))
