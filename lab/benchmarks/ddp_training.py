@@ -11,8 +11,9 @@ every bucket from the first step on. PowerSGD has all gradients in one bucket an
 torch advises. A variant that raises, has a step longer than --limit, or leaves the ranks with different weights is a
 row with the reason.
 
-With FSDP2 the comparison is with bf16 parameters and gradients reduced in fp32. There is no noise, which would have to
-be on the gradients before FSDP's hooks; a row shows the difference of bf16 from fp32.
+With FSDP2 the comparison is with bf16 parameters and gradients reduced in fp32, and the fp32 masters are validated: a
+loss in bf16 is rounded by more than the differences to be found. There is no noise, which would have to be on the
+gradients before FSDP's hooks; a row shows the difference of bf16 from fp32.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ import math
 import os
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from flash_allreduce_plugin.cli import launch
 from flash_allreduce_plugin.cli.demo.data import corpus, split
@@ -79,6 +81,10 @@ def train(variant: str, seed: int, arguments: argparse.Namespace) -> dict[str, A
     if not arguments.fsdp:
         with ddp_hooks.watched(variant, arguments.limit):
             ddp_hooks.check_same_weights(model)
+    if arguments.fsdp:
+        masters = {name: cast(DTensor, value).full_tensor() for name, value in model.state_dict().items()}
+        model = module.Model()
+        model.load_state_dict(masters)
     with torch.no_grad():
         numbers = range(arguments.steps, arguments.steps + VALIDATION_BATCHES)
         held_out = [float(model(batch(validation, number, seed, arguments, dist.get_rank()))) for number in numbers]

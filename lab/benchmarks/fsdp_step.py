@@ -36,8 +36,6 @@ OURS = [
     '{"preset": "int8"}, parameters 8',
     '{"preset": "int4"}',
     '{"preset": "int4"}, parameters 8',
-    '{"preset": "thin"}',
-    '{"preset": "thin"}, parameters 8',
 ]
 WARM_UP_ROUNDS = 2
 
