@@ -76,7 +76,7 @@ def test_it_imports_nothing_of_the_package_but_itself() -> None:
 
 
 def test_it_costs_under_a_part_in_250_of_torchs_own_import() -> None:
-    """Compare processor time in one process, best of three: 5 milliseconds held or not by the machine alone."""
+    """Compare processor time in one process, best of three. A bound in milliseconds failed on a slow machine."""
     script = (
         "import time; start = time.process_time(); import torch; torchs = time.process_time() - start; "
         "start = time.process_time(); from flash_allreduce_plugin import autoload; autoload.load(); "
