@@ -7,7 +7,7 @@
 //              3. x again -> codes -> planes
 //            Rotated groups are floats in the first-level cache first.
 //   decode   planes -> codes -> levels, looked up in a register, times the step of the part
-//            -> summed over the ranks in registers -> stored [as floats, rotated back, stored]
+//            -> summed over the ranks in the first-level cache [rotated back] -> plus the spikes -> stored
 
 #include "codebook_levels.h"
 
@@ -28,19 +28,17 @@ struct PartBounds {
   Without without[kBatch];        // zeros
 };
 
-// Of group j of a batch. kKeep: its elements as floats, too.
+// Of group j of a batch. kKeep: its elements as floats, too; the caller prefetches.
 template <DType kType, bool kKeep = false>
 FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j, float* kept = nullptr) {
   using E = Element<kType>;
   const int part = g / kParts;
-  for (int i = 0; i < g * E::kBytes; i += 64) {  // as take_bounds
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) +
-                                                     static_cast<uintptr_t>(i + kPrefetchBytes)));
-  }
+  if constexpr (!kKeep) prefetch(x, kPrefetchBytes, g * E::kBytes);  // as take_bounds
   Without without = kWithoutZero;
   for (int p = 0; p < kParts; ++p) {
     VecF greatest = VecF{};
-    for (int i = p * part; i < (p + 1) * part; i += kLanes) {
+    for (int l = 0; l < part / kLanes; ++l) {
+      const int i = p * part + l * kLanes;
       const VecF v = E::read(x + i * E::kBytes);
       if constexpr (kKeep) store(kept + i, v);
       greatest = GreatestBits::of(magnitude(v), greatest);
@@ -72,6 +70,15 @@ struct Steps {
   alignas(64) uint32_t spikes[2][kBatch], at[2][kBatch];  // bits of their values, and places
 };
 
+// A NaN becomes 0. (GCC 12 makes comparisons of the choices.)
+FLASH_INLINE VecF between_0_and(float most, VecF v) {
+#if FLASH_LANES == 8
+  return cast<VecF>(_mm256_min_ps(_mm256_max_ps(cast<__m256>(v), _mm256_setzero_ps()), _mm256_set1_ps(most)));
+#else
+  return Least::of(Greatest::of(v, VecF{}), VecF{} + most);
+#endif
+}
+
 // codebook_code, kLanes at once. kClipped: false leaves the clipping to clipped_bytes.
 template <int kBits, bool kClipped = true>
 FLASH_INLINE VecU codes_of(VecF y) {
@@ -80,9 +87,7 @@ FLASH_INLINE VecU codes_of(VecF y) {
   VecF v = y + half;
   if constexpr (book.bend != 0.0f) v = y * (1.0f - book.bend * magnitude(y)) + half;
   if constexpr (kClipped) {
-    const VecF least = VecF{}, most = VecF{} + (2 * half - 0.5f);
-    v = v > least ? v : least;
-    v = v < most ? v : most;
+    v = between_0_and(2 * half - 0.5f, v);
   }
   return cast<VecU>(__builtin_convertvector(v, VecI));
 }
@@ -345,8 +350,7 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
     if constexpr (kFeedback && kSpiked) {
       for (int k = 0; k < 2; ++k) before[k] = kept[j * g + static_cast<int>(s.at[k][j])];
     }
-    for (int i = 0; i < g; i += kBlock) {
-      VecI codes[4];
+    const auto codes_of_block = [&](int i, VecI(&codes)[4]) FLASH_INLINED {
       for (int l = 0; l < 4; ++l) {
         const int at = i + l * kLanes;
         const VecF v = E::read(in + at * E::kBytes);
@@ -357,6 +361,22 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
           store(lost, (v - arrives) * share + load<VecF>(lost));
         }
       }
+    };
+    int i = 0;
+#if FLASH_LANES == 8
+    const auto packed_codes = [&](int at) FLASH_INLINED {
+      VecI codes[4];
+      codes_of_block(at, codes);
+      return kClipped ? packed(codes) : clipped_packed<kBits>(codes);
+    };
+    for (; kBits < 8 && i + kBlock < g; i += 2 * kBlock) {
+      const VecB first = packed_codes(i);
+      pack_two<kBits>(first, packed_codes(i + kBlock), g, i, out + front);
+    }
+#endif
+    for (; i < g; i += kBlock) {
+      VecI codes[4];
+      codes_of_block(i, codes);
       pack_block<kBits>(kClipped ? bytes_of(codes) : clipped_bytes<kBits>(codes), g, i, out + front);
     }
     if constexpr (kFeedback && kSpiked) {
@@ -378,8 +398,10 @@ FLASH_INLINE void encode_parts(const uint8_t* x, int count, const Without* witho
 constexpr auto kNothing = [](int) {};
 
 // `count` groups of floats, x, that may be changed, and their bounds: rotated or not, with spikes or without.
+// from: where they are in the tensor, `size` bytes each. The next batch is prefetched group by group, at an even pace.
 template <int kBits, bool kSpiked, int kGroup>
-void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records) {
+void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint8_t* records,
+                   const uint8_t* from, int size) {
   const int g = kGroup > 0 ? kGroup : c.group_size;
   const auto* bytes = reinterpret_cast<const uint8_t*>(x);
   Steps s;
@@ -396,8 +418,9 @@ void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint
     }
   }
   if (!kSpiked || c.options & kHadamard) greatest_of(bounds, s.most);
-  encode_parts<DType::kFloat32, kBits, kSpiked, false, kGroup>(bytes, count, bounds.without, s, c, records,
-                                                               kNothing);
+  encode_parts<DType::kFloat32, kBits, kSpiked, false, kGroup>(
+      bytes, count, bounds.without, s, c, records,
+      [&](int j) FLASH_INLINED { prefetch(from, (batch_of(g) + j) * size, size); });
 }
 
 template <DType kType, int kBits, bool kSpiked>
@@ -417,12 +440,13 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
       for (int j = 0; j < count; ++j) {
         take_parts<kType, true>(groups + j * 128 * kBytes, 128, bounds_of[0], j, floats + j * 128);
       }
-      return encode_floats<kBits, kSpiked, 128>(floats, count, bounds_of[0], c, records);
+      return encode_floats<kBits, kSpiked, 128>(floats, count, bounds_of[0], c, records, groups,
+                                                128 * kBytes);
     }
     for (int j = 0; j < count; ++j) {
       take_parts<kType, true>(groups + j * g * kBytes, g, bounds_of[0], j, floats + j * g);
     }
-    encode_floats<kBits, kSpiked, 0>(floats, count, bounds_of[0], c, records);
+    encode_floats<kBits, kSpiked, 0>(floats, count, bounds_of[0], c, records, groups, g * kBytes);
   };
   const bool may_change = kSpiked || c.options & kHadamard;
   if constexpr (!kSpiked) {
@@ -456,12 +480,11 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   }
 }
 
-// Whole groups, not rotated, with error feedback; see encode_lost.
-template <int kBits, bool kSpiked>
-void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
-                          uint8_t* payload) {
+template <int kBits, bool kSpiked, int kGroup>
+FLASH_INLINE void encode_groups_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
+                                     uint8_t* payload) {
   constexpr DType kType = DType::kFloat32;
-  const int g = c.group_size, batch = batch_of(g);
+  const int g = kGroup > 0 ? kGroup : c.group_size, batch = batch_of(g);
   PartBounds bounds = {};
   for (int64_t i = 0; i < groups; i += batch) {
     const int count = static_cast<int>(groups - i < batch ? groups - i : batch);
@@ -470,39 +493,73 @@ void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share,
     Steps s;
     greatest_of(bounds, s.most);
     if constexpr (kSpiked) take_greatest(x + i * g, count, g, s);
-    encode_parts<kType, kBits, kSpiked, true, 0>(
+    encode_parts<kType, kBits, kSpiked, true, kGroup>(
         part, count, bounds.without, s, c, payload + i * record_bytes(c), kNothing, share, kept + i * g);
   }
 }
 
+// Whole groups, not rotated, with error feedback; see encode_lost.
+template <int kBits, bool kSpiked>
+void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
+                          uint8_t* payload) {
+#if FLASH_LANES > 4 || !defined(__x86_64__)
+  if (c.group_size == 128) {
+    return encode_groups_lost<kBits, kSpiked, 128>(x, groups, c, share, kept, payload);
+  }
+#endif
+  encode_groups_lost<kBits, kSpiked, 0>(x, groups, c, share, kept, payload);
+}
+
 // ---- decoding -----------------------------------------------------------------------------------------
 
-// The sum of one group's codes over the payloads, in rank order, stored in the tensor's dtype.
-template <DType kType, int kBits, bool kSpiked>
-FLASH_INLINE void sum_parts(const Payloads& p, int64_t group, float factor, uint8_t* y) {
-  using E = Element<kType>;
+// A record's steps, a float a part.
+struct PartSteps {
+  alignas(64) float of[kParts < kLanes ? kLanes : kParts];
+};
+
+// word: the record's first 8 bytes.
+FLASH_INLINE void read_steps(uint64_t word, float scale, PartSteps& steps) {
+  const uint32_t fours[2] = {static_cast<uint32_t>(word >> 16), static_cast<uint32_t>(word >> 40)};
+  for (int p = 0; p < kParts; p += kLanes) {
+    const VecI part = lane_numbers() + p;
+    const VecU from = part < 4 ? VecU{} + fours[0] : VecU{} + fours[1];
+    const VecU number = from >> cast<VecU>((part & 3) * 6) & 63u;
+    store(steps.of + p, cast<VecF>((number + static_cast<uint32_t>(kLeastPart)) << kPartShift) * scale);
+  }
+}
+
+// The sums of one group's codes over the payloads, in rank order: they stay in the first-level cache, and each record's
+// steps are read once.
+template <int kBits, bool kSpiked, int kGroup>
+FLASH_INLINE void sum_parts(const Payloads& p, int64_t group, float* sums) {
   constexpr int options = kCodebook | (kSpiked ? kSpikes : 0);
-  const int g = p.codec.group_size, part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts));
-  const int front = metadata_bytes(g, options);
-  const uint8_t* first = p.data + group * record_bytes(kBits, g, options);
-  for (int i = 0; i < g; i += kBlock) {
-    VecF sums[4];
-    for (VecF& sum : sums) sum = -VecF{};  // -0 + v is v, whatever the sign of a zero
-    for (int64_t rank = 0; rank < p.count; ++rank) {
-      const uint8_t* record = first + rank * p.stride;
-      uint64_t word;
-      __builtin_memcpy(&word, record, sizeof word);
-      const float scale = bits_float(static_cast<uint32_t>(word & 0x7fffu) << 16);
-      const Levels<kBits> levels = levels_of_group<kBits>(word & kWhole);
+  const int g = kGroup > 0 ? kGroup : p.codec.group_size;
+  const int part_shift = __builtin_ctz(static_cast<unsigned>(g / kParts)), front = metadata_bytes(g, options);
+  const uint8_t* record = p.data + group * record_bytes(kBits, g, options);
+  bool tame = true;  // no value is or becomes a NaN
+  const auto add_record = [&](auto first) FLASH_INLINED {
+    uint64_t word;
+    __builtin_memcpy(&word, record, sizeof word);
+    const float scale = bits_float(static_cast<uint32_t>(word & 0x7fffu) << 16);
+    tame = tame && scale < kSafe;
+    PartSteps steps;
+    read_steps(word, scale, steps);
+    const Levels<kBits> levels = levels_of_group<kBits>(word & kWhole);
+    for (int i = 0; i < g; i += kBlock) {
       VecU codes[4];
-      unpack_block<kBits>(record + front, g, i, codes);
+      unpack_indices<kBits>(record + front, g, i, codes);
       for (int l = 0; l < 4; ++l) {
-        const int part = (i + l * kLanes) >> part_shift;
-        const float step = part_scale(static_cast<int>(word >> (16 + 6 * part) & 63u)) * scale;
-        sums[l] = sums[l] + looked_up<kBits>(levels, codes[l]) * step;
+        const int at = i + l * kLanes;
+        const VecF value = looked_up<kBits>(levels, codes[l]) * steps.of[at >> part_shift];
+        store(sums + at, first.value ? value : load<VecF>(sums + at) + value);
       }
     }
-    for (int l = 0; l < 4; ++l) E::write(y + (i + l * kLanes) * E::kBytes, sums[l] * factor);
+    record += p.stride;
+  };
+  add_record(Number<1>{});
+  for (int64_t rank = 1; rank < p.count; ++rank) add_record(Number<0>{});
+  for (int i = 0; !tame && i < g; i += kLanes) {
+    Element<DType::kFloat32>::write(reinterpret_cast<uint8_t*>(sums + i), load<VecF>(sums + i));
   }
 }
 
@@ -552,43 +609,44 @@ FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, int count, float*
   }
 }
 
-// The sums of `count` groups, turned back and with their spikes, as floats.
-template <int kBits, bool kSpiked>
-void sum_floats(const Payloads& p, int64_t group, int count, float* sums) {
-  const int g = p.codec.group_size;
+// The sums of `count` groups, turned back and with their spikes.
+template <int kBits, bool kSpiked, int kGroup>
+FLASH_INLINE void sum_floats(const Payloads& p, int64_t group, int count, float* sums) {
+  const int g = kGroup > 0 ? kGroup : p.codec.group_size;
   for (int j = 0; j < count; ++j) {
-    auto* bytes = reinterpret_cast<uint8_t*>(sums + j * g);
-    sum_parts<DType::kFloat32, kBits, kSpiked>(p, group + j, 1.0f, bytes);
-    if (p.codec.options & kHadamard) write_turned_back<DType::kFloat32>(sums + j * g, g, 1.0f, bytes);
+    float* of_group = sums + j * g;
+    sum_parts<kBits, kSpiked, kGroup>(p, group + j, of_group);
+    if (p.codec.options & kHadamard) {
+      write_turned_back<DType::kFloat32>(of_group, g, 1.0f, reinterpret_cast<uint8_t*>(of_group));
+    }
   }
   if constexpr (kSpiked) add_spikes(p, group, count, sums);
 }
 
-// Of `count` groups, count <= batch_of(g).
-template <DType kType, int kBits>
-FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
-  using E = Element<kType>;
-  const int g = p.codec.group_size, n = count * g;
-  const bool spiked = p.codec.options & kSpikes;
-  if (!spiked && !(p.codec.options & kHadamard)) {
-    for (int j = 0; j < count; ++j) {
-      sum_parts<kType, kBits, false>(p, group + j, factor, y + j * g * E::kBytes);
-    }
-    return;
-  }
-  alignas(64) float there[kBatchElements];
-  const bool in_place = kType == DType::kFloat32 && factor == 1.0f;
-  float* sums = in_place ? reinterpret_cast<float*>(y) : there;
-  if (spiked) {
-    sum_floats<kBits, true>(p, group, count, sums);
-  } else {
-    sum_floats<kBits, false>(p, group, count, sums);
-  }
-  if (in_place) return;
-  for (int i = 0; i < n; i += kLanes) E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+// A function for all dtypes.
+template <int kBits, bool kSpiked>
+__attribute__((noinline)) void sum_groups(const Payloads& p, int64_t group, int count, float* sums) {
+#if FLASH_LANES > 4 || !defined(__x86_64__)
+  if (p.codec.group_size == 128) return sum_floats<kBits, kSpiked, 128>(p, group, count, sums);
+#endif
+  sum_floats<kBits, kSpiked, 0>(p, group, count, sums);
 }
 
-template <DType kType, int kBits>
+// Of `count` groups, count <= batch_of(g).
+template <DType kType, int kBits, bool kSpiked>
+FLASH_INLINE void sum_codebook(const Payloads& p, int64_t group, int count, float factor, uint8_t* y) {
+  using E = Element<kType>;
+  if (kType == DType::kFloat32 && factor == 1.0f) {
+    return sum_groups<kBits, kSpiked>(p, group, count, reinterpret_cast<float*>(y));
+  }
+  alignas(64) float sums[kBatchElements];
+  sum_groups<kBits, kSpiked>(p, group, count, sums);
+  for (int i = 0; i < count * p.codec.group_size; i += kLanes) {
+    E::write(y + i * E::kBytes, load<VecF>(sums + i) * factor);
+  }
+}
+
+template <DType kType, int kBits, bool kSpiked>
 void decode_sum_codebook(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
                          int64_t end) {
   constexpr int kBytes = Element<kType>::kBytes;
@@ -596,11 +654,11 @@ void decode_sum_codebook(const Payloads& p, float factor, uint8_t* y, int64_t nu
   const int64_t whole = numel / g < end ? numel / g : end;
   for (int64_t i = begin; i < whole; i += batch) {
     const int count = static_cast<int>(whole - i < batch ? whole - i : batch);
-    sum_codebook<kType, kBits>(p, i, count, factor, y + i * g * kBytes);
+    sum_codebook<kType, kBits, kSpiked>(p, i, count, factor, y + i * g * kBytes);
   }
   if (whole < end) {
     alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_codebook<kType, kBits>(p, whole, 1, factor, group);
+    sum_codebook<kType, kBits, kSpiked>(p, whole, 1, factor, group);
     __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
   }
 }
@@ -609,8 +667,9 @@ template <int kBits, bool kSpiked>
 constexpr CodecKernels kCodebooks = {
     {encode_codebook<DType::kFloat32, kBits, kSpiked>, encode_codebook<DType::kBFloat16, kBits, kSpiked>,
      encode_codebook<DType::kFloat16, kBits, kSpiked>},
-    {decode_sum_codebook<DType::kFloat32, kBits>, decode_sum_codebook<DType::kBFloat16, kBits>,
-     decode_sum_codebook<DType::kFloat16, kBits>},
+    {decode_sum_codebook<DType::kFloat32, kBits, kSpiked>,
+     decode_sum_codebook<DType::kBFloat16, kBits, kSpiked>,
+     decode_sum_codebook<DType::kFloat16, kBits, kSpiked>},
     encode_codebook_lost<kBits, kSpiked>,
 };
 

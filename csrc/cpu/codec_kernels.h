@@ -32,13 +32,18 @@ FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 // The processor's own prefetching stops at the end of a page; this far ahead it need not start again there.
 constexpr int kPrefetchBytes = 12288;
 
+// `bytes` from `further` bytes behind x on.
+FLASH_INLINE void prefetch(const uint8_t* x, int further, int bytes) {
+  for (int k = 0; k < bytes; k += 64) {
+    // As a number: a pointer may not point there.
+    __builtin_prefetch(
+        reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(further + k)));
+  }
+}
+
 template <int kBytes>
 FLASH_INLINE void prefetch_block(const uint8_t* x, int further) {
-  for (int k = 0; k < kBlock * kBytes; k += 64) {
-    // As a number: a pointer may not point there.
-    __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(x) +
-                                                     static_cast<uintptr_t>(further + k + kPrefetchBytes)));
-  }
+  prefetch(x, further + kPrefetchBytes, kBlock * kBytes);
 }
 
 struct Bounds {

@@ -54,16 +54,27 @@ FLASH_INLINE VecB bytes_of(const VecI (&c)[4], int half, VecI& seen) {
 }
 
 // Codes that no NaN is among.
-FLASH_INLINE VecB bytes_of(const VecI (&codes)[4]) {
+FLASH_INLINE VecB packed(const VecI (&codes)[4]) {
   VecI seen = VecI{};
-  return bytes_of(codes, 0, seen);
+  return packed(codes, 0, seen);
+}
+FLASH_INLINE VecB bytes_of(const VecI (&codes)[4]) {
+  return cast<VecB>(rows_together(cast<VecU>(packed(codes))));
 }
 
-// Whole numbers below 0 or above the last code become the nearest code.
+// Whole numbers below 0 or above the last code become the nearest code. (GCC 12 needs three instructions for a choice.)
+template <int kBits>
+FLASH_INLINE VecB clipped_packed(const VecI (&codes)[4]) {
+  const VecB bytes = packed(codes), last = VecB{} + static_cast<uint8_t>((1 << kBits) - 1);
+#if FLASH_LANES == 16
+  return kBits == 8 ? bytes : cast<VecB>(_mm512_min_epu8(cast<__m512i>(bytes), cast<__m512i>(last)));
+#else
+  return kBits == 8 ? bytes : cast<VecB>(_mm256_min_epu8(cast<__m256i>(bytes), cast<__m256i>(last)));
+#endif
+}
 template <int kBits>
 FLASH_INLINE VecB clipped_bytes(const VecI (&codes)[4]) {
-  const VecB bytes = bytes_of(codes), last = VecB{} + static_cast<uint8_t>((1 << kBits) - 1);
-  return kBits == 8 ? bytes : bytes < last ? bytes : last;
+  return cast<VecB>(rows_together(cast<VecU>(clipped_packed<kBits>(codes))));
 }
 
 // True if bytes_of has seen the code of a NaN: 16 bits below zero.
