@@ -21,10 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(".ci/passed.json")
 _TABLES = re.compile(r"^<!-- python -m .*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 _CODEC = ("csrc/**/*", "setup.py", "flash_allreduce_plugin/codec/*.py")
+_CUDA = ("csrc/*", "csrc/cuda/*", *_CODEC[1:])  # the kernels of the CPU are another library: tests/codec has their bits
 #: Of each check the patterns of its files.
 FILES = {
-    "check-cuda": (*_CODEC, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),  # its table
-    "check-ptx": (*_CODEC, "tests/ptx/*", "tests/gpu/*.py", "tests/codecs.py", "tests/simulation.py"),
+    "check-cuda": (*_CUDA, "scripts/check_cuda.py", "scripts/cuda_model.py", "docs/trust/cuda.md"),  # its table
+    "check-ptx": (*_CUDA, "tests/ptx/*", "tests/gpu/*.py", "tests/codecs.py", "tests/simulation.py"),
     "fuzz-check": (*_CODEC, "scripts/fuzz.py", "tests/fuzz/**/*", "tests/host/*"),
     "package": (
         "csrc/**/*",

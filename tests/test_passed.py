@@ -33,12 +33,19 @@ def test_a_check_runs_until_it_has_passed_and_again_after_a_change(files: Path) 
     (files / "tests/ptx/a").write_text("changed")
     assert passed.to_run(files) == ["check-ptx"]
     passed.record("check-ptx", files)
-    (files / "csrc/folder/b.h").write_text("new")
+    (files / "csrc/cuda/b.h").write_text("new")
     assert passed.to_run(files) == list(passed.FILES)
-    (files / "csrc/folder/b.h").rename(files / "csrc/folder/c.h")
+    (files / "csrc/cuda/b.h").rename(files / "csrc/cuda/c.h")
     passed.record("check-cuda", files)
-    (files / "csrc/folder/c.h").rename(files / "csrc/folder/b.h")
+    (files / "csrc/cuda/c.h").rename(files / "csrc/cuda/b.h")
     assert "check-cuda" in passed.to_run(files)
+
+
+def test_kernels_of_the_cpu_are_not_part_of_the_checks_of_cuda(files: Path) -> None:
+    for check in passed.FILES:
+        passed.record(check, files)
+    (files / "csrc/folder/b.h").write_text("new")
+    assert passed.to_run(files) == ["fuzz-check", "package", "check-arm"]
 
 
 def test_of_a_page_the_tables_count(files: Path) -> None:
