@@ -195,7 +195,7 @@ def test_a_step_has_the_loss_of_a_model_of_its_size() -> None:
     expected = {row[0]: str(row[1]).partition(" ")[0] for row in pretraining.rows([trained[same]])[1:]}
     losses = {row[0]: row[-1] for row in step.rows(measured, trained)[1:] if row[-1]}
     assert losses == {name: loss for name, loss in expected.items() if name in losses}
-    assert {"preset int8, param_bits 8", "preset int4, param_bits 4"} <= losses.keys()
+    assert {"preset int8", "preset int4"} <= losses.keys()
     assert all(row[-1] == "" for row in step.rows(measured, trained[:same])[1:]), "another size's"
 
 

@@ -49,7 +49,7 @@ from lab.benchmarks.trainings import FULL_PRECISION, NOISE, windows
 FP32 = "fp32"
 #: The relative error of a call at 8 bits and at 4 with the codebook: 45.5 and 22.1 dB.
 CONTROLS = [f"{NOISE}0.0053", f"{NOISE}0.079", FP32]
-CONFIGS = ['{"preset": "int8", "param_bits": 8}', '{"preset": "int4", "param_bits": 4}']
+CONFIGS = ['{"preset": "int8"}', '{"preset": "int4"}']
 
 
 @dataclass(frozen=True)
