@@ -11,8 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -86,16 +86,18 @@ def test_it_costs_under_a_part_in_250_of_torchs_own_import() -> None:
     assert min(float(python(script, **compiled)) for _ in range(3)) < 1 / 250
 
 
-def test_the_hook_costs_next_to_nothing_per_import(room: Path) -> None:
+def test_the_hook_costs_a_tenth_of_a_search_of_the_path(room: Path) -> None:
+    """Compare, alternately, with the finder that every import of a file asks."""
     finder = AfterImport(MODULES, lambda: None)
     finder.install()
-    times = []
-    for _ in range(5):
+
+    def seconds(find_spec: Callable[[str], object]) -> float:
         start = time.perf_counter()
         for _ in range(1000):
-            finder.find_spec("anything.else")
-        times.append((time.perf_counter() - start) / 1000)
-    assert statistics.median(times) < 50e-6
+            find_spec("anything_else")
+        return time.perf_counter() - start
+
+    assert statistics.median(seconds(finder.find_spec) / seconds(PathFinder.find_spec) for _ in range(7)) < 0.1
 
 
 @pytest.mark.parametrize("value", ["0", "false", "off", "no", " OFF "])
