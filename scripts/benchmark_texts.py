@@ -265,8 +265,7 @@ def ddp_step(results: list[Any], training: list[Any]) -> Rows:
 def avx2_steps(results: list[Any]) -> Rows:
     """Return the time of each variant of ddp_step and deepspeed_step, and its share of the least possible time.
 
-    The least possible time is that of a step with nothing sent and of the variant's bytes at the link's rate. The step
-    of ZeRO 2 with nothing sent stands for ZeRO 3's too.
+    The least possible time is that of a step with nothing sent and of the variant's bytes at the link's rate.
     """
     ddp, zero = results
     [steps] = ddp["tables"]
@@ -284,8 +283,8 @@ def avx2_steps(results: list[Any]) -> Rows:
         name = _section(variant)
         if name in ("preset int4", "preset thin"):
             add(f"DDP, {name}", variants[variant], alone, hook)
-    alone = zero["tables"][0]["variants"]["nothing sent"]["step, seconds"]
     for table, name in zip(zero["tables"], ("INT4 + 4", "INT4 + 8"), strict=True):
+        alone = table["variants"]["nothing sent"]["step, seconds"]
         add(f"ZeRO {table['stage']}, {_parameters_too(name)}", table["variants"][name], alone, None)
     return rows
 
