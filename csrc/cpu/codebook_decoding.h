@@ -123,9 +123,9 @@ FLASH_INLINE void sum_floats(const Payloads& p, int64_t group, int count, float*
 // A function for all dtypes.
 template <int kBits, bool kSpiked>
 __attribute__((noinline)) void sum_groups(const Payloads& p, int64_t group, int count, float* sums) {
-#if FLASH_LANES > 4 || !defined(__x86_64__)
-  if (p.codec.group_size == 128) return sum_floats<kBits, kSpiked, 128>(p, group, count, sums);
-#endif
+  if constexpr (kOwnFor128) {
+    if (p.codec.group_size == 128) return sum_floats<kBits, kSpiked, 128>(p, group, count, sums);
+  }
   sum_floats<kBits, kSpiked, 0>(p, group, count, sums);
 }
 

@@ -77,7 +77,7 @@ FLASH_INLINE VecF between_0_and(float most, VecF v) {
 #endif
 }
 
-// codebook_code, kLanes at once. kClipped: false leaves the clipping to clipped_bytes.
+// codebook_code, kLanes at once. kClipped: false leaves the clipping to clipped_bytes and clipped_packed.
 template <int kBits, bool kClipped = true>
 FLASH_INLINE VecU codes_of(VecF y) {
   constexpr Book book = book_of(kBits);
@@ -500,11 +500,11 @@ FLASH_INLINE void encode_groups_lost(float* x, int64_t groups, const Codec& c, f
 template <int kBits, bool kSpiked>
 void encode_codebook_lost(float* x, int64_t groups, const Codec& c, float share, float* kept,
                           uint8_t* payload) {
-#if FLASH_LANES > 4 || !defined(__x86_64__)
-  if (c.group_size == 128) {
-    return encode_groups_lost<kBits, kSpiked, 128>(x, groups, c, share, kept, payload);
+  if constexpr (kOwnFor128) {
+    if (c.group_size == 128) {
+      return encode_groups_lost<kBits, kSpiked, 128>(x, groups, c, share, kept, payload);
+    }
   }
-#endif
   encode_groups_lost<kBits, kSpiked, 0>(x, groups, c, share, kept, payload);
 }
 

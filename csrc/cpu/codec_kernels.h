@@ -405,9 +405,11 @@ FLASH_INLINE void encode_groups(const uint8_t* x, int64_t numel, const Codec& c,
 template <DType kType, int kBits, Layout kLayout>
 void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payload, int64_t begin,
                   int64_t end) {
-#if FLASH_LANES > 4 || !defined(__x86_64__)
-  if (c.group_size == 128) return encode_groups<kType, kBits, kLayout, 128>(x, numel, c, payload, begin, end);
-#endif
+  if constexpr (kOwnFor128) {
+    if (c.group_size == 128) {
+      return encode_groups<kType, kBits, kLayout, 128>(x, numel, c, payload, begin, end);
+    }
+  }
   encode_groups<kType, kBits, kLayout, 0>(x, numel, c, payload, begin, end);
 }
 

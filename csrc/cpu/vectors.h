@@ -8,6 +8,12 @@ namespace flash_allreduce {
 namespace {
 
 constexpr int kLanes = FLASH_LANES;
+// Whether kernels have a copy for groups of 128. On x86 without AVX2 it would only compile longer.
+#ifdef __x86_64__
+constexpr bool kOwnFor128 = kLanes > 4;
+#else
+constexpr bool kOwnFor128 = true;
+#endif
 using VecF = float __attribute__((vector_size(4 * kLanes)));
 using VecI = int32_t __attribute__((vector_size(4 * kLanes)));
 using VecU = uint32_t __attribute__((vector_size(4 * kLanes)));
