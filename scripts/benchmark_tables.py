@@ -288,7 +288,7 @@ TRAINING = (
         "pretraining",
         tuple(
             Command(f"python -m lab.benchmarks.pretraining --size {run} --controls", _QUICK_PRETRAINING)
-            for run in ("1m --seeds 1 2 3", "10m --seeds 1 2")
+            for run in ("1m --seeds 1 2 3", "10m --seeds 1 2 3")
         ),
         texts.pretraining,
         names_codec=True,
