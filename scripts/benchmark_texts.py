@@ -13,6 +13,8 @@ from lab.benchmarks import real_model_tuning
 #: The header, then the rows.
 Rows = list[Sequence[object]]
 KIB = 1024
+#: Rows of deepspeed_step that its table leaves out: bounds, and settings with less in them than presets.
+NOT_SHOWN = ("gradients not sent", "nothing sent", "INT8", "INT4", "INT4 + 2")
 #: Rows of deepspeed_step that show the same as those of int4.
 THIN = ((2, "preset thin"), (3, "preset thin"))
 #: The head of a column of _mean.
@@ -182,8 +184,8 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
     """Return a row for each stage and variant of lab.benchmarks.deepspeed_step, a rate for each command.
 
-    Stage 1 has no rows: its times are those of stage 2. Plain INT4 gradients have none: the preset int4 takes little
-    longer and loses less. Where parameters are most of the bytes thin has none: it gains as much as int4.
+    Stage 1 has no rows: its times are those of stage 2. Plain INT8 and INT4 gradients have none: presets send less and
+    lose no more. Where parameters are most of the bytes thin has none: it gains as much as int4.
 
     Args:
         trainings: results of lab.benchmarks.deepspeed_training, for the loss.
@@ -195,7 +197,7 @@ def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
         if (stage := tables[0]["stage"]) == 1:
             continue
         for variant, first in tables[0]["variants"].items():
-            if variant in ("gradients not sent", "nothing sent", "INT4", "INT4 + 2") or (stage, variant) in THIN:
+            if variant in NOT_SHOWN or (stage, variant) in THIN:
                 continue
             name = _parameters_too(variant)
             cells = _times([table["variants"][variant] for table in tables])

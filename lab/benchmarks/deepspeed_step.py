@@ -164,7 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_arguments(parser, hosts=2, rates=False)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--bits", type=int, nargs="+", default=[8, 4])
-    parser.add_argument("--presets", nargs="*", default=["int4", "thin"], help="of the plugin's")
+    parser.add_argument("--presets", nargs="*", default=["int8", "int4", "thin"], help="of the plugin's")
     parser.add_argument("--differences", type=int, nargs="*", default=[4, 2], help="of parameters, at stages 1 and 2")
     parser.add_argument("--values", type=int, nargs="*", default=[8], help="bits of parameters at stage 3")
     parser.add_argument("--width", type=int, default=2048)
