@@ -13,7 +13,7 @@ from lab.benchmarks import real_model_tuning
 #: The header, then the rows.
 Rows = list[Sequence[object]]
 KIB = 1024
-#: Rows of deepspeed_step that its table leaves out: bounds, and settings with less in them than presets.
+#: Rows of deepspeed_step that its table leaves out: lower bounds, and settings that presets replace.
 NOT_SHOWN = ("gradients not sent", "nothing sent", "INT8", "INT4", "INT4 + 2")
 #: Rows of deepspeed_step that show the same as those of int4.
 THIN = ((2, "preset thin"), (3, "preset thin"))
