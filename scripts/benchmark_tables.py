@@ -278,7 +278,7 @@ TRAINING = (
                 ),
                 "--stages 3 --noise " + _sections('"bits": 8', '"bits": 8, "param_bits": 8'),
                 "--stages 0 2 3 --noise " + _sections('"preset": "int4"', f'"bits": 3, {_FINE}', '"preset": "thin"'),
-                "--stages 0 2 3 --noise " + _sections('"preset": "int8"'),
+                "--stages 2 --noise " + _sections('"preset": "int8"'),
             )
         ),
         texts.deepspeed_training,
