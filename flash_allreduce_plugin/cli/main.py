@@ -52,7 +52,7 @@ def demo(
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Use sequence parallelism.")] = False,
     long: Annotated[bool, typer.Option("--long", help="A larger model for more steps: about 6 minutes.")] = False,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of each variant. Default: 120, with --long 300.")
+        int | None, typer.Option(min=1, help="Training steps of each variant. Default: 60, with --long 300.")
     ] = None,
     presets: Annotated[
         str | None, typer.Option(help="Presets to train with. Default: int8,int4, or none if --bits is given.")

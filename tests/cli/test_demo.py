@@ -201,7 +201,7 @@ def test_a_failing_rank_ends_the_demo_with_its_traceback(text):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [([], (120, 192, 3)), (["--long"], (300, 256, 4)), (["--long", "--steps", "7", "--layers", "2"], (7, 256, 2))],
+    [([], (60, 192, 3)), (["--long"], (300, 256, 4)), (["--long", "--steps", "7", "--layers", "2"], (7, 256, 2))],
 )
 def test_the_scale_is_short_unless_asked_and_options_go_before_it(monkeypatch, arguments, expected):
     asked = []

@@ -44,7 +44,7 @@ class Scale:
     layers: int
 
 
-SHORT = Scale(steps=120, hidden=192, layers=3)  # 90 seconds on two cores, with the slow link
+SHORT = Scale(steps=60, hidden=192, layers=3)  # 90 seconds on two cores, with the slow link
 LONG = Scale(steps=300, hidden=256, layers=4)  # about 6 minutes
 
 
