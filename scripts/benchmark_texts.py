@@ -49,16 +49,16 @@ def columns(rows: Rows, *shown: int) -> Rows:
 
 def codec(results: list[Any]) -> Rows:
     """Return a row for each width and instruction set of lab.benchmarks.codec, measured in memory and in the cache."""
-    memory = {"encode / memcpy": ".2f", "sum of 2 / add_": ".2f"}
-    cache = {"encode / memcpy": ".2f", "sum of 2 / add_": ".2f", "encode x fbgemm": ".2f", "decode x fbgemm": ".2f"}
+    memory = ("encode / memcpy", "sum of 2 / add_", "encode x fbgemm")
+    cache = (*memory, "decode x fbgemm")  # in memory FBGEMM's decoding allocates its output
     header = ["bits", *memory, *(f"4 MiB: {key}" for key in cache)]
     rows: Rows = [[name.replace("fbgemm", "FBGEMM") for name in header]]
     for in_memory, in_cache in zip(results[::2], results[1::2], strict=True):
         for large, small in zip(in_memory["rows"], in_cache["rows"], strict=True):
             if large["bits"] in (7, 5, 3):
                 continue  # they lie between their neighbours
-            cells = [_number(large.get(key), form) for key, form in memory.items()]
-            more = [_number(small.get(key), form) for key, form in cache.items()]
+            cells = [_number(large.get(key)) for key in memory]
+            more = [_number(small.get(key)) for key in cache]
             rows.append([f"{large['bits']}, {in_memory['about']['instruction_set']}", *cells, *more])
     return rows
 
@@ -184,8 +184,8 @@ def _by_share(results: list[Any], sent: str, losses: dict[str, str]) -> Rows:
 def deepspeed_step(results: list[Any], *trainings: list[Any]) -> Rows:
     """Return a row for each stage and variant of lab.benchmarks.deepspeed_step, a rate for each command.
 
-    Stage 1 has no rows: its times are those of stage 2. Plain INT8 and INT4 gradients have none: presets send less and
-    lose no more. Where parameters are most of the bytes thin has none: it gains as much as int4.
+    Stage 1 has no rows: its times are those of stage 2. Plain INT8 and INT4 gradients have none: presets quantize
+    parameters too, and lose no more. Where parameters are most of the bytes thin has none: it gains as much as int4.
 
     Args:
         trainings: results of lab.benchmarks.deepspeed_training, for the loss.
