@@ -26,12 +26,11 @@ struct PartBounds {
   Without without[kBatch];        // zeros
 };
 
-// Of group j of a batch. kKeep: its elements as floats, too; the caller prefetches.
+// Of group j of a batch. kKeep: its elements as floats, too.
 template <DType kType, bool kKeep = false>
 FLASH_INLINE void take_parts(const uint8_t* x, int g, PartBounds& bounds, int j, float* kept = nullptr) {
   using E = Element<kType>;
   const int part = g / kParts;
-  if constexpr (!kKeep) prefetch(x, kPrefetchBytes, g * E::kBytes);  // as take_bounds
   Without without = kWithoutZero;
   for (int p = 0; p < kParts; ++p) {
     VecF greatest = VecF{};
@@ -418,7 +417,7 @@ void encode_floats(float* x, int count, PartBounds& bounds, const Codec& c, uint
   if (!kSpiked || c.options & kHadamard) greatest_of(bounds, s.most);
   encode_parts<DType::kFloat32, kBits, kSpiked, false, kGroup>(
       bytes, count, bounds.without, s, c, records,
-      [&](int j) FLASH_INLINED { prefetch(from, (batch_of(g) + j) * size, size); });
+      [&](int j) FLASH_INLINED { prefetch(from, (batch_of(g) + j) * size, size, c.ahead); });
 }
 
 template <DType kType, int kBits, bool kSpiked>
@@ -449,21 +448,22 @@ void encode_codebook(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* p
   const bool may_change = kSpiked || c.options & kHadamard;
   if constexpr (!kSpiked) {
     if (!may_change) {
-      for (int j = 0; j < count_from(begin); ++j) {
-        take_parts<kType>(x + (begin + j) * g * kBytes, g, bounds_of[0], j);
-      }
-      int now = 0;
-      for (int64_t i = begin; i < whole;
-           i += batch, now ^= 1) {  // takes the bounds of the next batch on the way
-        const uint8_t* next = x + (i + batch) * g * kBytes;
-        const int next_count = count_from(i + batch);
+      int now = 0, known = 0;  // as encode_groups
+      for (int64_t i = begin; i < whole; i += batch, now ^= 1) {
+        const uint8_t *from = x + i * g * kBytes, *next = from + batch * g * kBytes;
+        const int count = count_from(i), next_count = reads_ahead<kBytes>(c) ? count_from(i + batch) : 0;
+        for (int j = known; j < count; ++j) {
+          take_parts<kType>(from + j * g * kBytes, g, bounds_of[now], j);
+        }
+        known = next_count;
         Steps s;
         greatest_of(bounds_of[now], s.most);
-        encode_parts<kType, kBits, false, false, 0>(x + i * g * kBytes, count_from(i), bounds_of[now].without,
-                                                    s, c, payload + i * record, [&](int j) FLASH_INLINED {
-                                                      if (j < next_count)
-                                                        take_parts<kType>(next + j * g * kBytes, g,
-                                                                          bounds_of[now ^ 1], j);
+        encode_parts<kType, kBits, false, false, 0>(from, count, bounds_of[now].without, s, c,
+                                                    payload + i * record, [&](int j) FLASH_INLINED {
+                                                      if (j >= next_count) return;
+                                                      const uint8_t* behind = next + j * g * kBytes;
+                                                      prefetch(behind, kPrefetchBytes, g * kBytes, c.ahead);
+                                                      take_parts<kType>(behind, g, bounds_of[now ^ 1], j);
                                                     });
       }
     }

@@ -46,6 +46,20 @@ Capability capability() {
   return chosen;
 }
 
+// A Xeon reads memory fastest through the first level, AMD's Zen 4 through the second.
+Ahead choose_ahead() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_is("amd")) return Ahead::kSecondLevel;
+#endif
+  return Ahead::kFirstLevel;
+}
+
+Ahead ahead() {
+  static const Ahead chosen = choose_ahead();
+  return chosen;
+}
+
 const Kernels& kernels(int group_size) {
 #if defined(__x86_64__)
   if (capability() == Capability::kAvx512 && group_size >= 64) return kernels_avx512();
@@ -59,7 +73,9 @@ DecodeSum decoder(const Codec& c, int type) { return decoder(kernels(c.group_siz
 
 Codec make_codec(int64_t bits, int64_t group_size, int64_t options) {
   check_codec(bits, group_size, options);
-  return {static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
+  Codec codec{static_cast<int>(bits), static_cast<int>(group_size), static_cast<int>(options)};
+  codec.ahead = ahead();
+  return codec;
 }
 
 int64_t row_bytes(int64_t numel, const Codec& c) {

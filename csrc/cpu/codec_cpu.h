@@ -5,6 +5,9 @@
 
 namespace flash_allreduce {
 
+// The cache that kernels ask for memory before they read it; no bit depends on it.
+enum class Ahead { kNot, kFirstLevel, kSecondLevel };
+
 struct Codec {
   int bits;
   int group_size;
@@ -13,6 +16,7 @@ struct Codec {
   // modulo 2^64.
   uint64_t key = 0;
   uint64_t first_group = 0;
+  Ahead ahead = Ahead::kNot;
 };
 
 inline int layout_index(const Codec& c) { return static_cast<int>(layout_of(c.options)); }
@@ -34,7 +38,7 @@ using DecodeSum = void (*)(const Payloads& payloads, float factor, uint8_t* y, i
 
 // Error feedback of whole groups; codec_kernels.h describes each function.
 using Carry = bool (*)(const uint8_t* gradient, const uint8_t* residual, int64_t groups, int group_size,
-                       bool rotated, float momentum, float* x, float* kept);
+                       bool rotated, float momentum, Ahead ahead, float* x, float* kept);
 using EncodeLost = void (*)(float* x, int64_t groups, const Codec& codec, float share, float* kept,
                             uint8_t* payload);  // may change x
 using Lose = void (*)(const float* x, const float* arrives, int64_t n, float share, float* kept);

@@ -19,7 +19,7 @@ class Feedback {
       : kernels_(kernels),
         codec_(codec),
         record_(record_bytes(codec)),
-        own_{8, codec.group_size, kSymmetricCodes},
+        own_{8, codec.group_size, kSymmetricCodes, 0, 0, codec.ahead},
         wide_(wide),
         residual_(residual),
         residual_record_(wide_ ? 2 * codec.group_size : record_bytes(own_)),
@@ -49,13 +49,13 @@ class Feedback {
       if (whole < count) std::fill(groups + n, groups + count * g, groups[whole * g]);
     };
     const bool rotated = (codec_.options & kHadamard) != 0;
-    bool safe = carry(gradient, residual, whole, g, rotated, momentum_, x, kept);
+    bool safe = carry(gradient, residual, whole, g, rotated, momentum_, codec_.ahead, x, kept);
     if (whole < count) {
       const int64_t item = type == 0 ? 4 : 2;
       alignas(64) uint8_t last[4 * kMaxGroupSize] = {};
       std::memcpy(last, gradient + whole * g * item, static_cast<size_t>(there * item));
-      safe &= carry(last, residual + whole * residual_record_, 1, g, rotated, momentum_, x + whole * g,
-                    kept + whole * g);
+      safe &= carry(last, residual + whole * residual_record_, 1, g, rotated, momentum_, Ahead::kNot,
+                    x + whole * g, kept + whole * g);
     }
     fill_up(x);
     Codec of_part = codec_;

@@ -221,7 +221,8 @@ void encode_floats(float* x, int count, const Codec& c, uint64_t number, uint8_t
   whole_ranges(b, kBits, kLayout, slack);
   if (c.options & kMse) {
     const auto* bytes = reinterpret_cast<const uint8_t*>(x);
-    search_ranges<DType::kFloat32, searched_as(kBits, kLayout), kLayout>(bytes, count, g, kBits, b);
+    search_ranges<DType::kFloat32, searched_as(kBits, kLayout), kLayout>(bytes, count, g, kBits, Ahead::kNot,
+                                                                         b);
   }
   if constexpr (may_miss_zero(kBits, kLayout)) ranges_with_zero(b, b.with_zero, kBits, kLayout, slack);
   invert_scales(b);

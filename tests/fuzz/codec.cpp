@@ -27,7 +27,7 @@ const Kernels& kernels(int set, int group_size) {
 }
 
 Codec codec_of(const Case& c, int bits, int options) {
-  return {bits, c.group_size, options, c.key, c.first_group};
+  return {bits, c.group_size, options, c.key, c.first_group, static_cast<Ahead>(c.shifts[0] % 3)};
 }
 
 void encode(int set, const Case& c, const Codec& codec, const Exact& x, Exact& payload) {
