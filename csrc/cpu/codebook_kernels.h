@@ -82,7 +82,11 @@ FLASH_INLINE VecU codes_of(VecF y) {
   constexpr Book book = book_of(kBits);
   constexpr float half = static_cast<float>(1 << (kBits - 1));
   VecF v = y + half;
-  if constexpr (book.bend != 0.0f) v = y * (1.0f - book.bend * magnitude(y)) + half;
+  if constexpr (kBits == 3 || kBits == 4) {  // a power of two: the product is exact, or lost in the sum
+    v = y * fused(magnitude(y), -book.bend, 1.0f) + half;
+  } else if constexpr (book.bend != 0.0f) {
+    v = y * (1.0f - book.bend * magnitude(y)) + half;
+  }
   if constexpr (kClipped) {
     v = between_0_and(2 * half - 0.5f, v);
   }

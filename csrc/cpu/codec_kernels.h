@@ -6,7 +6,7 @@
 //              1. x (fp32, bf16, fp16) -> lo[j], hi[j] of each group, and if it holds a 0, kLanes at a time
 //              2. lo, hi -> scale, zero point, inverse of the scale: one vector of groups
 //              3. x again, from the first-level cache -> codes -> planes
-//   decode   planes -> codes -> float, summed over the ranks in registers, in rank order -> stored
+//   decode   decoding.h
 //
 // Step 3 detects NaNs, for half an instruction a vector: the code of a NaN is far out of range, and so is every code of
 // a group with a scale of NaN. Only then the groups are checked one by one.
@@ -18,6 +18,7 @@
 // compiled for AVX-512 to a machine without it.
 
 #include "codec_cpu.h"
+#include "decoding.h"
 #include "planes.h"
 #include "prefetch.h"
 
@@ -25,10 +26,6 @@ namespace flash_allreduce {
 namespace {
 
 // ---- encoding -----------------------------------------------------------------------------------------
-
-constexpr int kBatch = 16;  // groups at most
-
-FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 
 struct Bounds {
   VecF least[kBatch], greatest[kBatch];
@@ -93,9 +90,6 @@ FLASH_INLINE void lose_non_finite(int count, const Codec& c, const uint8_t* reco
     }
   }
 }
-
-// The sums and differences of error feedback cannot overflow below this.
-constexpr float kSafe = 0x1p100f;
 
 // f(Number<0>), f(Number<1>) ... f(Number<kCount - 1>): loops that are unrolled before the compiler makes
 // vectors.
@@ -401,71 +395,6 @@ void encode_range(const uint8_t* x, int64_t numel, const Codec& c, uint8_t* payl
     }
   }
   encode_groups<kType, kBits, kLayout, 0>(x, numel, c, payload, begin, end);
-}
-
-// ---- decoding -----------------------------------------------------------------------------------------
-
-constexpr int kHeld = 16;  // payloads with metadata read once a group
-
-// The sum of one group over the payloads, in rank order, stored in the tensor's dtype. kTame: no value is or becomes
-// a NaN or an Inf, so none is looked for and a product need not be rounded. held: the metadata, or null.
-template <DType kType, int kBits, Layout kLayout, bool kTame>
-FLASH_INLINE void sum_blocks(const Payloads& p, const uint8_t* first, const Metadata* held, float factor,
-                             uint8_t* y) {
-  using E = Element<kType>;
-  const int g = p.codec.group_size;
-  constexpr int front = spikes_offset(options_of(kLayout));
-  for (int i = 0; i < g; i += kBlock) {
-    VecF sums[4], values[4];
-    const auto decode = [&](int64_t rank, VecF(&to)[4]) FLASH_INLINED {
-      const uint8_t* record = first + rank * p.stride;
-      const Metadata m = held != nullptr ? held[rank] : read_metadata(record, kBits, kLayout);
-      decode_block<kBits, code_half(kBits, kLayout), kTame>(record + front, g, i, m, to);
-    };
-    decode(0, sums);
-    for (int64_t rank = 1; rank < p.count; ++rank) {
-      decode(rank, values);
-      for (int l = 0; l < 4; ++l) sums[l] = sums[l] + values[l];
-    }
-    for (int l = 0; l < 4; ++l) {
-      uint8_t* at = y + (i + l * kLanes) * E::kBytes;
-      if constexpr (kTame) {
-        E::write_number(at, sums[l] * factor);
-      } else {
-        E::write(at, sums[l] * factor);
-      }
-    }
-  }
-}
-
-template <DType kType, int kBits, Layout kLayout>
-FLASH_INLINE void sum_group(const Payloads& p, int64_t group, float factor, uint8_t* y) {
-  const uint8_t* first = p.data + group * record_bytes(kBits, p.codec.group_size, options_of(kLayout));
-  if (p.count > kHeld) return sum_blocks<kType, kBits, kLayout, false>(p, first, nullptr, factor, y);
-  Metadata held[kHeld];
-  bool tame = factor <= 1.0f && factor >= -1.0f;
-  for (int64_t rank = 0; rank < p.count; ++rank) {
-    const Metadata m = held[rank] = read_metadata(first + rank * p.stride, kBits, kLayout);
-    tame = tame && m.scale < kSafe && m.scale > -kSafe && m.zero < kSafe && m.zero > -kSafe;
-  }
-  if (tame) return sum_blocks<kType, kBits, kLayout, true>(p, first, held, factor, y);
-  sum_blocks<kType, kBits, kLayout, false>(p, first, held, factor, y);
-}
-
-template <DType kType, int kBits, Layout kLayout>
-void decode_sum_range(const Payloads& p, float factor, uint8_t* y, int64_t numel, int64_t begin,
-                      int64_t end) {
-  constexpr int kBytes = Element<kType>::kBytes;
-  const int g = p.codec.group_size;
-  const int64_t whole = numel / g < end ? numel / g : end;
-  for (int64_t i = begin; i < whole; ++i) {
-    sum_group<kType, kBits, kLayout>(p, i, factor, y + i * g * kBytes);
-  }
-  if (whole < end) {
-    alignas(64) uint8_t group[4 * kMaxGroupSize];
-    sum_group<kType, kBits, kLayout>(p, whole, factor, group);
-    __builtin_memcpy(y + whole * g * kBytes, group, static_cast<size_t>((numel - whole * g) * kBytes));
-  }
 }
 
 // ---- differences --------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
 //                                      a0 a1 ... b0 b1 ... c0 c1 ...      a permutation
 //   a plane of w bits                  neighbours together: a multiplication by 2^w, an addition, twice
 //   and back, plane by plane           one word of it in every lane, each shifted by its own number of bits
-//   decoded                            up to 3 bits (AVX-512: 4) a look-up, above code * scale + zero
 #pragma once
 
 #include "vectors.h"
@@ -14,6 +13,10 @@ namespace flash_allreduce {
 namespace {
 
 constexpr int kBlock = 4 * kLanes;  // elements
+
+constexpr int kBatch = 16;  // groups at most
+
+FLASH_INLINE int batch_of(int g) { return g >= 256 ? 4096 / g : kBatch; }
 
 // ---- rounding: floats to codes, whole numbers of 32 bits ------------------------------------------------
 
@@ -162,7 +165,7 @@ FLASH_INLINE VecU widened(const uint8_t* bytes) {
 }
 
 template <int kBits>
-FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
+FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int64_t i, VecU (&codes)[4]) {
   for (int l = 0; l < 4; ++l) {
     if constexpr (kBits == 8) {
       codes[l] = widened(planes + i + l * kLanes);
@@ -275,7 +278,7 @@ FLASH_INLINE Vec64 unpack_plane(const uint8_t* plane, int shift) {
 }
 
 template <int kBits>
-FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
+FLASH_INLINE void unpack_block(const uint8_t* planes, int g, int64_t i, VecU (&codes)[4]) {
   Vec64 x;
   if constexpr (kBits == 8) {
     x = load<Vec64>(planes + i);
@@ -354,61 +357,6 @@ FLASH_INLINE void pack_two(VecB first, VecB second, int g, int i, uint8_t* plane
   }
 }
 #endif
-
-// ---- decoding -------------------------------------------------------------------------------------------
-
-#if FLASH_LANES >= 8
-// The values of the codes are lanes of a vector.
-template <int kBits>
-constexpr bool kLookedUp = (1 << kBits) <= kLanes;
-
-// Lanes of `values`, by the last bits of `codes`.
-FLASH_INLINE VecF look_up(VecF values, VecU codes) {
-#if FLASH_LANES == 16
-  return cast<VecF>(_mm512_maskz_permutexvar_ps(0xffff, cast<__m512i>(codes), cast<__m512>(values)));
-#else
-  return cast<VecF>(_mm256_permutevar8x32_ps(cast<__m256>(values), cast<__m256i>(codes)));
-#endif
-}
-
-// As unpack_block, but for the bits that look_up does not read.
-template <int kBits>
-FLASH_INLINE void unpack_indices(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
-  if constexpr (kBits == 2 || kBits == 4) {  // one plane
-    for (int l = 0; l < 4; ++l) codes[l] = unpack_units<kBits, false>(planes + i * kBits / 8, l, 0);
-  } else {
-    unpack_block<kBits>(planes, g, i, codes);
-  }
-}
-#else
-template <int>
-constexpr bool kLookedUp = false;
-FLASH_INLINE VecF look_up(VecF values, VecU) { return values; }
-
-template <int kBits>
-FLASH_INLINE void unpack_indices(const uint8_t* planes, int g, int i, VecU (&codes)[4]) {
-  unpack_block<kBits>(planes, g, i, codes);
-}
-#endif
-
-// decode_element for a block. kExact: the products are far from an overflow and float32 holds them exactly (a code of
-// 8 bits times a scale of 8), so they may be fused with the addition.
-template <int kBits, int kHalf, bool kExact>
-FLASH_INLINE void decode_block(const uint8_t* planes, int g, int i, const Metadata& m, VecF (&values)[4]) {
-  const auto value_of = [&](VecI code) FLASH_INLINED {
-    const VecF number = __builtin_convertvector(code - kHalf, VecF);
-    return kExact ? fused(number, m.scale, m.zero) : number * m.scale + m.zero;
-  };
-  VecU codes[4];
-  if constexpr (kLookedUp<kBits>) {
-    const VecF table = value_of(lane_numbers() & ((1 << kBits) - 1));
-    unpack_indices<kBits>(planes, g, i, codes);
-    for (int l = 0; l < 4; ++l) values[l] = look_up(table, codes[l]);
-  } else {
-    unpack_block<kBits>(planes, g, i, codes);
-    for (int l = 0; l < 4; ++l) values[l] = value_of(cast<VecI>(codes[l]));
-  }
-}
 
 }  // namespace
 }  // namespace flash_allreduce

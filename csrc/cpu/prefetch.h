@@ -1,4 +1,4 @@
-// Reading ahead of the encoding: how far, into which cache, and where it pays.
+// Reading ahead: how far, into which cache, and where it pays.
 #pragma once
 
 #include "vectors.h"
