@@ -5,6 +5,7 @@
 #pragma once
 
 #include "codebook_levels.h"
+#include "prefetch.h"
 
 namespace flash_allreduce {
 namespace {
@@ -110,6 +111,10 @@ FLASH_INLINE void add_spikes(const Payloads& p, int64_t group, int count, float*
 template <int kBits, bool kSpiked, int kGroup>
 FLASH_INLINE void sum_floats(const Payloads& p, int64_t group, int count, float* sums) {
   const int g = kGroup > 0 ? kGroup : p.codec.group_size;
+  const int64_t record = record_bytes(p.codec);
+  for (int64_t rank = 0; rank < p.count; ++rank) {
+    prefetch_into<3>(p.data + group * record + rank * p.stride, 0, static_cast<int>(count * record));
+  }
   for (int j = 0; j < count; ++j) {
     float* of_group = sums + j * g;
     sum_parts<kBits, kSpiked, kGroup>(p, group + j, of_group);

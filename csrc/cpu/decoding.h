@@ -83,6 +83,7 @@ FLASH_INLINE bool hold_metadata(const uint8_t* first, int64_t ranks, int64_t str
   uint32_t largest = 0;  // a NaN is larger than any number
   for (int64_t rank = 0; rank < ranks; ++rank, first += stride) {
     alignas(64) uint32_t words[kBatch] = {};
+    // Where streams alternate, the processor's own prefetching stops.
     prefetch_into<3>(first, 0, static_cast<int>(count * record));
     for (int j = 0; j < count; ++j) {
       __builtin_memcpy(words + j, first + j * record,
